@@ -1,0 +1,207 @@
+"""The arithmetic of 8-bit floats: casts that saturate, scales that are powers of two, rounding by hand.
+
+Everything here is elementwise `jax.numpy` on float32, so it means the same inside a kernel body, outside one, and on
+every backend. Three decisions carry the file:
+
+* **Powers of two are built from integer bits.** `exp2` and `log2` are approximations (XLA:CPU's `exp2` misses most
+  integer exponents by an ulp), and a scale that is off by one ulp makes `x / scale` inexact.
+* **Rounding is arithmetic, casting is storage.** `round_to` yields the float32 *value* that a format would hold.
+  XLA on the GPU deletes a cast to float8 and back (it calls the pair redundant), which turns a residual
+  `x - float32(float8(x))` into zeros. A residual computed from `round_to` has no such pair to delete, and where XLA
+  deletes the pair `float32(float8(round_to(x)))` the value does not change. `residual` below is the one place
+  where a residual is formed.
+* **Subnormal float32 is zero.** XLA:CPU flushes it and XLA:GPU keeps it; treating it as zero everywhere keeps
+  quantization bit-identical. Scales therefore stay in the normal range, 2**-126 to 2**127.
+
+Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats 1.0, 2023 (E8M0).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+FLOAT8_DTYPES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_BIAS = 127
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
+
+
+def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """`dtype` as a NumPy dtype, if it is E4M3 or E5M2; otherwise a TypeError that names the two.
+
+    >>> float8_dtype("float8_e5m2")
+    dtype(float8_e5m2)
+    """
+    resolved = jnp.dtype(dtype)
+    if resolved not in FLOAT8_DTYPES:
+        raise TypeError(f"dtype={resolved} is not an FP8 format; use float8_e4m3fn or float8_e5m2")
+    return resolved
+
+
+def largest(dtype: DTypeLike) -> float:
+    """The largest finite value of a format: 448 for E4M3, 57344 for E5M2.
+
+    >>> largest("float8_e4m3fn"), largest("float8_e5m2")
+    (448.0, 57344.0)
+    """
+    return float(jnp.finfo(float8_dtype(dtype)).max)
+
+
+def flush_subnormal(x: jax.Array) -> jax.Array:
+    """float32 `x` with its subnormals set to zero (NaN stays NaN)."""
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, jnp.zeros_like(x), x)
+
+
+def amax(x: jax.Array) -> jax.Array:
+    """max |x| as a float32 scalar; 0 for an empty array, NaN or inf where `x` holds one.
+
+    >>> float(amax(jnp.array([1.0, -3.0])))
+    3.0
+    """
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def power_of_two(exponent: ArrayLike) -> jax.Array:
+    """2**exponent in float32, exact, for integer exponents in [-126, 127].
+
+    >>> float(power_of_two(-3))
+    0.125
+    """
+    bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """floor(log2 |x|) of normal float32 values, from the bits; -127 for zero and subnormals."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return ((bits >> _MANTISSA_BITS) & 0xFF) - _BIAS
+
+
+def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """The smallest power of two `s` with `amax / s <= largest(dtype)`.
+
+    float32, the shape of `amax`. The exponent is clamped to [-126, 127], E8M0's range less its one subnormal.
+    `amax = 0` gives 1; a NaN or infinite `amax` gives NaN, so that what is scaled by it is NaN too.
+
+    >>> [float(pow2_scale(jnp.float32(a), "float8_e4m3fn")) for a in (448.0, 449.0, 0.0)]
+    [1.0, 2.0, 1.0]
+    """
+    values = jnp.asarray(amax, jnp.float32)
+    mantissa, exponent = np.frexp(np.float32(largest(dtype)))  # 448 = 0.875 * 2**9 = 1.75 * 2**8
+    limit = int(np.float32(2 * mantissa).view(np.int32)) & _MANTISSA_MASK
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    carry = ((bits & _MANTISSA_MASK) > limit).astype(jnp.int32)
+    wanted = _exponent(values) - (int(exponent) - 1) + carry
+    scale = power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
+    scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
+    return jnp.where(jnp.isfinite(values), scale, jnp.full_like(scale, jnp.nan))
+
+
+def reciprocal_pow2(scale: jax.Array) -> jax.Array:
+    """1 / scale for powers of two in [2**-126, 2**126], exact, by integer subtraction; NaN stays NaN.
+
+    A float division would do, but its result for 2**127 is subnormal and flushed; such scales are not produced
+    by `pow2_scale` for any finite float32 `amax`.
+
+    >>> float(reciprocal_pow2(jnp.float32(8.0)))
+    0.125
+    """
+    inverse = power_of_two(-_exponent(scale))
+    return jnp.where(jnp.isnan(scale), scale, inverse)
+
+
+def clip_finite(x: jax.Array, limit: float) -> jax.Array:
+    """Finite values clipped to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
+    clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
+    return jnp.where(jnp.isfinite(x), clipped, jnp.full_like(x, jnp.nan))
+
+
+def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x` in an FP8 format, round to nearest even; finite values beyond the range become the largest one.
+
+    `astype(float8_e4m3fn)` alone gives NaN above 464, so every cast of the project goes through here.
+    NaN and inf give NaN. `x` is float32 (wider and narrower floats are converted first).
+
+    >>> [float(v) for v in saturating_cast(jnp.array([1.06, 1e9, -500.0]), "float8_e4m3fn")]
+    [1.0, 448.0, -448.0]
+    """
+    return clip_finite(x.astype(jnp.float32), largest(dtype)).astype(float8_dtype(dtype))
+
+
+def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """The distance between `dtype`'s neighbours around each value of `x`, and its inverse; both powers of two."""
+    info = jnp.finfo(float8_dtype(dtype))
+    exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
+    # Never used for what clip_finite turned into NaN, whose exponent bits are out of range.
+    exponent = jnp.clip(exponent, _SMALLEST_EXPONENT, -_SMALLEST_EXPONENT)
+    return power_of_two(exponent), power_of_two(-exponent)
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The float32 values that `dtype` holds nearest to `x` (ties to even, saturating, NaN and inf to NaN).
+
+    Equal to `saturating_cast(x, dtype).astype(float32)` bit for bit, but without the cast and back that XLA deletes.
+
+    >>> [float(v) for v in round_to(jnp.array([1.06, 1.07, 1e9]), "float8_e4m3fn")]
+    [1.0, 1.125, 448.0]
+    """
+    clipped = clip_finite(x, largest(dtype))
+    spacing, inverse = _grid(clipped, dtype)
+    return lax.round(clipped * inverse, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+
+
+def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
+    """One of the two values of `dtype` around `x`, the upper one with probability (x - lower) / (upper - lower).
+
+    `bits` are independent uniform uint32, one a value; the 24 highest are used, so E[result] = x to 2**-24 of the
+    distance between the neighbours. Values that `dtype` holds come back unchanged; beyond the range it saturates.
+    float32 in, float32 out.
+
+    >>> halfway = jnp.float32(1.0625)
+    >>> [float(stochastic_round_to(halfway, "float8_e4m3fn", jnp.uint32(b))) for b in (0, 2**32 - 1)]
+    [1.125, 1.0]
+    """
+    clipped = clip_finite(x, largest(dtype))
+    spacing, inverse = _grid(clipped, dtype)
+    units = clipped * inverse
+    lower = jnp.floor(units)
+    # 24 bits are what float32 holds exactly: the comparison below has no rounding in it.
+    uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    upper = (uniform < units - lower).astype(jnp.float32)
+    return (lower + upper) * spacing
+
+
+def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
+    """scaled - rounded, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
+
+    The one place where the project forms a residual or an error. `rounded` must be a rounded *value*, never a float8
+    array cast back: XLA on the GPU would replace that by `scaled` and return zeros.
+    """
+    return scaled - rounded
+
+
+def encode_e8m0(scale: jax.Array) -> jax.Array:
+    """Powers of two as E8M0 codes (`float8_e8m0fnu`, 1 byte): code = exponent + 127, NaN = 255.
+
+    >>> encode_e8m0(jnp.float32(0.5)).dtype, float(decode_e8m0(encode_e8m0(jnp.float32(0.5))))
+    (dtype(float8_e8m0fnu), 0.5)
+    """
+    code = jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
+    return lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
+
+
+def decode_e8m0(code: jax.Array) -> jax.Array:
+    """E8M0 codes as float32: 2**(code - 127), and NaN for 255.
+
+    Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project writes code 0 only as the
+    scale of a block that is exactly zero, where any scale gives the same result.
+    """
+    raw = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
+    bits = jnp.where(raw == 0, 1 << (_MANTISSA_BITS - 1), raw << _MANTISSA_BITS)
+    bits = jnp.where(raw == 255, 0x7FC00000, bits)
+    return lax.bitcast_convert_type(bits, jnp.float32)
