@@ -1,0 +1,69 @@
+"""The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8 tensor cores on a GPU.
+
+The meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a GPU three details decide
+whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an H200; see LOG.md):
+
+* both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
+  transpose kernel is needed;
+* the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
+* the two dots of a residual product are kept apart by an optimization barrier (XLA would concatenate the weights at
+  run time), and the smaller one goes first, so that cuBLASLt adds it as its C operand (beta = 1).
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ALGORITHMS = {
+    "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
+    "full": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+}
+
+
+def _dimension_numbers(x: jax.Array, w: jax.Array) -> lax.DotDimensionNumbers:
+    contracted = w.ndim - 1
+    return (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(1, w.ndim))), ((), ())
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    w_lo: jax.Array | None,
+    *,
+    scale: jax.Array,
+    out_dtype: Any,
+    accumulation: str,
+    out_sharding: Any,
+) -> jax.Array:
+    """The product on the platform that the program is lowered for; see `api.matmul`."""
+    dimensions = _dimension_numbers(x, w)
+
+    def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
+        wide = w.astype(jnp.float32)
+        if w_lo is not None:
+            wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
+        out = lax.dot_general(
+            x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
+        )
+        return (out * scale).astype(out_dtype)
+
+    def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
+        # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
+        # float16 has too little range for the product before it is scaled.
+        product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+
+        def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+            return lax.dot_general(
+                x, w, dimensions, precision=ALGORITHMS[accumulation], preferred_element_type=product_dtype,
+                out_sharding=out_sharding,
+            )  # fmt: skip
+
+        out = dot(x, w) if w_lo is None else dot(lax.optimization_barrier(x), w_lo) + dot(x, w)
+        return (out.astype(jnp.float32) * scale).astype(out_dtype)
+
+    if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
+        return in_float32(x, w, w_lo, scale)
+    return lax.platform_dependent(x, w, w_lo, scale, cuda=on_tensor_cores, default=in_float32)
