@@ -1,0 +1,254 @@
+"""Optax state that belongs to weights: their quantized form, what rounding left, delayed amax, the rounding key.
+
+Layers read, the optimizer writes. `error_feedback` stands last in an `optax.chain`, sees the final update, and quantizes the
+weights that the update will produce, once per step:
+
+    target  = (params + updates) + error
+    stored  = Q(target)                  two FP8 tensors and a scale per weight
+    error   = target - dequantize(stored)
+
+so that the mean of what layers multiply by converges to the weight like 1/t (textbook error feedback: Seide et al.
+2014; Karimireddy et al. 2019). It never changes the updates. `layer_state` hands the stored weights to the layers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from pallas_kernels import numerics
+from tcfp_jax.quantization import QArray, Quantized, ResidualArray, quantize_weight
+from tcfp_jax.recipe import Recipe, TCFPMode
+from tcfp_jax.recipe import recipe as named_recipe
+from tcfp_jax.scaling import next_amax
+
+ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`; the trees mirror the parameters, with `optax.MaskedNode()` where nothing is kept."""
+
+    weights: Any  # ResidualArray or QArray of every weight
+    errors: Any  # what rounding left, in `error_dtype`; FP8 errors in units of the stored scale
+    amax: Any  # float32 scalars, only with delayed scaling
+    key: jax.Array | None  # raw key data (uint32), only with a stochastic residual
+
+
+def error_feedback(
+    recipe: Recipe | str,
+    *,
+    key: jax.Array | None = None,
+    error_dtype: DTypeLike = "float32",
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformation:
+    """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
+
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged.
+
+    Args:
+      recipe: how the layers multiply; the same recipe that they have. With `recipe.error_feedback=False` the weights
+        are still quantized here, once per step, but no error buffer exists. With "bf16" it does nothing.
+      key: JAX random key, for `residual="stochastic"` only. It is part of the state from then on.
+      error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
+      mask: which leaves are weights: a tree of bools or a function from params to one. None takes every
+        leaf named `kernel` with two axes or more. Axes before the last two are a stack of layers with a scale each.
+
+    Raises:
+      ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
+        parameters in which no leaf is a weight; `update` without params.
+
+    >>> params = {"kernel": jnp.ones((2, 2))}
+    >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
+    >>> float(layer_state(tx.init(params))["kernel"].dequantize()[0, 0])
+    1.0
+    """
+    recipe = named_recipe(recipe)
+    error_type = _error_dtype(error_dtype)
+    if recipe.residual == "stochastic" and key is None:
+        raise ValueError('residual="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
+    if recipe.residual != "stochastic" and key is not None:
+        raise ValueError(f"residual={recipe.residual!r} uses no random bits, but key= is given; drop the key")
+    key_data, implementation = (None, None) if key is None else _key_data(key)
+
+    def init(params: Any) -> ErrorFeedbackState:
+        weights = _Weights(params, recipe, mask)
+        step = _Step(recipe, error_type, weights.keys(key_data, implementation))
+        return weights.state([step.first(w, i) for i, w in weights.leaves], key_data)
+
+    def update(
+        updates: Any, state: ErrorFeedbackState, params: Any | None = None
+    ) -> tuple[Any, ErrorFeedbackState]:
+        if params is None:
+            raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
+        weights = _Weights(optax.apply_updates(params, updates), recipe, mask)
+        next_key = None
+        keys = weights.keys(state.key, implementation)
+        if state.key is not None:
+            next_key = jax.random.key_data(jax.random.split(_wrap(state.key, implementation))[0])
+        step = _Step(recipe, error_type, keys)
+        stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
+        entries = [step.next(w, i, stored[i], errors[i], amax[i]) for i, w in weights.leaves]
+        return updates, weights.state(entries, next_key)
+
+    return optax.GradientTransformation(init, update)
+
+
+def layer_state(opt_state: Any) -> dict[str, Any]:
+    """The quantized weights in an optimizer's state, as the `tcfp` collection that layers read.
+
+    Finds every `error_feedback` in it, under `chain`, `masked`, `partition`, `MultiSteps` and the like.
+
+    Returns:
+      Nested dict by parameter name; `{}` where nothing is quantized. Use it as
+      `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
+
+    Raises:
+      ValueError: two transformations hold the same weight.
+    """
+    collection: dict[str, Any] = {}
+    states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
+    for state in states:
+        if isinstance(state, ErrorFeedbackState):
+            entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
+            for path, weight in entries:
+                _insert(collection, [_entry_name(entry) for entry in path], weight)
+    return collection
+
+
+class _Entry(NamedTuple):
+    weight: Quantized
+    error: jax.Array | None
+    amax: jax.Array | None
+
+
+class _Weights:
+    """The leaves of a parameter tree that are weights, by position, and the way back to trees."""
+
+    def __init__(self, params: Any, recipe: Recipe, mask: Any) -> None:
+        paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
+        chosen = [False] * len(paths)
+        if recipe.mode is not TCFPMode.BF16:
+            chosen = _chosen(params, paths, self.treedef, mask)
+        self.count = len(paths)
+        self.leaves = [(i, leaf) for i, (_, leaf) in enumerate(paths) if chosen[i]]
+
+    def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
+        """The random key of leaf i in this step."""
+        if key_data is None:
+            return lambda i: None
+        use = jax.random.split(_wrap(key_data, implementation))[1]
+        return lambda i: jax.random.fold_in(use, i)
+
+    def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
+        columns: list[list[Any]] = [[optax.MaskedNode()] * self.count for _ in range(3)]
+        for (i, _), entry in zip(self.leaves, entries, strict=True):
+            for column, value in zip(columns, entry, strict=True):
+                column[i] = optax.MaskedNode() if value is None else value
+        return ErrorFeedbackState(*(self.treedef.unflatten(column) for column in columns), key_data)
+
+
+class _Step(NamedTuple):
+    """Quantization of one weight in one step."""
+
+    recipe: Recipe
+    error_dtype: Any
+    key: Callable[[int], jax.Array | None]
+
+    def first(self, w: jax.Array, i: int) -> _Entry:
+        error = jnp.zeros(w.shape, jnp.float32) if self.recipe.error_feedback else None
+        amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
+        return self._quantize(w, i, error, amax, amax)
+
+    def next(self, w: jax.Array, i: int, stored: Quantized, kept: Any, carried: Any) -> _Entry:
+        error = self._read_error(kept, stored) if self.recipe.error_feedback else None
+        if not self.recipe.delayed_scaling:
+            return self._quantize(w, i, error, None, None)
+        target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error
+        return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
+
+    def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
+        def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Quantized, Any]:
+            orientation = "both" if self.recipe.weight_copies == "both" else "rows"
+            return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, orientation=orientation)
+
+        key, stack = self.key(i), w.shape[:-2]
+        if key is not None and stack:
+            key = jax.random.split(key, stack)
+        for _ in stack:
+            one = jax.vmap(one)
+        weight, left = one(w, error, amax, key)
+        return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
+
+    def _write_error(self, error: jax.Array, stored: Quantized) -> jax.Array:
+        if self.error_dtype == jnp.float8_e5m2:
+            return numerics.saturating_cast(error / _expand(stored.scale, error), self.error_dtype)
+        return error.astype(self.error_dtype)
+
+    def _read_error(self, kept: jax.Array, stored: Quantized) -> jax.Array:
+        error = kept.astype(jnp.float32)
+        return error * _expand(stored.scale, error) if self.error_dtype == jnp.float8_e5m2 else error
+
+
+def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
+    if mask is None:
+        chosen = [bool(path) and _entry_name(path[-1]) == "kernel" and jnp.ndim(leaf) >= 2 for path, leaf in paths]
+    else:
+        chosen = [bool(keep) for keep in treedef.flatten_up_to(mask(params) if callable(mask) else mask)]
+    for keep, (path, leaf) in zip(chosen, paths, strict=True):
+        if keep and jnp.ndim(leaf) < 2:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"mask selects {name} of shape {jnp.shape(leaf)}; a weight has two axes or more, unselect it")
+    if not any(chosen):
+        raise ValueError("error_feedback found no weight: no leaf named 'kernel' with two axes; pass mask=")
+    return chosen
+
+
+def _stacked_amax(w: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(w), axis=(-2, -1), initial=0).astype(jnp.float32)
+
+
+def _expand(scale: jax.Array, like: jax.Array) -> jax.Array:
+    return scale.reshape(scale.shape + (1,) * (like.ndim - scale.ndim))
+
+
+def _error_dtype(dtype: DTypeLike) -> Any:
+    resolved = jnp.dtype(dtype)
+    if resolved.name not in ERROR_DTYPES:
+        raise ValueError(f"error_dtype={resolved.name} is not supported; use one of {list(ERROR_DTYPES)}")
+    return resolved
+
+
+def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
+    """Raw data and implementation of a new-style or old-style key: raw data survives checkpoints and `jnp.where`."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key), str(jax.random.key_impl(key))
+    return key, None
+
+
+def _wrap(key_data: jax.Array, implementation: str | None) -> jax.Array:
+    return jax.random.wrap_key_data(key_data, impl=implementation)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QArray | ResidualArray)
+
+
+def _entry_name(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
+
+
+def _insert(collection: dict[str, Any], path: list[str], weight: Quantized) -> None:
+    if not path:
+        raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
+    node = collection
+    for name in path[:-1]:
+        node = node.setdefault(name, {})
+    if path[-1] in node:
+        raise ValueError(f"two error_feedback transformations hold {'/'.join(path)}; mask it out of one of them")
+    node[path[-1]] = weight
