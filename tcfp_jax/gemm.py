@@ -116,7 +116,7 @@ def _forward(
         x_q = _quantize_operand(x, recipe.activation_dtype, recipe)
         hi, lo = _parts(quantized, recipe.forward_weight, "transposed")
         y = matmul_fp8(
-            x_q.values, hi, lo, scale=x_q.scale * quantized.scale, out_dtype=x.dtype,
+            x_q.values, hi, lo, scale=_product_scale(x_q.scale, quantized.scale, recipe), out_dtype=x.dtype,
             accumulation=recipe.forward_accumulation, backend=recipe.backend,
         )  # fmt: skip
         x_kept = x.astype(jnp.bfloat16)
@@ -139,7 +139,7 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
         g_q = _quantize_operand(g, recipe.gradient_dtype, recipe)
         hi, lo = _parts(saved.quantized, recipe.dgrad_weight, "stored")
         dx = matmul_fp8(
-            g_q.values, hi, lo, scale=g_q.scale * saved.quantized.scale, out_dtype=x_dtype,
+            g_q.values, hi, lo, scale=_product_scale(g_q.scale, saved.quantized.scale, recipe), out_dtype=x_dtype,
             accumulation=recipe.dgrad_accumulation, out_sharding=x_sharding, backend=recipe.backend,
         )  # fmt: skip
     if w_type is None:
@@ -147,7 +147,7 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
     w_dtype, w_sharding = w_type
     if recipe.wgrad == "fp8":
         dw = matmul_fp8(
-            saved.x, g_q.transposed, scale=saved.x_scale * g_q.scale, out_dtype=w_dtype,
+            saved.x, g_q.transposed, scale=_product_scale(saved.x_scale, g_q.scale, recipe), out_dtype=w_dtype,
             accumulation=recipe.wgrad_accumulation, out_sharding=w_sharding, backend=recipe.backend,
         )  # fmt: skip
     else:
@@ -163,6 +163,11 @@ def _quantize_operand(x: jax.Array, dtype: str, recipe: Recipe) -> QuantizedValu
     """x or g, in the orientations that its products read."""
     orientation: Orientation = "both" if recipe.wgrad == "fp8" else "rows"
     return quantize_values(x, dtype, scale=recipe.scale, orientation=orientation, backend=recipe.backend)
+
+
+def _product_scale(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
+    """a * b; as bfloat16 where powers of two make that exact, which lets the GEMM apply it (see `matmul_fp8`)."""
+    return (a * b).astype(jnp.bfloat16) if recipe.scale == "pow2" else a * b
 
 
 def _parts(

@@ -34,7 +34,8 @@ def matmul(
     Args:
       x: FP8 `[..., k]`.
       w, w_lo: FP8 `[n, k]`, one format; `w_lo` shares the scale of `w`.
-      scale: float32 scalar, the product of the operands' scales.
+      scale: scalar, the product of the operands' scales, float32. A power of two may come as bfloat16, which says that
+        it is exact there: cuBLASLt then applies it, where a float32 scale costs a pass over a bfloat16 output.
       out_dtype: a real float; the sum is scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator (about 14 bits of each addend survive), "full"
         promotes to float32 during the sum. Both are exact float32 where there are no FP8 tensor cores.

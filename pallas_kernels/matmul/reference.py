@@ -6,8 +6,9 @@ whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an H20
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;
 * the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
-* the two dots of a residual product are kept apart by an optimization barrier (XLA would concatenate the weights at
-  run time), and the smaller one goes first, so that cuBLASLt adds it as its C operand (beta = 1).
+* the two dots of a residual product are kept apart by an optimization barrier on x (XLA would concatenate the weights
+  at run time) and on the scale (it would factor the scale out and multiply in a pass of its own). XLA then computes
+  the small product with W_lo first and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 """
 
 import math
@@ -48,21 +49,27 @@ def matmul(
         out = lax.dot_general(
             x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
         )
-        return (out * scale).astype(out_dtype)
+        return (out * scale.astype(jnp.float32)).astype(out_dtype)
 
     def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
         # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
         # float16 has too little range for the product before it is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+        # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
+        scale_dtype = jnp.promote_types(scale.dtype, product_dtype)
 
-        def dot(x: jax.Array, w: jax.Array) -> jax.Array:
-            return lax.dot_general(
+        def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+            product = lax.dot_general(
                 x, w, dimensions, precision=ALGORITHMS[accumulation], preferred_element_type=product_dtype,
                 out_sharding=out_sharding,
             )  # fmt: skip
+            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
-        out = dot(x, w) if w_lo is None else dot(lax.optimization_barrier(x), w_lo) + dot(x, w)
-        return (out.astype(jnp.float32) * scale).astype(out_dtype)
+        out = scaled_dot(x, w, scale)
+        if w_lo is not None:
+            x, scale = lax.optimization_barrier((x, scale))
+            out = out + scaled_dot(x, w_lo, scale)
+        return out
 
     if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
         return in_float32(x, w, w_lo, scale)
