@@ -1,0 +1,197 @@
+"""The folder of one training run: what it is, what it has seen, and states to continue from.
+
+    DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step, never changed
+    DIR/metrics.jsonl    {"step": s, "loss": nats per byte}, one line per step
+    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete, the newest two kept
+
+A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
+disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the run
+repeats the steps that were lost, bit for bit. Nothing but steps and losses is in `metrics.jsonl`, so
+that even the files of a killed and of an uninterrupted run are equal.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import tcfp_jax
+from models.gpt import GPTConfig, model_config
+from models.training import TrainConfig, TrainState
+from tcfp_jax.recipe import Recipe
+
+Resume = Literal["never", "allowed"]
+
+CONFIG_FILE, METRICS_FILE, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+KEPT_CHECKPOINTS = 2
+
+
+class RunDirectory:
+    """Opens `path` for one run; use it as a context manager.
+
+    Args:
+      path: folder, created if missing.
+      config: of the run; `dtype="auto"` is stored as what it stands for here.
+      corpus_digest: `models.text.Corpus.digest`.
+      resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
+
+    Raises:
+      FileExistsError: the folder holds a run and `resume` is "never", or it holds parts of a run without its config.
+      ValueError: the run in it differs from `config` or its text; the message names every difference.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, corpus_digest: str, *, resume: Resume) -> None:
+        self.path = Path(path).absolute()
+        wanted = _describe(config, corpus_digest)
+        if holds_run(self.path):
+            if resume == "never":
+                raise FileExistsError(
+                    f"{path} holds a run (recipe {_stored(self.path)['config']['recipe']!r}); continue it with --resume, "
+                    "or choose another folder with --out"
+                )
+            _check_same(self.path, _stored(self.path), wanted)
+        else:
+            _check_unused(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.path / CONFIG_FILE, wanted)
+        self._manager = ocp.CheckpointManager(
+            self.path / CHECKPOINTS,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=KEPT_CHECKPOINTS, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            ),
+        )
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._manager.close()
+
+    def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
+        """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
+
+        Cuts `metrics.jsonl` back to that step.
+
+        Raises:
+          ValueError: the metrics of a step before the checkpoint are missing.
+        """
+        newest = self._manager.latest_step()
+        state = initial
+        if newest is not None:
+            state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
+        return state, self._cut_metrics(0 if newest is None else newest)
+
+    def append(self, first_step: int, losses: np.ndarray) -> None:
+        """Add the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics."""
+        lines = (_metrics_line(first_step + i, float(loss)) for i, loss in enumerate(losses))
+        with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Write a checkpoint after `step` steps; a no-op if that one exists. Returns when it is complete."""
+        if self._manager.latest_step() != step:
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def _cut_metrics(self, steps: int) -> list[float]:
+        path = self.path / METRICS_FILE
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        kept = lines[:steps]
+        try:
+            entries = [json.loads(line) for line in kept]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} has a line that is not JSON ({error}); restore the file or start in another folder") from error
+        if [entry["step"] for entry in entries] != list(range(1, steps + 1)):
+            raise ValueError(
+                f"{path} does not hold steps 1 to {steps} of the checkpoint, one line each; restore the file or start "
+                "in another folder"
+            )
+        replace_file(path, "".join(kept))
+        return [math.nan if entry["loss"] is None else entry["loss"] for entry in entries]
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run was started in `path`."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The configuration of the run in `path`."""
+    fields = dict(_stored(path)["config"])
+    if isinstance(fields["model"], dict):
+        fields["model"] = GPTConfig(**fields["model"])
+    if isinstance(fields["recipe"], dict):
+        fields["recipe"] = Recipe(**fields["recipe"])
+    return TrainConfig(**fields)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` so that a reader sees the old file or the new one, never a part."""
+    replace_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a text file in one step."""
+    temporary = path.with_name(path.name + ".partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _metrics_line(step: int, loss: float) -> str:
+    # JSON has no NaN; null says that the run diverged.
+    return json.dumps({"step": step, "loss": loss if math.isfinite(loss) else None}) + "\n"
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+
+
+def _describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
+    """What must be equal for a run to be continued; names are stored with what they stand for today."""
+    resolved = dataclasses.replace(config, dtype=config.compute_dtype)
+    return {
+        "config": dataclasses.asdict(resolved),
+        "model": dataclasses.asdict(model_config(config.model)),
+        "recipe": dataclasses.asdict(tcfp_jax.recipe(config.recipe)),
+        "text": corpus_digest,
+        "device": jax.default_backend(),
+    }
+
+
+def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    old, new = _flatten(stored), _flatten(json.loads(json.dumps(wanted)))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    # A different name explains the differences of what it stands for.
+    for part in ("model", "recipe"):
+        if f"config.{part}" in names:
+            names = [name for name in names if not name.startswith(f"{part}.")]
+    if names:
+        differences = ", ".join(
+            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now" for name in names
+        )
+        raise ValueError(f"{path} holds another run: {differences}; resume with the same settings or choose another --out")
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _check_unused(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file, not a folder; choose another --out")
+    for name in (METRICS_FILE, CHECKPOINTS):
+        if (path / name).exists():
+            raise FileExistsError(f"{path / name} belongs to no run that {CONFIG_FILE} describes; choose another --out")

@@ -1,0 +1,174 @@
+"""A decoder-only Transformer on bytes, with GPT-2's architecture: pre-LN, learned positions, tied head.
+
+    x = E[token] + P[position]
+    x = x + attention(LN(x));  x = x + W_2 gelu(W_1 LN(x))      (layers times)
+    logits = LN(x) Eᵀ
+
+Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, so its recipe decides how it multiplies;
+embeddings, LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every
+published FP8 recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a
+target. The other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tcfp_jax.linen import TCFPDense
+from tcfp_jax.recipe import Recipe
+
+BYTES = 256
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Size of a `GPT`.
+
+    Attributes:
+      layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
+      context: the most positions a sequence may have.
+      vocabulary: rows of the embedding table, at least 256.
+
+    Raises:
+      ValueError: a size below 1, heads that do not divide the width, or a vocabulary below 256.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int = BYTES
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.heads, self.context) < 1:
+            raise ValueError(f"{self} has a size below 1; every size must be positive")
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
+        if self.vocabulary < BYTES:
+            raise ValueError(f"vocabulary={self.vocabulary} is below the {BYTES} byte values; raise it")
+
+
+MODELS = {
+    "tiny": GPTConfig(layers=2, width=128, heads=4, context=128),
+    "small": GPTConfig(layers=4, width=256, heads=8, context=256),
+    "gpt2": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
+}
+
+
+def model_config(model: str | GPTConfig) -> GPTConfig:
+    """The size of a named model; a `GPTConfig` is passed through.
+
+    Raises:
+      ValueError: an unknown name.
+
+    >>> model_config("gpt2").layers
+    12
+    """
+    if isinstance(model, GPTConfig):
+        return model
+    if model not in MODELS:
+        raise ValueError(f"model {model!r} is unknown; use one of {list(MODELS)} or build a GPTConfig")
+    return MODELS[model]
+
+
+class ByteEmbedding(nn.Embed):
+    """`nn.Embed` whose lookup and head are products, with the same parameter.
+
+    The lookup multiplies by one-hot rows: exact forward, and in the backward pass a product where `nn.Embed` has a
+    scatter-add, whose float atomics on a GPU add in another order each time and would break bit-for-bit resuming. It reads
+    the first 256 rows only, so tokens must be bytes. `attend` keeps logits in float32, which costs nothing on tensor cores.
+    """
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Embed integer tokens below 256 `[...]` as `[..., features]`."""
+        table = jnp.asarray(self.embedding, self.dtype)[:BYTES]
+        return jnp.dot(jax.nn.one_hot(inputs, BYTES, dtype=table.dtype), table)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """Logits `[..., num_embeddings]`, float32, of `[..., features]`."""
+        table = jnp.asarray(self.embedding, self.dtype)
+        return jnp.dot(query.astype(table.dtype), table.T, preferred_element_type=jnp.float32)
+
+
+class Block(nn.Module):
+    """One pre-LN Transformer block, `[batch, positions, width]` to the same."""
+
+    config: GPTConfig
+    recipe: Recipe | str
+    dtype: ComputeDtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply causal attention and the MLP, each around a residual connection."""
+        config, width = self.config, self.config.width
+        batch, positions, _ = x.shape
+        qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
+        q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        x = x + self._dense("projection", width, scaled="residual")(attended.reshape(x.shape))
+        hidden = jax.nn.gelu(self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x)))
+        return x + self._dense("mlp_out", width, scaled="residual")(hidden)
+
+    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> TCFPDense:
+        # GPT-2: the layers that write to the residual stream start smaller, so that its variance does not grow with depth.
+        deviation = initial_deviation(self.config.width)
+        if scaled == "residual":
+            deviation /= (2 * self.config.layers) ** 0.5
+        return TCFPDense(
+            features, recipe=self.recipe, dtype=jnp.dtype(self.dtype), kernel_init=nn.initializers.normal(deviation), name=name
+        )
+
+
+class GPT(nn.Module):
+    """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
+
+    Attributes:
+      config: the size.
+      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one.
+      dtype: of activations, and of the embedding's and the head's products.
+
+    Raises:
+      ValueError: more positions than `config.context`, or an unknown dtype.
+    """
+
+    config: GPTConfig
+    recipe: Recipe | str = "tcfp12"
+    dtype: ComputeDtype = "bfloat16"
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Predict the byte after each position."""
+        config = self.config
+        if self.dtype not in get_args(ComputeDtype):
+            raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
+        if tokens.shape[-1] > config.context:
+            raise ValueError(f"{tokens.shape[-1]} positions exceed the model's context of {config.context}; shorten the sequence")
+        normal = nn.initializers.normal(initial_deviation(config.width))
+        embedding = ByteEmbedding(
+            config.vocabulary, config.width, dtype=jnp.dtype(self.dtype), embedding_init=normal, name="embedding"
+        )
+        positions = self.param("positions", normal, (config.context, config.width), jnp.float32)
+        x = embedding(tokens) + positions[: tokens.shape[-1]].astype(self.dtype)
+        for layer in range(config.layers):
+            x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
+        return embedding.attend(_normalize("final_norm", x))
+
+
+def initial_deviation(width: int) -> float:
+    """Standard deviation of initial weights: GPT-2's 0.02 at its width 768, and as 1/sqrt(width) elsewhere.
+
+    >>> initial_deviation(768)
+    0.02
+    """
+    return 0.02 * (768 / width) ** 0.5
+
+
+def _normalize(name: str, x: jax.Array) -> jax.Array:
+    """LayerNorm computed in float32 and returned in the dtype of x."""
+    return nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name=name)(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,49 @@
+"""Multi-layer perceptrons of `TCFPDense` layers: a classifier, and the two-layer block that benchmarks time."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tcfp_jax.linen import TCFPDense
+from tcfp_jax.recipe import Recipe
+
+
+class MLP(nn.Module):
+    """`y = W_L gelu(... gelu(W_1 x))`: `[..., k]` to `[..., features[-1]]`.
+
+    `features=(d_ff, d)` is a Transformer's MLP block, the shape that training-step benchmarks use; `features=(256, 256,
+    10)` classifies scikit-learn's 8 x 8 digits.
+
+    Attributes:
+      features: outputs of each layer.
+      recipe: of every layer; a `tcfp_jax.Recipe` or the name of one.
+      dtype: of activations; parameters are float32.
+      use_bias: as in `nn.Dense`.
+
+    Raises:
+      ValueError: no features.
+
+    >>> model = MLP(features=(32, 10), recipe="bf16", dtype=jnp.float32)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((2, 64)))
+    >>> model.apply(variables, jnp.ones((2, 64))).shape
+    (2, 10)
+    """
+
+    features: tuple[int, ...]
+    recipe: Recipe | str = "tcfp12"
+    dtype: jnp.dtype = jnp.bfloat16
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the layers; the last one has no nonlinearity."""
+        if not self.features:
+            raise ValueError("features=() names no layer; give the outputs of each, such as (256, 10)")
+        x = x.astype(self.dtype)
+        for index, features in enumerate(self.features):
+            if index:
+                x = jax.nn.gelu(x)
+            x = TCFPDense(
+                features, use_bias=self.use_bias, recipe=self.recipe, dtype=self.dtype, name=f"dense_{index}"
+            )(x)
+        return x
