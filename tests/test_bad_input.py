@@ -1,0 +1,151 @@
+"""Bad input: a clear error or a loud NaN, never a clean number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tcfp_jax
+from tcfp_jax.linen import TCFPDense
+
+X = jax.random.normal(jax.random.key(0), (8, 32))
+W = jax.random.normal(jax.random.key(1), (32, 16)) * 0.1
+G = jax.random.normal(jax.random.key(2), (8, 16))
+QUANTIZING = ("tcfp12", "tcfp12_fast", "tensorwise")
+RECIPES = ("bf16", *QUANTIZING)
+
+
+def run(recipe, x=X, w=W, g=G):
+    y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe), x, w)
+    return (y, *vjp(g.astype(y.dtype)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)], ids=str)
+def test_empty_batch(recipe, shape):
+    y, dx, dw = run(recipe, x=jnp.zeros(shape), g=jnp.zeros((*shape[:-1], 16)))
+    assert y.shape == (*shape[:-1], 16) and dx.shape == shape
+    assert jnp.array_equal(dw, jnp.zeros_like(W))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("m, k, n", [(3, 5, 7), (1, 1, 1), (9, 100, 33)], ids=str)
+def test_sizes_that_are_no_multiples_of_16(recipe, m, k, n):
+    x, w, g = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(m, k), (k, n), (m, n)]))
+    y, dx, dw = run(recipe, x, w, g)
+    for got, exact in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        assert got.shape == exact.shape
+        assert float(jnp.linalg.norm(got - exact)) <= 0.15 * float(jnp.linalg.norm(exact)) + 0.2
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.complex64], ids=lambda d: d.__name__)
+def test_integers_and_complex_numbers_raise(dtype):
+    bad = jnp.ones((8, 32), dtype)
+    calls = {
+        "x": lambda: tcfp_jax.matmul(bad, W, recipe="tcfp12"),
+        "w": lambda: tcfp_jax.matmul(X, jnp.ones((32, 16), dtype), recipe="tcfp12"),
+        "quantize": lambda: tcfp_jax.quantize(bad),
+        "split": lambda: tcfp_jax.split(bad),
+        "layer": lambda: TCFPDense(4).init(jax.random.key(0), bad),
+    }
+    for call in calls.values():
+        with pytest.raises(TypeError, match=r"astype\(jnp.float32\)"):
+            call()
+
+
+def test_float8_operands_raise():
+    with pytest.raises(TypeError, match="quantizes by itself"):
+        tcfp_jax.matmul(X.astype(jnp.float8_e4m3fn), W, recipe="tcfp12")
+
+
+def test_shapes_that_do_not_fit_raise_with_both():
+    with pytest.raises(ValueError, match=r"x\[8, 32\] @ w\[16, 32\]"):
+        tcfp_jax.matmul(X, W.T, recipe="tcfp12")
+    with pytest.raises(ValueError, match=r"not \[k, n\]"):
+        tcfp_jax.matmul(X, jnp.ones((2, 32, 16)), recipe="tcfp12")
+    with pytest.raises(ValueError, match="quantized has"):
+        tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8))))
+
+
+def test_state_of_another_recipe_raises():
+    with pytest.raises(ValueError, match="same recipe"):
+        tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.quantize(W))
+    with pytest.raises(ValueError, match="dequantize it"):
+        tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))
+    with pytest.raises(ValueError, match="pass one of them"):
+        tcfp_jax.matmul(X, tcfp_jax.split(W), recipe="tcfp12", quantized=tcfp_jax.split(W))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf], ids=str)
+@pytest.mark.parametrize("where", ["x", "w", "g"])
+def test_non_finite_values_stay_loud(recipe, bad, where):
+    arguments = {"x": X, "w": W, "g": G}
+    arguments[where] = arguments[where].at[3, 5].set(bad)
+    y, dx, dw = jax.jit(lambda a: run(recipe, **a))(arguments)
+    poisoned = {"x": (y, dw), "w": (y, dx), "g": (dx, dw)}[where]
+    for result in poisoned:
+        if result is dw and recipe == "tcfp12":  # a BF16 product: inf stays inf, in the row or column of the bad token
+            assert not jnp.isfinite(result).all()
+        else:
+            assert jnp.isnan(result).all()
+
+
+def test_non_finite_values_in_quantize_and_split():
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        x = X.at[0, 0].set(bad)
+        for stored in (tcfp_jax.quantize(x), tcfp_jax.quantize(x, scale="float32"), tcfp_jax.split(x)):
+            assert jnp.isnan(stored.dequantize()).all()
+        stale = tcfp_jax.split(x, amax=4.0).dequantize()
+        assert jnp.isnan(stale[0, 0]) and jnp.isfinite(stale).sum() == x.size - 1
+
+
+def test_apply_if_finite_recovers_the_state():
+    params = {"kernel": W}
+    tx = optax.apply_if_finite(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 5)
+    state = tx.init(params)
+    good = {"kernel": jnp.ones_like(W)}
+    _, state = tx.update(good, state, params)
+    before = tcfp_jax.layer_state(state)["kernel"].dequantize()
+    updates, after = tx.update({"kernel": good["kernel"].at[0, 0].set(jnp.nan)}, state, params)
+    assert jnp.array_equal(updates["kernel"], jnp.zeros_like(W))
+    assert jnp.array_equal(tcfp_jax.layer_state(after)["kernel"].dequantize(), before)
+    _, recovered = tx.update(good, after, params)
+    assert jnp.isfinite(tcfp_jax.layer_state(recovered)["kernel"].dequantize()).all()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_zero_amax(recipe):
+    for x, w in ((jnp.zeros_like(X), W), (X, jnp.zeros_like(W))):
+        y, dx, dw = run(recipe, x, w)
+        assert jnp.array_equal(y, jnp.zeros_like(y)) and jnp.isfinite(dx).all() and jnp.isfinite(dw).all()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-30, 1e30, 3e38], ids=str)
+def test_extreme_magnitudes(recipe, size):
+    x = jnp.where(X > 0, jnp.float32(size), -jnp.float32(size))
+    stored = tcfp_jax.split(x)
+    assert jnp.isfinite(stored.dequantize()).all() and jnp.isfinite(tcfp_jax.quantize(x).dequantize()).all()
+    if size > 2e-38:
+        np.testing.assert_allclose(stored.dequantize(), x, rtol=2.0**-7)
+    y = tcfp_jax.matmul(x, W * 1e-3, recipe=recipe)
+    assert not jnp.isnan(y).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float16(recipe):
+    results = run(recipe, X.astype(jnp.float16), W.astype(jnp.float16))
+    assert all(result.dtype == jnp.float16 and jnp.isfinite(result).all() for result in results)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float64(recipe):
+    with jax.enable_x64(True):
+        results = run(recipe, X.astype(jnp.float64), W.astype(jnp.float64))
+        for result, single in zip(results, run(recipe), strict=True):
+            assert result.dtype == jnp.float64
+            np.testing.assert_allclose(result, single, rtol=1e-5, atol=1e-5)
+        # Beyond float32 is beyond the arithmetic: it overflows to inf and from there to NaN.
+        assert jnp.isnan(tcfp_jax.quantize(X.astype(jnp.float64) * 1e300).dequantize()).all()

@@ -1,0 +1,182 @@
+"""The Flax layers: the same parameters as Flax's own, the stored kernel where it is given, no state of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import tcfp_jax
+from tcfp_jax.linen import TCFPDense, TCFPDotGeneral
+
+X = jax.random.normal(jax.random.key(0), (4, 6, 32))
+RECIPES = ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
+
+
+class Network(nn.Module):
+    recipe: tcfp_jax.Recipe | str = "tcfp12"
+    remat: str = "no"
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.remat(TCFPDense) if self.remat == "yes" else TCFPDense
+        x = nn.relu(dense(16, recipe=self.recipe, name="first")(x))
+        return dense(32, recipe=self.recipe, use_bias=False, name="second")(x)
+
+
+def same(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        jnp.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}], ids=str)
+def test_parameters_are_those_of_dense(recipe, options):
+    x = X.astype(options.get("param_dtype", X.dtype))
+    theirs = nn.Dense(16, **options).init(jax.random.key(1), x)
+    assert same(TCFPDense(16, recipe=recipe, **options).init(jax.random.key(1), x), theirs)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layer_is_matmul_plus_bias(recipe):
+    layer = TCFPDense(16, recipe=recipe, bias_init=nn.initializers.normal())
+    variables = layer.init(jax.random.key(1), X)
+    params = variables["params"]
+    expected = tcfp_jax.matmul(X, params["kernel"], recipe=recipe) + params["bias"]
+    assert jnp.array_equal(layer.apply(variables, X), expected)
+
+
+def test_layer_approximates_dense():
+    variables = nn.Dense(16).init(jax.random.key(1), X)
+    exact = nn.Dense(16).apply(variables, X)
+    error = TCFPDense(16).apply(variables, X) - exact
+    assert 10 * np.log10(float(jnp.sum(exact**2) / jnp.sum(error**2))) > 30  # dB; E4M3 activations give 31.5
+
+
+def test_dtype_is_that_of_the_result_and_never_of_the_kernel():
+    variables = nn.Dense(16).init(jax.random.key(1), X)
+    layer = TCFPDense(16, dtype=jnp.bfloat16)
+    y = layer.apply(variables, X)
+    kernel = variables["params"]["kernel"]
+    expected = tcfp_jax.matmul(X.astype(jnp.bfloat16), kernel, recipe="tcfp12")
+    assert y.dtype == jnp.bfloat16 and jnp.array_equal(y, expected)  # the bias is zero
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_stored_kernel_is_used(recipe):
+    network = Network(recipe)
+    params = network.init(jax.random.key(1), X)["params"]
+    tx = tcfp_jax.error_feedback(recipe)
+    state = tcfp_jax.layer_state(tx.init(params))
+    fresh = network.apply({"params": params}, X)
+    assert jnp.array_equal(network.apply({"params": params, "tcfp": state}, X), fresh)
+    doubled = tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
+    assert not jnp.array_equal(network.apply({"params": params, "tcfp": doubled}, X), fresh)
+
+
+def train(network, recipe, steps=8, **options):
+    params = network.init(jax.random.key(1), X)["params"]
+    tx = optax.chain(optax.adam(1e-2), tcfp_jax.error_feedback(recipe, **options))
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state):
+        def loss(params):
+            y = network.apply({"params": params, "tcfp": tcfp_jax.layer_state(opt_state)}, X)
+            return jnp.mean((y - X) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    losses = []
+    for _ in range(steps):
+        params, opt_state, value = step(params, opt_state)
+        losses.append(float(value))
+    return losses, params, opt_state
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_learns_and_repeats_bit_for_bit(recipe):
+    losses, *state = train(Network(recipe), recipe)
+    again, *same_state = train(Network(recipe), recipe)
+    assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
+
+
+def test_training_with_stochastic_residual():
+    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    losses, *state = train(Network(recipe), recipe, key=jax.random.key(3))
+    again, *same_state = train(Network(recipe), recipe, key=jax.random.key(3))
+    assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
+
+
+def test_remat_changes_nothing():
+    losses, *_ = train(Network("tcfp12_fast"), "tcfp12_fast")
+    with_remat, *_ = train(Network("tcfp12_fast", remat="yes"), "tcfp12_fast")
+    np.testing.assert_allclose(losses, with_remat, rtol=1e-6)
+
+
+class Stack(nn.Module):
+    recipe: tcfp_jax.Recipe | str = "tcfp12"
+
+    @nn.compact
+    def __call__(self, x):
+        def layer(module, carry, _):
+            return TCFPDense(32, recipe=module.recipe, name="layer")(carry), None
+
+        scan = nn.scan(layer, variable_axes={"params": 0, "tcfp": 0}, split_rngs={"params": True}, length=3)
+        return scan(self, x, None)[0]
+
+
+def test_scan_over_layers_reads_the_stacked_state():
+    network = Stack()
+    params = network.init(jax.random.key(1), X)["params"]
+    state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
+    assert state["layer"]["kernel"].scale.shape == (3,)
+    fresh = network.apply({"params": params}, X)
+    np.testing.assert_allclose(network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dot_general_is_the_dense_layer(recipe):
+    dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe=recipe))
+    variables = dense.init(jax.random.key(1), X)
+    assert same(variables, nn.Dense(16).init(jax.random.key(1), X))
+    assert jnp.array_equal(dense.apply(variables, X), TCFPDense(16, recipe=recipe).apply(variables, X))
+
+
+def test_dot_general_reads_the_kernel_of_its_owner():
+    dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tcfp12"))
+    params = dense.init(jax.random.key(1), X)["params"]
+    state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(jax.tree.map(lambda p: 2 * p, params)))
+    np.testing.assert_allclose(dense.apply({"params": params, "tcfp": state}, X), 2 * dense.apply({"params": params}, X))
+
+
+def test_stochastic_layer_takes_the_rng_stream():
+    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    layer = TCFPDense(16, recipe=recipe)
+    variables = layer.init(jax.random.key(1), X)
+    run = lambda **rngs: layer.apply(variables, X, rngs=rngs)
+    assert jnp.array_equal(run(), run())
+    assert not jnp.array_equal(run(tcfp=jax.random.key(1)), run(tcfp=jax.random.key(2)))
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "highest"}, {"dot_general": jax.lax.dot_general}, {"promote_dtype": lambda *a, dtype: a}],
+    ids=lambda o: next(iter(o)),
+)  # fmt: skip
+def test_fields_that_would_be_ignored_raise(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.*nn.Dense"):
+        TCFPDense(16, **options).init(jax.random.key(0), X)
+
+
+def test_dot_general_refuses_other_products():
+    layer = TCFPDotGeneral()
+    with pytest.raises(NotImplementedError, match="keep lax.dot_general"):
+        layer.apply({}, X, jnp.ones((4, 32)), (((2,), (1,)), ((), ())))
+    with pytest.raises(NotImplementedError, match="recipe decides"):
+        layer.apply({}, X, jnp.ones((32, 4)), (((2,), (0,)), ((), ())), precision="highest")
