@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 Progress = Literal["none", "bar"]
-RUNS = Path("runs")
+RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RunResult:
       train_loss: nats per byte of every step, float64 `[steps]`; of a resumed run, from the first step on.
       heldout_loss: nats per byte over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per byte.
-      tokens_per_second: bytes trained on per second by this process, compilation included; 0 if it had no step to do.
+      tokens_per_second: bytes trained on per second by this process, compilation included; NaN if it had no step to do.
     """
 
     train_loss: np.ndarray
@@ -149,7 +149,7 @@ def _train(
             record(pending)
     seconds = time.perf_counter() - started
     heldout = evaluate(config, state, jnp.asarray(corpus.heldout))
-    rate = (config.steps - begin) * config.bytes_per_step / seconds
+    rate = (config.steps - begin) * config.bytes_per_step / seconds if begin < config.steps else math.nan
     return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), rate)
 
 
@@ -192,17 +192,16 @@ _OVERRIDES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
+    out: Path | None = None
     try:
         out = _choose_folder(options)
-        config = _choose_config(options, out)
-        _report(config, options, out)
+        _report(_choose_config(options, out), options, out)
     except (ValueError, FileExistsError, FileNotFoundError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\ninterrupted; continue with: python -m models.train --out {out} --resume", file=sys.stderr)
+        print(f"\ninterrupted; continue with: python -m models.train --resume --out {out}", file=sys.stderr)
         return 130
     return 0
 
@@ -260,14 +259,15 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every, progress="bar"
     )
     print(_heading(config, out), flush=True)
-    results = {str(config.recipe): train(config, out=out)}
+    name = str(config.recipe)
+    result, baseline = train(config, out=out), None
+    curves = {name: result.train_loss}
     if compare == "bf16":
-        baseline = dataclasses.replace(config, recipe="bf16")
-        # The main run was allowed to be here, so its comparison is; it may be complete, begun or missing.
-        results["bf16 (baseline)"] = train(baseline, out=out / "compare_bf16")
-    plot_losses(out / "loss.png", {k: v.train_loss for k, v in results.items()}, title=_title(config))
-    write_json(out / "summary.json", _summary(config, results))
-    print(_table(results))
+        baseline = train(dataclasses.replace(config, recipe="bf16"), out=out / BASELINE_FOLDER)
+        curves["bf16 (baseline)"] = baseline.train_loss
+    plot_losses(out / "loss.png", curves, title=f"{config.model}, seed {config.seed}: bytes of Python's standard library")
+    write_json(out / "summary.json", _summary(config, result, baseline))
+    print(_table(name, result, baseline))
     print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
 
 
@@ -277,10 +277,6 @@ def _keep_programs(out: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _title(config: TrainConfig) -> str:
-    return f"{config.model}, seed {config.seed}: bytes of Python's standard library"
 
 
 def _heading(config: TrainConfig, out: Path) -> str:
@@ -294,39 +290,37 @@ def _heading(config: TrainConfig, out: Path) -> str:
     )
 
 
-def _summary(config: TrainConfig, results: dict[str, RunResult]) -> dict[str, Any]:
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
-    entries = {
-        name: {
-            "heldout_loss": finite(result.heldout_loss),
-            "heldout_perplexity": finite(result.heldout_perplexity),
-            "last_train_loss": finite(float(result.train_loss[-1])),
-            "tokens_per_second": result.tokens_per_second,
-        }
-        for name, result in results.items()
-    }
-    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "results": entries}
-    if len(results) == 2:
-        summary["perplexity_ratio"] = finite(_ratio(results))
+def _summary(config: TrainConfig, result: RunResult, baseline: RunResult | None) -> dict[str, Any]:
+    summary = {"config": dataclasses.asdict(config), "run": _numbers(result)}
+    if baseline is not None:
+        ratio = result.heldout_perplexity / baseline.heldout_perplexity
+        summary |= {"baseline_bf16": _numbers(baseline), "perplexity_ratio": _finite(ratio)}
     return summary
 
 
-def _ratio(results: dict[str, RunResult]) -> float:
-    ours, baseline = results.values()
-    return ours.heldout_perplexity / baseline.heldout_perplexity
+def _numbers(result: RunResult) -> dict[str, float | None]:
+    return {
+        "heldout_loss": _finite(result.heldout_loss),
+        "heldout_perplexity": _finite(result.heldout_perplexity),
+        "last_train_loss": _finite(float(result.train_loss[-1])),
+        "tokens_per_second": _finite(result.tokens_per_second),
+    }
 
 
-def _table(results: dict[str, RunResult]) -> str:
-    lines = ["", f"{'':20}{'held-out loss':>15}{'perplexity':>13}{'tokens/s':>11}"]
-    for name, result in results.items():
-        lines.append(
-            f"{name:20}{result.heldout_loss:15.4f}{result.heldout_perplexity:13.4f}{result.tokens_per_second:11,.0f}"
-        )
-    if len(results) == 2:
-        lines.append(f"perplexity ratio {' / '.join(results)}: {_ratio(results):.4f}")
-    return "\n".join([*lines, "(nats and perplexity per byte)"])
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _table(name: str, result: RunResult, baseline: RunResult | None) -> str:
+    rows = [(name, result)] + ([("bf16 (baseline)", baseline)] if baseline else [])
+    lines = ["", f"{'per byte':20}{'held-out loss':>15}{'perplexity':>13}{'tokens/s':>11}"]
+    for row, numbers in rows:
+        rate = f"{numbers.tokens_per_second:,.0f}" if math.isfinite(numbers.tokens_per_second) else "-"
+        lines.append(f"{row:20}{numbers.heldout_loss:15.4f}{numbers.heldout_perplexity:13.4f}{rate:>11}")
+    if baseline:
+        ratio = result.heldout_perplexity / baseline.heldout_perplexity
+        lines.append(f"perplexity ratio {name} / bf16: {ratio:.4f}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class TrainConfig:
 
     model: str | GPTConfig = "tiny"
     recipe: str | Recipe = "tcfp12"
-    steps: int = 300
+    steps: int = 400
     seed: int = 0
     batch: int = 16
     sequence: int = 128

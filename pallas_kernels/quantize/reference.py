@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import numerics
 
@@ -18,6 +19,8 @@ def scale_and_inverse(amax: jax.Array, dtype: Any, scale: str) -> tuple[jax.Arra
         return power, numerics.reciprocal_pow2(power)
     multiplier = jnp.float32(numerics.largest(dtype)) / jnp.maximum(amax, _FLOAT32_SCALE_FLOOR)
     multiplier = jnp.where(jnp.isfinite(amax), multiplier, jnp.float32(jnp.nan))
+    # Without the barrier XLA rewrites 1 / (a / b) to b / a, one rounding less than the rule says.
+    multiplier = lax.optimization_barrier(multiplier)
     return 1 / multiplier, multiplier
 
 
