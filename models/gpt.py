@@ -110,8 +110,7 @@ class Block(nn.Module):
         batch, positions, _ = x.shape
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
         q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-        x = x + self._dense("projection", width, scaled="residual")(attended.reshape(x.shape))
+        x = x + self._dense("projection", width, scaled="residual")(causal_attention(q, k, v).reshape(x.shape))
         hidden = jax.nn.gelu(self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x)))
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
@@ -158,6 +157,18 @@ class GPT(nn.Module):
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
         return embedding.attend(_normalize("final_norm", x))
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
+
+    Plain products, because `jax.nn.dot_product_attention` raises under strict dtype promotion in bfloat16, and its cuDNN
+    form adds gradients in another order each time.
+    """
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def initial_deviation(width: int) -> float:

@@ -130,7 +130,7 @@ StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, ja
 
 def init(config: TrainConfig) -> TrainState:
     """The state before the first step. Parameters depend on the model and the seed alone, not on the recipe."""
-    return _init_function(_without_seed(config))(jax.random.key(config.seed))
+    return _init_function(_program(config))(jax.random.key(config.seed))
 
 
 def make_train_step(config: TrainConfig, count: int | None = None) -> StepFunction:
@@ -140,7 +140,7 @@ def make_train_step(config: TrainConfig, count: int | None = None) -> StepFuncti
     `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per byte. Configs that
     differ in the seed alone share one compiled function.
     """
-    return _step_function(_without_seed(config), config.steps_per_call if count is None else count)
+    return _step_function(_program(config), config.steps_per_call if count is None else count)
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
@@ -162,7 +162,7 @@ def evaluate(config: TrainConfig, state: TrainState, heldout: jax.Array) -> floa
     offsets = np.linspace(0, last, config.heldout_windows).astype(np.int32)
     padding = -len(offsets) % config.batch
     offsets = np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch)
-    losses = _evaluate_function(_without_seed(config))(state, jnp.asarray(heldout), jnp.asarray(offsets))
+    losses = _evaluate_function(_program(config))(state, jnp.asarray(heldout), jnp.asarray(offsets))
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
@@ -201,8 +201,12 @@ def _is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
 
-def _without_seed(config: TrainConfig) -> TrainConfig:
-    return replace(config, seed=0, dtype=config.compute_dtype)
+def _program(config: TrainConfig) -> TrainConfig:
+    """The config with names resolved and without what is data to the compiled functions, so that runs share them."""
+    return replace(
+        config, model=model_config(config.model), recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype,
+        seed=0, heldout_windows=1, corpus_bytes=1, steps_per_call=1,
+    )  # fmt: skip
 
 
 def _model(config: TrainConfig) -> GPT:

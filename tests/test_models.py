@@ -1,0 +1,162 @@
+"""The corpus and the models: what they read, what they compute, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, model_config
+from models.mlp import MLP
+from models.plotting import plot_losses
+from models.text import SEPARATOR, is_heldout, load_corpus, source_files
+
+MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A small tree of source files, with files that do not belong."""
+    for index in range(60):
+        (tmp_path / f"module_{index}.py").write_text(f"value = {index}\n" * 20)
+    for name in ("test/test_a.py", "site-packages/b.py", "_sysconfigdata_x.py", "json/tests/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("excluded\n")
+    (tmp_path / "json" / "decoder.py").write_text("kept\n")
+    return tmp_path
+
+
+def test_corpus_is_split_by_file_and_deterministic():
+    corpus = load_corpus(byte_limit=500_000)
+    assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
+    assert all(is_heldout(name) for name in corpus.heldout_files)
+    assert not any(is_heldout(name) for name in corpus.train_files)
+    assert corpus.train.dtype == np.uint8
+    assert len(corpus.train) > len(corpus.heldout) > 0
+    again = load_corpus(byte_limit=500_000)
+    assert corpus.digest == again.digest
+    assert corpus.train_files == again.train_files
+
+
+def test_corpus_respects_its_limit():
+    corpus = load_corpus(byte_limit=300_000)
+    files = len(corpus.train_files) + len(corpus.heldout_files)
+    assert len(corpus.train) + len(corpus.heldout) <= 300_000 + files
+
+
+def test_corpus_takes_library_sources_only(library):
+    names = source_files(library)
+    assert len(names) == 61
+    assert "json/decoder.py" in names
+    corpus = load_corpus(library)
+    assert corpus.train.tobytes().count(SEPARATOR) == len(corpus.train_files)
+    assert b"excluded" not in corpus.train.tobytes() + corpus.heldout.tobytes()
+
+
+def test_new_files_move_no_other_file(library):
+    before = load_corpus(library)
+    (library / "another.py").write_text("x = 1\n")
+    after = load_corpus(library)
+    assert set(before.train_files) <= set(after.train_files)
+    assert set(before.heldout_files) <= set(after.heldout_files)
+    assert before.digest != after.digest
+
+
+def test_corpus_refuses_an_empty_tree(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no training file"):
+        load_corpus(tmp_path)
+    with pytest.raises(ValueError, match="byte_limit=0"):
+        load_corpus(byte_limit=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt_gives_float32_logits(dtype):
+    model = GPT(MICRO, dtype=dtype)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    logits = jax.jit(lambda: model.apply(model.init(jax.random.key(0), tokens), tokens))()
+    assert logits.shape == (2, 16, 256)
+    assert logits.dtype == jnp.float32
+    assert bool(jnp.isfinite(logits).all())
+
+
+def test_gpt_is_causal():
+    # In BF16: a per-tensor FP8 scale depends on every position, future ones too, though only through its exponent.
+    model = GPT(MICRO, recipe="bf16", dtype="float32")
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    changed = tokens.at[0, 10:].set(7)
+    before, after = (jax.jit(model.apply)(variables, text) for text in (tokens, changed))
+    assert jnp.array_equal(before[:, :10], after[:, :10])
+    assert not jnp.array_equal(before[:, 10:], after[:, 10:])
+
+
+def test_parameters_do_not_depend_on_the_recipe():
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    trees = [jax.jit(GPT(MICRO, recipe=name).init)(jax.random.key(0), tokens) for name in ("bf16", "tcfp12")]
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *trees))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("tiny", (0.4, 0.5)), ("small", (3.2, 3.4)), ("gpt2", (124, 125))])
+def test_sizes(name, millions):
+    model = GPT(MODELS[name])
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e6
+    assert millions[0] < count < millions[1]
+
+
+def test_byte_embedding_is_nn_embed():
+    ours, flax = ByteEmbedding(300, 8), nn.Embed(300, 8)
+    tokens = jnp.array([[0, 255, 3, 3]])
+    variables = flax.init(jax.random.key(0), tokens)
+    assert jnp.array_equal(ours.apply(variables, tokens), flax.apply(variables, tokens))
+    query = jax.random.normal(jax.random.key(1), (2, 8))
+    attended = [layer.apply(variables, query, method="attend") for layer in (ours, flax)]
+    assert jnp.allclose(*attended, rtol=1e-5, atol=1e-6)
+
+    def total(layer):
+        return jax.grad(lambda v: jnp.sum(layer.apply(v, tokens) * jnp.arange(8.0)))(variables)
+
+    assert jax.tree.all(jax.tree.map(jnp.allclose, total(ours), total(flax)))
+
+
+def test_gpt_names_what_is_wrong():
+    with pytest.raises(ValueError, match="heads=3 does not divide width=32"):
+        GPTConfig(layers=1, width=32, heads=3, context=8)
+    with pytest.raises(ValueError, match="vocabulary=100"):
+        GPTConfig(layers=1, width=32, heads=2, context=8, vocabulary=100)
+    with pytest.raises(ValueError, match="below 1"):
+        GPTConfig(layers=0, width=32, heads=2, context=8)
+    with pytest.raises(ValueError, match="model 'huge' is unknown"):
+        model_config("huge")
+    with pytest.raises(ValueError, match="17 positions exceed the model's context of 16"):
+        GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        GPT(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
+def test_mlp_learns_a_separable_task(recipe):
+    model = MLP(features=(32, 2), recipe=recipe, dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    label = jax.nn.one_hot((x[:, 0] > 0).astype(jnp.int32), 2)
+    params = model.init(jax.random.key(1), x)
+
+    @jax.jit
+    def loss(params):
+        return -jnp.mean(jnp.sum(label * jax.nn.log_softmax(model.apply(params, x)), axis=-1))
+
+    first, gradient = loss(params), jax.jit(jax.grad(loss))
+    for _ in range(30):
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient(params))
+    assert loss(params) < first / 3
+
+
+def test_mlp_needs_a_layer():
+    with pytest.raises(ValueError, match="names no layer"):
+        MLP(features=()).init(jax.random.key(0), jnp.ones((1, 4)))
+
+
+def test_plot_is_a_png(tmp_path):
+    plot_losses(tmp_path / "loss.png", {"a": np.linspace(5, 2, 120), "b": np.linspace(5, 3, 120)}, title="losses")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
