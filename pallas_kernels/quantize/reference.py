@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import numerics
 
@@ -17,11 +16,10 @@ def scale_and_inverse(amax: jax.Array, dtype: Any, scale: str) -> tuple[jax.Arra
     if scale == "pow2":
         power = numerics.pow2_scale(amax, dtype)
         return power, numerics.reciprocal_pow2(power)
-    multiplier = jnp.float32(numerics.largest(dtype)) / jnp.maximum(amax, _FLOAT32_SCALE_FLOOR)
-    multiplier = jnp.where(jnp.isfinite(amax), multiplier, jnp.float32(jnp.nan))
-    # Without the barrier XLA rewrites 1 / (a / b) to b / a, one rounding less than the rule says.
-    multiplier = lax.optimization_barrier(multiplier)
-    return 1 / multiplier, multiplier
+    finite = jnp.isfinite(amax)
+    multiplier = numerics.divide(numerics.largest(dtype), jnp.maximum(amax, _FLOAT32_SCALE_FLOOR))
+    reciprocal = numerics.divide(1.0, multiplier)
+    return tuple(jnp.where(finite, v, jnp.float32(jnp.nan)) for v in (reciprocal, multiplier))
 
 
 def quantize(
