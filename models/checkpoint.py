@@ -1,13 +1,13 @@
 """The folder of one training run: what it is, what it has seen, and states to continue from.
 
-    DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step, never changed
+    DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
     DIR/metrics.jsonl    {"step": s, "loss": nats per byte}, one line per step
     DIR/checkpoints/     orbax checkpoints, each renamed into place when complete, the newest two kept
 
 A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
-disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the run
-repeats the steps that were lost, bit for bit. Nothing but steps and losses is in `metrics.jsonl`, so
-that even the files of a killed and of an uninterrupted run are equal.
+disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the
+run repeats the steps that were lost, bit for bit. Nothing but steps and losses is in `metrics.jsonl`, so that even
+the files of a killed and of an uninterrupted run are equal.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ class RunDirectory:
         wanted = _describe(config, corpus_digest)
         if holds_run(self.path):
             if resume == "never":
+                recipe = _stored(self.path)["config"]["recipe"]
                 raise FileExistsError(
-                    f"{path} holds a run (recipe {_stored(self.path)['config']['recipe']!r}); continue it with --resume, "
-                    "or choose another folder with --out"
+                    f"{path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another --out"
                 )
             _check_same(self.path, _stored(self.path), wanted)
         else:
@@ -107,7 +107,9 @@ class RunDirectory:
         try:
             entries = [json.loads(line) for line in kept]
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} has a line that is not JSON ({error}); restore the file or start in another folder") from error
+            raise ValueError(
+                f"{path} has a line that is not JSON ({error}); restore the file or start in another folder"
+            ) from error
         if [entry["step"] for entry in entries] != list(range(1, steps + 1)):
             raise ValueError(
                 f"{path} does not hold steps 1 to {steps} of the checkpoint, one line each; restore the file or start "
@@ -177,9 +179,12 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> N
             names = [name for name in names if not name.startswith(f"{part}.")]
     if names:
         differences = ", ".join(
-            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now" for name in names
+            f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now"
+            for name in names
         )
-        raise ValueError(f"{path} holds another run: {differences}; resume with the same settings or choose another --out")
+        raise ValueError(
+            f"{path} holds another run: {differences}; resume with the same settings or choose another --out"
+        )
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

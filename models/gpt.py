@@ -81,8 +81,8 @@ class ByteEmbedding(nn.Embed):
     """`nn.Embed` whose lookup and head are products, with the same parameter.
 
     The lookup multiplies by one-hot rows: exact forward, and in the backward pass a product where `nn.Embed` has a
-    scatter-add, whose float atomics on a GPU add in another order each time and would break bit-for-bit resuming. It reads
-    the first 256 rows only, so tokens must be bytes. `attend` keeps logits in float32, which costs nothing on tensor cores.
+    scatter-add, whose float atomics on a GPU add in another order each time and would break bit-for-bit resuming. It
+    reads the first 256 rows only, so tokens must be bytes. `attend` multiplies in `dtype` and keeps the float32 sums.
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -115,13 +115,12 @@ class Block(nn.Module):
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
     def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> TCFPDense:
-        # GPT-2: the layers that write to the residual stream start smaller, so that its variance does not grow with depth.
+        # GPT-2: layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         deviation = initial_deviation(self.config.width)
         if scaled == "residual":
             deviation /= (2 * self.config.layers) ** 0.5
-        return TCFPDense(
-            features, recipe=self.recipe, dtype=jnp.dtype(self.dtype), kernel_init=nn.initializers.normal(deviation), name=name
-        )
+        normal = nn.initializers.normal(deviation)
+        return TCFPDense(features, recipe=self.recipe, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
 
 
 class GPT(nn.Module):
@@ -147,7 +146,9 @@ class GPT(nn.Module):
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
         if tokens.shape[-1] > config.context:
-            raise ValueError(f"{tokens.shape[-1]} positions exceed the model's context of {config.context}; shorten the sequence")
+            raise ValueError(
+                f"{tokens.shape[-1]} positions exceed the model's context of {config.context}; shorten the sequence"
+            )
         normal = nn.initializers.normal(initial_deviation(config.width))
         embedding = ByteEmbedding(
             config.vocabulary, config.width, dtype=jnp.dtype(self.dtype), embedding_init=normal, name="embedding"
@@ -162,8 +163,8 @@ class GPT(nn.Module):
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
 
-    Plain products, because `jax.nn.dot_product_attention` raises under strict dtype promotion in bfloat16, and its cuDNN
-    form adds gradients in another order each time.
+    Plain products, because `jax.nn.dot_product_attention` raises under strict dtype promotion in bfloat16, and its
+    cuDNN form adds gradients in another order each time.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))

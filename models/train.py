@@ -4,8 +4,8 @@
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit
 
-It writes `config.json`, `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the BF16
-run in `compare_bf16/` below it, and prints the held-out loss and perplexity (of bytes) of both, and their ratio.
+It writes `config.json`, `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the
+BF16 run in `compare_bf16/` below it, and prints the held-out loss and perplexity (of bytes) of both, and their ratio.
 `run` is the same without a command line, and without files unless asked.
 """
 
@@ -118,7 +118,8 @@ def _corpus(byte_limit: int) -> Corpus:
 def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress
 ) -> RunResult:
-    state, losses = init(config), []
+    state = init(config)
+    losses: list[float] = []
     if directory is not None:
         state, losses = directory.restore(state)
     begin, started = len(losses), time.perf_counter()
@@ -158,9 +159,8 @@ def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
     if every is None:
         return call * max(1, round(config.steps / (10 * call)))
     if every < 1 or every % call:
-        raise ValueError(
-            f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use {call * max(1, round(every / call))}"
-        )
+        nearest = call * max(1, round(every / call))
+        raise ValueError(f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use {nearest}")
     return every
 
 
@@ -208,9 +208,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m models.train", description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
+        prog="python -m models.train", description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--model", choices=list(MODELS), help="size (default: tiny)")
     parser.add_argument("--recipe", help="bf16, tcfp12 (default), tcfp12_fast or tensorwise")
     parser.add_argument(
@@ -218,8 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, (kind, text) in _OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
-    parser.add_argument("--checkpoint-every", type=int, default=None, help="steps; None is ten times a run")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the run; None is a new one under runs/")
+    parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--resume", action="store_true", default=False,
         help="continue the run in --out, or the newest under runs/; settings not given are the run's own",
@@ -265,15 +264,16 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if compare == "bf16":
         baseline = train(dataclasses.replace(config, recipe="bf16"), out=out / BASELINE_FOLDER)
         curves["bf16 (baseline)"] = baseline.train_loss
-    plot_losses(out / "loss.png", curves, title=f"{config.model}, seed {config.seed}: bytes of Python's standard library")
+    title = f"{config.model}, seed {config.seed}: bytes of Python's standard library"
+    plot_losses(out / "loss.png", curves, title=title)
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
     print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
 
 
 def _keep_programs(out: Path) -> None:
-    # On GPUs compilation times candidate kernels and takes the fastest, which can differ from process to process in the last
-    # bit. A resumed run loads the programs of the process that began it, so it multiplies with the very same kernels.
+    # On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
+    # ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -291,7 +291,7 @@ def _heading(config: TrainConfig, out: Path) -> str:
 
 
 def _summary(config: TrainConfig, result: RunResult, baseline: RunResult | None) -> dict[str, Any]:
-    summary = {"config": dataclasses.asdict(config), "run": _numbers(result)}
+    summary: dict[str, Any] = {"config": dataclasses.asdict(config), "run": _numbers(result)}
     if baseline is not None:
         ratio = result.heldout_perplexity / baseline.heldout_perplexity
         summary |= {"baseline_bf16": _numbers(baseline), "perplexity_ratio": _finite(ratio)}

@@ -1,8 +1,9 @@
 """Training of a `GPT` on bytes as pure functions: initial state, a jitted train step, held-out evaluation.
 
-Everything that a run does is a function of its `TrainConfig`: initial weights come from `seed`, and the windows of step t
-from `fold_in(seed, t)`, computed on the device inside the jitted step. So a checkpoint needs no data-loader state, two
-recipes with one seed see identical initial weights and batches, and a resumed run is the uninterrupted one bit for bit.
+Everything that a run does is a function of its `TrainConfig`: initial weights come from `seed`, and the windows of step
+t from `fold_in(seed, t)`, computed on the device inside the jitted step. So a checkpoint needs no data-loader state,
+two recipes with one seed see identical initial weights and batches, and a resumed run is the uninterrupted one bit for
+bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
 """
@@ -35,7 +36,7 @@ class TrainConfig:
     Attributes:
       model: a name in `models.gpt.MODELS`, or a `GPTConfig`.
       recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one. "bf16" is the baseline.
-      steps: optimizer updates in all; the learning rate falls as a cosine over them, so it is part of the run's meaning.
+      steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
       seed: of initial weights, batches and stochastic rounding.
       batch, sequence: windows per step, and bytes predicted in each.
       learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps; ends at a tenth of it.
@@ -82,7 +83,9 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be zero or positive, and finite")
         if self.sequence > context:
-            raise ValueError(f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it")
+            raise ValueError(
+                f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it"
+            )
         for name, allowed in (("dtype", ("auto", *get_args(ComputeDtype))), ("error_dtype", get_args(ErrorDtype))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")
@@ -218,7 +221,7 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
     @jax.jit
     def initialize(seed_key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, config.sequence), jnp.int32)
-        # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for a traced forward.
+        # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
         model = _model(replace(config, recipe="bf16"))
         params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
         if config.initial_jitter:
@@ -231,10 +234,8 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
 
 def _jitter(params: Any, key: jax.Array, size: float) -> Any:
     leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten(
-        leaf * (1 + size * jax.random.normal(k, leaf.shape, leaf.dtype)) for leaf, k in zip(leaves, keys, strict=True)
-    )
+    keys = jax.tree.unflatten(treedef, list(jax.random.split(key, len(leaves))))
+    return jax.tree.map(lambda leaf, k: leaf * (1 + size * jax.random.normal(k, leaf.shape, leaf.dtype)), params, keys)
 
 
 @functools.lru_cache(maxsize=16)
@@ -267,9 +268,11 @@ def _evaluate_function(config: TrainConfig) -> Callable[[TrainState, jax.Array, 
     @jax.jit
     def losses(state: TrainState, text: jax.Array, offsets: jax.Array) -> jax.Array:
         quantized = tcfp_jax.layer_state(state.opt_state)
-        return jax.lax.map(
-            lambda row: _window_losses(model, state.params, quantized, _windows(text, row, config)).mean(axis=-1), offsets
-        )
+
+        def of_batch(offsets: jax.Array) -> jax.Array:
+            return _window_losses(model, state.params, quantized, _windows(text, offsets, config)).mean(axis=-1)
+
+        return jax.lax.map(of_batch, offsets)
 
     return losses
 
@@ -281,7 +284,7 @@ def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Ar
 
 def _window_losses(model: GPT, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
     """Cross-entropy of every predicted byte, float32 `[batch, sequence]`."""
-    logits = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1])
+    logits: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1])
     # A masked sum instead of take_along_axis: its gradient is no scatter, so it is deterministic on GPUs and fuses.
     is_target = jnp.arange(logits.shape[-1]) == windows[:, 1:, None]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
