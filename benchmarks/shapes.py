@@ -1,0 +1,56 @@
+"""Shapes that benchmarks measure, and the random operands of a product."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """`x[m, k] @ w[n, k].T`.
+
+    >>> str(GemmShape(8, 16, 32)), GemmShape.parse("8x16x32").n
+    ('8x16x32', 32)
+    """
+
+    m: int
+    k: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of one product."""
+        return 2 * self.m * self.k * self.n
+
+    @classmethod
+    def parse(cls, text: str) -> "GemmShape":
+        """From "MxKxN".
+
+        Raises:
+          ValueError: `text` is not three positive sizes.
+        """
+        sizes = text.split("x")
+        if len(sizes) != 3 or not all(size.isdigit() and int(size) > 0 for size in sizes):
+            raise ValueError(f"shape {text!r} is not MxKxN with three positive sizes, such as 8192x4096x16384")
+        return cls(*map(int, sizes))
+
+
+# Operands of even the first, 16 + 8 MiB and 64 MiB out, exceed the 50 MiB L2 of an H200.
+H200_SHAPES = (GemmShape(8192, 1024, 4096), GemmShape(8192, 4096, 16384), GemmShape(16384, 8192, 28672))
+CPU_SHAPES = (GemmShape(512, 1024, 1024),)
+SMOKE_SHAPES = (GemmShape(64, 128, 96),)
+
+
+def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Gaussian activations `[m, k]`, bfloat16, and weights `[n, k]` of deviation 0.02, float32. Never zeros:
+
+    zeros switch few transistors, and a GPU that draws less power clocks higher than with real data.
+    """
+    x_key, w_key = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(x_key, (shape.m, shape.k), jnp.bfloat16)
+    w = jax.random.normal(w_key, (shape.n, shape.k), jnp.float32) * 0.02
+    return x, w
