@@ -1,0 +1,289 @@
+"""How much of a tensor each format keeps: signal-to-noise ratio and mean squared error on four distributions.
+
+    python -m benchmarks.quality --json
+
+`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Three more questions have rows of their own: what
+arrives in the output of a product (the activation limits it, not the residual weight), what error feedback does to a
+weight that stands still, and to one that moves for 3000 steps.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.common import (
+    announce,
+    make_header,
+    make_parser,
+    mean_squared_error,
+    print_header,
+    print_table,
+    result_path,
+    snr_db,
+    write_result,
+)
+from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
+from tcfp_jax.quantization import quantize_weight
+from tcfp_jax.recipe import recipe
+
+NAME = "quality"
+Question = Literal["format", "output", "still weight", "moving weight"]
+DISTRIBUTIONS = ("gaussian", "uniform", "heavy-tailed", "outlier-ridden")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a run.
+
+    Attributes:
+      size: formats are measured on `[size, size]`.
+      tokens: products are measured on activations `[tokens, size]`.
+      moving_size: error feedback is measured on `[moving_size, moving_size]`.
+      still_steps, moving_steps: optimizer steps of the two questions about error feedback.
+      move: standard deviation of a step of the moving weight, of which the first value has deviation 1.
+      reported_steps: of the moving weight, in the table of formats.
+    """
+
+    size: int = 4096
+    tokens: int = 256
+    moving_size: int = 512
+    still_steps: int = 200
+    moving_steps: int = 3000
+    reported_steps: tuple[int, ...] = (1, 100, 1000)
+    move: float = 1e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer.
+
+    Attributes:
+      question: "format" rows compare tensors, "output" rows products, the others error feedback.
+      snr_db, mse: of the values; `mse` is in units of the data, whose distributions differ in size.
+      bits: stored per value, scales included.
+      ratio: of a "still weight", RMS error of the mean over all steps, over that of one step.
+    """
+
+    question: Question
+    name: str
+    distribution: str
+    snr_db: float
+    mse: float
+    bits: float | None = None
+    ratio: float | None = None
+
+
+def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Random float32 of a named distribution.
+
+    "gaussian": N(0, 1). "uniform": on [-1, 1). "heavy-tailed": Student's t with 3 degrees of freedom. "outlier-ridden":
+    N(0, 1) with one value in a thousand a hundred times larger.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    key, other = jax.random.split(jax.random.fold_in(jax.random.key(seed), 7))
+    if distribution == "gaussian":
+        return jax.random.normal(key, shape)
+    if distribution == "uniform":
+        return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
+    if distribution == "heavy-tailed":
+        # t = z / sqrt(chi2_3 / 3); three normals instead of jax.random.t, whose gamma sampler loops for seconds.
+        chi_square = jnp.sum(jax.random.normal(other, (3, *shape)) ** 2, axis=0)
+        return jax.random.normal(key, shape) / jnp.sqrt(chi_square / 3)
+    if distribution == "outlier-ridden":
+        return jax.random.normal(key, shape) * jnp.where(jax.random.bernoulli(other, 1e-3, shape), 100.0, 1.0)
+    raise ValueError(f"distribution {distribution!r} is unknown; use one of {list(DISTRIBUTIONS)}")
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+def _bf16(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
+
+
+def _stochastic_split(x: jax.Array) -> Any:
+    return split(x, key=jax.random.key(1))
+
+
+# name: (store, restore). Store and restore are compiled apart, so that no compiler cancels the rounding between them.
+FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]] = {
+    "BF16": (_bf16, lambda q: q.astype(jnp.float32)),
+    "E4M3": (quantize, lambda q: q.dequantize()),
+    "E5M2": (functools.partial(quantize, dtype=jnp.float8_e5m2), lambda q: q.dequantize()),
+    "TCFP-12 linear": (quantize_tcfp12, dequantize_tcfp12),
+    "TCFP-12 NF4": (functools.partial(quantize_tcfp12, residual="nf4"), dequantize_tcfp12),
+    "TCFP-12 NF4 sigma": (functools.partial(quantize_tcfp12, residual="nf4", scale="sigma"), dequantize_tcfp12),
+    "hi+lo": (split, lambda q: q.dequantize()),
+    "hi+lo, stochastic lo": (_stochastic_split, lambda q: q.dequantize()),
+}
+
+
+def stored_bits(stored: Any, count: int) -> float:
+    """Bits per value of everything in a pytree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) * 8 / count
+
+
+def measure_formats(config: Config) -> list[Row]:
+    """Every format on every distribution."""
+    rows = []
+    for distribution in DISTRIBUTIONS:
+        x = draw(distribution, (config.size, config.size), config.seed)
+        host = np.asarray(x)
+        for name, (store, restore) in FORMATS.items():
+            stored = jax.block_until_ready(jax.jit(store)(x))
+            value = np.asarray(jax.jit(restore)(stored))
+            rows.append(
+                Row("format", name, distribution, snr_db(host, value), mean_squared_error(host, value),
+                    bits=stored_bits(stored, x.size))
+            )  # fmt: skip
+    return rows
+
+
+# Error feedback -------------------------------------------------------------------------------------------------------
+
+
+def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what layers multiply by, the error that is left) of one step: the rule of `tcfp_jax.error_feedback`."""
+    stored, left = quantize_weight(w, recipe("tcfp12"), error=error, orientation="rows")
+    return stored.dequantize(), left
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int) -> tuple[Any, Any, Any]:
+    """(w, error, quantized w) after `steps` steps of a random walk, each quantized with the error fed back."""
+
+    def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
+        w, error, _ = carry
+        w = w + size * jax.random.normal(jax.random.fold_in(key, t), w.shape)
+        value, error = _feed_back(w, error)
+        return (w, error, value), None
+
+    return lax.scan(step, (w, error, jnp.zeros_like(w)), jnp.arange(steps))[0]
+
+
+def measure_moving(config: Config, distribution: str) -> list[Row]:
+    """SNR of single steps of a moving weight with error feedback; the textbook rule holds it at 3 dB below one split's."""
+    shape = (config.moving_size, config.moving_size)
+    w, key = draw(distribution, shape, config.seed), jax.random.key(config.seed + 1)
+    error, done, rows = jnp.zeros(shape), 0, []
+    for step in (*config.reported_steps, config.moving_steps):
+        w, error, value = move_weight(w, error, jax.random.fold_in(key, step), config.move, steps=step - done)
+        done = step
+        snr, mse = snr_db(w, value), mean_squared_error(w, value)
+        if step in config.reported_steps:
+            rows.append(Row("format", f"hi+lo, error feedback, step {step}", distribution, snr, mse, bits=48.0))
+        if step == config.moving_steps and distribution == "gaussian":
+            rows.append(Row("moving weight", f"hi+lo, error feedback, step {step}", distribution, snr, mse))
+    return rows
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def _mean_of_still(w: jax.Array, *, steps: int) -> tuple[jax.Array, jax.Array]:
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        error, total = carry
+        value, error = _feed_back(w, error)
+        return (error, total + (value - w)), None
+
+    first, _ = _feed_back(w, jnp.zeros_like(w))
+    (_, total), _ = lax.scan(step, (jnp.zeros_like(w), jnp.zeros_like(w)), length=steps)
+    return first, total / steps
+
+
+def measure_still(config: Config) -> list[Row]:
+    """How far the mean of a still weight's quantizations is from it; the textbook rule makes that fall like 1/steps."""
+    w = draw("gaussian", (config.moving_size, config.moving_size), config.seed)
+    first, mean_error = _mean_of_still(w, steps=config.still_steps)
+    mean = np.asarray(w, np.float64) + np.asarray(mean_error, np.float64)
+    ratio = (mean_squared_error(w, mean) / mean_squared_error(w, first)) ** 0.5
+    name = f"hi+lo, error feedback, mean of {config.still_steps} steps"
+    return [Row("still weight", name, "gaussian", snr_db(w, mean), mean_squared_error(w, mean), ratio=ratio)]
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def measure_outputs(config: Config) -> list[Row]:
+    """SNR of `x @ w` against float64 on the host, for each pair of operand formats; float32 outputs."""
+    x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
+    w = draw("gaussian", (config.size, config.size), config.seed + 3)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in ("tcfp12", "tensorwise", "bf16")}
+    # A quantized activation times an unquantized weight: both fit in BF16, whose products are exact in float32.
+    x_e4m3 = jax.jit(lambda x: quantize(x).dequantize())(x)
+    pairs = {
+        "E4M3 x hi+lo": multiply["tcfp12"](x, w),
+        "E4M3 x E4M3": multiply["tensorwise"](x, w),
+        "E4M3 x BF16": multiply["bf16"](x_e4m3, w),
+        "BF16 x BF16": multiply["bf16"](x, w),
+    }
+    return [
+        Row("output", name, "gaussian", snr_db(exact, out), mean_squared_error(exact, out)) for name, out in pairs.items()
+    ]
+
+
+def check(rows: list[Row]) -> None:
+    """Compare with what theory says of N(0, 1), before anything is written.
+
+    Raises:
+      ArithmeticError: a format is far from its precision; the residual is gone, or a cast is wrong.
+    """
+    expected = {"BF16": 55.6, "E4M3": 31.5, "E5M2": 25.5, "hi+lo": 64.0}
+    for row in rows:
+        if row.question == "format" and row.distribution == "gaussian" and row.name in expected:
+            if not abs(row.snr_db - expected[row.name]) < 1.5:
+                raise ArithmeticError(f"{row.name} has {row.snr_db:.1f} dB on N(0, 1), not about {expected[row.name]}")
+
+
+def measure(config: Config) -> list[Row]:
+    """All rows."""
+    rows = measure_formats(config)
+    check(rows)
+    for distribution in DISTRIBUTIONS:
+        rows += measure_moving(config, distribution)
+    return rows + measure_outputs(config) + measure_still(config)
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Run the command and return its rows."""
+    parser = make_parser(NAME, __doc__)
+    parser.add_argument("--size", type=int, default=Config.size, help=f"rows and columns (default: {Config.size})")
+    options = parser.parse_args(arguments)
+    config = Config(size=options.size)
+    if options.smoke:
+        config = Config(
+            size=256, tokens=32, moving_size=64, still_steps=200, moving_steps=300, reported_steps=(1, 10, 100)
+        )
+    header, path = make_header(), result_path(NAME, options)
+    print_header(NAME, header)
+    rows = measure(config)
+    _print(rows)
+    write_result(path, NAME, header, config, rows)
+    announce(path)
+    return rows
+
+
+def _print(rows: list[Row]) -> None:
+    formats = [row for row in rows if row.question == "format"]
+    table = {row.name: {r.distribution: r.snr_db for r in formats if r.name == row.name} for row in formats}
+    print_table(
+        ["SNR in dB", *DISTRIBUTIONS],
+        [(name, *(f"{values[d]:.1f}" for d in DISTRIBUTIONS)) for name, values in table.items()],
+    )
+    for row in rows:
+        if row.question != "format":
+            ratio = "" if row.ratio is None else f", {row.ratio:.4f} of one step's RMS error"
+            print(f"{row.question}: {row.name}: {row.snr_db:.2f} dB{ratio}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
