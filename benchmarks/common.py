@@ -89,8 +89,14 @@ def device_slug() -> str:
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:
-    """Where the rows of a run go: None without --json; for a smoke run --out or a temporary folder."""
+    """Where the rows of a run go: None without --json; for a smoke run --out or a temporary folder.
+
+    Raises:
+      ValueError: a smoke run would overwrite committed numbers.
+    """
     if options.out is not None:
+        if options.smoke and options.out.resolve() == RESULTS:
+            raise ValueError(f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder")
         folder = options.out
     elif options.smoke:
         folder = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))

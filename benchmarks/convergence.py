@@ -172,11 +172,11 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if content["config"] != dataclasses.asdict(config):
         raise ValueError(f"{path} has settings {content['config']}, not {dataclasses.asdict(config)}; drop --resume")
-    rows = [Row(**{**row, **_diverged(row)}) for row in content["rows"]]
+    rows = [Row(**{**row, **diverged(row)}) for row in content["rows"]]
     return [row for row in rows if row.name in VARIANTS and row.recipe == dataclasses.asdict(VARIANTS[row.name])]
 
 
-def _diverged(row: dict[str, Any]) -> dict[str, float]:
+def diverged(row: dict[str, Any]) -> dict[str, float]:
     """The losses that JSON holds as null because they were not finite."""
     return {name: math.nan for name in ("train_loss", "heldout_loss", "heldout_perplexity") if row[name] is None}
 

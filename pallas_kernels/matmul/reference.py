@@ -56,7 +56,7 @@ def matmul(
         # float16 has too little range for the product before it is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
         # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
-        scale_dtype = jnp.promote_types(scale.dtype, product_dtype)
+        scale_dtype = product_dtype if scale.dtype == jnp.bfloat16 else jnp.float32
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
             product = lax.dot_general(
