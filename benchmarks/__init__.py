@@ -1,1 +1,1 @@
-"""Measurements, each `python -m benchmarks.NAME`; `benchmarks.report` turns their committed JSON into README's tables."""
+"""Measurements, each `python -m benchmarks.NAME`; `benchmarks.report` puts their JSON into README as tables."""

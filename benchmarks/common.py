@@ -74,7 +74,9 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has: --json, --smoke and --out."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works; its numbers mean nothing")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, to see that it works; its numbers mean nothing"
+    )
     parser.add_argument("--out", type=Path, default=None, help="folder instead of benchmarks/results; implies --json")
     return parser
 
@@ -96,7 +98,9 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
     """
     if options.out is not None:
         if options.smoke and options.out.resolve() == RESULTS:
-            raise ValueError(f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder")
+            raise ValueError(
+                f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder"
+            )
         folder = options.out
     elif options.smoke:
         folder = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
@@ -192,14 +196,16 @@ def time_jitted(function: Callable[..., Any], *args: Any, rounds: int = 5, calls
 def time_interleaved(
     candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 5, calls: int = 5
 ) -> dict[str, Timing]:
-    """Time candidates in turn, `rounds` times, so that a chip that warms up or slows down does so for all of them.
+    """Time candidates in turn, so that a chip that warms up or slows down does so for all of them.
 
-    Each is warmed up first. On a GPU, CUPTI gives the sum of the kernels' own times for each of `calls` calls per round;
-    where it does not work, the wall clock around `calls` chained calls gives one sample per round. All candidates of
-    one call of this function are measured by the same timer, which `Timing.timer` states.
+    Each is warmed up first. On a GPU, CUPTI gives the sum of the kernels' own times for every call; where it does not
+    work, the wall clock around the calls of a round gives their mean. All candidates of one call of this function are
+    measured by the same timer, which `Timing.timer` states.
 
     Args:
       candidates: name to (jitted function, arguments).
+      rounds: how often every candidate has its turn.
+      calls: in one turn, queued one after the other.
     """
     for function, args in candidates.values():
         jax.block_until_ready(function(*args))

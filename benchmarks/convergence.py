@@ -3,9 +3,10 @@
     python -m benchmarks.convergence --json --seeds 3 --budget-seconds 500
     python -m benchmarks.convergence --json --resume --recipes bf16,tcfp12 --seeds 8
 
-The perplexity ratio of a run is `exp(held-out loss - BF16's held-out loss of the same seed)`. Single runs prove nothing:
-`bf16_rerun` is BF16 again with its initial weights perturbed by one part in a million, which shows how far rounding alone moves
-a run (without the perturbation a run repeats bit for bit). JSON is written after every run, and `--resume` keeps its rows.
+The perplexity ratio of a run is `exp(held-out loss - BF16's held-out loss of the same seed)`. Single runs prove
+nothing: `bf16_rerun` is BF16 again with its initial weights perturbed by one part in a million, which shows how far
+rounding alone moves a run (without the perturbation a run repeats bit for bit). JSON is written after every run, and
+`--resume` keeps its rows.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from tcfp_jax.recipe import Recipe, recipe
 
 NAME = "convergence"
 Task = Literal["gpt", "digits"]
+TASKS: tuple[Task, ...] = ("gpt", "digits")
 BASELINE, RERUN = "bf16", "bf16_rerun"
 RERUN_JITTER = 1e-6
 CURVE_POINTS = 50
@@ -140,7 +142,7 @@ def summarize(rows: list[Row]) -> list[Summary]:
     """Paired ratios of every variant that shares a seed with the baseline, in the order of `VARIANTS`."""
     baseline = {(row.task, row.seed): row.heldout_loss for row in rows if row.name == BASELINE}
     summaries = []
-    for task in ("gpt", "digits"):
+    for task in TASKS:
         for name in VARIANTS:
             paired = [r for r in rows if (r.task, r.name) == (task, name) and (r.task, r.seed) in baseline]
             if not paired:
@@ -149,9 +151,16 @@ def summarize(rows: list[Row]) -> list[Summary]:
             error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
             summaries.append(
                 Summary(
-                    task, name, len(ratios), statistics.fmean(ratios), min(ratios), max(ratios), error,
-                    statistics.fmean(row.heldout_loss for row in paired), statistics.fmean(r.train_loss for r in paired),
-                )  # fmt: skip
+                    task=task,
+                    name=name,
+                    seeds=len(ratios),
+                    mean_ratio=statistics.fmean(ratios),
+                    min_ratio=min(ratios),
+                    max_ratio=max(ratios),
+                    standard_error=error,
+                    mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
+                    mean_train_loss=statistics.fmean(row.train_loss for row in paired),
+                )
             )
     return summaries
 
@@ -189,7 +198,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if options.smoke:
         config = Config(model="tiny", steps=4, heldout_windows=8, digits_steps=20)
         micro = GPTConfig(layers=1, width=32, heads=2, context=32)
-        overrides = dict(model=micro, batch=2, sequence=32, corpus_bytes=1_000_000, steps_per_call=2)
+        overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
         options.seeds, options.recipes = 1, (BASELINE, "tcfp12")
     header, path = make_header(), result_path(NAME, options)
     if options.resume and path is None:
@@ -231,14 +240,16 @@ def _parse(arguments: list[str] | None) -> Any:
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
     parser.add_argument("--resume", action="store_true", help="keep the runs in the JSON file and do those it lacks")
     options = parser.parse_args(arguments)
-    for field, known in (("recipes", VARIANTS), ("tasks", ("gpt", "digits"))):
+    for field, known in (("recipes", VARIANTS), ("tasks", TASKS)):
         names = tuple(getattr(options, field).split(","))
         unknown = [name for name in names if name not in known]
         if unknown:
             parser.error(f"--{field}: unknown {', '.join(unknown)}; use some of {', '.join(known)}")
         setattr(options, field, names)
     if BASELINE not in options.recipes and not options.resume:
-        parser.error(f"--recipes must contain {BASELINE}, to which the others are compared, or --resume a file that does")
+        parser.error(
+            f"--recipes must contain {BASELINE}, to which the others are compared, or --resume a file that does"
+        )
     return options
 
 

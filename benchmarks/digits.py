@@ -76,7 +76,8 @@ def _program(config: DigitsConfig) -> Callable[..., tuple[jax.Array, jax.Array, 
     model = MLP(FEATURES, recipe=config.recipe, dtype=default_dtype())
 
     def losses_of(params: Any, quantized: Any, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = model.apply({"params": params, "tcfp": quantized}, images).astype(jnp.float32)
+        logits: Any = model.apply({"params": params, "tcfp": quantized}, images)
+        logits = logits.astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels), logits
 
     @jax.jit
@@ -87,7 +88,9 @@ def _program(config: DigitsConfig) -> Callable[..., tuple[jax.Array, jax.Array, 
         # The parameters are the same for every recipe.
         params = MLP(FEATURES, recipe="bf16").init(weights_key, images[:1])["params"]
         if config.initial_jitter:
-            params = jax.tree.map(lambda w: w * (1 + config.initial_jitter * jax.random.normal(jitter_key, w.shape)), params)
+            params = jax.tree.map(
+                lambda w: w * (1 + config.initial_jitter * jax.random.normal(jitter_key, w.shape)), params
+            )
 
         def step(carry: Any, t: jax.Array) -> tuple[Any, jax.Array]:
             params, opt_state = carry

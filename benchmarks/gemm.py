@@ -6,6 +6,7 @@ Operands are quantized beforehand: this is the tensor cores' time, not a layer's
 before anything is timed. The ratio is BF16's median over the product's, both from this run.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -60,8 +61,8 @@ class Config:
 class Row:
     """One product at one shape.
 
-    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one; `speed_over_bf16` is the ratio of
-    medians; `bound_used` is the largest error over its bound.
+    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one; `speed_over_bf16` is the ratio
+    of medians; `bound_used` is the largest error over its bound.
     """
 
     shape: str
@@ -109,9 +110,14 @@ def measure(config: Config) -> list[Row]:
             t, count = times[p.name], len(p.halves)
             rows.append(
                 Row(
-                    str(shape), p.kind, p.accumulation, t.median_ms, t.min_ms, t.max_ms, t.samples, t.timer,
-                    count * shape.operations / (t.median_ms * 1e-3) / 1e12, baseline / t.median_ms, used[p.name],
-                )  # fmt: skip
+                    shape=str(shape),
+                    kind=p.kind,
+                    accumulation=p.accumulation,
+                    **dataclasses.asdict(t),
+                    tflops=count * shape.operations / (t.median_ms * 1e-3) / 1e12,
+                    speed_over_bf16=baseline / t.median_ms,
+                    bound_used=used[p.name],
+                )
             )
     return rows
 
@@ -148,7 +154,9 @@ def check_product(product: _Product, config: Config) -> float:
     """
     out = product.function(*product.args)
     random = np.random.default_rng(config.seed)
-    rows, columns = (jnp.asarray(random.choice(size, min(size, config.checked_rows), replace=False)) for size in out.shape)
+    rows, columns = (
+        jnp.asarray(random.choice(size, min(size, config.checked_rows), replace=False)) for size in out.shape
+    )
     x = np.asarray(product.args[0][rows]).astype(np.float64)
     halves = [np.asarray(half[columns]).astype(np.float64) for half in product.halves]
     parts = [x @ half.T * product.scale for half in halves]
@@ -158,7 +166,9 @@ def check_product(product: _Product, config: Config) -> float:
     got = np.asarray(out[rows[:, None], columns[None, :]]).astype(np.float64)
     used = float(np.max(np.abs(got - exact) / bound))
     if not used <= 1:
-        raise ArithmeticError(f"{product.name}: the error is {used} of its bound; the product is wrong, so it is not timed")
+        raise ArithmeticError(
+            f"{product.name}: the error is {used} of its bound; the product is wrong, so it is not timed"
+        )
     return used
 
 

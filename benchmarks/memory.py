@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory --json
 
-State is what outlives a step: float32 parameters, Adam's two moments, the quantized weights and the error buffers. It is
-counted from the leaves of the real train state. The peak is the allocator's own figure for a process that does nothing but train one
-setting for a few steps, compilation's own trials included; CPUs report none. "arithmetic" rows multiply bytes per weight by a model's size: no such model was run.
+State is what outlives a step: float32 parameters, Adam's two moments, the quantized weights and the error buffers. It
+is counted from the leaves of the real train state. The peak is the allocator's own figure for a process that does
+nothing but train one setting for a few steps, compilation's own trials included; CPUs report none. "arithmetic" rows
+multiply bytes per weight by a model's size: no such model was run.
 """
 
 import argparse
@@ -20,7 +21,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import ROOT, announce, make_header, make_parser, print_header, print_table, result_path, write_result
+from benchmarks.common import (
+    ROOT,
+    announce,
+    make_header,
+    make_parser,
+    print_header,
+    print_table,
+    result_path,
+    write_result,
+)
 from models.gpt import MODELS
 from models.train import TrainConfig, batch_key, corpus_of, init, make_train_step, preset
 from tcfp_jax.recipe import Recipe, recipe
@@ -117,10 +127,12 @@ def count_state(setting: Setting, config: Config, state: Any | None = None) -> R
     if total != sum(_bytes(leaf) for leaf in jax.tree.leaves(state)):
         raise ArithmeticError("the parts of the state do not add up to its bytes")
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-    return Row(
-        "measured", setting.name, parameters, *parts.values(), total,
-        bytes_per_weight=sum(kernels.values()) / (kernels["parameters"] / 4),
-    )  # fmt: skip
+    per_weight = sum(kernels.values()) / (kernels["parameters"] / 4)
+    return Row("measured", setting.name, parameters, *_columns(parts), total, per_weight)
+
+
+def _columns(parts: dict[str, int]) -> tuple[int, int, int, int, int]:
+    return parts["parameters"], parts["moments"], parts["weights"], parts["errors"], parts["other"]
 
 
 def _part_of(path: str) -> str:
@@ -183,7 +195,9 @@ def measure(config: Config) -> list[Row]:
         for i, row in enumerate(rows):
             real, peak = found[row.name]
             if real != row:
-                raise ArithmeticError(f"{row.name}: the state has {real.state_bytes} bytes, its shapes {row.state_bytes}")
+                raise ArithmeticError(
+                    f"{row.name}: the state has {real.state_bytes} bytes, its shapes {row.state_bytes}"
+                )
             rows[i] = dataclasses.replace(row, peak_bytes=peak)
     else:
         real, _ = measure_peak(SETTINGS[1], config)
@@ -234,7 +248,9 @@ def _answer(options: argparse.Namespace) -> list[Row]:
 
 def _print(rows: list[Row], config: Config) -> None:
     measured = [row for row in rows if row.kind == "measured"]
-    print(f"measured: {config.model}, {measured[0].parameters:,} parameters, {config.batch} x {config.sequence} bytes a step")
+    print(
+        f"measured: {config.model}, {measured[0].parameters:,} parameters, {config.batch} x {config.sequence} bytes a step"
+    )
     print_table(
         ["MB", *PARTS, "state", "B/weight", "peak"],
         [
@@ -244,7 +260,9 @@ def _print(rows: list[Row], config: Config) -> None:
         ],
     )  # fmt: skip
     print("arithmetic, not measured: GB of state")
-    sizes = {r.name: [x.state_bytes / 1e9 for x in rows if x.kind == "arithmetic" and x.name == r.name] for r in measured}
+    sizes = {
+        r.name: [x.state_bytes / 1e9 for x in rows if x.kind == "arithmetic" and x.name == r.name] for r in measured
+    }
     print_table(
         ["weights", *(f"{billions}B" for billions in BILLIONS)],
         [(name, *(f"{size:.0f}" for size in values)) for name, values in sizes.items()],

@@ -152,7 +152,7 @@ def measure_formats(config: Config) -> list[Row]:
 # Error feedback -------------------------------------------------------------------------------------------------------
 
 
-def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """(what layers multiply by, the error that is left) of one step: the rule of `tcfp_jax.error_feedback`."""
     stored, left = quantize_weight(w, recipe("tcfp12"), error=error, orientation="rows")
     return stored.dequantize(), left
@@ -172,7 +172,7 @@ def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, 
 
 
 def measure_moving(config: Config, distribution: str) -> list[Row]:
-    """SNR of single steps of a moving weight with error feedback; the textbook rule holds it at 3 dB below one split's."""
+    """SNR of single steps of a moving weight with error feedback; the textbook rule holds it 3 dB below one split's."""
     shape = (config.moving_size, config.moving_size)
     w, key = draw(distribution, shape, config.seed), jax.random.key(config.seed + 1)
     error, done, rows = jnp.zeros(shape), 0, []
@@ -227,7 +227,8 @@ def measure_outputs(config: Config) -> list[Row]:
         "BF16 x BF16": multiply["bf16"](x, w),
     }
     return [
-        Row("output", name, "gaussian", snr_db(exact, out), mean_squared_error(exact, out)) for name, out in pairs.items()
+        Row("output", name, "gaussian", snr_db(exact, out), mean_squared_error(exact, out))
+        for name, out in pairs.items()
     ]
 
 

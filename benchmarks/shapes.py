@@ -19,6 +19,7 @@ class GemmShape:
     n: int
 
     def __str__(self) -> str:
+        """As `parse` reads it."""
         return f"{self.m}x{self.k}x{self.n}"
 
     @property
@@ -46,9 +47,9 @@ SMOKE_SHAPES = (GemmShape(64, 128, 96),)
 
 
 def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Gaussian activations `[m, k]`, bfloat16, and weights `[n, k]` of deviation 0.02, float32. Never zeros:
+    """Gaussian activations `[m, k]`, bfloat16, and weights `[n, k]` of deviation 0.02, float32.
 
-    zeros switch few transistors, and a GPU that draws less power clocks higher than with real data.
+    Never zeros: they switch few transistors, and a GPU that draws less power clocks higher than with real data.
     """
     x_key, w_key = jax.random.split(jax.random.key(seed))
     x = jax.random.normal(x_key, (shape.m, shape.k), jnp.bfloat16)
