@@ -264,21 +264,19 @@ def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int)
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def snr_db(reference: Any, value: Any) -> float:
-    """Signal-to-noise ratio `10 log10(sum x^2 / sum (x - y)^2)` in dB, summed in float64; inf where they are equal.
+def compare(reference: Any, value: Any) -> tuple[float, float]:
+    """(signal-to-noise ratio in dB, mean squared error) of a value, on the host in float64.
 
-    >>> round(snr_db(np.array([3.0, 4.0]), np.array([3.0, 4.5])), 3)
-    20.0
+    `SNR = 10 log10(sum x^2 / sum (x - y)^2)`; inf where the two are equal.
+
+    >>> snr_db, mean_squared_error = compare(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    >>> round(snr_db, 3), mean_squared_error
+    (20.0, 0.125)
     """
-    reference, value = (np.asarray(a).astype(np.float64) for a in (reference, value))
-    noise = float(np.sum((reference - value) ** 2))
-    return math.inf if noise == 0 else 10 * math.log10(float(np.sum(reference**2)) / noise)
-
-
-def mean_squared_error(reference: Any, value: Any) -> float:
-    """Mean of `(x - y)^2` in float64."""
-    difference = np.asarray(reference).astype(np.float64) - np.asarray(value).astype(np.float64)
-    return float(np.mean(difference**2))
+    wide = np.asarray(reference).astype(np.float64).reshape(-1)
+    difference = np.asarray(value).astype(np.float64).reshape(-1) - wide
+    noise, signal = float(np.vdot(difference, difference)), float(np.vdot(wide, wide))
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise), noise / wide.size
 
 
 def default_dtype() -> Any:

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from benchmarks import digits
 from benchmarks.common import announce, make_header, make_parser, print_header, print_table, result_path, write_result
 from models.gpt import MODELS, GPTConfig
-from models.train import preset
+from models.train import TrainConfig, corpus_of, preset
 from models.train import run as train
 from tcfp_jax.recipe import Recipe, recipe
 
@@ -68,6 +69,8 @@ class Config:
       model, steps: of the GPT task. heldout_windows: windows of its evaluation.
       digits_steps: of the digits task.
       rerun_jitter: relative deviation of the perturbation of `bf16_rerun`.
+      text: first digits of the digest of the GPT's text, which is this machine's standard library.
+      jax: version.
     """
 
     model: str = "small"
@@ -75,6 +78,8 @@ class Config:
     heldout_windows: int = 1024
     digits_steps: int = 400
     rerun_jitter: float = RERUN_JITTER
+    text: str = ""
+    jax: str = jax.__version__
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Row:
       heldout_loss, heldout_perplexity: nats and its exponential.
       accuracy: of the digits task.
       curve: training loss, averaged over fiftieths of the run.
+      sources: digest of the project's Python files at that run, see `benchmarks.common.Header`.
       recipe: every field of it.
     """
 
@@ -97,6 +103,7 @@ class Row:
     heldout_perplexity: float
     accuracy: float | None
     seconds: float
+    sources: str
     curve: list[float]
     recipe: dict[str, Any]
 
@@ -116,7 +123,9 @@ class Summary:
     mean_train_loss: float
 
 
-def measure_one(task: Task, name: str, seed: int, config: Config, overrides: dict[str, Any] | None = None) -> Row:
+def measure_one(
+    task: Task, name: str, seed: int, config: Config, *, overrides: dict[str, Any] | None = None, sources: str = ""
+) -> Row:
     """Train and evaluate one variant; `overrides` are fields of `models.train.TrainConfig`."""
     started, chosen = time.perf_counter(), VARIANTS[name]
     jitter = config.rerun_jitter if name == RERUN else 0.0
@@ -124,18 +133,28 @@ def measure_one(task: Task, name: str, seed: int, config: Config, overrides: dic
         got = digits.run(digits.DigitsConfig(chosen, steps=config.digits_steps, seed=seed, initial_jitter=jitter))
         losses, heldout, accuracy = got.train_loss, got.heldout_loss, got.heldout_accuracy
     else:
-        run = preset(
-            config.model, recipe=chosen, seed=seed, steps=config.steps, heldout_windows=config.heldout_windows,
-            initial_jitter=jitter,
-        )  # fmt: skip
-        result = train(dataclasses.replace(run, **(overrides or {})))
+        run = _train_config(config, overrides)
+        result = train(dataclasses.replace(run, recipe=chosen, seed=seed, initial_jitter=jitter))
         losses, heldout, accuracy = result.train_loss, result.heldout_loss, None
     last = losses[-max(1, len(losses) // 10) :]
-    curve = [float(part.mean()) for part in np.array_split(losses, min(CURVE_POINTS, len(losses)))]
     return Row(
-        task, name, seed, float(np.mean(last)), heldout, math.exp(heldout) if heldout < 700 else math.inf, accuracy,
-        time.perf_counter() - started, curve, dataclasses.asdict(chosen),
-    )  # fmt: skip
+        task=task,
+        name=name,
+        seed=seed,
+        train_loss=float(np.mean(last)),
+        heldout_loss=heldout,
+        heldout_perplexity=math.exp(heldout) if heldout < 700 else math.inf,
+        accuracy=accuracy,
+        seconds=time.perf_counter() - started,
+        sources=sources,
+        curve=[float(part.mean()) for part in np.array_split(losses, min(CURVE_POINTS, len(losses)))],
+        recipe=dataclasses.asdict(chosen),
+    )
+
+
+def _train_config(config: Config, overrides: dict[str, Any] | None) -> TrainConfig:
+    base = preset(config.model, steps=config.steps, heldout_windows=config.heldout_windows)
+    return dataclasses.replace(base, **(overrides or {}))
 
 
 def summarize(rows: list[Row]) -> list[Summary]:
@@ -200,6 +219,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         micro = GPTConfig(layers=1, width=32, heads=2, context=32)
         overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
         options.seeds, options.recipes = 1, (BASELINE, "tcfp12")
+    config = dataclasses.replace(config, text=corpus_of(_train_config(config, overrides)).digest[:12])
     header, path = make_header(), result_path(NAME, options)
     if options.resume and path is None:
         raise SystemExit("--resume continues a JSON file, so it needs --json or --out")
@@ -219,7 +239,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         if time.perf_counter() - started + longest > options.budget_seconds:
             print(f"budget of {options.budget_seconds:g} s: {len(wanted) - index} of {len(wanted)} runs left undone")
             break
-        rows.append(measure_one(task, name, seed, config, overrides))
+        rows.append(measure_one(task, name, seed, config, overrides=overrides, sources=header.sources))
         longest = max(longest, rows[-1].seconds)
         print(f"{task} {name} seed {seed}: held-out {rows[-1].heldout_loss:.4f}, {rows[-1].seconds:.1f} s", flush=True)
         write_result(path, NAME, header, config, rows)

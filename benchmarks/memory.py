@@ -248,9 +248,8 @@ def _answer(options: argparse.Namespace) -> list[Row]:
 
 def _print(rows: list[Row], config: Config) -> None:
     measured = [row for row in rows if row.kind == "measured"]
-    print(
-        f"measured: {config.model}, {measured[0].parameters:,} parameters, {config.batch} x {config.sequence} bytes a step"
-    )
+    size = f"{measured[0].parameters:,} parameters"
+    print(f"measured: {config.model}, {size}, {config.batch} x {config.sequence} bytes a step")
     print_table(
         ["MB", *PARTS, "state", "B/weight", "peak"],
         [
@@ -260,9 +259,8 @@ def _print(rows: list[Row], config: Config) -> None:
         ],
     )  # fmt: skip
     print("arithmetic, not measured: GB of state")
-    sizes = {
-        r.name: [x.state_bytes / 1e9 for x in rows if x.kind == "arithmetic" and x.name == r.name] for r in measured
-    }
+    arithmetic = [row for row in rows if row.kind == "arithmetic"]
+    sizes = {row.name: [x.state_bytes / 1e9 for x in arithmetic if x.name == row.name] for row in measured}
     print_table(
         ["weights", *(f"{billions}B" for billions in BILLIONS)],
         [(name, *(f"{size:.0f}" for size in values)) for name, values in sizes.items()],

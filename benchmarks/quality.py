@@ -20,13 +20,12 @@ from jax import lax
 
 from benchmarks.common import (
     announce,
+    compare,
     make_header,
     make_parser,
-    mean_squared_error,
     print_header,
     print_table,
     result_path,
-    snr_db,
     write_result,
 )
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
@@ -142,10 +141,8 @@ def measure_formats(config: Config) -> list[Row]:
         for name, (store, restore) in FORMATS.items():
             stored = jax.block_until_ready(jax.jit(store)(x))
             value = np.asarray(jax.jit(restore)(stored))
-            rows.append(
-                Row("format", name, distribution, snr_db(host, value), mean_squared_error(host, value),
-                    bits=stored_bits(stored, x.size))
-            )  # fmt: skip
+            snr, mse = compare(host, value)
+            rows.append(Row("format", name, distribution, snr, mse, bits=stored_bits(stored, x.size)))
     return rows
 
 
@@ -179,7 +176,7 @@ def measure_moving(config: Config, distribution: str) -> list[Row]:
     for step in (*config.reported_steps, config.moving_steps):
         w, error, value = move_weight(w, error, jax.random.fold_in(key, step), config.move, steps=step - done)
         done = step
-        snr, mse = snr_db(w, value), mean_squared_error(w, value)
+        snr, mse = compare(w, value)
         if step in config.reported_steps:
             rows.append(Row("format", f"hi+lo, error feedback, step {step}", distribution, snr, mse, bits=48.0))
         if step == config.moving_steps and distribution == "gaussian":
@@ -204,9 +201,9 @@ def measure_still(config: Config) -> list[Row]:
     w = draw("gaussian", (config.moving_size, config.moving_size), config.seed)
     first, mean_error = _mean_of_still(w, steps=config.still_steps)
     mean = np.asarray(w, np.float64) + np.asarray(mean_error, np.float64)
-    ratio = (mean_squared_error(w, mean) / mean_squared_error(w, first)) ** 0.5
+    (snr, mse), (_, mse_of_one) = compare(w, mean), compare(w, first)
     name = f"hi+lo, error feedback, mean of {config.still_steps} steps"
-    return [Row("still weight", name, "gaussian", snr_db(w, mean), mean_squared_error(w, mean), ratio=ratio)]
+    return [Row("still weight", name, "gaussian", snr, mse, ratio=(mse / mse_of_one) ** 0.5)]
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -226,10 +223,7 @@ def measure_outputs(config: Config) -> list[Row]:
         "E4M3 x BF16": multiply["bf16"](x_e4m3, w),
         "BF16 x BF16": multiply["bf16"](x, w),
     }
-    return [
-        Row("output", name, "gaussian", snr_db(exact, out), mean_squared_error(exact, out))
-        for name, out in pairs.items()
-    ]
+    return [Row("output", name, "gaussian", *compare(exact, out)) for name, out in pairs.items()]
 
 
 def check(rows: list[Row]) -> None:
