@@ -66,7 +66,9 @@ class Config:
     """What a run was asked for; runs of other settings are not comparable, so `--resume` refuses them.
 
     Attributes:
-      model, steps: of the GPT task. heldout_windows: windows of its evaluation.
+      model, steps: of the GPT task.
+      learning_rate: its peak; None is the model's own, see `models.train.preset`.
+      heldout_windows: windows of its evaluation.
       digits_steps: of the digits task.
       rerun_jitter: relative deviation of the perturbation of `bf16_rerun`.
       text: first digits of the digest of the GPT's text, which is this machine's standard library.
@@ -75,6 +77,7 @@ class Config:
 
     model: str = "small"
     steps: int = 1000
+    learning_rate: float | None = None
     heldout_windows: int = 1024
     digits_steps: int = 400
     rerun_jitter: float = RERUN_JITTER
@@ -154,6 +157,8 @@ def measure_one(
 
 def _train_config(config: Config, overrides: dict[str, Any] | None) -> TrainConfig:
     base = preset(config.model, steps=config.steps, heldout_windows=config.heldout_windows)
+    if config.learning_rate is not None:
+        base = dataclasses.replace(base, learning_rate=config.learning_rate)
     return dataclasses.replace(base, **(overrides or {}))
 
 
@@ -212,7 +217,12 @@ def diverged(row: dict[str, Any]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Run the command and return its rows."""
     options = _parse(arguments)
-    config = Config(model=options.model, steps=options.steps, digits_steps=options.digits_steps)
+    config = Config(
+        model=options.model,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        digits_steps=options.digits_steps,
+    )
     overrides: dict[str, Any] = {}
     if options.smoke:
         config = Config(model="tiny", steps=4, heldout_windows=8, digits_steps=20)
@@ -255,6 +265,7 @@ def _parse(arguments: list[str] | None) -> Any:
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--steps", type=int, default=Config.steps, help=f"of the GPT (default: {Config.steps})")
+    parser.add_argument("--learning-rate", type=float, default=None, help="of the GPT (default: the model's own)")
     parser.add_argument("--digits-steps", type=int, default=Config.digits_steps, help="of the MLP")
     parser.add_argument("--model", choices=list(MODELS), default=Config.model, help=f"(default: {Config.model})")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")

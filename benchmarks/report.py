@@ -128,8 +128,9 @@ def _convergence(result: Result) -> str:
     names = [name for name in convergence.VARIANTS if any((task, name) in summaries for task in tasks)]
     table = [[f"`{name}`", *(_ratio_cell(summaries.get((task, name))) for task in tasks)] for name in names]
     config = result.config
+    rate = "" if config["learning_rate"] is None else f", learning rate {config['learning_rate']:g}"
     titles = {
-        "gpt": f"GPT `{config['model']}`, {config['steps']} steps, real text",
+        "gpt": f"GPT `{config['model']}`, {config['steps']} steps{rate}, real text",
         "digits": f"MLP, {config['digits_steps']} steps, digits",
     }
     return (
