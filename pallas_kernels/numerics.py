@@ -82,24 +82,33 @@ def _exponent(x: jax.Array) -> jax.Array:
     return ((bits >> _MANTISSA_BITS) & 0xFF) - _BIAS
 
 
-def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """The smallest power of two `s` with `amax / s <= largest(dtype)`.
+def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
+    """The smallest power of two `s` with `amax / s <= limit`, for a positive `limit`.
 
     float32, the shape of `amax`. The exponent is clamped to [-126, 127], E8M0's range less its one subnormal.
     `amax = 0` gives 1; a NaN or infinite `amax` gives NaN, so that what is scaled by it is NaN too.
 
-    >>> [float(pow2_scale(jnp.float32(a), "float8_e4m3fn")) for a in (448.0, 449.0, 0.0)]
+    >>> [float(pow2_cover(jnp.float32(a), 7.0)) for a in (7.0, 7.1, 0.0)]
     [1.0, 2.0, 1.0]
     """
     values = jnp.asarray(amax, jnp.float32)
-    mantissa, exponent = np.frexp(np.float32(largest(dtype)))  # 448 = 0.875 * 2**9 = 1.75 * 2**8
-    limit = int(np.float32(2 * mantissa).view(np.int32)) & _MANTISSA_MASK
+    mantissa, exponent = np.frexp(np.float32(limit))  # 448 = 0.875 * 2**9 = 1.75 * 2**8
+    limit_bits = int(np.float32(2 * mantissa).view(np.int32)) & _MANTISSA_MASK
     bits = lax.bitcast_convert_type(values, jnp.int32)
-    carry = ((bits & _MANTISSA_MASK) > limit).astype(jnp.int32)
+    carry = ((bits & _MANTISSA_MASK) > limit_bits).astype(jnp.int32)
     wanted = _exponent(values) - (int(exponent) - 1) + carry
     scale = power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
     scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
     return jnp.where(jnp.isfinite(values), scale, jnp.full_like(scale, jnp.nan))
+
+
+def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """The smallest power of two `s` with `amax / s <= largest(dtype)`; see `pow2_cover`.
+
+    >>> [float(pow2_scale(jnp.float32(a), "float8_e4m3fn")) for a in (448.0, 449.0, 0.0)]
+    [1.0, 2.0, 1.0]
+    """
+    return pow2_cover(amax, largest(dtype))
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:

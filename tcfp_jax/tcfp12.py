@@ -1,0 +1,252 @@
+"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales a block; 12.5 bits a value.
+
+    x ~ (value + level[code] * residual_scale) * scale            per block of `block` values on the last axis
+
+`value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to one of 16 levels times a power of
+two. Two tables of levels: "linear", the integers -8 to 7, and "nf4", the quantiles of a normal distribution (QLoRA),
+which are denser around zero. Both hold an exact zero, so a residual of zero comes back as zero. At block 32 that is
+8 + 4 + 2 * 8 / 32 = 12.5 bits a value, and that is what is stored: codes are packed two to a byte.
+
+The scale of the residual is the power of two that covers the block's largest residual, or half of it where that has the
+smaller squared error: E4M3's residuals shrink with |x|, so most of a block lies far below its largest one.
+A stochastic residual always takes the covering scale, because clipping would bias it.
+
+Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP Microscaling Formats 1.0, 2023.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_kernels import numerics
+from pallas_kernels.quantize.api import check_real
+
+Residual = Literal["linear", "nf4"]
+BlockScale = Literal["amax", "sigma"]
+
+VALUE_DTYPE = jnp.float8_e4m3fn
+LARGEST_BLOCK = 1024  # sums of _fixed_point_square stay below 2**31
+_FIXED_POINT = 256.0
+LEVELS: dict[str, np.ndarray] = {
+    "linear": np.arange(-8, 8, dtype=np.float32),
+    "nf4": np.array(
+        [
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        ],
+        np.float32,
+    ),
+}  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedTCFP12:
+    """A tensor in the packed format; made by `quantize_tcfp12`.
+
+    Attributes:
+      values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
+      codes: uint8 `[..., blocks, block / 2]`, two residual codes a byte, the even position in the low half.
+      scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is exactly zero has code 0 as its
+        residual scale.
+      length: size of the last axis of the tensor it stands for.
+      residual: "linear" or "nf4".
+    """
+
+    values: jax.Array
+    codes: jax.Array
+    scale: jax.Array
+    residual_scale: jax.Array
+    length: int = field(metadata=dict(static=True))
+    residual: Residual = field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor it stands for."""
+        return (*self.values.shape[:-2], self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """(value + level * residual_scale) * scale, in float32 and then `dtype`."""
+        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
+        levels = jnp.asarray(LEVELS[self.residual])[pairs.reshape(self.values.shape)]
+        residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
+        # values were rounded before they were cast (`round_to`), so XLA may cancel this cast and changes nothing.
+        total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(self.scale)[..., None]
+        flat = total.reshape(*total.shape[:-2], total.shape[-2] * total.shape[-1])
+        return flat[..., : self.length].astype(dtype)
+
+
+def quantize_tcfp12(
+    x: ArrayLike,
+    block: int = 32,
+    *,
+    residual: Residual = "linear",
+    scale: BlockScale = "amax",
+    sigma: float = 3.0,
+    key: jax.Array | None = None,
+) -> PackedTCFP12:
+    """`x` in the packed TCFP-12 format; see the module's docstring for the formula.
+
+    Args:
+      x: real floats `[..., length]`; arithmetic is float32. Any length: a short last block is padded.
+      block: values that share two scales, an even number up to 1024; bits a value are 12 + 16 / block.
+      residual: "linear" or "nf4", the table of levels.
+      scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3 on
+        the bulk of a block and leaves what lies beyond to the residual, or clips it.
+      sigma: for `scale="sigma"`, positive.
+      key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
+
+    Returns:
+      `PackedTCFP12`. A block that holds a NaN or inf is NaN; the others are not touched by it.
+
+    Raises:
+      TypeError: `x` is not real floating point.
+      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not positive and finite, an unknown
+        `residual` or `scale`, or a key with `scale="sigma"`, whose clipping would bias the result.
+
+    >>> packed = quantize_tcfp12(jnp.linspace(-1.0, 1.0, 64))
+    >>> packed.nbytes * 8 / 64
+    12.5
+    """
+    x = jnp.asarray(x)
+    _check(x, block, residual, scale, sigma, key)
+    blocks = _blocks(x.astype(jnp.float32), block)
+    factor = numerics.pow2_scale(_bound(blocks, scale, sigma), VALUE_DTYPE)
+    scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
+    values = numerics.round_to(scaled, VALUE_DTYPE)
+    rest = numerics.residual(scaled, values)
+    codes, residual_scale = _encode(rest, residual, key)
+    pairs = codes.reshape(*codes.shape[:-1], block // 2, 2).astype(jnp.uint8)
+    return PackedTCFP12(
+        values=values.astype(VALUE_DTYPE),
+        codes=pairs[..., 0] | (pairs[..., 1] << 4),
+        scale=numerics.encode_e8m0(factor),
+        residual_scale=residual_scale,
+        length=x.shape[-1],
+        residual=residual,
+    )
+
+
+def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The tensor that `packed` stands for, in `dtype`.
+
+    >>> x = jnp.array([1.0, -0.5, 0.25])
+    >>> dequantize_tcfp12(quantize_tcfp12(x)).tolist()
+    [1.0, -0.5, 0.25]
+    """
+    return packed.dequantize(dtype)
+
+
+def fake_quantize(
+    x: ArrayLike,
+    block: int = 32,
+    *,
+    residual: Residual = "linear",
+    scale: BlockScale = "amax",
+    sigma: float = 3.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """`x` rounded to the packed TCFP-12 format, in its own dtype, with the gradient of the identity (straight-through).
+
+    Arguments and errors are those of `quantize_tcfp12`.
+
+    >>> float(jax.grad(lambda x: fake_quantize(x[None])[0])(0.3))
+    1.0
+    """
+    x = jnp.asarray(x)
+    packed = quantize_tcfp12(lax.stop_gradient(x), block, residual=residual, scale=scale, sigma=sigma, key=key)
+    # x - stop_gradient(x) is 0 with gradient 1: the value stays exactly the dequantized one.
+    return packed.dequantize(x.dtype) + (x - lax.stop_gradient(x))
+
+
+def _blocks(x: jax.Array, block: int) -> jax.Array:
+    """`[..., length]` as `[..., blocks, block]`, zero-padded."""
+    count = -(-x.shape[-1] // block)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
+    return padded.reshape(*x.shape[:-1], count, block)
+
+
+def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
+    """The magnitude of a block that E4M3's largest value stands for at least."""
+    amax = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
+    if scale == "amax":
+        return amax
+    # In units of a power of two near amax: squares of large and small numbers leave float32's range.
+    unit = numerics.pow2_cover(amax, 4.0)
+    squares = _fixed_point_square(blocks * numerics.reciprocal_pow2(unit)[..., None])
+    root_mean_square = unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
+    bound = jnp.minimum(amax, jnp.float32(sigma) * root_mean_square)
+    return jnp.where(jnp.isfinite(amax), bound, amax)
+
+
+def _encode(rest: jax.Array, residual: Residual, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(codes int32 `[..., blocks, block]`, E8M0 scales `[..., blocks]`) of the residual of E4M3."""
+    levels = LEVELS[residual]
+    amax = jnp.max(jnp.abs(rest), axis=-1, initial=0.0)
+    # Linear levels reach -8 but only 7: the smaller side decides.
+    covering = numerics.pow2_cover(amax, float(levels[-1]))
+    if key is not None:
+        uniform = jax.random.uniform(key, rest.shape, jnp.float32)
+        codes, chosen = _nearby_code(rest, covering, levels, uniform), covering
+    else:
+        halved = covering * jnp.float32(0.5)
+        wide, narrow = (_nearby_code(rest, scale, levels, None) for scale in (covering, halved))
+        wide_error = _squared_error(rest, wide, covering, levels, covering)
+        narrow_is_better = _squared_error(rest, narrow, halved, levels, covering) < wide_error
+        codes = jnp.where(narrow_is_better[..., None], narrow, wide)
+        chosen = jnp.where(narrow_is_better, halved, covering)
+    encoded = lax.bitcast_convert_type(numerics.encode_e8m0(chosen), jnp.uint8)
+    encoded = jnp.where(amax == 0, jnp.zeros_like(encoded), encoded)
+    return codes, lax.bitcast_convert_type(encoded, jnp.float8_e8m0fnu)
+
+
+def _nearby_code(rest: jax.Array, scale: jax.Array, levels: np.ndarray, uniform: jax.Array | None) -> jax.Array:
+    """The code of the nearest level (ties to the even code), or of one of the two around it by distance."""
+    table = jnp.asarray(levels)
+    target = jnp.clip(rest * numerics.reciprocal_pow2(scale)[..., None], levels[0], levels[-1])
+    lower = sum((target >= level).astype(jnp.int32) for level in levels[1:-1])
+    below, above = target - table[lower], table[lower + 1] - target
+    if uniform is not None:
+        return lower + (uniform * (below + above) < below).astype(jnp.int32)
+    odd = (lower & 1) == 1
+    return lower + ((below > above) | ((below == above) & odd)).astype(jnp.int32)
+
+
+def _squared_error(rest: jax.Array, codes: jax.Array, scale: jax.Array, levels: np.ndarray, unit: jax.Array) -> jax.Array:
+    error = rest - jnp.asarray(levels)[codes] * scale[..., None]
+    return _fixed_point_square(error * numerics.reciprocal_pow2(unit)[..., None])
+
+
+def _fixed_point_square(x: jax.Array) -> jax.Array:
+    """Sum over the last axis of round(256 x)**2, for |x| <= 4: in integers, so exact in any order on any backend."""
+    steps = lax.round(x * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(jnp.int32)
+    return jnp.sum(steps * steps, axis=-1)
+
+
+def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, key: jax.Array | None) -> None:
+    check_real("x", x)
+    if x.ndim == 0:
+        raise ValueError("x is a scalar, but blocks run along the last axis; use x[None]")
+    if not 2 <= block <= LARGEST_BLOCK or block % 2:
+        raise ValueError(f"block={block} must be even (two codes share a byte) and from 2 to {LARGEST_BLOCK}; use 32")
+    if residual not in LEVELS:
+        raise ValueError(f"residual={residual!r} is unknown; use one of {list(LEVELS)}")
+    if scale not in ("amax", "sigma"):
+        raise ValueError(f'scale={scale!r} is unknown; use "amax" or "sigma"')
+    if not 0 < sigma < math.inf:
+        raise ValueError(f"sigma={sigma} must be positive and finite; use 3.0")
+    if key is not None and scale == "sigma":
+        raise ValueError('key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key')

@@ -1,0 +1,22 @@
+"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only where `-m gpu` asks for it."""
+
+import os
+import sys
+
+if not any(argument == "gpu" or argument == "-mgpu" for argument in sys.argv):
+    os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _gpu_is_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
