@@ -107,15 +107,17 @@ def _quality(result: Result) -> str:
         for name in names
     ]
     outputs = ", ".join(f"{r['name']} {r['snr_db']:.1f}" for r in result.rows if r["question"] == "output")
+    config = result.config
     still = next(row for row in result.rows if row["question"] == "still weight")
     moving = next(row for row in result.rows if row["question"] == "moving weight")
     return (
         f"{markdown_table(['SNR in dB', 'bits/value', *quality.DISTRIBUTIONS], table)}\n\n"
         f"Output of a product (activation × weight) against float64, in dB: {outputs}. The activation limits it.\n\n"
         "Error feedback (its bits include a float32 error buffer): the mean of "
-        f"{result.config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of one "
-        f"step's RMS error; of a weight that moves, step {result.config['moving_steps']} alone has "
-        f"{moving['snr_db']:.1f} dB."
+        f"{config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of one "
+        f"step's RMS error; of a weight that moves, step {config['moving_steps']} alone has "
+        f"{moving['snr_db']:.1f} dB. Tensors have {config['size']}² values, those of error feedback "
+        f"{config['moving_size']}²; scales are per tensor, except TCFP-12's, so larger outliers cost more."
     )
 
 
@@ -201,7 +203,8 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 def render(readme: str, results: Path = RESULTS) -> str:
     """README with every section rewritten.
 
-    >>> render("<!-- begin: gemm -->\\n<!-- end: gemm -->", Path("/nowhere")).splitlines()[1]
+    >>> markers = ["<!-- begin: gemm -->", "<!-- end: gemm -->"]
+    >>> render(chr(10).join(markers), Path("/nowhere")).splitlines()[1]
     '*No numbers yet: `python -m benchmarks.gemm --json` writes them.*'
     """
     return SECTION.sub(lambda match: match[1] + render_section(match[2], results) + match[3], readme)
