@@ -52,6 +52,22 @@ def largest(dtype: DTypeLike) -> float:
     return float(jnp.finfo(float8_dtype(dtype)).max)
 
 
+def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
+    """What rounding leaves at most of a value in a format's range: half the distance between its widest neighbours.
+
+    With `halves=2`, what is left after a second tensor of the same format and scale has rounded that. What is more
+    was clipped.
+
+    >>> largest_rounding_error("float8_e4m3fn"), largest_rounding_error("float8_e4m3fn", halves=2)
+    (16.0, 0.5)
+    """
+    mantissa_bits = int(jnp.finfo(float8_dtype(dtype)).nmant)
+    _, exponent = np.frexp(largest(dtype))
+    first = int(exponent) - 1 - mantissa_bits - 1
+    # A residual of 2**first tops the binade below it, whose neighbours are 2**(first - 1 - mantissa_bits) apart.
+    return float(2.0 ** (first - (halves - 1) * (mantissa_bits + 2)))
+
+
 def flush_subnormal(x: jax.Array) -> jax.Array:
     """float32 `x` with its subnormals set to zero (NaN stays NaN)."""
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, jnp.zeros_like(x), x)

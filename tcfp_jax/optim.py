@@ -76,7 +76,8 @@ def error_feedback(
     def init(params: Any) -> ErrorFeedbackState:
         weights = _Weights(params, recipe, mask)
         step = _Step(recipe, error_type, weights.keys(key_data, implementation))
-        return weights.state([step.first(w, i) for i, w in weights.leaves], key_data)
+        entries = [step.first(w, i) for i, w in weights.leaves]
+        return weights.state(entries, _next_key(key_data, implementation))
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any | None = None
@@ -84,14 +85,10 @@ def error_feedback(
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         weights = _Weights(optax.apply_updates(params, updates), recipe, mask)
-        next_key = None
-        keys = weights.keys(state.key, implementation)
-        if state.key is not None:
-            next_key = jax.random.key_data(jax.random.split(_wrap(state.key, implementation))[0])
-        step = _Step(recipe, error_type, keys)
+        step = _Step(recipe, error_type, weights.keys(state.key, implementation))
         stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
         entries = [step.next(w, i, stored[i], errors[i], amax[i]) for i, w in weights.leaves]
-        return updates, weights.state(entries, next_key)
+        return updates, weights.state(entries, _next_key(state.key, implementation))
 
     return optax.GradientTransformation(init, update)
 
@@ -183,6 +180,13 @@ class _Step(NamedTuple):
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 
     def _write_error(self, error: jax.Array, stored: Quantized) -> jax.Array:
+        if self.recipe.delayed_scaling:
+            # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
+            # overshoot by as much. NaN compares false and stays.
+            halves = 2 if isinstance(stored, ResidualArray) else 1
+            limit = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
+            limit = limit * _expand(stored.scale, error)
+            error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
             return numerics.saturating_cast(error / _expand(stored.scale, error), self.error_dtype)
         return error.astype(self.error_dtype)
@@ -230,6 +234,13 @@ def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
 
 def _wrap(key_data: jax.Array, implementation: str | None) -> jax.Array:
     return jax.random.wrap_key_data(key_data, impl=implementation)
+
+
+def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Array | None:
+    """The key of the following step; this step's bits come from the other half of the split."""
+    if key_data is None:
+        return None
+    return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
 
 
 def _is_quantized(node: Any) -> bool:

@@ -1,0 +1,55 @@
+"""Signal-to-noise of what is stored and of what comes out; the pytrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+
+W = jax.random.normal(jax.random.key(0), (1024, 1024))
+
+
+def decibels(x, y):
+    x, y = (np.asarray(a, np.float64) for a in (x, y))
+    return 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
+
+
+def test_weights_in_decibels():
+    assert abs(decibels(W, tcfp_jax.quantize(W).dequantize()) - 31.5) <= 0.1
+    assert decibels(W, tcfp_jax.split(W).dequantize()) >= 64.0
+    assert decibels(W, tcfp_jax.split(W, key=jax.random.key(1)).dequantize()) >= 60.0
+
+
+def test_outputs_in_decibels():
+    x = jax.random.normal(jax.random.key(2), (256, 1024))
+    exact = np.asarray(x, np.float64) @ np.asarray(W, np.float64)
+    assert decibels(exact, tcfp_jax.matmul(x, W, recipe="tcfp12")) >= 31.4
+    assert decibels(exact, tcfp_jax.matmul(x, W, recipe="tensorwise")) >= 28.4
+
+
+def test_stochastic_residual_is_unbiased_over_the_whole_range():
+    grid = np.concatenate([[0.0], np.geomspace(1e-9, 1.0, 63)]).astype(np.float32)
+    w = jnp.asarray(np.concatenate([grid, -grid]))
+    sample = jax.jit(jax.vmap(lambda key: tcfp_jax.split(w, key=key).dequantize()))
+    samples = np.asarray(sample(jax.random.split(jax.random.key(3), 4096)), np.float64)
+    error, deviation = samples.mean(0) - np.asarray(w, np.float64), samples.std(0)
+    assert np.all(np.abs(error) <= 4.5 * deviation / np.sqrt(len(samples)) + 1e-8)
+
+
+def test_split_adds_the_error():
+    error = jnp.full_like(W, 1e-3)
+    assert jnp.array_equal(tcfp_jax.split(W, error=error).dequantize(), tcfp_jax.split(W + error).dequantize())
+
+
+@pytest.mark.parametrize("make", [tcfp_jax.quantize, tcfp_jax.split])
+def test_pytrees_pass_through_transformations(make):
+    x = W[:8, :8]
+    stored = make(x)
+    leaves, treedef = jax.tree.flatten(stored)
+    assert jnp.array_equal(treedef.unflatten(leaves).dequantize(), stored.dequantize())
+    assert stored.shape == x.shape and stored.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+    assert jnp.array_equal(jax.jit(lambda s: s.dequantize())(stored), stored.dequantize())
+    rows = jax.vmap(make)(x)
+    assert rows.scale.shape == (8,) and jnp.array_equal(rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x))
+    assert jnp.isfinite(jax.grad(lambda v: jnp.sum(v * make(jax.lax.stop_gradient(v)).dequantize()))(x)).all()
