@@ -39,9 +39,9 @@ NAME = "gemm"
 Kind = Literal["bf16", "fp8 single", "fp8 dual"]
 Accumulation = Literal["fast", "full"]
 
-# A tensor core's FP8 accumulator keeps about 14 bits of each addend and truncates: with fast accumulation the error grows
-# with k, with full accumulation it does not. BF16 products accumulate in float32. All are bounds per unit of |x| @ |w|.
-# Rounding of outputs to bfloat16 (twice in a dual product) is added per element.
+# A tensor core's FP8 accumulator keeps about 14 bits of each addend and truncates: with fast accumulation the error
+# grows with k, with full accumulation it does not. BF16 products accumulate in float32. All are bounds per unit of
+# |x| @ |w|. Rounding of outputs to bfloat16 (twice in a dual product) is added per element.
 SUM_BOUND = {"bf16": 2.0**-16, "fast": 2.0**-11, "full": 2.0**-13}
 OUTPUT_BOUND = 2.0**-7
 
@@ -163,7 +163,9 @@ def check_product(product: _Product, config: Config) -> float:
     parts = [x @ half.T * product.scale for half in halves]
     exact = sum(parts)
     magnitude = np.abs(x) @ np.abs(sum(halves)).T * product.scale
-    bound = SUM_BOUND[product.accumulation if product.halves[0].dtype.itemsize == 1 else "bf16"] * magnitude + OUTPUT_BOUND * sum(np.abs(part) for part in parts)
+    bound = SUM_BOUND[
+        product.accumulation if product.halves[0].dtype.itemsize == 1 else "bf16"
+    ] * magnitude + OUTPUT_BOUND * sum(np.abs(part) for part in parts)
     got = np.asarray(out[rows[:, None], columns[None, :]]).astype(np.float64)
     used = float(np.max(np.abs(got - exact) / bound))
     if not used <= 1:

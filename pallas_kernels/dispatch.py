@@ -28,7 +28,9 @@ def check_backend(backend: Backend | None) -> None:
         raise ValueError(f"backend={backend!r} is unknown; use None or one of {', '.join(map(repr, BACKENDS))}")
 
 
-def choose(op: str, table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any) -> Implementation:
+def choose(
+    op: str, table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any
+) -> Implementation:
     """The implementation that serves these arguments.
 
     Raises:
@@ -45,7 +47,9 @@ def choose(op: str, table: Sequence[Implementation], backend: Backend | None, *a
             reasons.append(f"{implementation.backend}: {reason}")
     if not reasons:
         available = ", ".join(repr(implementation.backend) for implementation in table)
-        reasons.append(f'{op} has no {backend!r} implementation (it has {available}); use backend=None or backend="xla"')
+        reasons.append(
+            f'{op} has no {backend!r} implementation (it has {available}); use backend=None or backend="xla"'
+        )
     raise NotImplementedError(f"{op} cannot run with backend={backend!r}: " + "; ".join(reasons))
 
 

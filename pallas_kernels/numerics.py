@@ -74,7 +74,7 @@ def flush_subnormal(x: jax.Array) -> jax.Array:
 
 
 def amax(x: jax.Array) -> jax.Array:
-    """max |x| as a float32 scalar; 0 for an empty array, NaN or inf where `x` holds one.
+    """Max |x| as a float32 scalar; 0 for an empty array, NaN or inf where `x` holds one.
 
     >>> float(amax(jnp.array([1.0, -3.0])))
     3.0
@@ -141,7 +141,7 @@ def reciprocal_pow2(scale: jax.Array) -> jax.Array:
 
 
 def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
-    """a / b, correctly rounded, for positive normal float32 scalars whose quotient is normal; by integer long division.
+    """A / b, correctly rounded, for positive normal float32 scalars whose quotient is normal; by integer long division.
 
     XLA's float32 division on a GPU is up to 2 ulp off, and XLA rewrites 1 / (a / b) to b / a: a scale that is
     defined by a division would differ between backends. Meant for scales, not for tensors: about a hundred operations.
@@ -229,7 +229,7 @@ def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.
 
 
 def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
-    """scaled - rounded, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
+    """Scaled - rounded, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
 
     The one place where the project forms a residual or an error. `rounded` must be a rounded *value*, never a float8
     array cast back: XLA on the GPU would replace that by `scaled` and return zeros.

@@ -6,8 +6,8 @@ The three products of `y = x W`, as FP8 tensor cores want them (both operands re
     dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
     wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
 
-x and g are quantized once each, in both orientations in one pass where wgrad is FP8, so the backward pass keeps x in one
-byte a value and no transpose is left. The weight is quantized outside the `custom_vjp`, or was quantized by the
+x and g are quantized once each, in both orientations in one pass where wgrad is FP8, so the backward pass keeps x in
+one byte a value and no transpose is left. The weight is quantized outside the `custom_vjp`, or was quantized by the
 optimizer (`tcfp_jax.error_feedback`) and comes in as `quantized`; no product needs its float copy.
 
 The gradient is the straight-through one: that of the products above, as if rounding were the identity.
@@ -39,7 +39,7 @@ ACTIVATION_NAME = "tcfp_activation"
 
 def matmul(
     x: jax.Array,
-    w: jax.Array | Quantized,
+    w: Any,
     *,
     recipe: Recipe | str,
     quantized: Quantized | None = None,
@@ -79,7 +79,9 @@ def matmul(
     _check_shapes(x, w if quantized is None else quantized, w)
     if recipe.mode is TCFPMode.BF16:
         if quantized is not None:
-            raise ValueError(f'recipe("bf16") multiplies float weights, but got {type(quantized).__name__}; dequantize it')
+            raise ValueError(
+                f'recipe("bf16") multiplies float weights, but got {type(quantized).__name__}; dequantize it'
+            )
     elif quantized is None:
         quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
     _check_stored(recipe, quantized)
@@ -93,9 +95,10 @@ class _Saved:
     """What the backward pass needs: arrays, and the types and shardings that its results must have."""
 
     x: jax.Array  # BF16 [..., k], or FP8 [k, ...] where wgrad is FP8
-    x_scale: jax.Array | None
-    w: jax.Array | None  # only where no quantized form exists
-    quantized: Quantized | None
+    # Which of these are None follows from the recipe, which a type cannot say: hence Any.
+    x_scale: Any
+    w: Any  # only where no quantized form exists
+    quantized: Any
     x_type: Any = field(metadata=dict(static=True))
     w_type: Any = field(metadata=dict(static=True))
 
@@ -105,12 +108,10 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Quant
     return _forward(recipe, x, w, quantized)[0]
 
 
-def _forward(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Quantized | None
-) -> tuple[jax.Array, _Saved]:
-    x_scale = None
+def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
+    x_scale: Any = None
     if recipe.activation_dtype == "bfloat16":
-        x_kept = x.astype(jnp.bfloat16)
+        x_kept: Any = x.astype(jnp.bfloat16)
         y = _dot_bf16(x_kept, _bf16_weight(w, quantized, recipe.forward_weight), (x.ndim - 1,), (0,), x.dtype)
     else:
         x_q = _quantize_operand(x, recipe.activation_dtype, recipe)
@@ -131,8 +132,8 @@ def _forward(
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
+    g_q: Any = None
     if recipe.gradient_dtype == "bfloat16":
-        g_q = None
         kernel = _bf16_weight(saved.w, saved.quantized, recipe.dgrad_weight)
         dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
@@ -160,30 +161,29 @@ _product.defvjp(_forward, _backward)
 
 
 def _quantize_operand(x: jax.Array, dtype: str, recipe: Recipe) -> QuantizedValues:
-    """x or g, in the orientations that its products read."""
+    """X or g, in the orientations that its products read."""
     orientation: Orientation = "both" if recipe.wgrad == "fp8" else "rows"
     return quantize_values(x, dtype, scale=recipe.scale, orientation=orientation, backend=recipe.backend)
 
 
 def _product_scale(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
-    """a * b; as bfloat16 where powers of two make that exact, which lets the GEMM apply it (see `matmul_fp8`)."""
+    """A * b; as bfloat16 where powers of two make that exact, which lets the GEMM apply it (see `matmul_fp8`)."""
     return (a * b).astype(jnp.bfloat16) if recipe.scale == "pow2" else a * b
 
 
-def _parts(
-    quantized: Quantized, form: WeightForm, orientation: str
-) -> tuple[jax.Array, jax.Array | None]:
+def _parts(quantized: Quantized, form: WeightForm, orientation: str) -> tuple[jax.Array, jax.Array | None]:
     """(hi, lo or None) of a weight, as stored `[k, n]` or transposed `[n, k]`."""
     if isinstance(quantized, QArray):
-        halves, copies = (quantized.values,), (quantized.transposed,)
+        pairs = [(quantized.values, quantized.transposed)]
     else:
-        halves, copies = (quantized.hi, quantized.lo), (quantized.hi_transposed, quantized.lo_transposed)
+        pairs = [(quantized.hi, quantized.hi_transposed), (quantized.lo, quantized.lo_transposed)]
+    halves = [half for half, _ in pairs]
     if orientation == "transposed":
-        halves = tuple(half.T if copy is None else copy for half, copy in zip(halves, copies, strict=True))
+        halves = [half.T if copy is None else copy for half, copy in pairs]
     return halves[0], halves[1] if form == "dual" else None
 
 
-def _bf16_weight(w: jax.Array | None, quantized: Quantized | None, form: WeightForm) -> jax.Array:
+def _bf16_weight(w: Any, quantized: Quantized | None, form: WeightForm) -> jax.Array:
     if quantized is None:
         return w.astype(jnp.bfloat16)
     if form == "single" and isinstance(quantized, ResidualArray):
@@ -195,7 +195,9 @@ def _dot_bf16(
     a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any, sharding: Any = None
 ) -> jax.Array:
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    out = lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding)
+    out = lax.dot_general(
+        a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
+    )
     return out.astype(dtype)
 
 
@@ -208,16 +210,22 @@ def _type_of(x: jax.Array) -> tuple[Any, Any]:
 def _check_input(name: str, x: jax.Array) -> None:
     check_real(name, x)
     if jnp.dtype(x.dtype).itemsize < 2:
-        raise TypeError(f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a QArray as w")
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a QArray as w"
+        )
 
 
 def _check_shapes(x: jax.Array, weight: jax.Array | Quantized, w: jax.Array | None) -> None:
     if len(weight.shape) != 2:
-        raise ValueError(f"w has shape {tuple(weight.shape)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
+        raise ValueError(
+            f"w has shape {tuple(weight.shape)}, not [k, n]; reshape it or use jax.vmap over its leading axes"
+        )
     if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x{list(x.shape)} @ w{list(weight.shape)}: the last axis of x must equal the first of w (k)")
     if w is not None and w.shape != weight.shape:
-        raise ValueError(f"w has shape {list(w.shape)}, but quantized has {list(weight.shape)}; they must be the same weight")
+        raise ValueError(
+            f"w has shape {list(w.shape)}, but quantized has {list(weight.shape)}; they must be the same weight"
+        )
 
 
 def _check_stored(recipe: Recipe, quantized: Quantized | None) -> None:

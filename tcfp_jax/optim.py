@@ -1,7 +1,7 @@
 """Optax state that belongs to weights: their quantized form, what rounding left, delayed amax, the rounding key.
 
-Layers read, the optimizer writes. `error_feedback` stands last in an `optax.chain`, sees the final update, and quantizes the
-weights that the update will produce, once per step:
+Layers read, the optimizer writes. `error_feedback` stands last in an `optax.chain`, sees the final update, and
+quantizes the weights that the update will produce, once per step:
 
     target  = (params + updates) + error
     stored  = Q(target)                  two FP8 tensors and a scale per weight
@@ -20,6 +20,7 @@ import optax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels.quantize.api import Orientation
 from tcfp_jax.quantization import QArray, Quantized, ResidualArray, quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode
 from tcfp_jax.recipe import recipe as named_recipe
@@ -79,9 +80,7 @@ def error_feedback(
         entries = [step.first(w, i) for i, w in weights.leaves]
         return weights.state(entries, _next_key(key_data, implementation))
 
-    def update(
-        updates: Any, state: ErrorFeedbackState, params: Any | None = None
-    ) -> tuple[Any, ErrorFeedbackState]:
+    def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         weights = _Weights(optax.apply_updates(params, updates), recipe, mask)
@@ -125,6 +124,7 @@ class _Weights:
     """The leaves of a parameter tree that are weights, by position, and the way back to trees."""
 
     def __init__(self, params: Any, recipe: Recipe, mask: Any) -> None:
+        self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
         chosen = [False] * len(paths)
         if recipe.mode is not TCFPMode.BF16:
@@ -144,7 +144,8 @@ class _Weights:
         for (i, _), entry in zip(self.leaves, entries, strict=True):
             for column, value in zip(columns, entry, strict=True):
                 column[i] = optax.MaskedNode() if value is None else value
-        return ErrorFeedbackState(*(self.treedef.unflatten(column) for column in columns), key_data)
+        weights, errors, amax = (self.treedef.unflatten(column) for column in columns)
+        return ErrorFeedbackState(weights, errors, amax, key_data)
 
 
 class _Step(NamedTuple):
@@ -168,7 +169,7 @@ class _Step(NamedTuple):
 
     def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
         def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Quantized, Any]:
-            orientation = "both" if self.recipe.weight_copies == "both" else "rows"
+            orientation: Orientation = "both" if self.recipe.weight_copies == "both" else "rows"
             return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, orientation=orientation)
 
         key, stack = self.key(i), w.shape[:-2]
@@ -184,8 +185,8 @@ class _Step(NamedTuple):
             # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
             # overshoot by as much. NaN compares false and stays.
             halves = 2 if isinstance(stored, ResidualArray) else 1
-            limit = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
-            limit = limit * _expand(stored.scale, error)
+            most = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
+            limit = most * _expand(stored.scale, error)
             error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
             return numerics.saturating_cast(error / _expand(stored.scale, error), self.error_dtype)
@@ -204,7 +205,9 @@ def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool
     for keep, (path, leaf) in zip(chosen, paths, strict=True):
         if keep and jnp.ndim(leaf) < 2:
             name = jax.tree_util.keystr(path)
-            raise ValueError(f"mask selects {name} of shape {jnp.shape(leaf)}; a weight has two axes or more, unselect it")
+            raise ValueError(
+                f"mask selects {name} of shape {jnp.shape(leaf)}; a weight has two axes or more, unselect it"
+            )
     if not any(chosen):
         raise ValueError("error_feedback found no weight: no leaf named 'kernel' with two axes; pass mask=")
     return chosen

@@ -39,7 +39,7 @@ class QArray:
         return self.values.shape
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """values * scale, in float32 and then `dtype`.
+        """Values * scale, in float32 and then `dtype`.
 
         >>> float(quantize(jnp.float32(0.3)).dequantize())
         0.3125

@@ -195,7 +195,7 @@ def _contradictions(r: Recipe) -> list[tuple[bool, str]]:
         (
             r.residual == "stochastic" and r.error_feedback,
             'residual="stochastic" (srr) with error_feedback=True: stochastic rounding is unbiased and keeps no error '
-            "buffer; set error_feedback=False or use residual=\"nearest\"",
+            'buffer; set error_feedback=False or use residual="nearest"',
         ),
         (
             r.residual == "stochastic" and r.delayed_scaling,

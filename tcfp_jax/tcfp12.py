@@ -103,8 +103,8 @@ def quantize_tcfp12(
       x: real floats `[..., length]`; arithmetic is float32. Any length: a short last block is padded.
       block: values that share two scales, an even number up to 1024; bits a value are 12 + 16 / block.
       residual: "linear" or "nf4", the table of levels.
-      scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3 on
-        the bulk of a block and leaves what lies beyond to the residual, or clips it.
+      scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3
+        on the bulk of a block and leaves what lies beyond to the residual, or clips it.
       sigma: for `scale="sigma"`, positive.
       key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
 
@@ -224,7 +224,9 @@ def _nearby_code(rest: jax.Array, scale: jax.Array, levels: np.ndarray, uniform:
     return lower + ((below > above) | ((below == above) & odd)).astype(jnp.int32)
 
 
-def _squared_error(rest: jax.Array, codes: jax.Array, scale: jax.Array, levels: np.ndarray, unit: jax.Array) -> jax.Array:
+def _squared_error(
+    rest: jax.Array, codes: jax.Array, scale: jax.Array, levels: np.ndarray, unit: jax.Array
+) -> jax.Array:
     error = rest - jnp.asarray(levels)[codes] * scale[..., None]
     return _fixed_point_square(error * numerics.reciprocal_pow2(unit)[..., None])
 
@@ -249,4 +251,6 @@ def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, ke
     if not 0 < sigma < math.inf:
         raise ValueError(f"sigma={sigma} must be positive and finite; use 3.0")
     if key is not None and scale == "sigma":
-        raise ValueError('key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key')
+        raise ValueError(
+            'key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key'
+        )

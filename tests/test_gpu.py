@@ -18,8 +18,9 @@ from tcfp_jax.quantization import quantize_weight
 
 pytestmark = pytest.mark.gpu
 
-# c eps of the bound c eps (|x| @ |w|). The tensor core's own accumulator keeps about 14 bits of each addend and truncates:
-# with fast accumulation the error grows with k; "full" adds in float32 between runs of 128 addends, and it does not.
+# c eps of the bound c eps (|x| @ |w|). The tensor core's own accumulator keeps about 14 bits of each addend and
+# truncates: with fast accumulation the error grows with k; "full" adds in float32 between runs of 128 addends, and it
+# does not.
 ACCUMULATION_BOUND = {"fast": 2.0**-11, "full": 2.0**-13}
 W = jax.random.normal(jax.random.key(0), (512, 256)) * 0.02
 E = jax.random.normal(jax.random.key(1), (512, 256)) * 1e-6
@@ -50,13 +51,17 @@ def under_grad(w, e):
     return jax.grad(loss, has_aux=True)(w)[1]
 
 
+def second(tree):
+    return jax.tree.map(lambda a: a[1], tree)
+
+
 TRANSFORMS = {
     "jit": jax.jit(split_parts),
     "grad": jax.jit(under_grad),
-    "scan": jax.jit(lambda w, e: jax.tree.map(lambda a: a[1], lax.scan(lambda c, _: (c, split_parts(w, e)), 0, None, 2)[1])),
-    "vmap": jax.jit(lambda w, e: jax.tree.map(lambda a: a[1], jax.vmap(split_parts)(jnp.stack([w, w]), jnp.stack([e, e])))),
+    "scan": jax.jit(lambda w, e: second(lax.scan(lambda c, _: (c, split_parts(w, e)), 0, None, 2)[1])),
+    "vmap": jax.jit(lambda w, e: second(jax.vmap(split_parts)(jnp.stack([w, w]), jnp.stack([e, e])))),
     "remat": jax.jit(jax.checkpoint(split_parts)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())

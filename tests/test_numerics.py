@@ -90,7 +90,9 @@ def test_divide_is_correctly_rounded():
 def test_every_e8m0_code():
     codes = np.arange(256, dtype=np.uint8)
     decoded = np.asarray(numerics.decode_e8m0(jnp.asarray(codes.view(ml_dtypes.float8_e8m0fnu))))
-    assert np.array_equal(decoded.view(np.uint32)[:255], np.ldexp(np.float32(1), codes[:255].astype(int) - 127).view(np.uint32))
+    assert np.array_equal(
+        decoded.view(np.uint32)[:255], np.ldexp(np.float32(1), codes[:255].astype(int) - 127).view(np.uint32)
+    )
     assert np.isnan(decoded[255])
     again = np.asarray(numerics.encode_e8m0(jnp.asarray(decoded[1:]))).view(np.uint8)
     assert np.array_equal(again, codes[1:])
@@ -102,7 +104,12 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     grid = np.concatenate([[0.0, 2.0**-20, 2.0**-10, 3e-4], np.geomspace(2.0**-17, limit, 60)]).astype(np.float32)
     x = np.concatenate([grid, -grid])[:, None]
     bits = jax.random.bits(jax.random.key(0), (x.size, draws))
-    got = np.asarray(jax.jit(numerics.stochastic_round_to, static_argnums=1)(jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits), np.float64)
+    got = np.asarray(
+        jax.jit(numerics.stochastic_round_to, static_argnums=1)(
+            jnp.asarray(x) + jnp.zeros_like(bits, jnp.float32), dtype, bits
+        ),
+        np.float64,
+    )
     codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype]).astype(np.float64)
     values = np.unique(codes[np.isfinite(codes)])
     lower = values[np.searchsorted(values, x[:, 0], side="right") - 1]

@@ -102,7 +102,9 @@ WRAPPERS = {
     ),
     "MultiSteps": optax.MultiSteps(chain(optax.sgd(1e-2)), every_k_schedule=2),
     "inject_hyperparams": chain(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)),
-    "inject_around": optax.inject_hyperparams(lambda learning_rate: chain(optax.sgd(learning_rate)))(learning_rate=1e-2),
+    "inject_around": optax.inject_hyperparams(lambda learning_rate: chain(optax.sgd(learning_rate)))(
+        learning_rate=1e-2
+    ),
     "apply_if_finite": optax.apply_if_finite(chain(optax.sgd(1e-2)), 3),
 }
 

@@ -38,8 +38,8 @@ def dual_quantize(
     """Split `w + error` into two FP8 tensors that share one power-of-two scale, and say what is left.
 
     `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`, `new error = (w + e) - (hi + lo) * s`.
-    After scaling, the residual is at most half of the widest spacing (16 for E4M3), so it needs no scale of its own and both
-    products add in one accumulator. What a stale `amax` clips in `hi` is caught by `lo`.
+    After scaling, the residual is at most half of the widest spacing (16 for E4M3), so it needs no scale of its own and
+    both products add in one accumulator. What a stale `amax` clips in `hi` is caught by `lo`.
 
     Args:
       w: real floats `[k, n]`; arithmetic is float32.

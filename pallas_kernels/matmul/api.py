@@ -63,9 +63,15 @@ def matmul(
 def _check_operands(x: jax.Array, w: jax.Array, w_lo: jax.Array | None) -> None:
     contracted = w.ndim - 1
     if contracted < 1 or x.ndim < contracted or x.shape[x.ndim - contracted :] != w.shape[1:]:
-        raise ValueError(f"x{list(x.shape)} and w{list(w.shape)} must agree in the axes after w's first; transpose or reshape one")
+        raise ValueError(
+            f"x{list(x.shape)} and w{list(w.shape)} must agree in the axes after w's first; transpose or reshape one"
+        )
     if w_lo is not None and (w_lo.shape != w.shape or w_lo.dtype != w.dtype):
-        raise ValueError(f"w_lo is {w_lo.dtype}{list(w_lo.shape)}, but w is {w.dtype}{list(w.shape)}; both halves must match")
+        raise ValueError(
+            f"w_lo is {w_lo.dtype}{list(w_lo.shape)}, but w is {w.dtype}{list(w.shape)}; both halves must match"
+        )
     e5m2 = jnp.dtype(jnp.float8_e5m2)
     if numerics.float8_dtype(x.dtype) == e5m2 and numerics.float8_dtype(w.dtype) == e5m2:
-        raise NotImplementedError("float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn")
+        raise NotImplementedError(
+            "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn"
+        )

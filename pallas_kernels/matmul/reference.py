@@ -1,7 +1,7 @@
 """The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8 tensor cores on a GPU.
 
-The meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a GPU three details decide
-whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an H200; see LOG.md):
+The meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a GPU three details
+decide whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an H200; see LOG.md):
 
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;

@@ -33,7 +33,9 @@ def check_orientation(orientation: str) -> None:
 def check_real(name: str, x: jax.Array) -> None:
     """Raise a TypeError unless `x` holds real floating-point numbers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {x.dtype}, but only real floats have an FP8 form; use {name}.astype(jnp.float32)")
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, but only real floats have an FP8 form; use {name}.astype(jnp.float32)"
+        )
 
 
 def quantize(

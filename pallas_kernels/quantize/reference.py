@@ -19,7 +19,8 @@ def scale_and_inverse(amax: jax.Array, dtype: Any, scale: str) -> tuple[jax.Arra
     finite = jnp.isfinite(amax)
     multiplier = numerics.divide(numerics.largest(dtype), jnp.maximum(amax, _FLOAT32_SCALE_FLOOR))
     reciprocal = numerics.divide(1.0, multiplier)
-    return tuple(jnp.where(finite, v, jnp.float32(jnp.nan)) for v in (reciprocal, multiplier))
+    nan = jnp.float32(jnp.nan)
+    return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 
 
 def quantize(
