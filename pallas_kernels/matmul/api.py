@@ -54,7 +54,7 @@ def matmul(
     [[8.0, 8.0], [8.0, 8.0]]
     """
     _check_operands(x, w, w_lo)
-    if accumulation not in reference.ALGORITHMS:
+    if accumulation not in ("fast", "full"):
         raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
     options = dict(scale=scale, out_dtype=jnp.dtype(out_dtype), accumulation=accumulation, out_sharding=out_sharding)
     return dispatch("matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)

@@ -18,10 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ALGORITHMS = {
-    "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
-    "full": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
-}
+
+class AnyFP8(lax.DotAlgorithm):
+    """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib can serialize.
+
+    `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib 0.12 refuses E4M3FN there when it
+    serializes for a GPU plugin or for `jax.export` ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads
+    any float8 type in that place as the same algorithm and writes E5M2 itself; so does this class. The fields hold
+    what `lax.dot_general` shall compute with (no conversions); only the attribute in the program differs.
+    """
+
+    @classmethod
+    def of(cls, x: jax.Array, w: jax.Array, product_dtype: Any, accumulation: str) -> "AnyFP8":
+        return cls(x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=accumulation == "fast")
+
+    def _convert_to_hlo_attr(self, lhs_dtype: Any, rhs_dtype: Any) -> Any:
+        canonical = lax.DotAlgorithm(
+            jnp.float8_e5m2, jnp.float8_e5m2, jnp.float32,
+            allow_imprecise_accumulation=self.allow_imprecise_accumulation,
+        )  # fmt: skip
+        return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
 def _dimension_numbers(x: jax.Array, w: jax.Array) -> lax.DotDimensionNumbers:
@@ -60,8 +76,8 @@ def matmul(
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
             product = lax.dot_general(
-                x, w, dimensions, precision=ALGORITHMS[accumulation], preferred_element_type=product_dtype,
-                out_sharding=out_sharding,
+                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, accumulation),
+                preferred_element_type=product_dtype, out_sharding=out_sharding,
             )  # fmt: skip
             return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
