@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import digits
 from benchmarks.common import announce, make_header, make_parser, print_header, print_table, result_path, write_result
 from models.gpt import MODELS, GPTConfig
-from models.train import TrainConfig, corpus_of, preset
+from models.train import RunResult, TrainConfig, corpus_of, preset
 from models.train import run as train
 from tcfp_jax.recipe import Recipe, recipe
 
@@ -67,7 +67,7 @@ class Config:
 
     Attributes:
       model, steps: of the GPT task.
-      learning_rate: its peak; None is the model's own, see `models.train.preset`.
+      learning_rate, final_fraction: its peak, and the part of it where the schedule ends.
       heldout_windows: windows of its evaluation.
       digits_steps: of the digits task.
       rerun_jitter: relative deviation of the perturbation of `bf16_rerun`.
@@ -77,7 +77,8 @@ class Config:
 
     model: str = "small"
     steps: int = 1000
-    learning_rate: float | None = None
+    learning_rate: float = preset("small").learning_rate
+    final_fraction: float = preset("small").final_fraction
     heldout_windows: int = 1024
     digits_steps: int = 400
     rerun_jitter: float = RERUN_JITTER
@@ -91,7 +92,8 @@ class Row:
 
     Attributes:
       train_loss: mean over the last tenth of the steps, nats; per byte for the GPT.
-      heldout_loss, heldout_perplexity: nats and its exponential.
+      heldout_loss, heldout_perplexity: nats and its exponential, with the products of training.
+      heldout_loss_bf16: of the same trained parameters with BF16 products.
       accuracy: of the digits task.
       curve: training loss, averaged over fiftieths of the run.
       sources: digest of the project's Python files at that run, see `benchmarks.common.Header`.
@@ -104,6 +106,7 @@ class Row:
     train_loss: float
     heldout_loss: float
     heldout_perplexity: float
+    heldout_loss_bf16: float
     accuracy: float | None
     seconds: float
     sources: str
@@ -122,6 +125,7 @@ class Summary:
     min_ratio: float
     max_ratio: float
     standard_error: float
+    mean_ratio_bf16: float
     mean_heldout_loss: float
     mean_train_loss: float
 
@@ -131,14 +135,15 @@ def measure_one(
 ) -> Row:
     """Train and evaluate one variant; `overrides` are fields of `models.train.TrainConfig`."""
     started, chosen = time.perf_counter(), VARIANTS[name]
+    got: digits.DigitsResult | RunResult
     jitter = config.rerun_jitter if name == RERUN else 0.0
     if task == "digits":
         got = digits.run(digits.DigitsConfig(chosen, steps=config.digits_steps, seed=seed, initial_jitter=jitter))
-        losses, heldout, accuracy = got.train_loss, got.heldout_loss, got.heldout_accuracy
+        accuracy: float | None = got.heldout_accuracy
     else:
         run = _train_config(config, overrides)
-        result = train(dataclasses.replace(run, recipe=chosen, seed=seed, initial_jitter=jitter))
-        losses, heldout, accuracy = result.train_loss, result.heldout_loss, None
+        got, accuracy = train(dataclasses.replace(run, recipe=chosen, seed=seed, initial_jitter=jitter)), None
+    losses, heldout = got.train_loss, got.heldout_loss
     last = losses[-max(1, len(losses) // 10) :]
     return Row(
         task=task,
@@ -147,6 +152,7 @@ def measure_one(
         train_loss=float(np.mean(last)),
         heldout_loss=heldout,
         heldout_perplexity=math.exp(heldout) if heldout < 700 else math.inf,
+        heldout_loss_bf16=got.heldout_loss_bf16,
         accuracy=accuracy,
         seconds=time.perf_counter() - started,
         sources=sources,
@@ -156,14 +162,18 @@ def measure_one(
 
 
 def _train_config(config: Config, overrides: dict[str, Any] | None) -> TrainConfig:
-    base = preset(config.model, steps=config.steps, heldout_windows=config.heldout_windows)
-    if config.learning_rate is not None:
-        base = dataclasses.replace(base, learning_rate=config.learning_rate)
+    base = preset(
+        config.model, steps=config.steps, heldout_windows=config.heldout_windows,
+        learning_rate=config.learning_rate, final_fraction=config.final_fraction,
+    )  # fmt: skip
     return dataclasses.replace(base, **(overrides or {}))
 
 
 def summarize(rows: list[Row]) -> list[Summary]:
-    """Paired ratios of every variant that shares a seed with the baseline, in the order of `VARIANTS`."""
+    """Paired ratios of every variant that shares a seed with the baseline, in the order of `VARIANTS`.
+
+    `mean_ratio_bf16` has the variant's parameters evaluated with BF16 products.
+    """
     baseline = {(row.task, row.seed): row.heldout_loss for row in rows if row.name == BASELINE}
     summaries = []
     for task in TASKS:
@@ -182,6 +192,9 @@ def summarize(rows: list[Row]) -> list[Summary]:
                     min_ratio=min(ratios),
                     max_ratio=max(ratios),
                     standard_error=error,
+                    mean_ratio_bf16=statistics.fmean(
+                        _ratio(row.heldout_loss_bf16, baseline[row.task, row.seed]) for row in paired
+                    ),
                     mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
                     mean_train_loss=statistics.fmean(row.train_loss for row in paired),
                 )
@@ -211,16 +224,19 @@ def read_rows(path: Path, config: Config) -> list[Row]:
 
 def diverged(row: dict[str, Any]) -> dict[str, float]:
     """The losses that JSON holds as null because they were not finite."""
-    return {name: math.nan for name in ("train_loss", "heldout_loss", "heldout_perplexity") if row[name] is None}
+    losses = ("train_loss", "heldout_loss", "heldout_perplexity", "heldout_loss_bf16")
+    return {name: math.nan for name in losses if row[name] is None}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Run the command and return its rows."""
     options = _parse(arguments)
+    usual = preset(options.model)
     config = Config(
         model=options.model,
         steps=options.steps,
-        learning_rate=options.learning_rate,
+        learning_rate=usual.learning_rate if options.learning_rate is None else options.learning_rate,
+        final_fraction=usual.final_fraction if options.final_fraction is None else options.final_fraction,
         digits_steps=options.digits_steps,
     )
     overrides: dict[str, Any] = {}
@@ -266,6 +282,7 @@ def _parse(arguments: list[str] | None) -> Any:
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--steps", type=int, default=Config.steps, help=f"of the GPT (default: {Config.steps})")
     parser.add_argument("--learning-rate", type=float, default=None, help="of the GPT (default: the model's own)")
+    parser.add_argument("--final-fraction", type=float, default=None, help="of it, at the last step")
     parser.add_argument("--digits-steps", type=int, default=Config.digits_steps, help="of the MLP")
     parser.add_argument("--model", choices=list(MODELS), default=Config.model, help=f"(default: {Config.model})")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
@@ -286,10 +303,10 @@ def _parse(arguments: list[str] | None) -> Any:
 
 def _print(rows: list[Row]) -> None:
     print_table(
-        ["perplexity / BF16", "task", "seeds", "mean", "min..max", "standard error", "held-out", "training"],
+        ["perplexity / BF16", "task", "seeds", "mean", "min..max", "standard error", "in BF16", "loss", "training"],
         [
             (s.name, s.task, s.seeds, f"{s.mean_ratio:.4f}", f"{s.min_ratio:.4f}..{s.max_ratio:.4f}",
-             f"{s.standard_error:.4f}", f"{s.mean_heldout_loss:.4f}", f"{s.mean_train_loss:.4f}")
+             f"{s.standard_error:.4f}", f"{s.mean_ratio_bf16:.4f}", f"{s.mean_heldout_loss:.4f}", f"{s.mean_train_loss:.4f}")
             for s in summarize(rows)
         ],
     )  # fmt: skip

@@ -130,15 +130,15 @@ def _convergence(result: Result) -> str:
     names = [name for name in convergence.VARIANTS if any((task, name) in summaries for task in tasks)]
     table = [[f"`{name}`", *(_ratio_cell(summaries.get((task, name))) for task in tasks)] for name in names]
     config = result.config
-    rate = "" if config["learning_rate"] is None else f", learning rate {config['learning_rate']:g}"
     titles = {
-        "gpt": f"GPT `{config['model']}`, {config['steps']} steps{rate}, real text",
+        "gpt": f"GPT `{config['model']}`, {config['steps']} steps, real text",
         "digits": f"MLP, {config['digits_steps']} steps, digits",
     }
     return (
         f"{markdown_table(['held-out perplexity ÷ BF16', *(titles[task] for task in tasks)], table)}\n\n"
-        "Mean over seeds (minimum to maximum, number of seeds), each run paired with BF16's from the same initial "
-        f"weights and batches. `{convergence.RERUN}` is BF16 with its initial weights perturbed by "
+        "Mean over seeds ± standard error (minimum to maximum, number of seeds), each run paired with BF16's from the "
+        "same initial weights and batches; after the semicolon, the same trained parameters evaluated with BF16 "
+        f"products. `{convergence.RERUN}` is BF16 with its initial weights perturbed by "
         f"{config['rerun_jitter']:g}: how far rounding alone moves a run."
     )
 
@@ -150,7 +150,9 @@ def _ratio_cell(summary: convergence.Summary | None) -> str:
         return f"diverged ({summary.seeds})"
     if summary.name == convergence.BASELINE:
         return f"1 ({summary.mean_heldout_loss:.4f} nats, {summary.seeds})"
-    return f"{summary.mean_ratio:.4f} ({summary.min_ratio:.4f} to {summary.max_ratio:.4f}, {summary.seeds})"
+    spread = f"{summary.min_ratio:.4f} to {summary.max_ratio:.4f}, {summary.seeds}"
+    mean = f"{summary.mean_ratio:.4f} ± {summary.standard_error:.4f}"
+    return f"{mean} ({spread}); {summary.mean_ratio_bf16:.4f}"
 
 
 def _memory(result: Result) -> str:

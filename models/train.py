@@ -65,12 +65,14 @@ class RunResult:
       train_loss: nats per byte of every step, float64 `[steps]`; of a resumed run, from the first step on.
       heldout_loss: nats per byte over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per byte.
+      heldout_loss_bf16: of the same trained parameters with BF16 products.
       tokens_per_second: bytes trained on per second by this process, compilation included; NaN if it had no step to do.
     """
 
     train_loss: np.ndarray
     heldout_loss: float
     heldout_perplexity: float
+    heldout_loss_bf16: float
     tokens_per_second: float
 
 
@@ -149,9 +151,10 @@ def _train(
         if pending is not None:
             record(pending)
     seconds = time.perf_counter() - started
-    heldout = evaluate(config, state, jnp.asarray(corpus.heldout))
+    heldout_text = jnp.asarray(corpus.heldout)
+    heldout, in_bf16 = (evaluate(config, state, heldout_text, products) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.bytes_per_step / seconds if begin < config.steps else math.nan
-    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), rate)
+    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate)
 
 
 def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
@@ -181,6 +184,7 @@ _OVERRIDES = {
     "batch": (int, "windows per step"),
     "sequence": (int, "bytes predicted per window"),
     "learning_rate": (float, "peak learning rate"),
+    "final_fraction": (float, "of the peak learning rate, where its cosine ends (default: 0)"),
     "weight_decay": (float, "AdamW's"),
     "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
     "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
@@ -302,6 +306,7 @@ def _numbers(result: RunResult) -> dict[str, float | None]:
     return {
         "heldout_loss": _finite(result.heldout_loss),
         "heldout_perplexity": _finite(result.heldout_perplexity),
+        "heldout_loss_bf16": _finite(result.heldout_loss_bf16),
         "last_train_loss": _finite(float(result.train_loss[-1])),
         "tokens_per_second": _finite(result.tokens_per_second),
     }

@@ -39,7 +39,8 @@ class TrainConfig:
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
       seed: of initial weights, batches and stochastic rounding.
       batch, sequence: windows per step, and bytes predicted in each.
-      learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps; ends at a tenth of it.
+      learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps.
+      final_fraction: of the peak, where the cosine ends.
       weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of a gradient.
       dtype: of activations; "auto" is bfloat16 on accelerators and float32 on CPUs, whose BF16 arithmetic is emulated.
         The operands of dense layers are what the recipe says on both.
@@ -61,6 +62,7 @@ class TrainConfig:
     batch: int = 16
     sequence: int = 128
     learning_rate: float = 3e-3
+    final_fraction: float = 0.0
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     dtype: Literal["auto"] | ComputeDtype = "auto"
@@ -82,6 +84,8 @@ class TrainConfig:
         for name in ("weight_decay", "initial_jitter"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be zero or positive, and finite")
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"final_fraction={self.final_fraction} must be in 0 to 1, a part of the peak learning rate")
         if self.sequence > context:
             raise ValueError(
                 f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it"
@@ -152,11 +156,14 @@ def batch_key(config: TrainConfig) -> jax.Array:
     return jax.random.fold_in(jax.random.key(config.seed), _BATCHES)
 
 
-def evaluate(config: TrainConfig, state: TrainState, heldout: jax.Array) -> float:
+def evaluate(
+    config: TrainConfig, state: TrainState, heldout: jax.Array, products: Literal["trained", "bf16"] = "trained"
+) -> float:
     """Mean loss in nats per byte over `config.heldout_windows` evenly spaced windows of `heldout`, uint8 `[bytes]`.
 
-    The weights are those that the layers train with; per-byte losses are float32, and summed in float32 within a
-    window and in float64 over windows.
+    With `products="trained"` layers multiply as in training, with the same quantized weights; "bf16" multiplies the
+    float32 parameters in BF16, which tells what training has learned from what FP8 products cost afterwards. Per-byte
+    losses are float32, and summed in float32 within a window and in float64 over windows.
 
     Raises:
       ValueError: the text is shorter than one window.
@@ -166,7 +173,9 @@ def evaluate(config: TrainConfig, state: TrainState, heldout: jax.Array) -> floa
     offsets = np.linspace(0, last, config.heldout_windows).astype(np.int32)
     padding = -len(offsets) % config.batch
     offsets = np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch)
-    losses = _evaluate_function(_program(config))(state, jnp.asarray(heldout), jnp.asarray(offsets))
+    quantized = tcfp_jax.layer_state(state.opt_state) if products == "trained" else {}
+    program = _program(config if products == "trained" else replace(config, recipe="bf16"))
+    losses = _evaluate_function(program)(state.params, quantized, jnp.asarray(heldout), jnp.asarray(offsets))
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
@@ -187,7 +196,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def _optimizer(config: TrainConfig, seed_key: jax.Array) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=config.learning_rate, warmup_steps=max(1, config.steps // 10),
-        decay_steps=max(2, config.steps), end_value=config.learning_rate / 10,
+        decay_steps=max(2, config.steps), end_value=config.learning_rate * config.final_fraction,
     )  # fmt: skip
     stochastic = tcfp_jax.recipe(config.recipe).residual == "stochastic"
     return optax.chain(
@@ -263,15 +272,13 @@ def _step_function(config: TrainConfig, count: int) -> StepFunction:
 
 
 @functools.lru_cache(maxsize=16)
-def _evaluate_function(config: TrainConfig) -> Callable[[TrainState, jax.Array, jax.Array], jax.Array]:
+def _evaluate_function(config: TrainConfig) -> Callable[[Any, Any, jax.Array, jax.Array], jax.Array]:
     model = _model(config)
 
     @jax.jit
-    def losses(state: TrainState, text: jax.Array, offsets: jax.Array) -> jax.Array:
-        quantized = tcfp_jax.layer_state(state.opt_state)
-
+    def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
-            return _window_losses(model, state.params, quantized, _windows(text, offsets, config)).mean(axis=-1)
+            return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 

@@ -99,7 +99,7 @@ def test_memory_counts_the_parts(smoke):
 
 def test_convergence_pairs_runs_by_seed():
     def row(name, seed, loss):
-        return convergence.Row("gpt", name, seed, loss, loss, math.exp(loss), None, 1.0, "", [], {})
+        return convergence.Row("gpt", name, seed, loss, loss, math.exp(loss), loss, None, 1.0, "", [], {})
 
     runs = [("bf16", 0, 1.0), ("bf16", 1, 2.0), ("tcfp12", 0, 1.1), ("tcfp12", 1, 1.9), ("tcfp12", 2, 9.0)]
     rows = [row(*run) for run in runs]

@@ -1,7 +1,14 @@
 """What only a GPU can show: the residual survives XLA, casts are bit-identical to the CPU, products stay in bounds."""
 
 import functools
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +174,29 @@ def test_non_finite_values_stay_loud(recipe, bad):
     assert jnp.isfinite(product(x, W)).all()
     assert jnp.isnan(product(x.at[3, 7].set(bad), W)).all()
     assert jnp.isnan(product(x, W.at[3, 7].set(bad))).all()
+
+
+def test_killed_run_resumes_bit_for_bit(tmp_path):
+    """A run that was killed and resumed in a second process is the uninterrupted one, metrics and held-out loss alike.
+
+    All use the programs that the first one compiled: autotuning may choose other kernels in another process.
+    """
+    command = [sys.executable, "-m", "models.train", "--compare", "none", "--steps", "120", "--checkpoint-every", "20"]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    options = {"cwd": Path(__file__).parents[1], "env": environment}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*command, "--out", str(whole)], check=True, **options)
+    shutil.copytree(whole / "compiled", killed / "compiled")
+    process, metrics = subprocess.Popen([*command, "--out", str(killed)], **options), killed / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 30):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run did not get far enough in two minutes"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert metrics.read_bytes().count(b"\n") < 120
+    subprocess.run([*command, "--out", str(killed), "--resume"], check=True, **options)
+    assert metrics.read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    results = [re.search(r'"heldout_loss": (\S+),', (out / "summary.json").read_text()) for out in (killed, whole)]
+    assert results[0][1] == results[1][1]

@@ -56,6 +56,8 @@ def test_it_learns(uninterrupted):
     _, result = uninterrupted
     assert result.train_loss[0] > 5.0
     assert result.heldout_loss < 3.5
+    assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
+    assert result.heldout_loss_bf16 != result.heldout_loss
     assert result.heldout_perplexity == pytest.approx(np.exp(result.heldout_loss))
 
 
@@ -167,6 +169,7 @@ def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
         ({"sequence": 33}, "sequence=33 exceeds the context"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"final_fraction": 1.5}, "final_fraction=1.5 must be in 0 to 1"),
         ({"dtype": "float16"}, "dtype='float16' is unknown"),
         ({"error_dtype": "float16"}, "error_dtype='float16' is unknown"),
     ],
