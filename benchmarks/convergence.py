@@ -306,7 +306,8 @@ def _print(rows: list[Row]) -> None:
         ["perplexity / BF16", "task", "seeds", "mean", "min..max", "standard error", "in BF16", "loss", "training"],
         [
             (s.name, s.task, s.seeds, f"{s.mean_ratio:.4f}", f"{s.min_ratio:.4f}..{s.max_ratio:.4f}",
-             f"{s.standard_error:.4f}", f"{s.mean_ratio_bf16:.4f}", f"{s.mean_heldout_loss:.4f}", f"{s.mean_train_loss:.4f}")
+             f"{s.standard_error:.4f}", f"{s.mean_ratio_bf16:.4f}", f"{s.mean_heldout_loss:.4f}",
+             f"{s.mean_train_loss:.4f}")
             for s in summarize(rows)
         ],
     )  # fmt: skip

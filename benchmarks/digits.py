@@ -44,7 +44,7 @@ class DigitsConfig:
 
 @dataclass(frozen=True)
 class DigitsResult:
-    """Training loss per step; on the held-out images the mean cross-entropy (nats), also with BF16 products, and accuracy."""
+    """Training loss per step; of the held-out images cross-entropy (nats), also with BF16 products, and accuracy."""
 
     train_loss: np.ndarray
     heldout_loss: float

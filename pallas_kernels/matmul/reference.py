@@ -22,14 +22,15 @@ from jax import lax
 class AnyFP8(lax.DotAlgorithm):
     """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib can serialize.
 
-    `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib 0.12 refuses E4M3FN there when it
-    serializes for a GPU plugin or for `jax.export` ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads
+    `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib 0.12 refuses E4M3FN there when
+    it serializes for a GPU plugin or for `jax.export` ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads
     any float8 type in that place as the same algorithm and writes E5M2 itself; so does this class. The fields hold
     what `lax.dot_general` shall compute with (no conversions); only the attribute in the program differs.
     """
 
     @classmethod
     def of(cls, x: jax.Array, w: jax.Array, product_dtype: Any, accumulation: str) -> "AnyFP8":
+        """The algorithm of `x @ w.T` with a product in `product_dtype`."""
         return cls(x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=accumulation == "fast")
 
     def _convert_to_hlo_attr(self, lhs_dtype: Any, rhs_dtype: Any) -> Any:
