@@ -131,7 +131,10 @@ def _convergence(result: Result) -> str:
     table = [[f"`{name}`", *(_ratio_cell(summaries.get((task, name))) for task in tasks)] for name in names]
     config = result.config
     titles = {
-        "gpt": f"GPT `{config['model']}`, {config['steps']} steps, real text",
+        "gpt": (
+            f"GPT `{config['model']}`, {config['steps']} steps, real text, "
+            f"learning rate {config['learning_rate']:g} to {config['learning_rate'] * config['final_fraction']:g}"
+        ),
         "digits": f"MLP, {config['digits_steps']} steps, digits",
     }
     return (

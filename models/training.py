@@ -111,7 +111,7 @@ class TrainConfig:
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
-    # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps (LOG.md).
+    # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a tenth of it (LOG.md).
     "small": dict(steps=1000, batch=32, sequence=256, learning_rate=2e-3),
     "gpt2": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
 }
