@@ -3,35 +3,34 @@
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
 
-A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32.
+A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. The parts:
 
-- "mlp": d -> d_ff -> d with gelu between, no bias. Forward pass, and the gradients of input and weights from a given
-  gradient of the output. The output is returned too: its product would be dead code otherwise, and not timed.
+- "mlp": d -> d_ff -> d with gelu between, no bias: output, and gradients of input and weights from a given gradient of
+  the output. (The output is returned because its product would be dead code otherwise, and not timed.)
 - "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
 - "optimizer step": loss, gradients of the MLP's weights, AdamW and `error_feedback`; each step donates its state to the
   next one. Only this part holds what quantizing the weights costs: in the others it is done before, once a step.
 
-Every recipe's outputs are compared with BF16's before anything is timed. The ratio is BF16's median over the recipe's.
-The peak is the allocator's own figure of a process that does nothing but optimizer steps of one recipe, compiled while
-the device is empty, but with the compiler's own trials; CPUs report none.
+Outputs are compared with BF16's before anything is timed. The ratio is BF16's median over the recipe's. The peak is the
+allocator's own figure of a process that does nothing but optimizer steps of one recipe, compiled while the device is
+empty, but with the compiler's own trials; CPUs report none.
 """
 
 import argparse
 import dataclasses
-import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 
 import tcfp_jax
 from benchmarks import common
@@ -47,7 +46,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[2]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
 VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": recipe("tcfp12_fast")}
-CPU_SHAPES, SMOKE_SHAPES = (GemmShape(256, 128, 512),), (GemmShape(64, 32, 64),)
+CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
 SEQUENCE, HEAD = 1024, 128
 # E5M2 rounds Gaussian values at 25 dB, and a block chains a few such products; a wrong scale or operand is below 7.
 LEAST_SNR_DB = 15.0
@@ -69,15 +68,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe in one part at one shape.
+    """One recipe in one part at one shape, "tokens x d x d_ff" of what ran (a block's d_ff is 4 d).
 
-    Attributes:
-      shape: "tokens x d x d_ff" of what ran; a block's d_ff is 4 d.
-      compile_seconds: tracing and compilation, one recipe after the other in one process: XLA tries a product's
-        algorithms once, so a recipe profits from those before it.
-      speed_over_bf16: ratio of medians.
-      worst_snr_db: smallest of all outputs against BF16's; None for BF16.
-      peak_bytes: of optimizer steps in a process of their own; None where not measured.
+    `compile_seconds` is tracing and compilation, one recipe after the other: XLA tries a product's algorithms once in a
+    process, so a recipe profits from those before it. `worst_snr_db` is the smallest of all outputs against BF16's,
+    None for BF16; `peak_bytes` is None where not measured.
     """
 
     part: Part
@@ -95,13 +90,12 @@ class Row:
 
 
 class Threaded:
-    """A step `(state, *inputs) -> (state, loss)` that keeps its state: each call is the next step, and gives its loss.
+    """A step `(state, *inputs) -> (state, loss)` with its state, which it donates: a call is the next step, and a loss.
 
-    Its state is donated. With `trace` and `lower` it is a `jax.stages.Wrapped`, which CUPTI's profiler calls as it is;
-    anything else it would jit, and a traced call cannot keep a state.
+    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
     """
 
-    def __init__(self, jitted: Any, compiled: Any, state: Any, inputs: tuple[jax.Array, ...]) -> None:
+    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
         self.compiled, self.state, self.inputs = compiled, state, inputs
         self.trace, self.lower = jitted.trace, jitted.lower
 
@@ -119,35 +113,24 @@ class _Candidate:
     outputs: Callable[[], Any]  # what is compared with BF16's
 
 
-# What is timed --------------------------------------------------------------------------------------------------------
-
-
-def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> nn.Module:
-    """The model of a part."""
-    if part == "block":
-        size = GPTConfig(layers=1, width=shape.k, heads=max(1, shape.k // HEAD), context=min(shape.m, SEQUENCE))
-        return Block(size, chosen, "bfloat16")
-    return MLP(features=(shape.n, shape.k), recipe=chosen, use_bias=False)
-
-
-def draw(part: Part, shape: GemmShape, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Gaussian input of a part and gradient of (or target for) its output, both bfloat16.
-
-    Raises:
-      ValueError: a block's tokens are no whole number of sequences.
-    """
+def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> tuple[Any, tuple[int, ...]]:
+    """The model of a part, and the sizes of its input and output."""
+    if part != "block":
+        return MLP(features=(shape.n, shape.k), recipe=chosen, use_bias=False), (shape.m, shape.k)
     sequence = min(shape.m, SEQUENCE)
-    if part == "block" and shape.m % sequence:
+    if shape.m % sequence:
         raise ValueError(f"shape {shape}: {shape.m} tokens are no multiple of sequence {sequence}; change the tokens")
-    sizes = (shape.m // sequence, sequence, shape.k) if part == "block" else (shape.m, shape.k)
-    # Drawn in float32: JAX's bfloat16 normals have 128 values, whose rounding errors do not average out over tokens.
-    return tuple(jax.random.normal(key, sizes).astype(jnp.bfloat16) for key in jax.random.split(jax.random.key(seed)))  # type: ignore[return-value]
+    size = GPTConfig(layers=1, width=shape.k, heads=max(1, shape.k // HEAD), context=sequence)
+    return Block(size, chosen, "bfloat16"), (shape.m // sequence, sequence, shape.k)
 
 
-def _init(part: Part, shape: GemmShape, key: jax.Array) -> Any:
-    # The same for every recipe. BF16's model, so that nothing is quantized for tracing.
-    x, _ = draw(part, shape, 0)
-    return make_model(part, shape, VARIANTS[BASELINE]).init(key, x)["params"]
+def draw(part: Part, shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """Parameters, the same for every recipe, and Gaussian bfloat16 input and gradient of (or target for) the output."""
+    # Parameters of BF16's model, so that nothing is quantized for tracing. The rest is drawn in float32: JAX's bfloat16
+    # normals have 128 values, whose rounding errors do not average out over tokens.
+    model, sizes = make_model(part, shape, VARIANTS[BASELINE])
+    x, g = (jax.random.normal(jax.random.fold_in(key, i), sizes).astype(jnp.bfloat16) for i in range(2))
+    return model.init(key, x)["params"], x, g
 
 
 def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
@@ -158,7 +141,7 @@ def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
 
 def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
     """Forward and backward pass of the MLP or the block; quantized weights are arguments."""
-    model = make_model(part, shape, chosen)
+    model, _ = make_model(part, shape, chosen)
 
     def step(params: Any, quantized: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
         y, pull = jax.vjp(lambda p, x: model.apply({"params": p, "tcfp": quantized}, x), params, x)
@@ -166,35 +149,35 @@ def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) 
         return {"y": y, "dx": dx, "dparams": dparams}
 
     @jax.jit
-    def prepare(key: jax.Array) -> tuple[Any, Any]:
-        params = _init(part, shape, key)
-        return params, tcfp_jax.layer_state(tcfp_jax.error_feedback(chosen).init(params))
+    def prepare(key: jax.Array) -> tuple[Any, ...]:
+        params, x, g = draw(part, shape, key)
+        return params, tcfp_jax.layer_state(tcfp_jax.error_feedback(chosen).init(params)), x, g
 
-    args = (*prepare(jax.random.key(seed)), *draw(part, shape, seed))
+    args = prepare(jax.random.key(seed))
     compiled, seconds = _compile(jax.jit(step), *args)
     return _Candidate(compiled, args, seconds, lambda: compiled(*args))
 
 
 def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
     """Loss, gradients of the MLP's weights, AdamW and `error_feedback`; compiled before the state exists."""
-    model = make_model(OPTIMIZER, shape, chosen)
+    model, _ = make_model(OPTIMIZER, shape, chosen)
     optimizer = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
 
-    def loss_of(params: Any, quantized: Any, x: jax.Array, target: jax.Array) -> jax.Array:
-        y: Any = model.apply({"params": params, "tcfp": quantized}, x)
-        return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
-
     def gradients(state: Any, x: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-        return jax.value_and_grad(loss_of)(state[0], tcfp_jax.layer_state(state[1]), x, target)
+        def loss_of(params: Any) -> jax.Array:
+            y: Any = model.apply({"params": params, "tcfp": tcfp_jax.layer_state(state[1])}, x)
+            return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
+
+        return jax.value_and_grad(loss_of)(state[0])
 
     def step(state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, jax.Array]:
         loss, dparams = gradients(state, x, target)
         updates, opt_state = optimizer.update(dparams, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), loss
 
-    def init(key: jax.Array) -> Any:
-        params = _init(OPTIMIZER, shape, key)
-        return params, optimizer.init(params)
+    def init(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        params, x, target = draw(OPTIMIZER, shape, key)
+        return (params, optimizer.init(params)), x, target
 
     def outputs() -> dict[str, Any]:
         # Adam's first update is little more than the gradient's sign, so gradients are compared, not updates.
@@ -202,13 +185,9 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Can
         return {"loss": threaded(), "dparams": dparams, "params": threaded.state[0]}
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
-    shapes = jax.eval_shape(lambda: (init(key), *draw(OPTIMIZER, shape, seed)))
-    compiled, seconds = _compile(jitted, *shapes)
-    threaded = Threaded(jitted, compiled, jax.jit(init)(key), draw(OPTIMIZER, shape, seed))
+    compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
+    threaded = Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), seconds, outputs)
-
-
-# Check, time and peak -------------------------------------------------------------------------------------------------
 
 
 @jax.jit
@@ -221,11 +200,7 @@ def _ratio(reference: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def check_outputs(name: str, reference: Any, outputs: Any) -> float:
-    """Smallest signal-to-noise ratio, in dB, of any output against BF16's; inf where all are equal.
-
-    Raises:
-      ArithmeticError: an output is below 15 dB or not finite.
-    """
+    """Smallest dB of any output against BF16's, inf where all are equal; `ArithmeticError` below 15 or not finite."""
     worst = math.inf
     values = jax.tree_util.tree_leaves_with_path(outputs)
     for (path, value), expected in zip(values, jax.tree.leaves(reference), strict=True):
@@ -241,15 +216,10 @@ def check_outputs(name: str, reference: Any, outputs: Any) -> float:
 
 
 def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
-    """Check and time every recipe in one part at one shape.
-
-    Raises:
-      ArithmeticError: an output misses its bound, and nothing is timed then; or the optimizer's steps diverged.
-    """
+    """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
-        chosen = recipe(VARIANTS[name], backend=config.backend)
-        at = (shape, chosen, config.seed)
+        at = (shape, recipe(VARIANTS[name], backend=config.backend), config.seed)
         made[name] = make_optimizer_step(*at) if part == OPTIMIZER else make_gradients(part, *at)
         outputs = made[name].outputs()
         reference = outputs if reference is None else reference
@@ -260,12 +230,14 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     for name, c in made.items():
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
+    has_peak = part == OPTIMIZER and jax.local_devices()[0].memory_stats() is not None
     ran = GemmShape(shape.m, shape.k, 4 * shape.k) if part == "block" else shape
     return [
         Row(
             part=part, shape=str(ran), recipe=name, **dataclasses.asdict(times[name]),
             compile_seconds=c.compile_seconds, speed_over_bf16=times[BASELINE].median_ms / times[name].median_ms,
             worst_snr_db=None if name == BASELINE else worst[name],
+            peak_bytes=_peak_alone(name, shape, config.backend) if has_peak else None,
         )
         for name, c in made.items()
     ]  # fmt: skip
@@ -276,25 +248,9 @@ def measure(config: Config, save: Callable[[list[Row]], None] = lambda rows: Non
     rows: list[Row] = []
     for part in config.parts:
         for shape in config.optimizer_shapes if part == OPTIMIZER else config.shapes:
-            found = measure_part(part, shape, config)
-            if part == OPTIMIZER and jax.local_devices()[0].memory_stats() is not None:
-                peaks = [_peak_in_child(row.recipe, shape, config.backend) for row in found]
-                found = [dataclasses.replace(row, peak_bytes=peak) for row, peak in zip(found, peaks, strict=True)]
-            rows += found
+            rows += measure_part(part, shape, config)
             save(rows)
     return rows
-
-
-def _peak_in_child(name: str, shape: GemmShape, backend: Backend | None) -> int | None:
-    """In a process of its own: a peak belongs to a process and never falls."""
-    command = [sys.executable, "-m", f"benchmarks.{NAME}", "--child", name, "--shapes", str(shape)]
-    child = subprocess.run(
-        command if backend is None else [*command, "--backend", backend], cwd=common.ROOT, text=True,
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    if child.returncode:
-        raise RuntimeError(f"the process that measures {name!r} exited with status {child.returncode}; see its error")
-    return json.loads(child.stdout.strip().splitlines()[-1])
 
 
 def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | None:
@@ -305,27 +261,26 @@ def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | 
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-# Command --------------------------------------------------------------------------------------------------------------
+def _peak_alone(*args: Any) -> int | None:
+    # In a process of its own, which inherits the environment: a peak belongs to a process and never falls.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure_peak, *args).result()
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """The settings of a command line.
-
-    Raises:
-      ValueError: an unknown recipe or part, or a malformed shape.
-    """
-    shapes = SMOKE_SHAPES if options.smoke else H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
-    optimizer_shapes = tuple(shape for shape in shapes if shape.k == 4096) or shapes
-    if options.shapes is not None:
-        shapes = optimizer_shapes = tuple(GemmShape.parse(text) for text in options.shapes.split(","))
-    others = [name for name in _chosen("recipes", options.recipes, tuple(VARIANTS)) if name != BASELINE]
-    parts = _chosen("parts", options.parts, PARTS)
-    config = Config(shapes, optimizer_shapes, (BASELINE, *others), parts, options.backend)
+    """The settings of a command line; `ValueError` where it names an unknown recipe, part or shape."""
+    shapes: tuple[GemmShape, ...] = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
+    if options.shapes is not None or options.smoke:
+        shapes = tuple(map(GemmShape.parse, (options.shapes or SMOKE_SHAPE).split(",")))
+    optimizer_shapes = shapes if options.shapes else tuple(shape for shape in shapes if shape.k == 4096) or shapes
+    recipes = dict.fromkeys((BASELINE, *_chosen("recipes", options.recipes, tuple(VARIANTS))))
+    config = Config(shapes, optimizer_shapes, tuple(recipes), _chosen("parts", options.parts, PARTS), options.backend)
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
 
 def _chosen(option: str, text: str | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
-    names = allowed if text is None else tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in text.split(",")) if text else allowed
     if unknown := [name for name in names if name not in allowed]:
         raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
     return names
@@ -334,30 +289,16 @@ def _chosen(option: str, text: str | None, allowed: tuple[Any, ...]) -> tuple[An
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Run the command and return its rows."""
     parser = common.make_parser(NAME, __doc__)
-    parser.add_argument("--recipes", help=f"comma-separated (default: {', '.join(VARIANTS)}); BF16 always runs")
+    parser.add_argument("--recipes", help=f"NAME,... (default: {','.join(VARIANTS)}); bf16 always runs")
     parser.add_argument("--shapes", help="TOKENSxDxD_FF,... (default: three of a Transformer's on a GPU)")
-    parser.add_argument("--parts", help=f"comma-separated (default: {', '.join(PARTS)})")
+    parser.add_argument("--parts", help=f"PART,... (default: {','.join(PARTS)})")
     parser.add_argument("--backend", choices=get_args(Backend), help="of every op (default: the recipe's choice)")
-    parser.add_argument("--child", choices=list(VARIANTS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    try:
-        config = read_config(options)
-    except ValueError as error:
-        parser.error(str(error))
-    if options.child is not None:
-        print(json.dumps(measure_peak(options.child, config.shapes[0], config.backend)))
-        return []
-    header, path = common.make_header(), common.result_path(NAME, options)
+    config, header, path = read_config(options), common.make_header(), common.result_path(NAME, options)
     common.print_header(NAME, header)
     if header.platform == "cpu":
         print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
     rows = measure(config, lambda rows: common.write_result(path, NAME, header, config, rows))
-    _print(rows)
-    common.announce(path)
-    return rows
-
-
-def _print(rows: list[Row]) -> None:
     common.print_table(
         ["part", "tokens x d x d_ff", "recipe", "median ms", "min..max", "BF16 / this", "dB", "compile s", "peak MB"],
         [
@@ -368,6 +309,8 @@ def _print(rows: list[Row]) -> None:
         ],
     )  # fmt: skip
     print(f"timers: {', '.join(sorted({row.timer for row in rows}))}")
+    common.announce(path)
+    return rows
 
 
 if __name__ == "__main__":
