@@ -3,17 +3,15 @@
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
 
-A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. The parts:
-
+A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with gelu between, no bias: output, and gradients of input and weights from a given gradient of
   the output. (The output is returned because its product would be dead code otherwise, and not timed.)
 - "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
-- "optimizer step": loss, gradients of the MLP's weights, AdamW and `error_feedback`; each step donates its state to the
-  next one. Only this part holds what quantizing the weights costs: in the others it is done before, once a step.
+- "optimizer step": loss, gradients of the MLP's weights, AdamW and `error_feedback`; each donates its state to the next
+  one. Only this part holds what quantizing the weights costs: in the others it is done before, once a step.
 
 Outputs are compared with BF16's before anything is timed. The ratio is BF16's median over the recipe's. The peak is the
-allocator's own figure of a process that does nothing but optimizer steps of one recipe, compiled while the device is
-empty, but with the compiler's own trials; CPUs report none.
+allocator's own of a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
 """
 
 import argparse
@@ -21,12 +19,11 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +40,10 @@ from tcfp_jax.recipe import Recipe, recipe
 NAME = "train_step"
 Part = Literal["mlp", "block", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BASELINE, OPTIMIZER = "bf16", PARTS[2]
+BASELINE, OPTIMIZER = "bf16", PARTS[-1]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
 VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": recipe("tcfp12_fast")}
-CPU_SHAPES, SMOKE_SHAPE = (GemmShape(256, 128, 512),), "64x32x64"
-SEQUENCE, HEAD = 1024, 128
+CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # E5M2 rounds Gaussian values at 25 dB, and a block chains a few such products; a wrong scale or operand is below 7.
 LEAST_SNR_DB = 15.0
 
@@ -67,26 +63,20 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(common.Timing):
     """One recipe in one part at one shape, "tokens x d x d_ff" of what ran (a block's d_ff is 4 d).
 
-    `compile_seconds` is tracing and compilation, one recipe after the other: XLA tries a product's algorithms once in a
-    process, so a recipe profits from those before it. `worst_snr_db` is the smallest of all outputs against BF16's,
-    None for BF16; `peak_bytes` is None where not measured.
+    `compile_seconds` holds tracing, too; XLA tries a product's algorithms once in a process, so a recipe profits from
+    those before it. `worst_snr_db` is of all outputs against BF16's, None for BF16; `peak_bytes` None if not measured.
     """
 
     part: Part
     shape: str
     recipe: str
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    samples: int
-    timer: common.Timer
     compile_seconds: float
     speed_over_bf16: float
     worst_snr_db: float | None
-    peak_bytes: int | None = None
+    peak_bytes: int | None
 
 
 class Threaded:
@@ -105,8 +95,7 @@ class Threaded:
         return loss
 
 
-@dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     compile_seconds: float
@@ -135,8 +124,7 @@ def draw(part: Part, shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, 
 
 def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
     started = time.perf_counter()
-    compiled = jitted.lower(*args).compile()
-    return compiled, time.perf_counter() - started
+    return jitted.lower(*args).compile(), time.perf_counter() - started
 
 
 def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
@@ -163,15 +151,13 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Can
     model, _ = make_model(OPTIMIZER, shape, chosen)
     optimizer = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
 
-    def gradients(state: Any, x: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-        def loss_of(params: Any) -> jax.Array:
-            y: Any = model.apply({"params": params, "tcfp": tcfp_jax.layer_state(state[1])}, x)
-            return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
-
-        return jax.value_and_grad(loss_of)(state[0])
+    @jax.value_and_grad
+    def gradients(params: Any, opt_state: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        y: Any = model.apply({"params": params, "tcfp": tcfp_jax.layer_state(opt_state)}, x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
 
     def step(state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, jax.Array]:
-        loss, dparams = gradients(state, x, target)
+        loss, dparams = gradients(*state, x, target)
         updates, opt_state = optimizer.update(dparams, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), loss
 
@@ -181,7 +167,7 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Can
 
     def outputs() -> dict[str, Any]:
         # Adam's first update is little more than the gradient's sign, so gradients are compared, not updates.
-        _, dparams = jax.jit(gradients)(threaded.state, *threaded.inputs)
+        _, dparams = jax.jit(gradients)(*threaded.state, *threaded.inputs)
         return {"loss": threaded(), "dparams": dparams, "params": threaded.state[0]}
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
@@ -195,8 +181,7 @@ def _ratio(reference: jax.Array, value: jax.Array) -> jax.Array:
     # On the device, because outputs have up to a gigabyte; over the largest value, so that no square underflows.
     wide = reference.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide))
-    noise = jnp.sum(jnp.square((value.astype(jnp.float32) - wide) / largest))
-    return jnp.sum(jnp.square(wide / largest)) / noise
+    return jnp.sum(jnp.square(wide / largest)) / jnp.sum(jnp.square((value.astype(jnp.float32) - wide) / largest))
 
 
 def check_outputs(name: str, reference: Any, outputs: Any) -> float:
@@ -231,15 +216,14 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
     has_peak = part == OPTIMIZER and jax.local_devices()[0].memory_stats() is not None
-    ran = GemmShape(shape.m, shape.k, 4 * shape.k) if part == "block" else shape
     return [
         Row(
-            part=part, shape=str(ran), recipe=name, **dataclasses.asdict(times[name]),
-            compile_seconds=c.compile_seconds, speed_over_bf16=times[BASELINE].median_ms / times[name].median_ms,
-            worst_snr_db=None if name == BASELINE else worst[name],
+            **dataclasses.asdict(times[name]), part=part, recipe=name,
+            shape=str(dataclasses.replace(shape, n=4 * shape.k) if part == "block" else shape),
+            speed_over_bf16=times[BASELINE].median_ms / times[name].median_ms,
+            compile_seconds=c.compile_seconds, worst_snr_db=None if name == BASELINE else worst[name],
             peak_bytes=_peak_alone(name, shape, config.backend) if has_peak else None,
-        )
-        for name, c in made.items()
+        ) for name, c in made.items()
     ]  # fmt: skip
 
 
@@ -271,8 +255,8 @@ def _peak_alone(*args: Any) -> int | None:
 def read_config(options: argparse.Namespace) -> Config:
     """The settings of a command line; `ValueError` where it names an unknown recipe, part or shape."""
     shapes: tuple[GemmShape, ...] = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
-    if options.shapes is not None or options.smoke:
-        shapes = tuple(map(GemmShape.parse, (options.shapes or SMOKE_SHAPE).split(",")))
+    if text := options.shapes or (SMOKE_SHAPE if options.smoke else None):
+        shapes = tuple(map(GemmShape.parse, text.split(",")))
     optimizer_shapes = shapes if options.shapes else tuple(shape for shape in shapes if shape.k == 4096) or shapes
     recipes = dict.fromkeys((BASELINE, *_chosen("recipes", options.recipes, tuple(VARIANTS))))
     config = Config(shapes, optimizer_shapes, tuple(recipes), _chosen("parts", options.parts, PARTS), options.backend)
@@ -300,15 +284,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
     rows = measure(config, lambda rows: common.write_result(path, NAME, header, config, rows))
     common.print_table(
-        ["part", "tokens x d x d_ff", "recipe", "median ms", "min..max", "BF16 / this", "dB", "compile s", "peak MB"],
-        [
-            (r.part, r.shape, r.recipe, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
-             f"{r.speed_over_bf16:.3f}", "-" if r.worst_snr_db is None else f"{r.worst_snr_db:.1f}",
-             f"{r.compile_seconds:.1f}", "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}")
-            for r in rows
-        ],
+        ["part", "tokens x d x d_ff", "recipe", "median ms", "min..max", "BF16/this", "dB", "compile s", "MB", "timer"],
+        [(r.part, r.shape, r.recipe, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
+          f"{r.speed_over_bf16:.3f}", "-" if r.worst_snr_db is None else f"{r.worst_snr_db:.1f}",
+          f"{r.compile_seconds:.1f}", "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}", r.timer)
+         for r in rows],
     )  # fmt: skip
-    print(f"timers: {', '.join(sorted({row.timer for row in rows}))}")
     common.announce(path)
     return rows
 
@@ -316,4 +297,4 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 if __name__ == "__main__":
     # Before the first use of a device: the children need the memory that this process would otherwise reserve.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    main(sys.argv[1:])
+    main()
