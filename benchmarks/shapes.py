@@ -52,6 +52,7 @@ def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Arr
     Never zeros: they switch few transistors, and a GPU that draws less power clocks higher than with real data.
     """
     x_key, w_key = jax.random.split(jax.random.key(seed))
-    x = jax.random.normal(x_key, (shape.m, shape.k), jnp.bfloat16)
+    # Drawn in float32: bfloat16's own generator has 128 values and a mean that is not zero.
+    x = jax.random.normal(x_key, (shape.m, shape.k), jnp.float32).astype(jnp.bfloat16)
     w = jax.random.normal(w_key, (shape.n, shape.k), jnp.float32) * 0.02
     return x, w

@@ -1,31 +1,62 @@
 """Which implementation of an op runs.
 
-Every op has one table of implementations, best first, XLA last. `backend=None` takes the first that accepts the
-arguments; a named backend runs or raises `NotImplementedError` with its reason. An implementation is never replaced
-behind the caller's back: what was asked for runs, or the caller reads why not.
+Every op has one table of implementations, best first, XLA last. Each says of given arguments whether it cannot serve
+them (`reject`) and whether it could but is not the first choice (`decline`), both with the reason. `backend=None`
+takes the first that neither rejects nor declines; a named backend runs unless it rejects, and then raises
+`NotImplementedError` with its reason. An implementation is never replaced behind the caller's back: what was asked
+for runs, or the caller reads why not.
+
+On a CPU a named kernel runs in its interpreter: the same program, slowly. `backend=None` never does that.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+
 Backend = Literal["xla", "triton", "mosaic"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
 
 
+def _no_objection(*args: Any, **options: Any) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an op: `reject` gives the reason why it cannot serve these arguments, or None."""
+    """One way to run an op. `reject` and `decline` take the op's arguments and return a reason or None."""
 
     backend: Backend
     run: Callable[..., Any]
-    reject: Callable[..., str | None] = lambda *args, **options: None
+    reject: Callable[..., str | None] = _no_objection
+    decline: Callable[..., str | None] = _no_objection
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `explain` found of one implementation: `reason` is None for the one that runs."""
+
+    backend: Backend
+    reason: str | None
 
 
 def check_backend(backend: Backend | None) -> None:
     """Raise a ValueError unless `backend` is None or one of the known names."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use None or one of {', '.join(map(repr, BACKENDS))}")
+
+
+def device_kind() -> str:
+    """The kind of device that programs are traced for, such as "NVIDIA H200" or "cpu".
+
+    That of the mesh in use (which may describe a device that this machine lacks), else of JAX's default device.
+    """
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None:
+        return described.device_kind
+    default = getattr(jax.config, "jax_default_device", None)
+    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
 
 
 def choose(
@@ -37,20 +68,44 @@ def choose(
       ValueError: `backend` is no backend.
       NotImplementedError: the named backend cannot run this op or these arguments; the message says why.
     """
-    check_backend(backend)
-    reasons = []
-    for implementation in table:
-        if backend in (None, implementation.backend):
-            reason = implementation.reject(*args, **options)
-            if reason is None:
-                return implementation
-            reasons.append(f"{implementation.backend}: {reason}")
+    verdicts = explain(table, backend, *args, **options)
+    for implementation, verdict in zip(table, verdicts, strict=True):
+        if verdict.reason is None:
+            return implementation
+    reasons = [f"{verdict.backend}: {verdict.reason}" for verdict in verdicts if backend in (None, verdict.backend)]
     if not reasons:
         available = ", ".join(repr(implementation.backend) for implementation in table)
         reasons.append(
             f'{op} has no {backend!r} implementation (it has {available}); use backend=None or backend="xla"'
         )
     raise NotImplementedError(f"{op} cannot run with backend={backend!r}: " + "; ".join(reasons))
+
+
+def explain(
+    table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any
+) -> tuple[Verdict, ...]:
+    """Of every implementation, in the table's order, why it does not run; None for the first that does.
+
+    Raises:
+      ValueError: `backend` is no backend.
+    """
+    check_backend(backend)
+    verdicts: list[Verdict] = []
+    chosen: Backend | None = None
+    for implementation in table:
+        reason: str | None
+        if backend not in (None, implementation.backend):
+            reason = f"backend={backend!r} was asked for"
+        else:
+            reason = implementation.reject(*args, **options)
+            if reason is None and backend is None:
+                reason = implementation.decline(*args, **options)
+            if reason is None and chosen is not None:
+                reason = f"{chosen} comes first"
+        if reason is None:
+            chosen = implementation.backend
+        verdicts.append(Verdict(implementation.backend, reason))
+    return tuple(verdicts)
 
 
 def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any) -> Any:

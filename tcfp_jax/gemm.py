@@ -163,7 +163,7 @@ _product.defvjp(_forward, _backward)
 def _quantize_operand(x: jax.Array, dtype: str, recipe: Recipe) -> QuantizedValues:
     """X or g, in the orientations that its products read."""
     orientation: Orientation = "both" if recipe.wgrad == "fp8" else "rows"
-    return quantize_values(x, dtype, scale=recipe.scale, orientation=orientation, backend=recipe.backend)
+    return quantize_values(x, dtype, scale=recipe.scale, orientation=orientation, backend=recipe.quantize_backend)
 
 
 def _product_scale(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:

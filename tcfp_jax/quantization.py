@@ -171,7 +171,7 @@ def quantize_weight(
         bits=bits,
         amax=amax,
         orientation=orientation,
-        backend=recipe.backend,
+        backend=recipe.quantize_backend,
     )
     stored = ResidualArray(parts.hi, parts.lo, parts.scale, parts.hi_transposed, parts.lo_transposed)
     return stored, parts.error
@@ -184,7 +184,12 @@ def _quantize_single(
     if error is not None:
         target = target + error
     parts = quantize_values(
-        target, recipe.weight_dtype, scale=recipe.scale, amax=amax, orientation=orientation, backend=recipe.backend
+        target,
+        recipe.weight_dtype,
+        scale=recipe.scale,
+        amax=amax,
+        orientation=orientation,
+        backend=recipe.quantize_backend,
     )
     stored = QArray(parts.values, parts.scale, parts.transposed)
     return stored, None if error is None else numerics.residual(target, stored.dequantize())

@@ -54,7 +54,8 @@ class Recipe:
       scale: "pow2" scales, exact in multiplication, or "float32" (amax / largest value, the nanochat rule).
       error_feedback: `tcfp_jax.error_feedback` keeps what rounding left and adds it to the weight of the next step.
       delayed_scaling: weights are scaled by an amax carried in the optimizer's state (PDDS) instead of a fresh one.
-      backend: of every op, see `pallas_kernels.dispatch`.
+      backend, quantize_backend: of the products, and of the quantizers (which have no "mosaic"); None is the fastest
+        that was measured, see `pallas_kernels.dispatch`.
       weight_copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which
         doubles their bytes and saves the forward product a transpose on GPUs.
 
@@ -79,11 +80,13 @@ class Recipe:
     error_feedback: bool = True
     delayed_scaling: bool = False
     backend: Backend | None = None
+    quantize_backend: Backend | None = None
     weight_copies: WeightCopies = "both"
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        check_backend(self.backend)
+        for backend in (self.backend, self.quantize_backend):
+            check_backend(backend)
         for broken, message in _contradictions(self):
             if broken:
                 raise ValueError(message)

@@ -92,6 +92,7 @@ FLIPS = {
     "error_feedback": (recipe("tcfp12"), recipe("tcfp12", error_feedback=False)),
     "delayed_scaling": (recipe("tcfp12"), recipe("tcfp12", delayed_scaling=True)),
     "backend": (recipe("tcfp12"), recipe("tcfp12", backend="triton")),
+    "quantize_backend": (recipe("tcfp12"), recipe("tcfp12", quantize_backend="triton")),
     "weight_copies": (recipe("tcfp12"), recipe("tcfp12", weight_copies="one")),
 }
 

@@ -8,10 +8,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.dual_quantize import reference
+from pallas_kernels.dual_quantize import reference, triton
 from pallas_kernels.quantize.api import Orientation, check_orientation, check_real
 
-IMPLEMENTATIONS = (Implementation("xla", reference.dual_quantize),)
+IMPLEMENTATIONS = (
+    Implementation("triton", triton.dual_quantize, triton.reject, triton.decline),
+    Implementation("xla", reference.dual_quantize),
+)
 
 
 class DualQuantized(NamedTuple):

@@ -8,11 +8,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.matmul import reference
+from pallas_kernels.matmul import mosaic, reference, triton
 
 Accumulation = Literal["fast", "full"]
 
-IMPLEMENTATIONS = (Implementation("xla", reference.matmul),)
+IMPLEMENTATIONS = (
+    Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline),
+    Implementation("triton", triton.matmul, triton.reject, triton.decline),
+    Implementation("xla", reference.matmul),
+)
 
 
 def matmul(
@@ -21,21 +25,23 @@ def matmul(
     w_lo: jax.Array | None = None,
     *,
     scale: jax.Array,
+    bias: jax.Array | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     accumulation: Accumulation = "fast",
     out_sharding: Any = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x @ (w + w_lo).T * scale`, both operands contracted along their last axes.
+    """`x @ (w + w_lo).T * scale + bias`, both operands contracted along their last axes.
 
-    `out[..., n] = scale * sum_k x[..., k] * (w[n, k] + w_lo[n, k])`. A weight of more than two axes, `[n, *m]`, is
-    contracted over all but its first, with the same trailing axes of `x`: the form of a weight gradient.
+    `out[..., n] = scale * sum_k x[..., k] * (w[n, k] + w_lo[n, k]) + bias[n]`. A weight of more than two axes,
+    `[n, *m]`, is contracted over all but its first, with the same trailing axes of `x`: the form of a weight gradient.
 
     Args:
       x: FP8 `[..., k]`.
       w, w_lo: FP8 `[n, k]`, one format; `w_lo` shares the scale of `w`.
       scale: scalar, the product of the operands' scales, float32. A power of two may come as bfloat16, which says that
         it is exact there: cuBLASLt then applies it, where a float32 scale costs a pass over a bfloat16 output.
+      bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels before they round to it.
       out_dtype: a real float; the sum is scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator (about 14 bits of each addend survive), "full"
         promotes to float32 during the sum. Both are exact float32 where there are no FP8 tensor cores.
@@ -46,7 +52,7 @@ def matmul(
 
     Raises:
       TypeError: an operand is not FP8, or the two halves of the weight differ in format.
-      ValueError: contracted sizes differ, or `accumulation` or `backend` is unknown.
+      ValueError: contracted sizes differ, bias is not `[n]`, or `accumulation` or `backend` is unknown.
       NotImplementedError: E5M2 x E5M2, which no tensor core multiplies; or what the named backend cannot run.
 
     >>> one = jnp.ones((2, 16), jnp.float8_e4m3fn)
@@ -56,7 +62,11 @@ def matmul(
     _check_operands(x, w, w_lo)
     if accumulation not in ("fast", "full"):
         raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
-    options = dict(scale=scale, out_dtype=jnp.dtype(out_dtype), accumulation=accumulation, out_sharding=out_sharding)
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}, but w{list(w.shape)} has n={w.shape[0]} outputs")
+    options = dict(
+        scale=scale, bias=bias, out_dtype=jnp.dtype(out_dtype), accumulation=accumulation, out_sharding=out_sharding
+    )
     return dispatch("matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
 
 

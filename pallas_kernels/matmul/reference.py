@@ -41,6 +41,12 @@ class AnyFP8(lax.DotAlgorithm):
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
+def sizes(x: jax.Array, w: jax.Array) -> tuple[int, int, int]:
+    """(m, k, n) of the product as one of matrices."""
+    k = math.prod(w.shape[1:])
+    return x.size // k if k else 0, k, w.shape[0]
+
+
 def _dimension_numbers(x: jax.Array, w: jax.Array) -> lax.DotDimensionNumbers:
     contracted = w.ndim - 1
     return (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(1, w.ndim))), ((), ())
@@ -52,6 +58,7 @@ def matmul(
     w_lo: jax.Array | None,
     *,
     scale: jax.Array,
+    bias: jax.Array | None,
     out_dtype: Any,
     accumulation: str,
     out_sharding: Any,
@@ -89,5 +96,7 @@ def matmul(
         return out
 
     if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
-        return in_float32(x, w, w_lo, scale)
-    return lax.platform_dependent(x, w, w_lo, scale, cuda=on_tensor_cores, default=in_float32)
+        out = in_float32(x, w, w_lo, scale)
+    else:
+        out = lax.platform_dependent(x, w, w_lo, scale, cuda=on_tensor_cores, default=in_float32)
+    return out if bias is None else out + bias.astype(out_dtype)

@@ -8,12 +8,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.quantize import reference
+from pallas_kernels.quantize import reference, triton
 
 Scale = Literal["pow2", "float32"]
 Orientation = Literal["rows", "both"]
 
-IMPLEMENTATIONS = (Implementation("xla", reference.quantize),)
+IMPLEMENTATIONS = (
+    Implementation("triton", triton.quantize, triton.reject, triton.decline),
+    Implementation("xla", reference.quantize),
+)
 
 
 class Quantized(NamedTuple):

@@ -1,0 +1,200 @@
+"""The kernel of `mosaic.py`: one program for a single or a residual weight, one accumulator for both halves.
+
+A persistent grid of one cluster for every `cluster` multiprocessors walks the output tiles in a snake, so that
+operands stay in the L2 cache. In each block one warpgroup only copies: it fills `stages` buffers of x, W_hi and W_lo
+with the bulk copy engine while two compute warpgroups issue `wgmma` on the buffers that are full:
+
+    fast : acc += x W_hiᵀ + x W_loᵀ          in the tensor core's accumulator over all of k
+    full : acc  = that over 128 of k;  total += acc   in float32 registers (the promotion of DeepSeek-V3, 2024)
+
+W_lo shares the scale of W_hi, so one accumulator serves both and a residual product is one product over 2k: x is
+read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
+scales, adds a bias, rounds to the output's dtype and stores through shared memory.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import device_kind
+from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, TILE_K, Plan
+
+
+def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
+    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says."""
+    (m, _), (n, _) = operands[0].shape, operands[1].shape
+    # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
+    interpret = device_kind() == "cpu"
+    if interpret:
+        # Two clusters show every path of the persistent grid.
+        plan = replace(plan, blocks=2)
+    return plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        cluster=(plan.config.cluster,),
+        cluster_names=("member",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        kernel_name=f"matmul_fp8_{'dual' if plan.halves == 2 else 'single'}_{'full' if plan.promote else 'fast'}",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*operands)
+
+
+def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
+    """The body of one block: output tiles, and the copies and products of each."""
+    config, halves = plan.config, plan.halves
+    w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
+    bias_gmem = refs[halves + 1] if plan.has_bias else None
+    (m, k), n = x_gmem.shape, out_gmem.shape[1]
+    tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
+    own_rows = tile_m // COMPUTE_WARPGROUPS
+    m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
+    # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
+    wave_rows = 64 if plan.promote else own_rows
+    waves = own_rows // wave_rows
+
+    def pipeline(body: Any, compute: Any, state: Any = None) -> Any:
+        tiling = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
+        shared = dict(memory_space=plgpu.SMEM, transforms=tiling, delay_release=0)
+        multicast = ("member",) if cluster > 1 else ()
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(k // TILE_K,),
+            memory_registers=40,
+            wg_axis="warpgroup",
+            num_compute_wgs=COMPUTE_WARPGROUPS,
+            max_concurrent_steps=config.stages,
+            compute_context=compute,
+            in_specs=[plgpu.BlockSpec((tile_m, TILE_K), lambda step: (0, step), **shared)]
+            + [plgpu.BlockSpec((tile_n, TILE_K), lambda step: (0, step), collective_axes=multicast, **shared)] * halves,
+            manual_consumed_barriers=plan.promote,
+            pipeline_state=state,
+        )
+
+    nothing = lambda *_, **__: None
+
+    @functools.partial(
+        pl.run_scoped,
+        buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem),
+        out_smem=_epilogue_buffers(out_gmem.dtype),
+        collective_axes="warpgroup",
+    )
+    def _scope(buffers: Any, out_smem: Any) -> None:
+        warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
+
+        def multiply(acc: Any, x_smem: Any, w_smem: Any, wave: int) -> None:
+            rows = x_smem.at[pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)]
+            for half in w_smem:
+                plgpu.wgmma(acc, rows, half.T)
+
+        @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
+        def _tiles(loop: Any) -> None:
+            mi, ni = plgpu.planar_snake(loop.index[0], (m_tiles, n_tiles), "mn".index(config.inner), config.snake)
+            mi = mi * cluster + member
+            scale = scale_gmem[0]
+
+            def store(parts: list[jax.Array]) -> None:
+                first_row = mi * tile_m + warpgroup * own_rows
+                _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
+
+            if plan.promote:
+                body, compute = _promoting(multiply, store, scale, waves, (wave_rows, tile_n))
+            else:
+                body, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
+            state = None
+            if config.pipeline == "steady":
+                phase = plgpu.PipelinePipeline
+                last = loop.local_index == loop.num_local_steps - 1
+                middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
+                state = jnp.where(loop.local_index == 0, int(phase.START), middle)
+            rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
+            operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
+            pipeline(body, compute, state)(*operands, allocations=buffers)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """(step, context) of fast accumulation: one accumulator over all of k."""
+
+    def step(_: Any, x_smem: Any, *rest: Any) -> Any:
+        *w_smem, acc = rest
+        multiply(acc, x_smem, w_smem, 0)
+        plgpu.wgmma_wait(0)
+        return acc
+
+    def compute(run: Any) -> None:
+        def with_accumulator(acc: Any) -> None:
+            run(acc)
+            store([acc[...] * scale])
+
+        pl.run_scoped(with_accumulator, plgpu.ACC(shape, jnp.float32))
+
+    return step, compute
+
+
+def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """(step, context) of full accumulation: a fresh accumulator for every 128 of k, added to float32 totals."""
+
+    def step(_: Any, x_smem: Any, *rest: Any) -> Any:
+        operands = (len(rest) - 2) // 2
+        w_smem, consumed, totals = rest[:operands], rest[operands:-1], rest[-1]
+        new = []
+        for wave in range(waves):
+
+            def partial_sum(acc: Any, wave: int = wave) -> jax.Array:
+                multiply(acc, x_smem, w_smem, wave)
+                return acc[...]
+
+            part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
+            if wave == waves - 1:
+                # The buffers are free before the additions, not after.
+                for barrier in consumed:
+                    plgpu.barrier_arrive(barrier)
+            new.append(totals[wave] + part)
+        return tuple(new)
+
+    def compute(run: Any) -> None:
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        store([total * scale for total in run((zero,) * waves)])
+
+    return step, compute
+
+
+def _epilogue_buffers(dtype: Any) -> Any:
+    """Two pieces of the output for each warpgroup, so that one is filled while the other is copied out."""
+    columns = EPILOGUE_ROW_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(EPILOGUE_ROW_BYTES))
+    return plgpu.SMEM((COMPUTE_WARPGROUPS, 2, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
+
+
+def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
+    """Write `parts`, stacked along the rows, to `out_gmem` from `corner` on, through two alternating buffers."""
+    _, height, width = out_smem.shape
+    row, column = corner
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    count = 0
+    for index, part in enumerate(parts):
+        for i in range(0, part.shape[0], height):
+            for j in range(0, part.shape[1], width):
+                first, columns = row + index * part.shape[0] + i, pl.ds(column + j, width)
+                piece = part[i : i + height, j : j + width]
+                if bias_gmem is not None:
+                    # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
+                    bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                    piece = piece + lax.broadcast_in_dim(bias, (height, width), (1,))
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                buffer = out_smem.at[count % 2]
+                buffer[...] = piece.astype(out_gmem.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(buffer, out_gmem.at[pl.ds(first, height), columns])
+                count += 1

@@ -1,0 +1,100 @@
+"""Kernels under a mesh and under vmap: each device runs its kernel on its own part, and nothing is gathered.
+
+XLA cannot look into a kernel: a bare `pallas_call` under a mesh gathers its operands onto every device. `partitioned`
+tells it which axes of operands and results belong together, in the letters of an einsum:
+
+    "m k, n k, u -> m n"      a product: m and n may be split, k may be split and is then summed, u is a scalar
+
+Each device gets parts whose axes agree; only where two operands split different axes in the same way is one of them
+brought together. Under vmap a kernel runs once for every element, in a loop; it has no batch axis of its own.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.dispatch import device_kind
+
+Axes = tuple[str, ...]
+# Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
+Local = Callable[..., Any]
+
+
+def partitioned(local: Local, rule: str) -> Callable[..., Any]:
+    """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
+
+    Args:
+      local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
+        which no result has; its results are partial there, and it must `lax.psum` them.
+      rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
+    """
+    inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
+    kept = {letter for side in outputs for letter in side}
+
+    @custom_partitioning
+    def call(*operands: jax.Array) -> Any:
+        return local(*operands, summed_over=())
+
+    def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
+        given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
+        chosen = _choose_axes([*outputs, *inputs], given)
+        summed = tuple(axis for letter in chosen if letter not in kept for axis in chosen[letter])
+
+        def shardings(sides: list[list[str]]) -> list[NamedSharding]:
+            return [NamedSharding(mesh, PartitionSpec(*(chosen.get(x) or None for x in side))) for side in sides]
+
+        result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs))
+        return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
+
+    reduced = tuple(dict.fromkeys(letter for side in inputs for letter in side if letter not in kept | {"u"}))
+    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced)
+    return _mapped_in_a_loop(call)
+
+
+def _choose_axes(sides: list[list[str]], shardings: list[Any]) -> dict[str, Axes]:
+    """For each letter the mesh axes that split it: the first side that splits it decides; an axis serves one letter."""
+    chosen: dict[str, Axes] = {}
+    used: set[str] = set()
+    for side, sharding in zip(sides, shardings, strict=True):
+        for letter, entry in zip(side, _entries(sharding, len(side)), strict=True):
+            if entry and letter not in chosen and not used & set(entry):
+                chosen[letter] = entry
+                used |= set(entry)
+    return chosen
+
+
+def _entries(sharding: Any, rank: int) -> list[Axes]:
+    spec = tuple(getattr(sharding, "spec", None) or ())
+    spec += (None,) * (rank - len(spec))
+    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+
+
+def _mapped_in_a_loop(call: Callable[..., Any]) -> Callable[..., Any]:
+    @custom_vmap
+    def mapped(*operands: jax.Array) -> Any:
+        return call(*operands)
+
+    @mapped.def_vmap
+    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        split = [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps]
+
+        def one(parts: list[jax.Array]) -> Any:
+            rest = iter(parts)
+            return mapped(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
+
+        if device_kind() == "cpu":
+            # The interpreter of Mosaic calls back into Python in order, which no loop of XLA can hold.
+            each = [one([part[i] for part in split]) for i in range(size)]
+            results = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+        else:
+            results = lax.map(one, split)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped

@@ -1,0 +1,78 @@
+"""What was measured to be fastest: `tuned.json`, by device, op, variant and shape.
+
+`python -m benchmarks.gemm --tune` times every backend and tile config on the device it runs on and writes the winners;
+nothing else writes the file. `backend=None` asks here: an implementation that lost near a shape declines, and so does
+a kernel that nobody has timed on this device.
+
+Shapes are compared by the logarithm of each size: an entry speaks for shapes within a factor of two of its own in
+every size.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.dispatch import Backend, device_kind
+
+PATH = Path(__file__).with_name("tuned.json")
+REACH = 1.0  # in powers of two
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest way of one variant of an op at one shape.
+
+    Attributes:
+      variant: what decides speed beside the shape, such as "dual fast bfloat16".
+      backend, config: the winner; the config's fields, empty for XLA.
+      milliseconds: of every backend at its best.
+    """
+
+    shape: tuple[int, ...]
+    variant: str
+    backend: Backend
+    config: Mapping[str, Any]
+    milliseconds: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> dict[str, dict[str, tuple[Entry, ...]]]:
+    """Entries by device kind and op, as `tuned.json` has them."""
+    content = json.loads(PATH.read_text(encoding="utf-8"))
+    return {
+        device: {op: tuple(Entry(**entry) for entry in entries) for op, entries in ops.items()}
+        for device, ops in content.items()
+    }
+
+
+def find(op: str, variant: str, shape: tuple[int, ...]) -> Entry | None:
+    """The entry nearest to `shape` that speaks for it on the device in use, or None."""
+    entries = load().get(device_kind(), {}).get(op, ())
+    near = [(_distance(entry.shape, shape), entry) for entry in entries if entry.variant == variant]
+    near = [(distance, entry) for distance, entry in near if distance <= REACH]
+    return min(near, key=lambda pair: pair[0])[1] if near else None
+
+
+def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    if len(a) != len(b) or not all(a) or not all(b):
+        return math.inf
+    return max(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
+
+
+def decline(op: str, backend: Backend, variant: str, shape: tuple[int, ...]) -> str | None:
+    """Why `backend` is not the first choice here, or None where it was measured to be the fastest."""
+    entry, sizes = find(op, variant, shape), "x".join(map(str, shape))
+    if entry is None:
+        return f"{op} ({variant}) was not timed near {sizes} on {device_kind()}; run python -m benchmarks.gemm --tune"
+    if entry.backend == backend:
+        return None
+    times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
+    at = "x".join(map(str, entry.shape))
+    return f"{entry.backend} was fastest at {at} ({times})"
