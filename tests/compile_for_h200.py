@@ -1,40 +1,65 @@
-"""Compiling for an H200 on a machine without a GPU: the CUDA plugin needs a description of the device and ptxas.
+"""Compiling for H200s on a machine without a GPU: the CUDA plugin needs a description of the device, and ptxas.
 
-`data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`, `*.gpu_target_config.pbtxt`). Nothing is
-autotuned this way, so what XLA would choose between Triton and cuBLASLt on the device does not show.
+`data/h200.txtpb` is what XLA itself writes of an H200 (`XLA_FLAGS=--xla_dump_to=DIR`: `*.gpu_target_config.pbtxt`).
+Nothing is autotuned this way, so what XLA would choose between Triton and cuBLASLt on the device does not show.
 """
 
 import functools
 import importlib.util
+import math
 import os
+import re
 import shutil
-import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TARGET = Path(__file__).parent / "data" / "h200.txtpb"
-# Sections `.nv.info.KERNEL` of a cubin are records (format, attribute, value); 0x1e04 is the kernel's stack frame in bytes.
-_NV_INFO_SIZED, _FRAME_SIZE = 0x04, 0x11
+PTXAS = shutil.which("ptxas") or ""
 
 
-def reason_to_skip() -> str | None:
+@dataclass(frozen=True)
+class Compiled:
+    """The HLO of an optimized program, and the names of its custom calls."""
+
+    text: str
+    targets: list[str]
+
+    def results(self, operation: str) -> list[str]:
+        """Types of the results of an HLO operation, wherever it occurs."""
+        return re.findall(rf"= (\S+) {operation}(?:-start)?\(", self.text)
+
+
+def missing() -> str | None:
     """What this machine lacks, or None."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "compiling for an H200 needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels"
-    if shutil.which("ptxas") is None:
-        return "compiling for an H200 needs ptxas of CUDA 13 on the PATH"
-    return None
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "compiling for an H200 needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
+    return None if PTXAS else "compiling for an H200 needs ptxas of CUDA 13 on the PATH"
 
 
-@functools.lru_cache(maxsize=1)
-def mesh() -> Mesh:
-    """One H200 that is not there."""
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    os.environ.setdefault("MOSAIC_GPU_CUDA_ROOT", str(Path(shutil.which("ptxas")).resolve().parents[1]))
-    jax.devices()
-    h200 = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    return topologies.make_mesh(topo=h200, mesh_shape=(1,), axis_names=("x",))
+@functools.lru_cache(maxsize=4)
+def h200s(*shape: int) -> Mesh:
+    """A mesh of H200s that are not there, with axes named a, b, ..."""
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ.setdefault("MOSAIC_GPU_CUDA_ROOT", "/usr/local/cuda")
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    jax.devices()  # finds the plugin
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(encoding="utf-8"), topology=f"1x1x{math.prod(shape)}"
+    )
+    return topologies.make_mesh(topo=devices, mesh_shape=shape, axis_names=tuple("abcd"[: len(shape)]))
+
+
+def on(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """An argument of `compile_for`, split over `axes` of the mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def compile_for(mesh: Mesh, function, *arguments) -> Compiled:
+    """Lower and compile a function of arguments from `on`."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(function).lower(*arguments).compile().as_text()
+    return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text))

@@ -1,0 +1,130 @@
+"""What a GPU would run, without one: programs compiled for an H200 and read. They are never executed here."""
+
+import functools
+import re
+
+import compile_for_h200 as h200
+import jax
+import jax.numpy as jnp
+import pytest
+from compile_for_h200 import compile_for, h200s, on
+
+import tcfp_jax
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.quantize.api import quantize
+from tcfp_jax.quantization import quantize_weight
+
+REASON = h200.missing()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+F8 = jnp.float8_e4m3fn
+M, K, N = 8192, 4096, 16384
+# Registers that do not fit go to the stack. What is allowed is spilled around the loop over k, not inside its products.
+LARGEST_STACK = 128
+CUBLAS_F8 = "__cublas$lt$matmul$f8"
+GATHERS = ("all-gather", "all-to-all", "collective-permute")
+
+
+@pytest.mark.parametrize("accumulation", ["fast", "full"])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("x_dtype", [F8, jnp.float8_e5m2])
+def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd):
+    mesh = h200s(1)
+    weight = on(mesh, (N, K), F8)
+
+    def product(x, hi, lo, scale):
+        lo = lo if halves == 2 else None
+        return matmul(x, hi, lo, scale=scale, accumulation=accumulation, backend="mosaic")
+
+    compiled = compile_for(mesh, product, on(mesh, (M, K), x_dtype), weight, weight, on(mesh, (), jnp.bfloat16))
+    assert compiled.targets == ["mosaic_gpu_v2"]
+    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
+    assert stacks, "ptxas said nothing of the kernel"
+    assert max(map(int, stacks)) <= LARGEST_STACK
+
+
+@pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_the_epilogue_is_part_of_the_product(backend, bias):
+    mesh = h200s(1)
+    operands = [on(mesh, shape, F8) for shape in ((M, K), (N, K), (N, K))]
+
+    def product(x, hi, lo, scale, bias):
+        return matmul(x, hi, lo, scale=scale, bias=bias, out_dtype=bias.dtype, backend=backend)
+
+    compiled = compile_for(mesh, product, *operands, on(mesh, (), jnp.float32), on(mesh, (N,), bias))
+    assert len(compiled.targets) == 1
+    assert not [shape for shape in compiled.results("fusion") if f"[{M},{N}]" in shape]
+
+
+@pytest.mark.parametrize("feedback", ["error", "no error"])
+def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
+    mesh = h200s(1)
+    w = on(mesh, (K, N), jnp.float32)
+
+    def split(w, error):
+        return dual_quantize(w, error=error if feedback == "error" else None, orientation="both", backend="triton")
+
+    compiled = compile_for(mesh, split, w, w)
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    # The rest is the amax and scalars: nothing of the weight's size is written besides.
+    assert not [shape for shape in compiled.results("fusion") if f"[{K},{N}]" in shape]
+    assert not compiled.results("transpose")
+
+
+def test_activations_are_quantized_in_one_kernel_after_their_amax():
+    mesh = h200s(1)
+    call = functools.partial(quantize, dtype=F8, orientation="both", backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (8, 1024, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert not compiled.results("transpose")
+
+
+@pytest.mark.parametrize(("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
+def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products):
+    """Forward and backward with weights that the optimizer quantized: no transpose of a weight, no float32 product."""
+    mesh, recipe = h200s(1), tcfp_jax.recipe(name)
+    m, k, n = 2048, 1024, 4096
+    w = jax.ShapeDtypeStruct((k, n), jnp.float32)
+    stored = jax.eval_shape(lambda w: quantize_weight(w, recipe)[0], w)
+    arguments = jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), (w, stored))
+
+    def step(x, g, w, stored):
+        y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w)
+        return y, vjp(g)
+
+    x, g = on(mesh, (m, k), jnp.bfloat16), on(mesh, (m, n), jnp.bfloat16)
+    compiled = compile_for(mesh, step, x, g, *arguments)
+    assert compiled.targets.count(CUBLAS_F8) == products
+    assert not [t for t in compiled.results("transpose") if f"[{k},{n}]" in t or f"[{n},{k}]" in t]
+    assert f"f32[{m},{n}]" not in compiled.text.split("ENTRY")[1]
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
+@pytest.mark.parametrize(
+    ("x_axes", "w_axes", "sums"), [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
+)
+def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
+    mesh = h200s(2, 2)
+    weight = on(mesh, (N, K), F8, *w_axes)
+    call = functools.partial(matmul, backend=backend)
+    compiled = compile_for(
+        mesh, lambda x, hi, lo, s: call(x, hi, lo, scale=s),
+        on(mesh, (M, K), F8, *x_axes), weight, weight, on(mesh, (), jnp.bfloat16),
+    )  # fmt: skip
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_quantizers_under_a_mesh_move_one_number(backend):
+    mesh = h200s(2, 2)
+    call = functools.partial(dual_quantize, orientation="both", backend=backend)
+    compiled = compile_for(mesh, call, on(mesh, (K, N), jnp.float32, "a", "b"))
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert set(compiled.results("all-reduce")) == {"f32[]"}
