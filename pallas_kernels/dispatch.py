@@ -25,20 +25,26 @@ def _no_objection(*args: Any, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an op. `reject` and `decline` take the op's arguments and return a reason or None."""
+    """One way to run an op.
+
+    `reject` and `decline` take the op's arguments and return a reason or None; `configure` returns the tile sizes that
+    would run, or None where there is nothing to choose. All three look at shapes and dtypes only.
+    """
 
     backend: Backend
     run: Callable[..., Any]
     reject: Callable[..., str | None] = _no_objection
     decline: Callable[..., str | None] = _no_objection
+    configure: Callable[..., Any] = _no_objection
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `explain` found of one implementation: `reason` is None for the one that runs."""
+    """What `explain` found of one implementation: `reason` is None for the one that runs, with its `config`."""
 
     backend: Backend
     reason: str | None
+    config: Any = None
 
 
 def check_backend(backend: Backend | None) -> None:
@@ -102,9 +108,10 @@ def explain(
                 reason = implementation.decline(*args, **options)
             if reason is None and chosen is not None:
                 reason = f"{chosen} comes first"
+        config = None
         if reason is None:
-            chosen = implementation.backend
-        verdicts.append(Verdict(implementation.backend, reason))
+            chosen, config = implementation.backend, implementation.configure(*args, **options)
+        verdicts.append(Verdict(implementation.backend, reason, config))
     return tuple(verdicts)
 
 

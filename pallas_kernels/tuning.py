@@ -4,8 +4,8 @@
 nothing else writes the file. `backend=None` asks here: an implementation that lost near a shape declines, and so does
 a kernel that nobody has timed on this device.
 
-Shapes are compared by the logarithm of each size: an entry speaks for shapes within a factor of two of its own in
-every size.
+Shapes are compared by the logarithms of their sizes; for a shape that was not measured, what was fastest at the nearest
+one that was is the guess.
 """
 
 import functools
@@ -19,7 +19,6 @@ from typing import Any
 from pallas_kernels.dispatch import Backend, device_kind
 
 PATH = Path(__file__).with_name("tuned.json")
-REACH = 1.0  # in powers of two
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,16 @@ class Entry:
 
     Attributes:
       variant: what decides speed beside the shape, such as "dual fast bfloat16".
-      backend, config: the winner; the config's fields, empty for XLA.
+      backend: the winner.
       milliseconds: of every backend at its best.
+      configs: the fields of the best config of each backend that has any.
     """
 
     shape: tuple[int, ...]
     variant: str
     backend: Backend
-    config: Mapping[str, Any]
     milliseconds: Mapping[str, float]
+    configs: Mapping[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -53,24 +53,20 @@ def load() -> dict[str, dict[str, tuple[Entry, ...]]]:
 
 
 def find(op: str, variant: str, shape: tuple[int, ...]) -> Entry | None:
-    """The entry nearest to `shape` that speaks for it on the device in use, or None."""
-    entries = load().get(device_kind(), {}).get(op, ())
-    near = [(_distance(entry.shape, shape), entry) for entry in entries if entry.variant == variant]
-    near = [(distance, entry) for distance, entry in near if distance <= REACH]
-    return min(near, key=lambda pair: pair[0])[1] if near else None
+    """The measurement of this variant nearest to `shape` on the device in use, or None."""
+    entries = [e for e in load().get(device_kind(), {}).get(op, ()) if e.variant == variant]
+    return min(entries, key=lambda entry: _distance(entry.shape, shape), default=None)
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    if len(a) != len(b) or not all(a) or not all(b):
-        return math.inf
-    return max(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
+    return sum(abs(math.log2(x / max(1, y))) for x, y in zip(a, b, strict=True))
 
 
 def decline(op: str, backend: Backend, variant: str, shape: tuple[int, ...]) -> str | None:
     """Why `backend` is not the first choice here, or None where it was measured to be the fastest."""
-    entry, sizes = find(op, variant, shape), "x".join(map(str, shape))
+    entry = find(op, variant, shape)
     if entry is None:
-        return f"{op} ({variant}) was not timed near {sizes} on {device_kind()}; run python -m benchmarks.gemm --tune"
+        return f"{op} ({variant}) was not timed on {device_kind()}; run python -m benchmarks.gemm --tune"
     if entry.backend == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))

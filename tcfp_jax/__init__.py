@@ -4,6 +4,7 @@ from tcfp_jax.gemm import matmul
 from tcfp_jax.optim import error_feedback, layer_state
 from tcfp_jax.quantization import quantize, split
 from tcfp_jax.recipe import Recipe, TCFPMode, recipe
+from tcfp_jax.selection import explain
 from tcfp_jax.tcfp12 import dequantize_tcfp12, fake_quantize, quantize_tcfp12
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "TCFPMode",
     "dequantize_tcfp12",
     "error_feedback",
+    "explain",
     "fake_quantize",
     "layer_state",
     "matmul",

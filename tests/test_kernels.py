@@ -1,4 +1,4 @@
-"""The kernels in their interpreters: bit-identical quantizers, products within float32 rounding, under vmap and meshes."""
+"""The kernels in their interpreters: bit-identical quantizers, products within float32 rounding."""
 
 import functools
 import itertools

@@ -13,7 +13,7 @@ from pallas_kernels.matmul import mosaic, reference, triton
 Accumulation = Literal["fast", "full"]
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline),
+    Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     Implementation("triton", triton.matmul, triton.reject, triton.decline),
     Implementation("xla", reference.matmul),
 )

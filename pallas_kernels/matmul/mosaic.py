@@ -123,6 +123,22 @@ def variant(dual: bool, accumulation: str, out_dtype: Any) -> str:
     return f"{'dual' if dual else 'single'} {accumulation} {jnp.dtype(out_dtype)}"
 
 
+def configure(
+    x: jax.Array, w: jax.Array, w_lo: jax.Array | None, *, out_dtype: Any, accumulation: str, **options: Any
+) -> Config | None:
+    """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
+    return _choose(sizes(x, w), 1 if w_lo is None else 2, accumulation, out_dtype)
+
+
+def _choose(shape: tuple[int, int, int], halves: int, accumulation: str, out_dtype: Any) -> Config | None:
+    entry = tuning.find("matmul", variant(halves == 2, accumulation, out_dtype), shape)
+    if entry is not None and "mosaic" in entry.configs:
+        tuned = Config(**entry.configs["mosaic"])
+        if misfit(tuned, *shape, halves) is None:
+            return tuned
+    return next(iter(candidates(*shape, halves, accumulation)), None)
+
+
 def matmul(
     x: jax.Array,
     w: jax.Array,
@@ -135,16 +151,13 @@ def matmul(
     out_sharding: Any,
     config: Config | None = None,
 ) -> jax.Array:
-    """The product, see `api.matmul`; `config` overrides the guessed tile sizes."""
+    """The product, see `api.matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it."""
     halves = 1 if w_lo is None else 2
-    named = variant(w_lo is not None, accumulation, out_dtype)
 
     def choose(m: int, k: int, n: int) -> Config | None:
-        tuned = tuning.find("matmul", named, (m, k, n))
-        wanted = config or (Config(**tuned.config) if tuned is not None and tuned.backend == "mosaic" else None)
-        if wanted is not None and misfit(wanted, m, k, n, halves) is None:
-            return wanted
-        return next(iter(candidates(m, k, n, halves, accumulation)), None)
+        if config is not None and misfit(config, m, k, n, halves) is None:
+            return config
+        return _choose((m, k, n), halves, accumulation, out_dtype)
 
     def fits(m: int, k: int, n: int) -> bool:
         return choose(m, k, n) is not None
