@@ -14,13 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from pallas_kernels.dispatch import device_kind
 
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
@@ -89,12 +86,7 @@ def _mapped_in_a_loop(call: Callable[..., Any]) -> Callable[..., Any]:
             rest = iter(parts)
             return mapped(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
 
-        if device_kind() == "cpu":
-            # The interpreter of Mosaic calls back into Python in order, which no loop of XLA can hold.
-            each = [one([part[i] for part in split]) for i in range(size)]
-            results = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
-        else:
-            results = lax.map(one, split)
+        results = lax.map(one, split)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped

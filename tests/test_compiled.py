@@ -128,3 +128,20 @@ def test_quantizers_under_a_mesh_move_one_number(backend):
     compiled = compile_for(mesh, call, on(mesh, (K, N), jnp.float32, "a", "b"))
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert set(compiled.results("all-reduce")) == {"f32[]"}
+
+
+def test_kernels_serve_a_scanned_rematerialized_step():
+    """Kernels by name through jit, grad, remat and scan: four products of a layer, and no cuBLAS."""
+    mesh = h200s(1)
+    recipe = tcfp_jax.recipe("tcfp12_fast", backend="mosaic", quantize_backend="triton")
+    layers, m, k = 3, 1024, 1024
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: (jax.nn.gelu(tcfp_jax.matmul(x, w, recipe=recipe)), None))
+        return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+    x, w = on(mesh, (m, k), jnp.bfloat16), on(mesh, (layers, k, k), jnp.float32)
+    compiled = compile_for(mesh, jax.grad(loss), w, x)
+    # Forward once in each loop; dgrad and wgrad in the second.
+    assert compiled.targets.count("mosaic_gpu_v2") == 4
+    assert set(compiled.targets) == {"mosaic_gpu_v2", "__gpu$xla.gpu.triton"}

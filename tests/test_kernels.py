@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import matmul
@@ -235,3 +236,23 @@ def test_tiles_divide():
         tile = fit_tile(m, k)
         assert m % tile.rows == k % tile.columns == 0
     assert fit_tile(64, 0) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["tcfp12", "tcfp12_fast"])
+def test_a_layer_and_its_gradients(backend, name):
+    x, w = jax.random.normal(KEYS[0], (128, 256)), jax.random.normal(KEYS[1], (256, 128))
+
+    def gradients(backend, quantize_backend):
+        recipe = tcfp_jax.recipe(name, backend=backend, quantize_backend=quantize_backend)
+
+        def loss(x, w):
+            return jnp.sum(jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+
+    # The sums of a product differ in their last bits, which may move a gradient to the neighbouring FP8 value.
+    for got, expected in zip(
+        *map(jax.tree.leaves, (gradients(backend, "triton"), gradients("xla", "xla"))), strict=True
+    ):
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()

@@ -172,5 +172,6 @@ def matmul(
         return mosaic_kernel.call(plan, out_dtype, x, *w, scale, *([] if bias is None else [bias]))
 
     return on_each_device(
-        multiply, fits, (x, w, w_lo), scale=scale, bias=bias, out_dtype=out_dtype, accumulation=accumulation
-    )
+        multiply, fits, (x, w, w_lo), scale=scale, bias=bias, out_dtype=out_dtype, accumulation=accumulation,
+        interpreter="calls back",
+    )  # fmt: skip

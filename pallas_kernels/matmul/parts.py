@@ -3,13 +3,15 @@
 Where a device's part is no multiple of the kernel's tiles, the reference multiplies it; the whole product was.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import reference
 from pallas_kernels.partition import partitioned
 
@@ -26,8 +28,13 @@ def on_each_device(
     bias: jax.Array | None,
     out_dtype: Any,
     accumulation: str,
+    interpreter: Literal["pure", "calls back"] = "pure",
 ) -> jax.Array:
-    """Run `multiply` on x `[..., k]` and weights `[n, *k]`; `fits(m, k, n)` says whether the kernel takes a part."""
+    """Run `multiply` on x `[..., k]` and weights `[n, *k]`; `fits(m, k, n)` says whether the kernel takes a part.
+
+    A kernel whose interpreter "calls back" into Python has a side effect, which a partitioned function cannot have: on
+    CPUs it runs unpartitioned.
+    """
     x, w, w_lo = operands
     m, k, n = reference.sizes(x, w)
     halves = [half.reshape(n, k) for half in (w, w_lo) if half is not None]
@@ -52,5 +59,7 @@ def on_each_device(
         return (out if added is None else out + added).astype(out_dtype)
 
     weights = ", n k" * len(halves)
-    call = partitioned(local, f"m k{weights}, u{', n' if bias is not None else ''} -> m n")
+    rule = f"m k{weights}, u{', n' if bias is not None else ''} -> m n"
+    whole = interpreter == "calls back" and device_kind() == "cpu"
+    call = functools.partial(local, summed_over=()) if whole else partitioned(local, rule)
     return call(x.reshape(m, k), *halves, *vectors).reshape(*x.shape[: x.ndim - (w.ndim - 1)], n)
