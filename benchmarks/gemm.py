@@ -1,6 +1,7 @@
-"""Time of one product: BF16, one FP8 product, and the two FP8 products of a residual weight, in one run.
+"""Time of one product: BF16, one FP8 product, and the two of a residual weight, by every backend, in one run.
 
-    python -m benchmarks.gemm --json
+    python -m benchmarks.gemm --json     # products, then quantizers (benchmarks.quantizers)
+    python -m benchmarks.gemm --tune     # times tile sizes, writes pallas_kernels/tuned.json (benchmarks.tune)
 
 Operands are quantized beforehand: this is the tensor cores' time, not a layer's. Every product is compared with float64
 before anything is timed. The ratio is BF16's median over the product's, both from this run.
@@ -8,6 +9,7 @@ before anything is timed. The ratio is BF16's median over the product's, both fr
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks import quantizers, tune
 from benchmarks.common import (
     Timer,
     announce,
@@ -44,6 +47,8 @@ Accumulation = Literal["fast", "full"]
 # |x| @ |w|. Rounding of outputs to bfloat16 (twice in a dual product) is added per element.
 SUM_BOUND = {"bf16": 2.0**-16, "fast": 2.0**-11, "full": 2.0**-13}
 OUTPUT_BOUND = 2.0**-7
+# Dense tensor-core rates, NVIDIA's data sheets.
+PEAK_TFLOPS = {name: {"bf16": 989.5, "fp8": 1979.0} for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Config:
     """Settings of a run."""
 
     shapes: tuple[GemmShape, ...]
-    backend: Backend = "xla"
+    backends: tuple[Backend, ...] = ("xla",)
     rounds: int = 5
     calls: int = 5
     checked_rows: int = 64
@@ -62,19 +67,22 @@ class Config:
 class Row:
     """One product at one shape.
 
-    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one; `speed_over_bf16` is the ratio
-    of medians; `bound_used` is the largest error over its bound.
+    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one; `part_of_peak` is the part of
+    the device's published dense rate for the format, None where it is not known; `speed_over_bf16` is the ratio of
+    medians; `bound_used` is the largest error over its bound.
     """
 
     shape: str
     kind: Kind
     accumulation: Accumulation
+    backend: Backend
     median_ms: float
     min_ms: float
     max_ms: float
     samples: int
     timer: Timer
     tflops: float
+    part_of_peak: float | None
     speed_over_bf16: float
     bound_used: float
 
@@ -87,10 +95,11 @@ class _Product:
     args: tuple[Any, ...]
     halves: tuple[jax.Array, ...]  # of the weight, for the check
     scale: float
+    backend: Backend = "xla"
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.accumulation}"
+        return f"{self.kind} {self.accumulation} {self.backend}"
 
 
 def measure(config: Config) -> list[Row]:
@@ -109,13 +118,16 @@ def measure(config: Config) -> list[Row]:
         baseline = times[products[0].name].median_ms
         for p in products:
             t, count = times[p.name], len(p.halves)
+            tflops, peak = count * shape.operations / (t.median_ms * 1e-3) / 1e12, _peak(p.kind)
             rows.append(
                 Row(
                     shape=str(shape),
                     kind=p.kind,
                     accumulation=p.accumulation,
+                    backend=p.backend,
                     **dataclasses.asdict(t),
-                    tflops=count * shape.operations / (t.median_ms * 1e-3) / 1e12,
+                    tflops=tflops,
+                    part_of_peak=None if peak is None else tflops / peak,
                     speed_over_bf16=baseline / t.median_ms,
                     bound_used=used[p.name],
                 )
@@ -131,16 +143,29 @@ def _products(shape: GemmShape, config: Config) -> list[_Product]:
     # Powers of two, exact in bfloat16, which lets cuBLASLt apply them.
     scale = (x_q.scale * w_q.scale).astype(jnp.bfloat16)
     products = [_Product("bf16", "full", jax.jit(_dot_bf16), (x, w_bf16), (w_bf16,), 1.0)]
-    for accumulation in ("fast", "full"):
-        multiply = functools.partial(matmul, accumulation=accumulation, backend=config.backend)
-        single = jax.jit(lambda x, w, s, f=multiply: f(x, w, scale=s))
-        dual = jax.jit(lambda x, w, w_lo, s, f=multiply: f(x, w, w_lo, scale=s))
-        args = (x_q.values, w_q.hi, w_q.lo, scale)
-        products.append(
-            _Product("fp8 single", accumulation, single, (args[0], args[1], scale), (w_q.hi,), float(scale))
-        )
-        products.append(_Product("fp8 dual", accumulation, dual, args, (w_q.hi, w_q.lo), float(scale)))
+    for backend in config.backends:
+        found: list[_Product] = []
+        for accumulation in ("fast", "full"):
+            multiply = functools.partial(matmul, accumulation=accumulation, backend=backend)
+            single = jax.jit(lambda x, w, s, f=multiply: f(x, w, scale=s))
+            dual = jax.jit(lambda x, w, w_lo, s, f=multiply: f(x, w, w_lo, scale=s))
+            both = (x_q.values, w_q.hi, w_q.lo, scale)
+            one = (x_q.values, w_q.hi, scale)
+            found.append(_Product("fp8 single", accumulation, single, one, (w_q.hi,), float(scale), backend))
+            found.append(_Product("fp8 dual", accumulation, dual, both, (w_q.hi, w_q.lo), float(scale), backend))
+        try:
+            for product in found:
+                jax.eval_shape(product.function, *product.args)
+        except NotImplementedError as reason:
+            print(f"{shape}: {reason}")
+        else:
+            products += found
     return products
+
+
+def _peak(kind: Kind) -> float | None:
+    rates = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
+    return None if rates is None else rates["bf16" if kind == "bf16" else "fp8"]
 
 
 def _dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -179,24 +204,31 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     """Run the command and return its rows."""
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--shapes", default=None, help="MxKxN,MxKxN,... (default: three of a Transformer's on a GPU)")
-    parser.add_argument("--backend", default="xla", choices=["xla", "triton", "mosaic"], help="of the FP8 products")
+    parser.add_argument("--backends", default=None, help="of the FP8 products (default: xla, on a GPU xla,mosaic)")
+    parser.add_argument("--tune", action="store_true", help="time tile sizes, write pallas_kernels/tuned.json and stop")
+    parser.add_argument("--budget-seconds", type=float, default=math.inf, help="of --tune: start nothing after this")
     options = parser.parse_args(arguments)
+    if options.tune:
+        tune.run(options.budget_seconds)
+        return []
+    on_gpu = jax.default_backend() == "gpu"
+    backends = tuple((options.backends or ("xla,mosaic" if on_gpu else "xla")).split(","))
     if options.shapes is not None:
         shapes = tuple(GemmShape.parse(text) for text in options.shapes.split(","))
     else:
-        shapes = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
-    config = Config(shapes=shapes, backend=options.backend)
+        shapes = H200_SHAPES if on_gpu else CPU_SHAPES
+    config = Config(shapes=shapes, backends=backends)
     if options.smoke:
-        config = Config(shapes=SMOKE_SHAPES, backend=options.backend, rounds=2, calls=2)
+        config = Config(shapes=SMOKE_SHAPES, backends=backends, rounds=2, calls=2)
     header, path = make_header(), result_path(NAME, options)
     print_header(NAME, header)
     if header.platform == "cpu":
         print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
     rows = measure(config)
     print_table(
-        ["m x k x n", "product", "accumulation", "median ms", "min..max", "TFLOP/s", "BF16 / this"],
+        ["m x k x n", "product", "accumulation", "backend", "median ms", "min..max", "TFLOP/s", "BF16 / this"],
         [
-            (r.shape, r.kind, r.accumulation, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
+            (r.shape, r.kind, r.accumulation, r.backend, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
              f"{r.tflops:.4g}", f"{r.speed_over_bf16:.3f}")
             for r in rows
         ],
@@ -204,6 +236,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print(f"timer: {rows[0].timer}")
     write_result(path, NAME, header, config, rows)
     announce(path)
+    quantizers.report(options, config)
     return rows
 
 

@@ -39,14 +39,22 @@ def read_source(path: Path) -> str | None:
         return image.info.get(SOURCE)
 
 
+def gemm_line(row: dict[str, Any]) -> str:
+    """How a table or plot names the product of a row."""
+    if row["kind"] == "bf16":
+        return "BF16"
+    # Rows of one backend are named without it.
+    by = {"mosaic": ", Mosaic", "triton": ", Triton"}.get(row.get("backend", "xla"), "")
+    return f"{row['kind'].replace('fp8', 'FP8')}, {row['accumulation']} accumulation{by}"
+
+
 def _draw_gemm(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    kinds = list(dict.fromkeys((row["kind"], row["accumulation"]) for row in rows))
+    kinds = list(dict.fromkeys(map(gemm_line, rows)))
     axes = figure.add_subplot()
     width = 0.8 / len(kinds)
-    for i, (kind, accumulation) in enumerate(kinds):
-        times = [r for r in rows if (r["kind"], r["accumulation"]) == (kind, accumulation)]
-        label = "BF16" if kind == "bf16" else f"{kind.replace('fp8', 'FP8')}, {accumulation}"
+    for i, label in enumerate(kinds):
+        times = [r for r in rows if gemm_line(r) == label]
         at = np.arange(len(shapes)) + i * width - 0.4 + width / 2
         bars = axes.bar(at, [r["tflops"] for r in times], width * 0.92, label=label, color=f"C{i}")
         axes.bar_label(bars, [f"{r['speed_over_bf16']:.2f}" for r in times], fontsize=8, padding=1)

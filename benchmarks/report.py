@@ -78,13 +78,13 @@ def markdown_table(titles: list[str], rows: list[list[str]]) -> str:
 
 def _gemm(result: Result) -> str:
     shapes = list(dict.fromkeys(row["shape"] for row in result.rows))
-    kinds = list(dict.fromkeys((row["kind"], row["accumulation"]) for row in result.rows))
-    cells = {(r["kind"], r["accumulation"], r["shape"]): r for r in result.rows}
+    lines = list(dict.fromkeys(plots.gemm_line(row) for row in result.rows))
+    cells = {(plots.gemm_line(r), r["shape"]): r for r in result.rows}
     table = []
-    for kind, accumulation in kinds:
-        line = ["BF16" if kind == "bf16" else f"{kind.replace('fp8', 'FP8')}, {accumulation} accumulation"]
+    for name in lines:
+        line = [name]
         for shape in shapes:
-            r = cells[kind, accumulation, shape]
+            r = cells[name, shape]
             line.append(f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**")
         table.append(line)
     titles = ["m × k × n", *(shape.replace("x", " × ") for shape in shapes)]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import common, convergence, digits, gemm, memory, plots, quality, report
+from benchmarks import common, convergence, digits, gemm, memory, plots, quality, quantizers, report, tune
 from benchmarks.shapes import GemmShape, random_operands
+from pallas_kernels import tuning
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,6 +79,32 @@ def test_gemm_does_not_time_a_wrong_product():
         gemm.check_product(wrong, gemm.Config(shapes=()))
     with pytest.raises(ValueError, match="MxKxN"):
         GemmShape.parse("8x16")
+
+
+def test_quantizers_are_timed_beside_the_products(smoke):
+    content = json.loads((smoke[0] / common.device_slug() / "quantizers.json").read_text())
+    assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
+    assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
+    with pytest.raises(ArithmeticError, match="differs from the reference"):
+        quantizers._check("wrong", jnp.ones(3), jnp.ones(3).at[1].set(2))
+
+
+def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
+    tuning.PATH.write_text('{"another": {}}')
+    tuning.load.cache_clear()
+    shape = GemmShape(128, 128, 128)
+    op, sizes, variant, draw, candidates = tune._product(shape, 2, "fast", jnp.bfloat16)
+    kept = [c for c in candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)][:2]
+    entry = tune.time_variant(sizes, variant, draw(), kept)
+    for _ in range(2):  # the second takes the place of the first
+        tune.write(op, entry)
+    assert tuning.find(op, variant, (128, 256, 128)) == entry
+    assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
+    wrong = ("triton", jax.jit(lambda x, w, lo, scale: jnp.zeros((128, 128), jnp.bfloat16)), None)
+    with pytest.raises(ArithmeticError, match="differs from XLA"):
+        tune.time_variant(sizes, variant, draw(), [kept[0], wrong])
+    tuning.load.cache_clear()
 
 
 def test_timing_states_its_timer_and_spread():
