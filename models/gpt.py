@@ -111,7 +111,9 @@ class Block(nn.Module):
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
         q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
         x = x + self._dense("projection", width, scaled="residual")(causal_attention(q, k, v).reshape(x.shape))
-        hidden = jax.nn.gelu(self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x)))
+        hidden = self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x))
+        # Recomputed in the backward pass: one pass over memory there, where its tanh, kept, would take three.
+        hidden = jax.checkpoint(jax.nn.gelu)(hidden)
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
     def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> TCFPDense:

@@ -2,7 +2,7 @@
 
 A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it that reads the input once but
 stores the transposed bytes one at a time (2.2 TB/s on an H200). A Triton program holds a square tile in registers,
-turns it around through shared memory and stores both orientations in 16-byte pieces (3.5 TB/s).
+turns it around through shared memory and stores both orientations in 16-byte pieces (3.3 to 3.6 TB/s).
 
 `map_tiles` runs a function of tiles over matrices of one shape `[m, k]`: compiled on CUDA, interpreted on CPUs, and
 under a mesh on each device's own part (see `partition.py`).
@@ -28,32 +28,40 @@ SMALLEST_SIDE = 16
 class Tile:
     """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads.
 
-    64 x 64 by 4 warps is 32 values a thread: enough loads in flight, no spilled registers, and 64-byte lines of FP8.
+    64 x 64 by 8 warps is 16 values a thread: on an H200 the best or near it for every quantizer among tiles of 32 x 64
+    to 256 x 64; more values a thread cost occupancy, and smaller tiles write lines of less than 64 bytes.
     """
 
     rows: int = 64
     columns: int = 64
-    warps: int = 4
+    warps: int = 8
 
 
 @dataclass(frozen=True)
 class Output:
-    """One result of a tile function: its dtype, and whether a transposed copy is written beside it."""
+    """One result of a tile function.
+
+    Attributes:
+      transposed: a transposed copy is written beside it.
+      replaces: index of the input, of the same dtype, in whose memory it may be written. Each tile is read before it
+        is overwritten; without it a donated input would be copied to where the result belongs.
+    """
 
     dtype: Any
     transposed: bool = False
+    replaces: int | None = None
 
 
 def fit_tile(m: int, k: int) -> Tile | None:
     """The largest tile up to 64 x 64 that divides `[m, k]`; None where a side is no multiple of 16.
 
     >>> fit_tile(4096, 48), fit_tile(100, 64)
-    (Tile(rows=64, columns=16, warps=4), None)
+    (Tile(rows=64, columns=16, warps=2), None)
     """
     sides = [next((side for side in (64, 32, SMALLEST_SIDE) if size and size % side == 0), 0) for size in (m, k)]
     if 0 in sides:
         return None
-    return Tile(sides[0], sides[1], warps=4 if sides[0] * sides[1] >= 1024 else 1)
+    return Tile(sides[0], sides[1], warps=max(1, sides[0] * sides[1] // 512))
 
 
 def misfit(name: str, m: int, k: int) -> str | None:
@@ -114,8 +122,11 @@ def _call(
     assert tile is not None, "the caller checked"
     straight = pl.BlockSpec((tile.rows, tile.columns), lambda i, j: (i, j))
     turned = pl.BlockSpec((tile.columns, tile.rows), lambda i, j: (j, i))
-    shapes, specs = [], []
+    shapes: list[jax.ShapeDtypeStruct] = []
+    specs, aliases = [], {}
     for output in outputs:
+        if output.replaces is not None:
+            aliases[output.replaces] = len(shapes)
         shapes.append(jax.ShapeDtypeStruct((m, k), output.dtype))
         specs.append(straight)
         if output.transposed:
@@ -138,6 +149,7 @@ def _call(
         grid=(m // tile.rows, k // tile.columns),
         in_specs=[straight] * count + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name=name,

@@ -156,15 +156,18 @@ class _Step(NamedTuple):
     key: Callable[[int], jax.Array | None]
 
     def first(self, w: jax.Array, i: int) -> _Entry:
-        error = jnp.zeros(w.shape, jnp.float32) if self.recipe.error_feedback else None
+        error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.error_feedback else None
         amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
         return self._quantize(w, i, error, amax, amax)
 
     def next(self, w: jax.Array, i: int, stored: Quantized, kept: Any, carried: Any) -> _Entry:
         error = self._read_error(kept, stored) if self.recipe.error_feedback else None
         if not self.recipe.delayed_scaling:
-            return self._quantize(w, i, error, None, None)
-        target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error
+            # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
+            # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
+            amax = _stacked_amax(w) if error is not None and self.recipe.mode is TCFPMode.TCFP12 else None
+            return self._quantize(w, i, error, amax, None)
+        target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
         return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
 
     def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
@@ -180,8 +183,13 @@ class _Step(NamedTuple):
         weight, left = one(w, error, amax, key)
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 
+    def _handed_dtype(self) -> Any:
+        """The dtype in which quantizers take and return errors: the kept one, but for FP8, which needs a scale."""
+        return jnp.float32 if self.error_dtype == jnp.float8_e5m2 else self.error_dtype
+
     def _write_error(self, error: jax.Array, stored: Quantized) -> jax.Array:
         if self.recipe.delayed_scaling:
+            error = error.astype(jnp.float32)
             # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
             # overshoot by as much. NaN compares false and stays.
             halves = 2 if isinstance(stored, ResidualArray) else 1
@@ -193,7 +201,7 @@ class _Step(NamedTuple):
         return error.astype(self.error_dtype)
 
     def _read_error(self, kept: jax.Array, stored: Quantized) -> jax.Array:
-        error = kept.astype(jnp.float32)
+        error = kept.astype(self._handed_dtype())
         return error * _expand(stored.scale, error) if self.error_dtype == jnp.float8_e5m2 else error
 
 

@@ -150,7 +150,7 @@ def quantize_weight(
     amax: jax.Array | None = None,
     orientation: Orientation = "both",
 ) -> tuple[Quantized, jax.Array | None]:
-    """(the weight `[k, n]` as the recipe stores it, float32 error left over or None if none came in).
+    """(the weight `[k, n]` as the recipe stores it, the error left over in the dtype of the one that came in, or None).
 
     Raises:
       ValueError: a stochastic residual without a key, or a recipe that does not quantize weights.
@@ -182,7 +182,7 @@ def _quantize_single(
 ) -> tuple[QArray, jax.Array | None]:
     target = w.astype(jnp.float32)
     if error is not None:
-        target = target + error
+        target = target + error.astype(jnp.float32)
     parts = quantize_values(
         target,
         recipe.weight_dtype,
@@ -192,4 +192,4 @@ def _quantize_single(
         backend=recipe.quantize_backend,
     )
     stored = QArray(parts.values, parts.scale, parts.transposed)
-    return stored, None if error is None else numerics.residual(target, stored.dequantize())
+    return stored, None if error is None else numerics.residual(target, stored.dequantize()).astype(error.dtype)

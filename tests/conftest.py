@@ -3,7 +3,8 @@
 import os
 import sys
 
-if not any(argument == "gpu" or argument == "-mgpu" for argument in sys.argv):
+# A worker of pytest-xdist has other arguments, and inherits what its parent decided.
+if "PYTEST_XDIST_WORKER" not in os.environ and not {"gpu", "-mgpu"} & set(sys.argv):
     os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 

@@ -199,11 +199,12 @@ class TestPartition:
     @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
     def test_quantizers_move_one_number(self, spec):
         w = self.put(hard_values((128, 128)), spec)
-        call = functools.partial(dual_quantize, error=jnp.zeros_like(w), orientation="both")
-        compiled = jax.jit(functools.partial(call, backend="triton")).lower(w).compile()
+        error = self.put(hard_values((128, 128))[::-1] * jnp.float32(1e-6), spec)
+        call = lambda w, error, backend: dual_quantize(w, error=error, orientation="both", backend=backend)
+        compiled = jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
         assert self.collectives(compiled) == {"all-reduce"}  # of the amax
         assert "f32[128,128]{1,0} all-reduce" not in compiled.as_text()
-        assert same_bits(compiled(w), call(w, backend="xla"))
+        assert same_bits(compiled(w, error), call(w, error, backend="xla"))
 
     def test_parts_that_no_tile_divides(self):
         w = self.put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device

@@ -53,7 +53,7 @@ def dual_quantize(
       orientation: "both" also returns `hi` and `lo` as `[n, k]`.
 
     Returns:
-      `DualQuantized`; `error` is float32, or None where none came in. A NaN or inf makes everything NaN.
+      `DualQuantized`; `error` in the dtype of the one that came in, or None. A NaN or inf makes everything NaN.
 
     Raises:
       TypeError: `w` or `error` is not real floating point, `bits` is not uint32, `dtype` is not FP8.

@@ -21,7 +21,7 @@ def dual_quantize(
     wanted = target(w, error)
     scale = numerics.pow2_scale(numerics.amax(wanted) if amax is None else amax, dtype)
     hi, lo, left = split(wanted, numerics.reciprocal_pow2(scale), scale, dtype, bits)
-    new_error = None if error is None else left
+    new_error = None if error is None else left.astype(error.dtype)
     if orientation == "rows":
         return hi, lo, scale, new_error, None, None
     return hi, lo, scale, new_error, hi.T, lo.T

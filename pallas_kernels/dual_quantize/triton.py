@@ -47,12 +47,15 @@ def dual_quantize(
         *matrices, inverse, scale = operands
         target = reference.target(matrices[0], matrices[1] if has_error else None)
         hi, lo, left = reference.split(target, inverse, scale, dtype, matrices[-1] if has_bits else None)
-        return (hi, lo, left) if has_error else (hi, lo)
+        return (hi, lo, left.astype(matrices[1].dtype)) if has_error else (hi, lo)
 
     def body(*tiles: jax.Array) -> tuple[jax.Array, ...]:
         *matrices, inverse, scale = tiles
         target = reference.target(matrices[0], matrices[1] if has_error else None)
-        scaled = numerics.flush_subnormal(target) * inverse
+        if has_error or has_bits:
+            scaled = numerics.flush_subnormal(target) * inverse
+        else:
+            scaled = numerics.scaled_for_rounding(target, inverse, dtype)
         hi = numerics.saturating_cast(scaled, dtype)
         rest = numerics.residual(scaled, hi.astype(jnp.float32))
         if has_bits:
@@ -61,10 +64,13 @@ def dual_quantize(
             lo = numerics.saturating_cast(rest, dtype)
         if not has_error:
             return hi, lo
-        return hi, lo, numerics.residual(rest, lo.astype(jnp.float32)) * scale
+        left = numerics.residual(rest, lo.astype(jnp.float32)) * scale
+        return hi, lo, left.astype(matrices[1].dtype)
 
     inputs = [operand for operand in (w, error, bits) if operand is not None]
-    outputs = [Output(dtype, both), Output(dtype, both), *([Output(jnp.float32)] if has_error else [])]
+    outputs = [Output(dtype, both), Output(dtype, both)]
+    if error is not None:
+        outputs.append(Output(error.dtype, replaces=1))
     scalars = [numerics.reciprocal_pow2(scale), scale]
     results = iter(map_tiles(body, inputs, scalars, outputs, name="dual_quantize", reference=whole))
     hi, hi_transposed = next(results), next(results) if both else None

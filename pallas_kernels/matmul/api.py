@@ -12,6 +12,16 @@ from pallas_kernels.matmul import mosaic, reference, triton
 
 Accumulation = Literal["fast", "full"]
 
+# c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
+# accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time.
+# The Mosaic kernel adds both halves of a weight in one accumulator, which cuts more off the small half; Triton adds in
+# float32. Measured on an H200 for k from 512 to 16384 (LOG.md): the worst were 2**-11.7, 2**-13.7, 2**-10.3, 2**-12.
+SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
+    ("xla", "fast"): 2.0**-11, ("xla", "full"): 2.0**-13,
+    ("mosaic", "fast"): 2.0**-10, ("mosaic", "full"): 2.0**-11,
+    ("triton", "fast"): 2.0**-13, ("triton", "full"): 2.0**-13,
+}  # fmt: skip
+
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     Implementation("triton", triton.matmul, triton.reject, triton.decline),
@@ -44,7 +54,8 @@ def matmul(
       bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels before they round to it.
       out_dtype: a real float; the sum is scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator (about 14 bits of each addend survive), "full"
-        promotes to float32 during the sum. Both are exact float32 where there are no FP8 tensor cores.
+        promotes to float32 during the sum; `SUM_BOUND` says what each is worth. Both are exact float32 where there
+        are no FP8 tensor cores.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:

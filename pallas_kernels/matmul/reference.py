@@ -93,7 +93,9 @@ def matmul(
         if w_lo is not None:
             x, scale = lax.optimization_barrier((x, scale))
             out = out + scaled_dot(x, w_lo, scale)
-        return out
+        # XLA would make a gelu that follows part of the GEMM, and fails to compile ("!has_aux_output") where the
+        # product itself is needed, too, as it is by a rematerialized backward pass.
+        return lax.optimization_barrier(out)
 
     if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
         out = in_float32(x, w, w_lo, scale)

@@ -31,7 +31,7 @@ def quantize(
     factor, inverse = scale_and_inverse(numerics.amax(x) if amax is None else amax, dtype, scale)
 
     def body(x: jax.Array, inverse: jax.Array) -> tuple[jax.Array]:
-        return (numerics.saturating_cast(numerics.flush_subnormal(x.astype(jnp.float32)) * inverse, dtype),)
+        return (numerics.saturating_cast(numerics.scaled_for_rounding(x.astype(jnp.float32), inverse, dtype), dtype),)
 
     both = orientation == "both"
     values, *transposed = map_tiles(body, [rows], [inverse], [Output(dtype, both)], name="quantize", reference=body)
