@@ -1,11 +1,15 @@
 """Multi-layer perceptrons of `TCFPDense` layers: a classifier, and the two-layer block that benchmarks time."""
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipe import Recipe
+
+Activation = Literal["gelu", "relu"]
 
 
 class MLP(nn.Module):
@@ -19,9 +23,10 @@ class MLP(nn.Module):
       recipe: of every layer; a `tcfp_jax.Recipe` or the name of one.
       dtype: of activations; parameters are float32.
       use_bias: as in `nn.Dense`.
+      activation: "gelu" (its approximation by tanh) or "relu".
 
     Raises:
-      ValueError: no features.
+      ValueError: no features, or an unknown activation.
 
     >>> model = MLP(features=(32, 10), recipe="bf16", dtype=jnp.float32)
     >>> variables = model.init(jax.random.key(0), jnp.ones((2, 64)))
@@ -33,17 +38,20 @@ class MLP(nn.Module):
     recipe: Recipe | str = "tcfp12"
     dtype: jnp.dtype = jnp.bfloat16
     use_bias: bool = True
+    activation: Activation = "gelu"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layers; the last one has no nonlinearity."""
         if not self.features:
             raise ValueError("features=() names no layer; give the outputs of each, such as (256, 10)")
+        if self.activation not in get_args(Activation):
+            raise ValueError(f"activation={self.activation!r} is unknown; use one of {list(get_args(Activation))}")
         x = x.astype(self.dtype)
         for index, features in enumerate(self.features):
             if index:
                 # Recomputed in the backward pass: one pass over memory there, where its tanh, kept, would take three.
-                x = jax.checkpoint(jax.nn.gelu)(x)
+                x = jax.checkpoint(jax.nn.gelu if self.activation == "gelu" else jax.nn.relu)(x)
             x = TCFPDense(
                 features, use_bias=self.use_bias, recipe=self.recipe, dtype=self.dtype, name=f"dense_{index}"
             )(x)

@@ -94,16 +94,16 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     tuning.PATH.write_text('{"another": {}}')
     tuning.load.cache_clear()
     shape = GemmShape(128, 128, 128)
-    op, sizes, variant, draw, candidates = tune._product(shape, 2, "fast", jnp.bfloat16)
-    kept = [c for c in candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)][:2]
-    entry = tune.time_variant(sizes, variant, draw(), kept)
+    case = tune._product(shape, 2, "fast", jnp.bfloat16)
+    kept = [c for c in case.candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)][:2]
+    entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
-        tune.write(op, entry)
-    assert tuning.find(op, variant, (128, 256, 128)) == entry
+        tune.write(case.op, entry)
+    assert tuning.find(case.op, case.variant, (128, 256, 128)) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
     wrong = ("triton", jax.jit(lambda x, w, lo, scale: jnp.zeros((128, 128), jnp.bfloat16)), None)
     with pytest.raises(ArithmeticError, match="differs from XLA"):
-        tune.time_variant(sizes, variant, draw(), [kept[0], wrong])
+        tune.time_case(case._replace(candidates=[kept[0], wrong]))
     tuning.load.cache_clear()
 
 

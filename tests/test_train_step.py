@@ -30,7 +30,10 @@ def smoke(tmp_path_factory):
 
 def test_every_part_has_every_recipe(smoke):
     rows = smoke[1]
-    assert [(r.part, r.recipe) for r in rows] == [(p, n) for p in train_step.PARTS for n in train_step.VARIANTS]
+    gradients = [name for name in train_step.VARIANTS if name not in train_step.ERROR_DTYPES]
+    expected = [(part, name) for part in train_step.PARTS[:-1] for name in gradients]
+    expected += [(train_step.PARTS[-1], name) for name in train_step.VARIANTS]
+    assert [(r.part, r.recipe) for r in rows] == expected
     for row in rows:
         assert row.shape == ("64x32x128" if row.part == "block" else "64x32x64")
         assert 0 < row.min_ms <= row.median_ms <= row.max_ms

@@ -4,6 +4,7 @@ Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `api.ma
 on CPUs.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.matmul.reference import sizes
 
 SMALLEST_JAX = (0, 11)
-# k of one step: a row of 128 FP8 values is the widest swizzle of shared memory, and where DeepSeek-V3 promotes.
-TILE_K = 128
+# A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples of it.
+SWIZZLE = 128
 COMPUTE_WARPGROUPS = 2
 SHARED_MEMORY = 227 * 1024
 # A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
@@ -32,19 +33,23 @@ class Config:
 
     Attributes:
       tile_m, tile_n: of an output tile; each of two warpgroups computes half of its rows.
+      tile_k: of one step of the sum, after which full accumulation promotes.
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
       pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile.
+      store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
     """
 
     tile_m: int = 256
     tile_n: int = 128
+    tile_k: Literal[128, 256] = 128
     stages: int = 3
     cluster: int = 2
     inner: Literal["m", "n"] = "m"
     snake: int = 8
     pipeline: Literal["steady", "drained"] = "drained"
+    store_buffers: int = 2
 
 
 @dataclass(frozen=True)
@@ -60,34 +65,44 @@ class Plan:
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
     """Configs that this shape divides into, best guess first; see `tuning.py` for measured choices."""
-    wide = [Config(128, 256, stages=4, cluster=2), Config(128, 256, stages=4, cluster=1)]
-    tall = [Config(256, 128, stages=3, cluster=2), Config(256, 128, stages=3, cluster=1)]
-    small = [Config(128, 128, stages=4, cluster=2), Config(128, 128, stages=4, cluster=1)]
-    # A single fast product is fastest with 256 columns; promotion has registers for 64 x 256 only with spills.
-    ordered = (wide if accumulation == "fast" and halves == 1 else []) + tall + small
-    return [config for config in ordered if misfit(config, m, k, n, halves) is None]
+    # Two steps of 64 to 80 KiB in flight; both halves of a weight make a step as long as 256 of k.
+    shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
+    tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
+    small = Config(128, 128, stages=4)
+    # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider W tiles suit one half.
+    guesses = [tall, small] if accumulation == "full" else [wide, tall, small] if halves == 1 else [tall, wide, small]
+    configs = [
+        dataclasses.replace(guess, pipeline=pipeline, cluster=cluster)
+        for guess in guesses
+        for pipeline in ("steady", "drained")
+        for cluster in (1, 2)
+    ]
+    return [config for config in configs if misfit(config, m, k, n, halves) is None]
 
 
 def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     """Why a config cannot compute this shape, or None."""
     rows = config.tile_m * config.cluster
-    for name, size, unit in (("m", m, rows), ("n", n, config.tile_n), ("k", k, TILE_K)):
+    for name, size, unit in (("m", m, rows), ("n", n, config.tile_n), ("k", k, config.tile_k)):
         if size == 0 or size % unit:
             return f"{name}={size} must be a multiple of {unit}"
+    pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
+    if pieces % config.store_buffers:
+        return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
     if _shared_bytes(config, halves) > SHARED_MEMORY:
         return f"{_shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
-    steps, tiles = k // TILE_K, (m // rows) * (n // config.tile_n)
+    steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
         if steps % config.stages:
-            return f"a steady pipeline needs k / {TILE_K} = {steps} to be a multiple of stages={config.stages}"
+            return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
         if tiles < 2 * (_MULTIPROCESSORS // config.cluster):
             return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
     return None
 
 
 def _shared_bytes(config: Config, halves: int) -> int:
-    buffers = config.stages * (config.tile_m + halves * config.tile_n) * TILE_K
-    return buffers + 2 * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+    buffers = config.stages * (config.tile_m + halves * config.tile_n) * config.tile_k
+    return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
 
 
 def reject(

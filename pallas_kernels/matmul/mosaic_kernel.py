@@ -5,7 +5,7 @@ operands stay in the L2 cache. In each block one warpgroup only copies: it fills
 with the bulk copy engine while two compute warpgroups issue `wgmma` on the buffers that are full:
 
     fast : acc += x W_hiᵀ + x W_loᵀ          in the tensor core's accumulator over all of k
-    full : acc  = that over 128 of k;  total += acc   in float32 registers (the promotion of DeepSeek-V3, 2024)
+    full : acc  = that over tile_k;  total += acc     in float32 registers (the promotion of DeepSeek-V3, 2024)
 
 W_lo shares the scale of W_hi, so one accumulator serves both and a residual product is one product over 2k: x is
 read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, TILE_K, Plan
+from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
 
 
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
     bias_gmem = refs[halves + 1] if plan.has_bias else None
     (m, k), n = x_gmem.shape, out_gmem.shape[1]
-    tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
+    tile_m, tile_n, tile_k, cluster = config.tile_m, config.tile_n, config.tile_k, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
     # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
@@ -63,19 +63,19 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     waves = own_rows // wave_rows
 
     def pipeline(body: Any, compute: Any, state: Any = None) -> Any:
-        tiling = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
+        tiling = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(SWIZZLE))
         shared = dict(memory_space=plgpu.SMEM, transforms=tiling, delay_release=0)
         multicast = ("member",) if cluster > 1 else ()
         return plgpu.emit_pipeline_warp_specialized(
             body,
-            grid=(k // TILE_K,),
+            grid=(k // tile_k,),
             memory_registers=40,
             wg_axis="warpgroup",
             num_compute_wgs=COMPUTE_WARPGROUPS,
             max_concurrent_steps=config.stages,
             compute_context=compute,
-            in_specs=[plgpu.BlockSpec((tile_m, TILE_K), lambda step: (0, step), **shared)]
-            + [plgpu.BlockSpec((tile_n, TILE_K), lambda step: (0, step), collective_axes=multicast, **shared)] * halves,
+            in_specs=[plgpu.BlockSpec((tile_m, tile_k), lambda step: (0, step), **shared)]
+            + [plgpu.BlockSpec((tile_n, tile_k), lambda step: (0, step), collective_axes=multicast, **shared)] * halves,
             manual_consumed_barriers=plan.promote,
             pipeline_state=state,
         )
@@ -85,7 +85,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     @functools.partial(
         pl.run_scoped,
         buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem),
-        out_smem=_epilogue_buffers(out_gmem.dtype),
+        out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
         collective_axes="warpgroup",
     )
     def _scope(buffers: Any, out_smem: Any) -> None:
@@ -143,7 +143,7 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 
 
 def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """(step, context) of full accumulation: a fresh accumulator for every 128 of k, added to float32 totals."""
+    """(step, context) of full accumulation: a fresh accumulator for every tile_k, added to float32 totals."""
 
     def step(_: Any, x_smem: Any, *rest: Any) -> Any:
         operands = (len(rest) - 2) // 2
@@ -170,18 +170,21 @@ def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[i
     return step, compute
 
 
-def _epilogue_buffers(dtype: Any) -> Any:
-    """Two pieces of the output for each warpgroup, so that one is filled while the other is copied out."""
+def _epilogue_buffers(count: int, dtype: Any) -> Any:
+    """Pieces of the output for each warpgroup, so that one is filled while others are copied out."""
     columns = EPILOGUE_ROW_BYTES // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(EPILOGUE_ROW_BYTES))
-    return plgpu.SMEM((COMPUTE_WARPGROUPS, 2, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
+    return plgpu.SMEM((COMPUTE_WARPGROUPS, count, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
 
 
 def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
-    """Write `parts`, stacked along the rows, to `out_gmem` from `corner` on, through two alternating buffers."""
-    _, height, width = out_smem.shape
+    """Write `parts`, stacked along the rows, to `out_gmem` from `corner` on, through the buffers in turn.
+
+    A tile has a multiple of as many pieces as there are buffers, so the turn goes on from tile to tile, and a buffer
+    is free again when all but the newest `buffers - 1` copies have been read.
+    """
+    buffers, height, width = out_smem.shape
     row, column = corner
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     count = 0
     for index, part in enumerate(parts):
         for i in range(0, part.shape[0], height):
@@ -192,8 +195,8 @@ def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any,
                     # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
                     bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     piece = piece + lax.broadcast_in_dim(bias, (height, width), (1,))
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                buffer = out_smem.at[count % 2]
+                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+                buffer = out_smem.at[count % buffers]
                 buffer[...] = piece.astype(out_gmem.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(buffer, out_gmem.at[pl.ds(first, height), columns])
