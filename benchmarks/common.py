@@ -222,6 +222,28 @@ def time_interleaved(
     }
 
 
+class Threaded:
+    """A step `(state, *inputs) -> (state, result)` with its state, which it donates: a call is the next step.
+
+    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
+    """
+
+    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
+        self.compiled, self.state, self.inputs = compiled, state, inputs
+        self.trace, self.lower = jitted.trace, jitted.lower
+
+    def __call__(self) -> Any:
+        """Run a step; its result."""
+        self.state, result = self.compiled(self.state, *self.inputs)
+        return result
+
+
+def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:
+    """`step`, jitted and compiled, with a copy of `state` that it may donate."""
+    jitted = jax.jit(step, donate_argnums=0)
+    return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
+
+
 def _sample(
     candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]],
     measure: Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None],

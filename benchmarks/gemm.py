@@ -204,10 +204,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--shapes", default=None, help="MxKxN,MxKxN,... (default: three of a Transformer's on a GPU)")
     parser.add_argument("--backends", default=None, help="of the FP8 products (default: xla, on a GPU xla,mosaic)")
     parser.add_argument("--tune", action="store_true", help="time tile sizes, write pallas_kernels/tuned.json and stop")
+    parser.add_argument("--only", default="", help="of --tune: cases whose op and variant contain this text")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="of --tune: start nothing after this")
     options = parser.parse_args(arguments)
     if options.tune:
-        tune.run(options.budget_seconds)
+        tune.run(options.budget_seconds, options.only)
         return []
     on_gpu = jax.default_backend() == "gpu"
     backends = tuple((options.backends or ("xla,mosaic" if on_gpu else "xla")).split(","))

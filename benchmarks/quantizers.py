@@ -2,7 +2,8 @@
 
 Run by `python -m benchmarks.gemm`. "apply" has the scale's amax given, as under delayed scaling: one pass, whose rate
 is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading. Every
-result is compared with the reference bit for bit before it is timed.
+result is compared with the reference bit for bit before it is timed. An error is donated to the new one, as a training
+step's optimizer state is.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from benchmarks.common import (
     make_header,
     print_table,
     result_path,
+    threaded,
     time_interleaved,
     write_result,
 )
@@ -81,6 +83,16 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
+def keep_error(split: Callable[..., Any]) -> Callable[..., tuple[jax.Array, Any]]:
+    """`split(w, error)` as a step whose state is the error."""
+
+    def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+        parts = split(w, error)
+        return parts.error, parts._replace(error=None)
+
+    return step
+
+
 def measure(config: Config) -> list[Row]:
     """Compare and time every quantizer.
 
@@ -97,9 +109,11 @@ def measure(config: Config) -> list[Row]:
                 expected = functions["xla"](*arguments)
                 for backend in config.backends:
                     _check(f"{name}, {backend}", functions[backend](*arguments), expected)
-                times = time_interleaved(
-                    {b: (f, arguments) for b, f in functions.items()}, rounds=config.rounds, calls=config.calls
-                )
+                timed: dict[str, tuple[Any, tuple[Any, ...]]] = {b: (f, arguments) for b, f in functions.items()}
+                if "error" in name:
+                    w, error = arguments
+                    timed = {b: (threaded(keep_error(f), error, w), ()) for b, f in functions.items()}
+                times = time_interleaved(timed, rounds=config.rounds, calls=config.calls)
                 moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
                 if kind == "whole":
                     # The bits of a stochastic lo have no part in the amax.

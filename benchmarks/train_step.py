@@ -65,7 +65,7 @@ class Config:
     recipes: tuple[str, ...] = tuple(VARIANTS)
     parts: tuple[Part, ...] = PARTS
     backend: Backend | None = None
-    rounds: int = 5
+    rounds: int = 7
     calls: int = 5
     seed: int = 0
 
@@ -75,7 +75,8 @@ class Row(common.Timing):
     """One recipe in one part at one shape, "tokens x d x d_ff" of what ran (a block's d_ff is 4 d).
 
     `compile_seconds` holds tracing, too; XLA tries a product's algorithms once in a process, so a recipe profits from
-    those before it. `worst_snr_db` is of all outputs against BF16's, None for BF16; `peak_bytes` None if not measured.
+    those before it. `worst_snr_db` is of all outputs against BF16's, None for BF16; `peak_bytes` is of the first of
+    the optimizer's shapes, None elsewhere.
     """
 
     part: Part
@@ -85,22 +86,6 @@ class Row(common.Timing):
     speed_over_bf16: float
     worst_snr_db: float | None
     peak_bytes: int | None
-
-
-class Threaded:
-    """A step `(state, *inputs) -> (state, loss)` with its state, which it donates: a call is the next step, and a loss.
-
-    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
-    """
-
-    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
-        self.compiled, self.state, self.inputs = compiled, state, inputs
-        self.trace, self.lower = jitted.trace, jitted.lower
-
-    def __call__(self) -> jax.Array:
-        """Run a step."""
-        self.state, loss = self.compiled(self.state, *self.inputs)
-        return loss
 
 
 class _Candidate(NamedTuple):
@@ -182,7 +167,7 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, error_d
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
     compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
-    threaded = Threaded(jitted, compiled, *jax.jit(init)(key))
+    threaded = common.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), seconds, outputs)
 
 
@@ -230,7 +215,9 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     for name, c in made.items():
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
-    has_peak = part == OPTIMIZER and jax.local_devices()[0].memory_stats() is not None
+    # Once: every peak is a process of its own, and its parts are counted in bytes that do not depend on the shape.
+    wanted = part == OPTIMIZER and shape == config.optimizer_shapes[0]
+    has_peak = wanted and jax.local_devices()[0].memory_stats() is not None
     return [
         Row(
             **dataclasses.asdict(times[name]), part=part, recipe=name,

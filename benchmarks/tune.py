@@ -13,14 +13,15 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.common import time_interleaved
+from benchmarks.common import threaded, time_interleaved
+from benchmarks.quantizers import keep_error
 from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
@@ -37,7 +38,8 @@ Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, con
 class Case(NamedTuple):
     """One variant of an op at one shape, and the ways to run it, XLA's first.
 
-    `agree(arguments, backend, got, expected)` says whether a result is as good as XLA's.
+    `agree(arguments, backend, got, expected)` says whether a result is as good as XLA's. With "donates" the second
+    argument is an error, timed as a training step has it: its memory becomes the new error's.
     """
 
     op: str
@@ -46,12 +48,15 @@ class Case(NamedTuple):
     draw: Callable[[], tuple[Any, ...]]
     candidates: list[Named]
     agree: Callable[..., bool]
+    memory: Literal["keeps", "donates"] = "keeps"
 
 
-def run(budget_seconds: float = math.inf) -> list[Entry]:
-    """Time every variant at every shape; entries are written as they are found."""
+def run(budget_seconds: float = math.inf, only: str = "") -> list[Entry]:
+    """Time every case whose "op variant" contains `only`; entries are written as they are found."""
     started, entries = time.perf_counter(), []
     for case in itertools.chain(_products(), _quantizers()):
+        if only not in f"{case.op} {case.variant}":
+            continue
         if time.perf_counter() - started > budget_seconds:
             print(f"budget of {budget_seconds:g} s: stopped before {case.op} {case.variant} at {case.shape}")
             break
@@ -71,7 +76,12 @@ def time_case(case: Case) -> Entry:
     for (backend, _, config), function in zip(candidates, compiled, strict=True):
         if not case.agree(arguments, backend, function(*arguments), expected):
             raise ArithmeticError(f"{backend} {config} at {at} differs from XLA; it is not timed")
-    named = {str(i): (named[1], arguments) for i, named in enumerate(candidates)}
+    named: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for i, (_, function, _) in enumerate(candidates):
+        named[str(i)] = (function, arguments)
+        if case.memory == "donates":
+            w, error = arguments
+            named[str(i)] = (threaded(keep_error(function), error, w), ())
     times = time_interleaved(named, rounds=ROUNDS, calls=CALLS)
     milliseconds: dict[str, float] = {}
     configs: dict[str, dict[str, Any]] = {}
@@ -175,7 +185,7 @@ def _quantizers() -> Iterator[Case]:
             for dtype in (jnp.float32, jnp.bfloat16):
                 draw = functools.partial(_draw, shape, (jnp.float32, dtype))
                 call, variant = functools.partial(_split_with_error, split), f"both nearest error {jnp.dtype(dtype)}"
-                yield Case("dual_quantize", shape, variant, draw, _both(call), _same_bits)
+                yield Case("dual_quantize", shape, variant, draw, _both(call), _same_bits, "donates")
 
 
 def _split_with_error(split: Callable[..., Any], w: Any, error: Any, *, backend: Any) -> Any:
