@@ -201,9 +201,8 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """The distance between `dtype`'s neighbours around each value of `x`, and its inverse; both powers of two."""
     info = jnp.finfo(float8_dtype(dtype))
+    # At most 126, that of a NaN less two bits of mantissa, so both powers exist.
     exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
-    # Never used for what clip_finite turned into NaN, whose exponent bits are out of range.
-    exponent = jnp.clip(exponent, _SMALLEST_EXPONENT, -_SMALLEST_EXPONENT)
     return power_of_two(exponent), power_of_two(-exponent)
 
 

@@ -220,7 +220,9 @@ _TCFP12 = Recipe()
 _NAMED = {
     "bf16": _BF16,
     "tcfp12": _TCFP12,
-    "tcfp12_fast": dataclasses.replace(_TCFP12, dgrad_weight="single", wgrad="fp8"),
+    "tcfp12_fast": dataclasses.replace(
+        _TCFP12, dgrad_weight="single", wgrad="fp8", dgrad_accumulation="fast", wgrad_accumulation="fast"
+    ),
     "tensorwise": Recipe(
         residual="none", forward_weight="single", dgrad_weight="single", wgrad="fp8", gradient_dtype="float8_e5m2",
         error_feedback=False,
@@ -232,8 +234,8 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     """A named recipe, with fields replaced.
 
     "bf16": BF16 operands, the baseline. "tcfp12": `W_hi + W_lo` forward and in dgrad, BF16 weight gradient.
-    "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient: four FP8 products instead of BF16's
-    three. "tensorwise": one FP8 product each, E4M3 forward and E5M2 gradients.
+    "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient: four FP8 products, all with fast
+    accumulation, instead of BF16's three. "tensorwise": one FP8 product each, E4M3 forward and E5M2 gradients.
 
     Raises:
       ValueError: an unknown name or field value, or fields that contradict each other.

@@ -1,0 +1,41 @@
+"""Every kernel once, small: what NVIDIA's compute-sanitizer watches on a GPU.
+
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
+
+The platform allocator asks CUDA for every array, so that an access outside of one is seen.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.quantize.api import quantize
+
+
+def main() -> None:
+    """Quantize, split and multiply with each kernel that this jax has."""
+    x = jax.random.normal(jax.random.key(0), (8192, 512)).astype(jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (1024, 512))
+    both = dict(orientation="both", backend="triton")
+    x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x)
+    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(w, w * jnp.float32(1e-3))
+    bits = jax.random.bits(jax.random.key(2), w.shape)
+    jax.block_until_ready(jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits))
+    scale, bias = x_q.scale * w_q.scale, jnp.ones(w.shape[0])
+    for backend in ("mosaic", "triton"):
+        for accumulation in ("fast", "full"):
+            for halves in ((w_q.hi,), (w_q.hi, w_q.lo)):
+                call = functools.partial(matmul, accumulation=accumulation, backend=backend)
+                out = jax.jit(lambda x, *w, f=call: f(x, *w, scale=scale, bias=bias))(x_q.values, *halves)
+                print(backend, accumulation, len(halves), float(jnp.abs(out).max()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
