@@ -230,6 +230,9 @@ _NAMED = {
 }  # fmt: skip
 
 
+NAMES = tuple(_NAMED)
+
+
 def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     """A named recipe, with fields replaced.
 

@@ -13,7 +13,11 @@ import pytest
 import tcfp_jax
 
 ROOT = Path(__file__).parents[1]
-ORDER = ["recipe", "quantization", "scaling", "tcfp12", "gemm", "selection", "optim", "linen"]
+ORDER = [
+    "recipe", "quantization", "layout", "scaling", "tcfp12", "gemm", "selection", "optim", "product", "adapters",
+    "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement", "conversion",
+    "inference", "diagnosis",
+]  # fmt: skip
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",

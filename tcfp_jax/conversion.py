@@ -1,0 +1,391 @@
+"""Every way in and out for a Flax model: convert it, see what happened, switch layers off and on, take it back.
+
+    model = convert_to_tcfp(model, "tcfp12_fast", tokens)                    # Linen: a new model; NNX: in place
+    tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(model)))
+    model.apply({"params": params, "tcfp": layer_state(opt_state)}, tokens)  # Linen; NNX: sync(model, optimizer), once
+
+Parameters keep their names, shapes and values: a float checkpoint loads before and after.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from tcfp_jax import interception, nnx, replacement
+from tcfp_jax.interception import Conversion
+from tcfp_jax.layout import Weight
+from tcfp_jax.optim import ErrorFeedbackState, path_names
+from tcfp_jax.policy import Include, check_pattern, policy, rule_name
+from tcfp_jax.recipe import Recipe
+from tcfp_jax.registry import register_adapter
+from tcfp_jax.report import Record, Report
+from tcfp_jax.tracing import Origin, Product, parameter_products
+
+__all__ = [
+    "convert_to_tcfp", "export", "find_weights", "register_adapter", "restore", "survey", "sync", "to_bf16",
+]  # fmt: skip
+
+
+def convert_to_tcfp(
+    model: Any,
+    recipe: Recipe | str,
+    *inputs: Any,
+    rules: Any = None,
+    include: Iterable[Include] | Include = ("linear",),
+    strict: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """The model with the products of its layers computed as `recipe` says.
+
+    An NNX model is changed in place and returned. For a Linen model the result is another one of the same class, whose
+    methods run their layers through adapters; the original is untouched. Dense, DenseGeneral, Einsum (and so the
+    projections of attention), Embed.attend and registered layers are known, under scan, remat and vmap too.
+
+    Args:
+      model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`.
+      recipe: a `Recipe` or the name of one.
+      inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`: with them the model is traced now, so
+        that errors come now and `survey(model)` and `find_weights(model)` need no inputs.
+      rules: pairs of a regex over paths such as "block_0/mlp" and a recipe (None: leave the layer alone), as a mapping
+        or a sequence; or functions `(path, module)` to a recipe, or None where they have no opinion. The first match
+        wins, also over `include`.
+      include: layers that take `recipe` without a rule: "linear"; "head", the output head, known by its name or as
+        `Embed.attend`; "small", kernels below 1024 x 1024, which are slower than in BF16; "layer_norm" and "embed",
+        which are rounded to the packed format. What is left out runs Flax's own code, and `survey` says why.
+      strict: raise where a parameter is multiplied by code that no adapter saw; needs `inputs`.
+      options: keyword arguments for the call with `inputs`.
+
+    Raises:
+      TypeError: not a Flax module.
+      ValueError: a bound model, an unknown recipe or group, a rule that is no regex, nothing to convert (for Linen
+        without `inputs`: when the model is first applied), or with `strict` a product that no adapter saw.
+
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
+    >>> isinstance(model, nn.Dense)
+    True
+    """
+    chosen = policy(recipe, rules, include)
+    if strict and not inputs:
+        raise ValueError("strict=True looks for products in a trace; pass sample inputs after the recipe")
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise ValueError(f"{type(model).__name__} is bound to variables; convert it before bind, or unbind it")
+        earlier = interception.conversion_of(model)
+        base = type(model) if earlier is None else earlier.base
+        conversion = Conversion(base, chosen)
+        converted = interception.bake(model, conversion)
+        if inputs:
+            conversion.report, conversion.shapes = _survey_linen(converted, inputs, dict(options or {}))
+            if not conversion.report.converted:
+                skipped = {record.path: record.choice.reason for record in conversion.report.skipped}
+                raise interception.nothing_converted(type(model).__name__, skipped)
+    elif isinstance(model, flax_nnx.Module):
+        converted = model
+        _REPORTS[model] = _report(replacement.replace(model, chosen), (), chosen.rules)
+        if inputs:
+            _REPORTS[model] = _survey_nnx(model, inputs, dict(options or {}))
+    else:
+        raise TypeError(f"{model!r} is neither a flax.linen.Module nor a flax.nnx.Module; pass the model itself")
+    if strict:
+        _check_strict(survey(converted))
+    return converted
+
+
+def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> Report:
+    """What became of every layer of a converted model, and the parameter products that no adapter saw.
+
+    Args:
+      model: from `convert_to_tcfp`.
+      inputs: sample arguments, traced and never computed. Without them the report of the conversion is returned.
+      options: keyword arguments for the call with `inputs`.
+
+    Raises:
+      ValueError: the model is not converted, or there are no inputs, neither now nor at conversion.
+
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
+    >>> print(survey(model))
+    1 layers converted, 0 skipped
+    (root)                                   Dense            [3, 4]               tcfp12
+    """
+    if isinstance(model, flax_nnx.Module):
+        if model not in _REPORTS:
+            raise ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+        return _survey_nnx(model, inputs, dict(options or {})) if inputs else _REPORTS[model]
+    conversion = _linen_conversion(model)
+    if inputs:
+        return _survey_linen(model, inputs, dict(options or {}))[0]
+    if conversion.report is None:
+        raise ValueError("survey needs sample inputs: survey(model, *inputs), or pass them to convert_to_tcfp")
+    return conversion.report
+
+
+def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> dict[str, Weight]:
+    """The weights of a converted model by parameter path, for `tcfp_jax.error_feedback` and `quantize_params`.
+
+    Each with its own recipe, and with the axes that its layer contracts; layers of `nn.scan` are a stack.
+
+    Args:
+      model: from `convert_to_tcfp`, or an NNX model with low-precision layers.
+      inputs: sample arguments; not needed where the conversion of a Linen model had some.
+      options: keyword arguments for the call with `inputs`.
+
+    Raises:
+      ValueError: no inputs, or two layers that share a weight and multiply it in different ways.
+      NotImplementedError: layers stacked along another axis than the first.
+
+    >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
+    >>> find_weights(model)["kernel"].layout
+    Layout(inputs=(0,), outputs=(1,), stack=())
+    """
+    if isinstance(model, flax_nnx.Module):
+        report: Report | None = _survey_nnx(model, inputs, dict(options or {}))
+        params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
+    else:
+        conversion = _linen_conversion(model)
+        report, params = conversion.report, conversion.shapes
+        if inputs:
+            report, params = _survey_linen(model, inputs, dict(options or {}))
+    if report is None:
+        raise ValueError("find_weights needs sample inputs: find_weights(model, *inputs)")
+    shapes = {path: leaf.shape for path, leaf in _flat(params).items()}
+    weights: dict[str, Weight] = {}
+    for record in report.converted:
+        if record.layout is None or record.recipe is None or record.weight_path not in shapes:
+            continue  # a rounded parameter, or a tied head applied by itself: its parameter belongs to another layer
+        weight = Weight(record.recipe, _outer_layout(record, shapes[record.weight_path]))
+        if weights.setdefault(record.weight_path, weight) != weight:
+            raise ValueError(
+                f"{record.weight_path} is multiplied in two ways: {weights[record.weight_path]} and {weight}; give "
+                "its layers one recipe and one equation, or leave one out by rules"
+            )
+    return weights
+
+
+def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
+    """Let the low-precision layers of an NNX model read the quantized weights in the optimizer's state.
+
+    Once, after the optimizer is made: layers then hold the optimizer's own variables, which `optimizer.update` writes.
+
+    Raises:
+      ValueError: the optimizer holds no quantized weight of this model.
+
+    >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
+    >>> import optax, tcfp_jax
+    >>> sync(model, flax_nnx.Optimizer(model, tcfp_jax.error_feedback("tcfp12"), wrt=flax_nnx.Param))
+    >>> type(model.stored.get_value()).__name__
+    'ResidualArray'
+    """
+    variables: dict[str, Any] = {}
+    is_state = lambda node: isinstance(node, ErrorFeedbackState)
+    for node in jax.tree.leaves(optimizer.opt_state, is_leaf=is_state):
+        if isinstance(node, ErrorFeedbackState):
+            variables.update(_flat(node.weights, lambda leaf: isinstance(leaf, flax_nnx.Variable)))
+    found = 0
+    for path, module in replacement.layers(model):
+        if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
+            name = "embedding" if isinstance(module, nnx.TCFPEmbed) else "kernel"
+            variable = variables.get("/".join(filter(None, (path, name))))
+            if variable is not None and jax.tree.leaves(variable.get_value()):
+                module.stored, found = variable, found + 1
+    if not found:
+        raise ValueError(
+            "the optimizer holds no quantized weight of this model; end its optax.chain with tcfp_jax.error_feedback"
+        )
+
+
+def export(model: Any) -> Any:
+    """Flax's own layers again, sharing the parameters: an NNX model in place, a Linen model as the class it had.
+
+    Raises:
+      ValueError: nothing in the model was converted.
+
+    >>> type(export(convert_to_tcfp(nn.Dense(4), "tcfp12"))) is nn.Dense
+    True
+    """
+    if isinstance(model, flax_nnx.Module):
+        found = [module for _, module in replacement.layers(model) if isinstance(module, replacement.LAYERS)]
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
+        for module in found:
+            replacement.restore_class(module)
+        return model
+    conversion = _linen_conversion(model)
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    return conversion.base(**fields, parent=None)
+
+
+def to_bf16(model: Any, *patterns: str) -> Any:
+    """Layers whose path a pattern finds run Flax's own code, in their own dtype, until `restore`.
+
+    A Linen model is returned anew, an NNX model changed in place; state and parameters stay as they are.
+
+    Raises:
+      ValueError: no pattern, one that is no regex, or one that finds no low-precision layer of an NNX model.
+
+    >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
+    >>> x = jax.numpy.ones((2, 3))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> bool((model.apply(variables, x) == nn.Dense(4).apply(variables, x)).all())
+    True
+    """
+    return _switch(model, patterns, "flax")
+
+
+def restore(model: Any, *patterns: str) -> Any:
+    """Undo `to_bf16` for the layers whose path a pattern finds; for a Linen model the patterns given to `to_bf16`.
+
+    Raises:
+      ValueError: no pattern, one that is no regex, or one that was not switched off.
+
+    >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12"), "mlp")
+    >>> interception.conversion_of(restore(model, "mlp")).policy.off
+    ()
+    """
+    return _switch(model, patterns, "recipe")
+
+
+def _switch(model: Any, patterns: tuple[str, ...], products: nnx.Products) -> Any:
+    if not patterns:
+        raise ValueError('name layers by patterns over their paths, such as "block_0/.*"; "" is all of them')
+    for pattern in patterns:
+        check_pattern(pattern)
+    if isinstance(model, flax_nnx.Module):
+        replacement.switch(model, patterns, products)
+        return model
+    conversion = _linen_conversion(model)
+    off = conversion.policy.off
+    if products == "flax":
+        off = (*off, *(pattern for pattern in patterns if pattern not in off))
+    else:
+        unknown = [pattern for pattern in patterns if pattern not in off]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} was not switched off; to_bf16 was given {list(off)}")
+        off = tuple(pattern for pattern in off if pattern not in patterns)
+    changed = Conversion(
+        conversion.base, dataclasses.replace(conversion.policy, off=off), conversion.report, conversion.shapes
+    )
+    return interception.bake(model, changed)
+
+
+def _linen_conversion(model: Any) -> Conversion:
+    conversion = interception.conversion_of(model)
+    if conversion is None:
+        raise ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+    return conversion
+
+
+def _survey_linen(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Report, Any]:
+    """(report, parameters as shapes) of one traced call."""
+    conversion = _linen_conversion(model)
+    original = export(model)
+    rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
+    arrays, rebuild = _arrays((inputs, options))
+    variables = jax.eval_shape(lambda arrays: _call(original.init, rngs, rebuild(arrays)), arrays)
+    variables = nn.meta.unbox(variables)
+    records: list[Record] = []
+    mutable = nn.DenyList("params")
+
+    def run(variables: Any, arrays: Any) -> Any:
+        args, kwargs = rebuild(arrays)
+        with interception.running(conversion, records):
+            return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+    jaxpr = jax.make_jaxpr(run)(variables, arrays)
+    params = variables.get("params", {})
+    return _report(dict.fromkeys(records), _unseen(jaxpr, variables, arrays, records), conversion.policy.rules), params
+
+
+def _survey_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Report:
+    """The report of the layers as they are now, with what one traced call shows where there are inputs."""
+    remembered = _REPORTS.get(model)
+    seen: dict[tuple[str, str], Any] = {}
+    unseen: tuple[Product, ...] = ()
+    skipped = () if remembered is None else remembered.skipped
+    if inputs:
+        graphdef, state = flax_nnx.split(model)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        arrays, rebuild = _arrays((inputs, options))
+
+        def run(state: Any, arrays: Any) -> Any:
+            args, kwargs = rebuild(arrays)
+            with replacement.watching(flax_nnx.merge(graphdef, state), seen) as merged:
+                return jax.tree.leaves(flax_nnx.as_pure(merged(*args, **kwargs)))
+
+        jaxpr = jax.make_jaxpr(run)(shapes, arrays)
+        records = replacement.records(model, seen)
+        unseen = _unseen(jaxpr, {"params": flax_nnx.as_pure(shapes)}, arrays, [*records, *skipped])
+    rules = () if remembered is None else remembered.unmatched_rules
+    return Report(tuple(replacement.records(model, seen)), skipped, unseen, rules)
+
+
+_REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+
+
+def _report(records: Iterable[Record], unseen: tuple[Product, ...], rules: tuple[Any, ...]) -> Report:
+    records = list(records)
+    matched = {record.choice.rule for record in records}
+    unmatched = tuple(rule_name(rule) for number, rule in enumerate(rules) if number not in matched)
+    converted = tuple(record for record in records if record.recipe is not None)
+    return Report(converted, tuple(record for record in records if record.recipe is None), unseen, unmatched)
+
+
+def _check_strict(report: Report) -> None:
+    if report.unseen:
+        raise ValueError(
+            f"strict=True: {len(report.unseen)} products of parameters that no adapter saw: "
+            f"{'; '.join(map(str, report.unseen[:5]))}; use register_adapter for their layers"
+        )
+
+
+def _unseen(jaxpr: Any, variables: Any, arrays: Any, records: Iterable[Record]) -> tuple[Product, ...]:
+    """Parameter products that ran outside every adapter."""
+    origins = []
+    for path, _ in jax.tree_util.tree_flatten_with_path((variables, arrays))[0]:
+        names = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
+        from_params = names[0] == "0" and names[1] == "params"
+        origins.append(Origin(frozenset({"/".join(names[2:])})) if from_params else Origin(from_input=True))
+    known = {record.weight_path for record in records}
+    products = parameter_products(jaxpr, origins)
+    return tuple(
+        dict.fromkeys(product for product in products if not product.seen and not set(product.parameters) <= known)
+    )
+
+
+def _outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
+    """The layout of the whole parameter, which `nn.scan` or `nn.vmap` may have stacked."""
+    layout, extra = record.layout, len(shape) - len(record.shape)
+    assert layout is not None
+    if extra < 0 or tuple(shape[extra:]) != record.shape:
+        raise NotImplementedError(
+            f"{record.weight_path} has shape {list(shape)}, but its layer sees {list(record.shape)}: layers must be "
+            'stacked along the first axis; use variable_axes={"params": 0}'
+        )
+    return layout.stacked(len(shape)) if extra else layout
+
+
+def _call(function: Any, rngs: Any, arguments: Any) -> Any:
+    args, kwargs = arguments
+    return function(rngs, *args, **kwargs)
+
+
+def _arrays(tree: Any) -> tuple[list[Any], Any]:
+    """(arrays of a tree, a function that puts arrays back): what is no array stays a Python value when traced."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)])
+
+    return [leaf for array, leaf in zip(is_array, leaves, strict=True) if array], rebuild
+
+
+def _flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {"/".join(path_names(path)): leaf for path, leaf in entries}
