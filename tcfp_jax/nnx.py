@@ -18,6 +18,7 @@ from pallas_kernels.quantize.api import check_real
 from tcfp_jax.adapters import CHOICES, Multiply, dense_general_equation
 from tcfp_jax.layout import Layout, parse
 from tcfp_jax.product import contract
+from tcfp_jax.quantization import as_quantized
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.recipe import recipe as named_recipe
 from tcfp_jax.tcfp12 import PackedTCFP12, fake_quantize
@@ -30,20 +31,32 @@ WATCHER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.Context
 
 
 class LowPrecision:
-    """What the layers share: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`."""
+    """What the layers share: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
 
+    Named last among the bases, and without slots of its own: the layout of an object then stays that of Flax's class,
+    so that conversion can change a layer's class in place.
+    """
+
+    __slots__ = ()
     recipe: Recipe | None
     products: Products
     stored: nnx.Variable | None
     forward: Callable[..., jax.Array]
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """The layer's output; arguments are those of Flax's own layer."""
-        if self.products == "flax":
-            return super().__call__(*args, **options)  # type: ignore[misc]
-        if options.pop("out_sharding", None) is not None:
-            raise NotImplementedError("out_sharding: the product follows the sharding of x; constrain its result")
-        return type(self).forward(self, multiplier(self), *args, **options)
+
+def call(self: Any, *args: Any, **options: Any) -> jax.Array:
+    """The layer's output; arguments are those of Flax's own layer, the class before `LowPrecision`.
+
+    Raises:
+      NotImplementedError: `out_sharding`.
+    """
+    if self.products == "flax":
+        kinds = type(self).__mro__
+        flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
+        return flax_call(self, *args, **options)
+    if options.pop("out_sharding", None) is not None:
+        raise NotImplementedError("out_sharding: the product follows the sharding of x; constrain its result")
+    return type(self).forward(self, multiplier(self), *args, **options)
 
 
 def multiplier(layer: Any) -> Multiply:
@@ -59,7 +72,7 @@ def multiplier(layer: Any) -> Multiply:
         if watch is not None:
             watch(layer, name, equation, x)
         stored: Any = None if layer.stored is None else layer.stored.get_value()
-        quantized = stored
+        quantized = as_quantized(stored)
         if isinstance(stored, PackedTCFP12):
             quantized, kernel = None, stored.dequantize()
         recipe = layer.recipe
@@ -150,7 +163,7 @@ def einsum(layer: Any, multiply: Multiply, inputs: jax.Array, einsum_str: str | 
     return y + bias.astype(dtype).reshape(layer._infer_broadcasted_bias_shape(equation, inputs, kernel))
 
 
-class TCFPLinear(LowPrecision, nnx.Linear):
+class TCFPLinear(nnx.Linear, LowPrecision):
     """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, n]`.
 
     Arguments are those of `nnx.Linear`, plus `recipe`, a `Recipe` or the name of one.
@@ -164,13 +177,14 @@ class TCFPLinear(LowPrecision, nnx.Linear):
     """
 
     forward = staticmethod(linear)
+    __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
         prepare(self, recipe)
 
 
-class TCFPLinearGeneral(LowPrecision, nnx.LinearGeneral):
+class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
     """`nnx.LinearGeneral` whose product follows a recipe; errors as in `TCFPLinear`.
 
     >>> TCFPLinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
@@ -178,13 +192,14 @@ class TCFPLinearGeneral(LowPrecision, nnx.LinearGeneral):
     """
 
     forward = staticmethod(linear_general)
+    __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
         prepare(self, recipe)
 
 
-class TCFPEinsum(LowPrecision, nnx.Einsum):
+class TCFPEinsum(nnx.Einsum, LowPrecision):
     """`nnx.Einsum` whose product follows a recipe; errors as in `TCFPLinear`.
 
     Raises:
@@ -195,6 +210,7 @@ class TCFPEinsum(LowPrecision, nnx.Einsum):
     """
 
     forward = staticmethod(einsum)
+    __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)

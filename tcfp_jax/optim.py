@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.quantize.api import Orientation
 from tcfp_jax.layout import Weight
-from tcfp_jax.quantization import QArray, Quantized, ResidualArray, quantize_weight
+from tcfp_jax.quantization import Quantized, ResidualArray, as_quantized, quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode
 from tcfp_jax.recipe import recipe as named_recipe
 from tcfp_jax.scaling import next_amax
@@ -89,7 +89,10 @@ def error_feedback(
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
         key_of = weights.keys(state.key, implementation)
         stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
-        entries = [_Step(r, error_type, key_of).next(w, i, stored[i], errors[i], amax[i]) for i, w, r in weights.leaves]
+        entries = [
+            _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
+            for i, w, r in weights.leaves
+        ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
 
     return optax.GradientTransformation(init, update)
@@ -113,7 +116,7 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
         if isinstance(state, ErrorFeedbackState):
             entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
             for path, weight in entries:
-                _insert(collection, path_names(path), weight)
+                _insert(collection, path_names(path), as_quantized(weight))
     return collection
 
 
@@ -165,7 +168,7 @@ class _Step(NamedTuple):
         amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
         return self._quantize(w, i, error, amax, amax)
 
-    def next(self, w: jax.Array, i: int, stored: Quantized, kept: Any, carried: Any) -> _Entry:
+    def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
         error = self._read_error(kept, stored) if self.recipe.error_feedback else None
         if not self.recipe.delayed_scaling:
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
@@ -285,7 +288,7 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
 
 
 def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QArray | ResidualArray)
+    return as_quantized(node) is not None
 
 
 def path_names(path: Any) -> list[str]:
@@ -302,7 +305,7 @@ def _entry_name(entry: Any) -> str:
     raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
 
 
-def _insert(collection: dict[str, Any], path: list[str], weight: Quantized) -> None:
+def _insert(collection: dict[str, Any], path: list[str], weight: Quantized | None) -> None:
     if not path:
         raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
     node = collection

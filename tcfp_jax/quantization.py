@@ -4,7 +4,9 @@
 The arithmetic is that of `pallas_kernels`; this module adds names, pytrees and the orientations of a weight.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,25 @@ class ResidualArray:
 
 
 Quantized = QArray | ResidualArray
+
+
+def as_quantized(value: Any) -> Quantized | None:
+    """`value` if it is a quantized tensor, or one from the mapping of its fields, which `nnx.Optimizer` makes of it.
+
+    None where it is neither.
+
+    >>> q = split(jnp.ones(2))
+    >>> as_quantized({"hi": q.hi, "lo": q.lo, "scale": q.scale}).dequantize().tolist()
+    [1.0, 1.0]
+    """
+    if isinstance(value, QArray | ResidualArray):
+        return value
+    if isinstance(value, Mapping) and "scale" in value:
+        for kind in (QArray, ResidualArray):
+            names = [field.name for field in fields(kind)]
+            if names[0] in value and set(value) <= set(names):
+                return kind(**dict(value))
+    return None
 
 
 def _scaled(values: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -172,6 +172,6 @@ def _class_of(adapter: Adapter) -> type:
     if key not in _MADE:
         base = adapter.module_type
         forward: Callable[[Any, Multiply, Any], jax.Array] = adapter.forward
-        namespace: Mapping[str, Any] = {"forward": staticmethod(forward), "__module__": base.__module__}
-        _MADE[key] = type(base)(f"TCFP{base.__name__}", (nnx.LowPrecision, base), dict(namespace))
+        namespace = {"forward": staticmethod(forward), "__call__": nnx.call, "__module__": base.__module__}
+        _MADE[key] = type(base)(f"TCFP{base.__name__}", (base, nnx.LowPrecision), namespace)
     return _MADE[key]
