@@ -307,4 +307,4 @@ class _Rounded:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._layer, name)
-        return fake_quantize(value[...]) if isinstance(value, nnx.Param) else value
+        return nnx.Param(fake_quantize(value[...])) if isinstance(value, nnx.Param) else value

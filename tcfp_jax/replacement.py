@@ -1,6 +1,7 @@
 """NNX conversion: layers change their class in place, so that every reference to them and to their `Param`s holds."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -60,8 +61,11 @@ def records(model: Any, seen: Mapping[tuple[str, str], tuple[Layout, int]]) -> l
             recipe, reason = None, "switched off by to_bf16"
         parameter = getattr(module, name)
         shape = () if parameter is None else tuple(parameter.shape)
-        layout, tokens = seen.get((path, name), (nnx.layout(module), 0))
-        kept = layout if recipe is not None else None
+        layout, size = seen.get((path, name), (nnx.layout(module), 0))
+        kept = layout if recipe is not None and layout is not None else None
+        contracted = () if kept is None else shape[len(shape) - kept.ndim :]
+        k = math.prod(contracted[axis] for axis in (*kept.stack, *kept.inputs)) if kept is not None else 1
+        tokens = size // max(1, k)
         found.append(
             Record(
                 path,

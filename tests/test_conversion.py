@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    layers: int = 3
+    layers: int = 2
     form: str = "scan"
 
     @nn.compact
@@ -67,7 +67,7 @@ def same(a, b):
 def step(model, params, x, weights, **options):
     """One training step from the same parameters: (new parameters, optimizer state)."""
     tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(weights, **options))
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
 
     @jax.jit
     def run(params, state):
@@ -141,39 +141,41 @@ def test_caches_of_traced_functions_know_the_conversion(first):
 @pytest.mark.parametrize("form", ["scan", "unrolled"])
 def test_attention_einsum_and_tied_head_under_scan_and_remat(form):
     base = GPT(form=form)
-    variables = base.init(jax.random.key(1), TOKENS)
-    before = base.apply(variables, TOKENS)
+    variables = jax.jit(base.init)(jax.random.key(1), TOKENS)
+    before = jax.jit(base.apply)(variables, TOKENS)
     model = convert(base, "tcfp12_fast", TOKENS, strict=True)
     report = survey(model)
-    assert len(report.converted) == (7 if form == "scan" else 19) and not report.unseen
+    assert len(report.converted) == (7 if form == "scan" else 13) and not report.unseen
     weights = find_weights(model)
     params, state = step(model, variables["params"], TOKENS, weights)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
     stored = tcfp_jax.layer_state(state)
     if form == "scan":
-        assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (3, 16, 16)
-        assert stored["blocks"]["down"]["kernel"].scale.shape == (3,)
+        assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (2, 16, 16)
+        assert stored["blocks"]["down"]["kernel"].scale.shape == (2,)
     # State of other weights changes every layer's result: none is dropped.
-    fresh = model.apply(variables, TOKENS)
-    mine = tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(variables["params"]))
-    np.testing.assert_allclose(model.apply({**variables, "tcfp": mine}, TOKENS), fresh, rtol=0, atol=1e-5)
-    for path in weights:
+    apply = jax.jit(model.apply)
+    fresh = apply(variables, TOKENS)
+    state_of = jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))
+    mine = state_of(variables["params"])
+    np.testing.assert_allclose(apply({**variables, "tcfp": mine}, TOKENS), fresh, rtol=0, atol=1e-5)
+    for path in weights if form == "scan" else ():
         changed = jax.tree_util.tree_map_with_path(
-            lambda p, leaf: leaf * 2 if "/".join(entry.key for entry in p) == path else leaf, variables["params"]
+            lambda p, leaf: leaf + 0.1 * jnp.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
+            variables["params"],
         )
-        other = tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(changed))
-        assert not jnp.allclose(model.apply({**variables, "tcfp": other}, TOKENS), fresh, atol=1e-4), path
-    assert jnp.array_equal(base.apply(variables, TOKENS), before)
-    assert jnp.array_equal(export(model).apply(variables, TOKENS), before)
+        assert not jnp.allclose(apply({**variables, "tcfp": state_of(changed)}, TOKENS), fresh, atol=1e-4), path
+    assert jnp.array_equal(jax.jit(base.apply)(variables, TOKENS), before)
+    assert jnp.array_equal(jax.jit(export(model).apply)(variables, TOKENS), before)
 
 
 def test_scan_and_unrolled_multiply_alike():
     unrolled, scanned = (convert(GPT(form=form), "tcfp12") for form in ("unrolled", "scan"))
-    variables = GPT(form="unrolled").init(jax.random.key(1), TOKENS)["params"]
+    variables = jax.jit(GPT(form="unrolled").init)(jax.random.key(1), TOKENS)["params"]
     stacked = {name: value for name, value in variables.items() if not name.startswith("block_")}
-    stacked["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(variables[f"block_{i}"] for i in range(3)))
-    expected = unrolled.apply({"params": variables}, TOKENS)
-    np.testing.assert_allclose(scanned.apply({"params": stacked}, TOKENS), expected, rtol=0, atol=2e-2)
+    stacked["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(variables[f"block_{i}"] for i in range(2)))
+    expected = jax.jit(unrolled.apply)({"params": variables}, TOKENS)
+    np.testing.assert_allclose(jax.jit(scanned.apply)({"params": stacked}, TOKENS), expected, rtol=0, atol=2e-2)
 
 
 class Shared(nn.Module):
@@ -330,13 +332,13 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
 def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
     variables = theirs.init(jax.random.key(1), X)
     assert same(mine.init(jax.random.key(1), X), variables)
-    exact = theirs.apply(variables, X)
-    error = mine.apply(variables, X) - exact
+    exact, y = jax.jit(theirs.apply)(variables, X), jax.jit(mine.apply)(variables, X)
+    error = y - exact
     assert error.shape == exact.shape and float(jnp.sum(error**2) / jnp.sum(exact**2)) < 1e-2
     if not isinstance(mine, nn.LayerNorm):
         converted = convert(theirs, "tcfp12")
-        assert jnp.array_equal(converted.apply(variables, X), mine.apply(variables, X))
-    gradients = jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2))(variables)
+        assert jnp.array_equal(jax.jit(converted.apply)(variables, X), y)
+    gradients = jax.jit(jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2)))(variables)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
 
 
@@ -364,13 +366,18 @@ def test_accumulation_feeds_one_state():
     params = base.init(jax.random.key(1), X)["params"]
     model = convert(base, "tcfp12")
     tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 2)
-    state = tx.init(params)
-    gradients = jax.grad(lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, X) ** 2))
+    state = jax.jit(tx.init)(params)
     first = tcfp_jax.layer_state(state)
+
+    @jax.jit
+    def update(state):
+        loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, X) ** 2)
+        return tx.update(jax.grad(loss)(params), state, params)[1]
+
     with jax.numpy_dtype_promotion("standard"):
-        _, state = tx.update(gradients(params), state, params)
+        state = update(state)
         assert same(tcfp_jax.layer_state(state), first)
-        _, state = tx.update(gradients(params), state, params)
+        state = update(state)
     assert not same(tcfp_jax.layer_state(state), first)
 
 

@@ -1,0 +1,160 @@
+"""NNX layers and conversion in place: the same `Param`s, the optimizer's own variables, and the way back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx as flax_nnx
+
+import tcfp_jax
+from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, register_adapter, restore, survey, sync, to_bf16
+from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
+
+X = jax.random.normal(jax.random.key(0), (2, 4, 16))
+TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
+
+
+class Block(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.norm = flax_nnx.LayerNorm(16, rngs=rngs)
+        self.attention = flax_nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+        self.up = flax_nnx.Linear(16, 32, rngs=rngs)
+        self.down = flax_nnx.Einsum("btk,kn->btn", (32, 16), (16,), rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(flax_nnx.gelu(self.up(x)))
+
+
+class GPT(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = flax_nnx.Embed(32, 16, rngs=rngs)
+        self.blocks = flax_nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = flax_nnx.remat(lambda block, x: block(x))(block, x)
+        return self.embedding.attend(x)
+
+
+def pure(model):
+    return flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(jnp.array_equal, a, b))
+
+
+@flax_nnx.jit
+def train(model, optimizer, tokens):
+    loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def test_a_gpt_converts_in_place_trains_and_comes_back():
+    model, float_model = GPT(flax_nnx.Rngs(0)), GPT(flax_nnx.Rngs(0))
+    forward = flax_nnx.jit(lambda model, tokens: model(tokens))
+    before, params = forward(model, TOKENS), pure(model)
+    converted = convert_to_tcfp(model, "tcfp12_fast", TOKENS, include=ALL, strict=True, rules={"nothing": "bf16"})
+    report = survey(model)
+    assert converted is model and len(report.converted) == 13 and report.unmatched_rules == ("'nothing'",)
+    assert {record.path for record in report.skipped} == {"embedding", "blocks/0/norm", "blocks/1/norm"}
+    assert same(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
+    assert jnp.array_equal(forward(float_model, TOKENS), before)
+    tx = optax.chain(optax.sgd(0.01), tcfp_jax.error_feedback(find_weights(model)))
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    losses = [float(train(model, optimizer, TOKENS)) for _ in range(3)]
+    assert losses[2] < losses[0] and all(np.isfinite(losses))
+    # The layer reads what the optimizer wrote last: the weight of now, rounded.
+    layer = model.blocks[1].up
+    stored = layer.stored.get_value()
+    values = (stored["hi"].astype(jnp.float32) + stored["lo"].astype(jnp.float32)) * stored["scale"]
+    np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=1e-3)
+    trained = pure(model)
+    flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
+    assert export(model) is model and type(model.blocks[0].up) is flax_nnx.Linear and same(pure(model), trained)
+    assert jnp.array_equal(forward(model, TOKENS), forward(float_model, TOKENS))
+    assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(flax_nnx.state(float_model))
+
+
+@pytest.mark.parametrize(
+    "theirs, mine",
+    [
+        (lambda r: flax_nnx.Linear(16, 8, rngs=r), lambda r: TCFPLinear(16, 8, rngs=r)),
+        (lambda r: flax_nnx.LinearGeneral(16, (2, 4), rngs=r), lambda r: TCFPLinearGeneral(16, (2, 4), rngs=r)),
+        (
+            lambda r: flax_nnx.Einsum("btk,nk->btn", (8, 16), (8,), rngs=r),
+            lambda r: TCFPEinsum("btk,nk->btn", (8, 16), (8,), rngs=r),
+        ),
+        (lambda r: flax_nnx.LayerNorm(16, rngs=r), lambda r: TCFPLayerNorm(16, rngs=r)),
+    ],
+    ids=["linear", "linear_general", "einsum", "layer_norm"],
+)
+def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
+    layer, exact = mine(flax_nnx.Rngs(0)), theirs(flax_nnx.Rngs(0))
+    assert same(pure(layer), pure(exact))
+    y, wanted = flax_nnx.jit(lambda layer: layer(X))(layer), exact(X)
+    assert y.shape == wanted.shape and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
+
+
+def test_embed_rounds_rows_and_attends():
+    layer = TCFPEmbed(32, 16, rngs=flax_nnx.Rngs(0))
+    table = layer.embedding[...]
+    assert jnp.array_equal(layer(TOKENS), tcfp_jax.fake_quantize(table)[TOKENS])
+    assert jnp.array_equal(layer.attend(X), tcfp_jax.matmul(X, table.T, recipe="tcfp12"))
+    model = convert_to_tcfp(flax_nnx.Embed(32, 16, rngs=flax_nnx.Rngs(0)), "tcfp12", include=("head", "small"))
+    assert jnp.array_equal(model(TOKENS), table[TOKENS]) and jnp.array_equal(model.attend(X), layer.attend(X))
+    with pytest.raises(ValueError, match="lookup"):
+        TCFPEmbed(32, 16, lookup="none", rngs=flax_nnx.Rngs(0))
+
+
+def test_layers_that_are_switched_off_are_flax_bit_for_bit():
+    model = flax_nnx.Sequential(flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0)))
+    exact = model(X)
+    convert_to_tcfp(model, "tensorwise", include=ALL)
+    low = model(X)
+    assert jnp.array_equal(to_bf16(model, "layers")(X), exact) and not jnp.array_equal(low, exact)
+    assert jnp.array_equal(restore(model, "layers")(X), low)
+    with pytest.raises(ValueError, match="finds no"):
+        to_bf16(model, "blocks")
+
+
+class Conv1D(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = flax_nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...].T
+
+
+def test_register_adapter_teaches_and_strict_finds():
+    with pytest.raises(ValueError, match="no layer of Conv1D"):
+        convert_to_tcfp(Conv1D(flax_nnx.Rngs(0)), "tcfp12", X, include=ALL)
+    model = flax_nnx.Sequential(Conv1D(flax_nnx.Rngs(0)), flax_nnx.Linear(8, 4, rngs=flax_nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="layers/0/kernel"):
+        convert_to_tcfp(model, "tcfp12", X, include=ALL, strict=True)
+    register_adapter(Conv1D, lambda layer, multiply, x: multiply("...k,nk->...n", x, layer.kernel[...]))
+    model = convert_to_tcfp(Conv1D(flax_nnx.Rngs(0)), "tcfp12", X, include=ALL, strict=True)
+    assert jnp.array_equal(model(X), tcfp_jax.matmul(X, model.kernel[...].T, recipe="tcfp12"))
+    assert find_weights(model, X)["kernel"].layout.transposed and type(export(model)) is Conv1D
+
+
+def test_bad_input():
+    layer = TCFPLinear(16, 8, rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="precision"):
+        TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="unknown"):
+        TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="out_sharding"):
+        layer(X, out_sharding="x")
+    with pytest.raises(ValueError, match="holds no quantized weight"):
+        sync(layer, flax_nnx.Optimizer(layer, optax.sgd(0.1), wrt=flax_nnx.Param))
+    with pytest.raises(ValueError, match="no low-precision layer"):
+        export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="not converted"):
+        survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
