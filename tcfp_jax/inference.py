@@ -53,7 +53,7 @@ def quantize_params(
         names = path_names(path)
         node = _find(quantized, names)
         if node is not None and storage == "packed":
-            _put(quantized, names, quantize_tcfp12(leaf))
+            _put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
         if node is None or names[-1] != "kernel":
             _put(rest, names, leaf)
     return {"params": rest, "tcfp": quantized}

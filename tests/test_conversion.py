@@ -101,7 +101,7 @@ def test_base_model_is_untouched_and_order_of_tracing_never_matters():
         models = {"base": base, "converted": convert(base, "tcfp12")}
         order = sorted(models, key=lambda name: name != first)
         result = {name: jax.jit(models[name].apply)(variables, X) for name in order}
-        result |= {f"{name} again": models[name].apply(variables, X) for name in order}
+        result |= {f"{name} again": jax.jit(lambda v, name=name: models[name].apply(v, X))(variables) for name in order}
         outputs.append(result)
     assert same(outputs[0], outputs[1])
     assert not same(outputs[0]["base"], outputs[0]["converted"])
@@ -330,8 +330,8 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     ids=lambda layer: str(type(layer).__name__),
 )
 def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
-    variables = theirs.init(jax.random.key(1), X)
-    assert same(mine.init(jax.random.key(1), X), variables)
+    variables = jax.jit(theirs.init)(jax.random.key(1), X)
+    assert same(jax.jit(mine.init)(jax.random.key(1), X), variables)
     exact, y = jax.jit(theirs.apply)(variables, X), jax.jit(mine.apply)(variables, X)
     error = y - exact
     assert error.shape == exact.shape and float(jnp.sum(error**2) / jnp.sum(exact**2)) < 1e-2
@@ -345,20 +345,20 @@ def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
 def test_embed_rounds_rows_and_attends():
     theirs, mine = nn.Embed(32, 16), TCFPEmbed(32, 16)
     variables = theirs.init(jax.random.key(1), TOKENS)
-    assert same(mine.init(jax.random.key(1), TOKENS), variables)
+    assert same(jax.jit(mine.init)(jax.random.key(1), TOKENS), variables)
     table = variables["params"]["embedding"]
-    assert jnp.array_equal(mine.apply(variables, TOKENS), tcfp_jax.fake_quantize(table)[TOKENS])
+    assert jnp.array_equal(jax.jit(mine.apply)(variables, TOKENS), jax.jit(tcfp_jax.fake_quantize)(table)[TOKENS])
     assert jnp.array_equal(mine.apply(variables, X, method="attend"), tcfp_jax.matmul(X, table.T, recipe="tcfp12"))
-    gradient = jax.grad(lambda v: mine.apply(v, TOKENS).sum())(variables)["params"]["embedding"]
+    gradient = jax.jit(jax.grad(lambda v: mine.apply(v, TOKENS).sum()))(variables)["params"]["embedding"]
     assert jnp.array_equal(gradient[:8], jnp.ones((8, 16)))  # straight-through
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
     gains = {"params": {"scale": jnp.full(16, 1.0).at[3].set(100.0), "bias": jnp.zeros(16)}}
-    y, exact = TCFPLayerNorm().apply(gains, X), nn.LayerNorm().apply(gains, X)
+    y, exact = jax.jit(TCFPLayerNorm().apply)(gains, X), nn.LayerNorm().apply(gains, X)
     np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
     model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include="layer_norm")
-    assert jnp.array_equal(model.apply(gains, X), y)
+    assert jnp.array_equal(jax.jit(model.apply)(gains, X), y)
 
 
 def test_accumulation_feeds_one_state():
