@@ -8,6 +8,7 @@ Parameters keep their names, shapes and values: a float checkpoint loads before 
 """
 
 import dataclasses
+import re
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from tcfp_jax import interception, nnx, replacement
 from tcfp_jax.interception import Conversion
 from tcfp_jax.layout import Weight
 from tcfp_jax.optim import ErrorFeedbackState, path_names
-from tcfp_jax.policy import Include, check_pattern, policy, rule_name
+from tcfp_jax.policy import SWITCHED_OFF, Choice, Include, check_pattern, policy, rule_name
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.registry import register_adapter
 from tcfp_jax.report import Record, Report
@@ -115,13 +116,13 @@ def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -
     if isinstance(model, flax_nnx.Module):
         if model not in _REPORTS:
             raise ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
-        return _survey_nnx(model, inputs, dict(options or {})) if inputs else _REPORTS[model]
+        return _survey_nnx(model, inputs, dict(options or {}))
     conversion = _linen_conversion(model)
     if inputs:
         return _survey_linen(model, inputs, dict(options or {}))[0]
     if conversion.report is None:
         raise ValueError("survey needs sample inputs: survey(model, *inputs), or pass them to convert_to_tcfp")
-    return conversion.report
+    return _switched(conversion.report, conversion.policy.off)
 
 
 def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> dict[str, Weight]:
@@ -154,7 +155,7 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
         raise ValueError("find_weights needs sample inputs: find_weights(model, *inputs)")
     shapes = {path: leaf.shape for path, leaf in _flat(params).items()}
     weights: dict[str, Weight] = {}
-    for record in report.converted:
+    for record in (*report.converted, *report.skipped):  # layers of NNX that are switched off keep their state
         if record.layout is None or record.recipe is None or record.weight_path not in shapes:
             continue  # a rounded parameter, or a tied head applied by itself: its parameter belongs to another layer
         weight = Weight(record.recipe, _outer_layout(record, shapes[record.weight_path]))
@@ -304,7 +305,7 @@ def _survey_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     """The report of the layers as they are now, with what one traced call shows where there are inputs."""
     remembered = _REPORTS.get(model)
     seen: dict[tuple[str, str], Any] = {}
-    unseen: tuple[Product, ...] = ()
+    unseen = () if remembered is None else remembered.unseen
     skipped = () if remembered is None else remembered.skipped
     if inputs:
         graphdef, state = flax_nnx.split(model)
@@ -320,7 +321,17 @@ def _survey_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
         records = replacement.records(model, seen)
         unseen = _unseen(jaxpr, {"params": flax_nnx.as_pure(shapes)}, arrays, [*records, *skipped])
     rules = () if remembered is None else remembered.unmatched_rules
-    return Report(tuple(replacement.records(model, seen)), skipped, unseen, rules)
+    records = replacement.records(model, seen)
+    off = tuple(record for record in records if record.choice.reason == SWITCHED_OFF)
+    return Report(tuple(record for record in records if record not in off), (*skipped, *off), unseen, rules)
+
+
+def _switched(report: Report, off: tuple[str, ...]) -> Report:
+    """The report with layers that `to_bf16` switched off since among the skipped."""
+    found = [record for record in report.converted if any(re.search(pattern, record.path) for pattern in off)]
+    converted = tuple(record for record in report.converted if record not in found)
+    moved = tuple(dataclasses.replace(record, choice=Choice(None, SWITCHED_OFF)) for record in found)
+    return dataclasses.replace(report, converted=converted, skipped=(*report.skipped, *moved))
 
 
 _REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()

@@ -20,6 +20,9 @@ HEAD = re.compile(
 )
 
 
+SWITCHED_OFF = "switched off by to_bf16"
+
+
 @dataclass(frozen=True)
 class Choice:
     """A layer's recipe or None, why, and which rule said so."""
@@ -54,7 +57,7 @@ class Policy:
         'output head; include "head" or name it in rules'
         """
         if any(re.search(pattern, path) for pattern in self.off):
-            return Choice(None, "switched off by to_bf16")
+            return Choice(None, SWITCHED_OFF)
         for number, rule in enumerate(self.rules):
             matched, chosen = _match(rule, path, module)
             if matched:

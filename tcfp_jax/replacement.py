@@ -13,7 +13,7 @@ from tcfp_jax import nnx
 from tcfp_jax.adapters import Multiply
 from tcfp_jax.interception import TRACE_KEY, nothing_converted
 from tcfp_jax.layout import Layout, parse
-from tcfp_jax.policy import Choice, Policy
+from tcfp_jax.policy import SWITCHED_OFF, Choice, Policy
 from tcfp_jax.registry import Adapter, nnx_adapter
 from tcfp_jax.report import Record
 
@@ -58,7 +58,7 @@ def records(model: Any, seen: Mapping[tuple[str, str], tuple[Layout, int]]) -> l
         recipe = getattr(module, "recipe", None)
         reason = "rounded to the packed format" if recipe is None else ""
         if getattr(module, "products", "recipe") == "flax":
-            recipe, reason = None, "switched off by to_bf16"
+            reason = SWITCHED_OFF
         parameter = getattr(module, name)
         shape = () if parameter is None else tuple(parameter.shape)
         layout, size = seen.get((path, name), (nnx.layout(module), 0))

@@ -43,9 +43,9 @@ class Record:
 
     def __str__(self) -> str:
         """One line."""
-        what = f"skipped: {self.choice.reason}"
+        what = self.choice.reason
         if self.recipe is not None:
-            what = describe(self.recipe) + (f" ({self.choice.reason})" if self.choice.reason else "")
+            what = describe(self.recipe) + (f" ({what})" if what else "")
         return f"{self.path or '(root)':40} {self.layer:16} {list(self.shape)!s:20} {what}"
 
 
@@ -67,7 +67,7 @@ class Report:
     def __str__(self) -> str:
         """Converted layers, then skipped ones, then what nobody asked for."""
         lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} skipped"]
-        lines += map(str, self.converted + self.skipped)
+        lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
         lines += [f"product that no adapter saw: {product}" for product in self.unseen]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)

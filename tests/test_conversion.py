@@ -309,6 +309,7 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     model = convert(base, "tcfp12")
     off = to_bf16(model, "up", "down")
     assert jnp.array_equal(off.apply(variables, X), base.apply(variables, X))
+    assert [record.path for record in survey(to_bf16(convert(base, "tcfp12", X), "up")).converted] == ["down"]
     half = restore(off, "up")
     assert not jnp.array_equal(half.apply(variables, X), base.apply(variables, X))
     assert jnp.array_equal(restore(half, "down").apply(variables, X), model.apply(variables, X))
@@ -359,6 +360,32 @@ def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
     np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
     model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include="layer_norm")
     assert jnp.array_equal(jax.jit(model.apply)(gains, X), y)
+
+
+class Annotated(nn.Module):
+    """Partitioned parameters, and a collection that the model writes."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.sow("intermediates", "x", x)
+        return nn.Dense(16, kernel_init=nn.with_partitioning(nn.initializers.normal(), ("k", "n")), name="dense")(x)
+
+
+def test_boxed_parameters_and_mutable_collections():
+    base = Annotated()
+    variables = base.init(jax.random.key(1), X)
+    model = convert(base, "tcfp12", X, strict=True)
+    tx = tcfp_jax.error_feedback(find_weights(model))
+    state = tcfp_jax.layer_state(tx.init(variables["params"]))
+    assert state["dense"]["kernel"].hi.shape == (16, 16)
+    y, written = model.apply({"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
+    assert set(written) == {"intermediates", "params"}
+    assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
+    assert jnp.array_equal(y, model.apply({"params": variables["params"]}, X))
+    with pytest.raises(ValueError, match="parameters lack other/kernel"):
+        tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
+    with pytest.raises(ValueError, match="mask"):
+        tcfp_jax.error_feedback(find_weights(model), mask=lambda params: params)
 
 
 def test_accumulation_feeds_one_state():

@@ -76,7 +76,9 @@ def test_public_names():
         assert callable(getattr(tcfp_jax, name)), f"a module shadows {name}"
 
 
-@pytest.mark.parametrize("first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.recipe", "pallas_kernels.matmul.api"])
+@pytest.mark.parametrize(
+    "first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.conversion", "tcfp_jax.recipe", "pallas_kernels.matmul.api"]
+)
 def test_public_names_import_in_either_order(first):
     script = (
         f"import {first}\nimport tcfp_jax, tcfp_jax.linen, pallas_kernels.matmul.api\n"

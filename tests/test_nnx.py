@@ -118,10 +118,38 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     exact = model(X)
     convert_to_tcfp(model, "tensorwise", include=ALL)
     low = model(X)
+    weights = find_weights(model)
     assert jnp.array_equal(to_bf16(model, "layers")(X), exact) and not jnp.array_equal(low, exact)
+    assert not survey(model).converted and "switched off" in str(survey(model)) and find_weights(model) == weights
     assert jnp.array_equal(restore(model, "layers")(X), low)
     with pytest.raises(ValueError, match="finds no"):
         to_bf16(model, "blocks")
+
+
+class Stack(flax_nnx.Module):
+    """Layers with stacked parameters, run by `nnx.scan`."""
+
+    def __init__(self, rngs):
+        make = flax_nnx.vmap(lambda rngs: flax_nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = make(rngs.split(3))
+
+    def __call__(self, x):
+        return flax_nnx.scan(
+            lambda x, layer: flax_nnx.tanh(layer(x)), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry
+        )(x, self.layers)
+
+
+def test_stacked_layers_read_their_own_state():
+    model = convert_to_tcfp(Stack(flax_nnx.Rngs(0)), "tcfp12", X, include=ALL, strict=True)
+    forward = flax_nnx.jit(lambda model, x: model(x))
+    weights = find_weights(model)
+    assert weights["layers/kernel"].layout.stack == (0,)
+    fresh = forward(model, X)
+    optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(weights), wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
+    model.layers.kernel[...] = model.layers.kernel[...] * 2  # the stored weights are still those of before
+    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
 
 
 class Conv1D(flax_nnx.Module):
