@@ -80,11 +80,12 @@ class Stored:
 
 
 def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
-    """The layer's parameter, or `Stored` where inference weights took its place."""
+    """The layer's parameter, or `Stored` where inference weights took its place; for adapters to pass to `multiply`."""
+    dtype = getattr(layer, "param_dtype", jnp.float32)
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:
-        return Stored(shape, layer.param_dtype)
-    return layer.param(name, init, shape, layer.param_dtype)
+        return Stored(shape, dtype)
+    return layer.param(name, init, shape, dtype)
 
 
 def common_dtype(inputs: jax.Array, kernel: Any, bias: jax.Array | None, dtype: Any) -> Any:

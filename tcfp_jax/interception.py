@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from flax import errors
 from flax import linen as nn
 
 from tcfp_jax import adapters
@@ -109,7 +110,15 @@ class Run:
             return plain(equation, x, kernel, name=name)
 
         self.conversion.ever.add(record.path)
-        y = adapter.forward(module, multiply, *args, **kwargs)
+        try:
+            y = adapter.forward(module, multiply, *args, **kwargs)
+        except errors.ScopeParamNotFoundError as error:
+            if module.has_variable("params", adapter.kernel) or adapters.stored_weight(module, adapter.kernel) is None:
+                raise
+            raise NotImplementedError(
+                f"{record.path!r} has a quantized kernel only, but its adapter reads the float one; let the adapter "
+                "take it from tcfp_jax.adapters.kernel_of(layer, name, init, shape), or leave the layer float"
+            ) from error
         if not called and adapter.group in ("linear", "head"):
             raise ValueError(
                 f"the adapter of {adapter.module_type.__name__} never called multiply at {record.path!r}; it must "

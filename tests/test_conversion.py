@@ -138,28 +138,26 @@ def test_caches_of_traced_functions_know_the_conversion(first):
     assert len(survey(models["converted"], X).converted) == 2
 
 
-@pytest.mark.parametrize("form", ["scan", "unrolled"])
-def test_attention_einsum_and_tied_head_under_scan_and_remat(form):
-    base = GPT(form=form)
+def test_attention_einsum_and_tied_head_under_scan_and_remat():
+    base = GPT()
     variables = jax.jit(base.init)(jax.random.key(1), TOKENS)
     before = jax.jit(base.apply)(variables, TOKENS)
     model = convert(base, "tcfp12_fast", TOKENS, strict=True)
-    report = survey(model)
-    assert len(report.converted) == (7 if form == "scan" else 13) and not report.unseen
+    assert len(survey(model).converted) == 7 and not survey(model).unseen
+    assert len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted) == 13
     weights = find_weights(model)
     params, state = step(model, variables["params"], TOKENS, weights)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
     stored = tcfp_jax.layer_state(state)
-    if form == "scan":
-        assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (2, 16, 16)
-        assert stored["blocks"]["down"]["kernel"].scale.shape == (2,)
+    assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (2, 16, 16)
+    assert stored["blocks"]["down"]["kernel"].scale.shape == (2,)
     # State of other weights changes every layer's result: none is dropped.
     apply = jax.jit(model.apply)
     fresh = apply(variables, TOKENS)
     state_of = jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))
     mine = state_of(variables["params"])
     np.testing.assert_allclose(apply({**variables, "tcfp": mine}, TOKENS), fresh, rtol=0, atol=1e-5)
-    for path in weights if form == "scan" else ():
+    for path in weights:
         changed = jax.tree_util.tree_map_with_path(
             lambda p, leaf: leaf + 0.1 * jnp.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
             variables["params"],

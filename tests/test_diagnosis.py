@@ -10,7 +10,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.adapters import kernel_of
+from tcfp_jax.conversion import convert_to_tcfp, find_weights, register_adapter
 from tcfp_jax.diagnosis import MEASURED, SHAPES, diagnose
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.linen import TCFPDense
@@ -78,6 +79,32 @@ def test_inference_weights_replace_the_float_kernels(recipe, storage, tmp_path):
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), served)
         loaded = checkpointer.restore(tmp_path / "served", shapes)
     assert jnp.array_equal(apply(loaded, X), y)
+
+
+class Transposed(nn.Module):
+    param_dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.normal(), (8, x.shape[-1])).T
+
+
+def test_an_adapter_needs_kernel_of_for_inference_weights():
+    params = Transposed().init(jax.random.key(1), X)["params"]
+    init = nn.initializers.normal()
+    reads = {
+        "float": lambda layer, x: layer.param("kernel", init, (8, x.shape[-1])),
+        "either": lambda layer, x: kernel_of(layer, "kernel", init, (8, x.shape[-1])),
+    }
+    for name, read in reads.items():
+        register_adapter(Transposed, lambda layer, multiply, x: multiply("...k,nk->...n", x, read(layer, x)))
+        model = convert_to_tcfp(Transposed(), "tcfp12", X, include=("linear", "small"))
+        served = quantize_params(params, find_weights(model))
+        if name == "float":
+            with pytest.raises(NotImplementedError, match="kernel_of"):
+                model.apply(served, X)
+        else:
+            assert jnp.array_equal(model.apply(served, X), model.apply({"params": params}, X))
 
 
 def test_inference_weights_of_bad_input():
