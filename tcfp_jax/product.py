@@ -1,5 +1,7 @@
 """`contract`: an einsum of activations and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that it is."""
 
+import math
+
 import jax
 
 from tcfp_jax.gemm import matmul
@@ -54,7 +56,11 @@ def contract(
     stack, inputs, outputs = pick(layout.stack), pick(layout.inputs), pick(layout.outputs)
     rest = [letter for letter in x_letters if letter not in stack + inputs]
     x = x.transpose([x_letters.index(letter) for letter in stack + rest + inputs])
-    x = x.reshape(*x.shape[: len(stack) + len(rest)], -1)
+    kept = x.shape[: len(stack) + len(rest)]
+    # XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes whose result is turned over, as the gradient
+    # of a transposed kernel is; over one axis it can.
+    leading = (*kept[: len(stack)], -1) if layout.transposed else kept
+    x = x.reshape(*leading, math.prod(sizes[letter] for letter in inputs))
 
     def multiply(x: jax.Array, w: jax.Array | None, quantized: Quantized | None, key: jax.Array | None) -> jax.Array:
         if w is None:
@@ -66,6 +72,6 @@ def contract(
     for _ in stack:
         multiply = jax.vmap(multiply)
     y = multiply(x, matrix, quantized, key)
-    y = y.reshape(*y.shape[:-1], *(sizes[letter] for letter in outputs))
+    y = y.reshape(*kept, *(sizes[letter] for letter in outputs))
     order = stack + rest + outputs
     return y.transpose([order.index(letter) for letter in result])

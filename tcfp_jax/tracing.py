@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from tcfp_jax.gemm import WEIGHT_NAME
@@ -109,7 +110,7 @@ class _Walk:
         return [joined] * len(eqn.outvars)
 
     def _scan(self, eqn: Any, inputs: list[Origin], go: Any) -> list[Origin]:
-        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carries = _scan_counts(eqn.params)
         while True:
             outputs = go(eqn.params["jaxpr"], inputs, 0)
             carry = inputs[consts : consts + carries]
@@ -127,6 +128,14 @@ class _Walk:
             if joined == carry:
                 return outputs
             carry = joined
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    """How many constants and carried values a scan has; jax 0.11 keeps trees of them instead of numbers."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))
+    return count(params["ft_in"][0]), count(params["ft_in"][1])
 
 
 def _open(body: Any) -> Any:
