@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from tcfp_jax.gemm import WEIGHT_NAME
@@ -131,11 +130,11 @@ class _Walk:
 
 
 def _scan_counts(params: Any) -> tuple[int, int]:
-    """How many constants and carried values a scan has; jax 0.11 keeps trees of them instead of numbers."""
+    """How many constants and carried values a scan has; jax 0.11 keeps flat trees of them instead of numbers."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    count = lambda tree: len(jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))
-    return count(params["ft_in"][0]), count(params["ft_in"][1])
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def _open(body: Any) -> Any:
