@@ -25,7 +25,7 @@ from tcfp_jax.policy import SWITCHED_OFF, Choice, Include, check_pattern, policy
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.registry import register_adapter
 from tcfp_jax.report import Record, Report
-from tcfp_jax.tracing import Origin, Product, parameter_products
+from tcfp_jax.tracing import Origin, Product, arrays_of, parameter_products
 
 __all__ = [
     "convert_to_tcfp", "export", "find_weights", "register_adapter", "restore", "survey", "sync", "to_bf16",
@@ -285,7 +285,7 @@ def _survey_linen(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) 
     conversion = _linen_conversion(model)
     original = export(model)
     rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
-    arrays, rebuild = _arrays((inputs, options))
+    arrays, rebuild = arrays_of((inputs, options))
     variables = jax.eval_shape(lambda arrays: _call(original.init, rngs, rebuild(arrays)), arrays)
     variables = nn.meta.unbox(variables)
     records: list[Record] = []
@@ -310,7 +310,7 @@ def _survey_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) ->
     if inputs:
         graphdef, state = flax_nnx.split(model)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        arrays, rebuild = _arrays((inputs, options))
+        arrays, rebuild = arrays_of((inputs, options))
 
         def run(state: Any, arrays: Any) -> Any:
             args, kwargs = rebuild(arrays)
@@ -382,19 +382,6 @@ def _outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
 def _call(function: Any, rngs: Any, arguments: Any) -> Any:
     args, kwargs = arguments
     return function(rngs, *args, **kwargs)
-
-
-def _arrays(tree: Any) -> tuple[list[Any], Any]:
-    """(arrays of a tree, a function that puts arrays back): what is no array stays a Python value when traced."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def rebuild(arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        return treedef.unflatten([next(rest) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)])
-
-    return [leaf for array, leaf in zip(is_array, leaves, strict=True) if array], rebuild
 
 
 def _flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from tcfp_jax.gemm import WEIGHT_NAME
@@ -65,6 +66,19 @@ def parameter_products(jaxpr: Any, origins: Sequence[Origin]) -> list[Product]:
     walk = _Walk()
     walk.jaxpr(jaxpr.jaxpr, list(origins), seen=False)
     return list(walk.products.values())
+
+
+def arrays_of(tree: Any) -> tuple[list[Any], Any]:
+    """(arrays of a tree, a function that puts arrays back): what is no array stays a Python value when traced."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)])
+
+    return [leaf for array, leaf in zip(is_array, leaves, strict=True) if array], rebuild
 
 
 class _Walk:
