@@ -11,6 +11,7 @@ that `nn.scan`, `nn.vmap` and `nn.remat` treat it as they treat the kernel), or 
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -72,11 +73,33 @@ def stored_weight(layer: nn.Module, name: str) -> Any:
     return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
 
 
+@dataclass(frozen=True)
 class Stored:
-    """Stands for a kernel of which only the quantized form exists; the dtype is the parameter's."""
+    """Stands for a kernel of which only the quantized form exists: its shape and the parameter's dtype.
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
+    Indexed, as NNX layers read their parameters, it is itself; as an operand of anything but `multiply` it raises.
+
+    >>> Stored((3, 4), jnp.dtype("float32"))[...].shape
+    (3, 4)
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __getitem__(self, index: Any) -> "Stored":
+        """The same, for `kernel[...]`."""
+        return self
+
+    def __jax_array__(self) -> Any:
+        """Raise: there is no float kernel.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"a kernel of shape {list(self.shape)} exists in quantized form only, but code reads the float one; pass "
+            "it to multiply alone, or load the float parameters before to_bf16 or export"
+        )
 
 
 def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
@@ -84,7 +107,7 @@ def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
     dtype = getattr(layer, "param_dtype", jnp.float32)
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:
-        return Stored(shape, dtype)
+        return Stored(tuple(shape), jnp.dtype(dtype))
     return layer.param(name, init, shape, dtype)
 
 

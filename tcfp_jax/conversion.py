@@ -9,7 +9,6 @@ Parameters keep their names, shapes and values: a float checkpoint loads before 
 
 import dataclasses
 import re
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,15 +16,15 @@ import jax
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import interception, nnx, replacement
+from tcfp_jax import census, interception, nnx, replacement
+from tcfp_jax.adapters import Stored
 from tcfp_jax.interception import Conversion
 from tcfp_jax.layout import Weight
-from tcfp_jax.optim import ErrorFeedbackState, path_names
-from tcfp_jax.policy import SWITCHED_OFF, Choice, Include, check_pattern, policy, rule_name
+from tcfp_jax.optim import ErrorFeedbackState
+from tcfp_jax.policy import Include, check_pattern, policy
 from tcfp_jax.recipe import Recipe
-from tcfp_jax.registry import register_adapter
-from tcfp_jax.report import Record, Report
-from tcfp_jax.tracing import Origin, Product, arrays_of, parameter_products
+from tcfp_jax.registry import own_base, register_adapter
+from tcfp_jax.report import Report
 
 __all__ = [
     "convert_to_tcfp", "export", "find_weights", "register_adapter", "restore", "survey", "sync", "to_bf16",
@@ -81,15 +80,15 @@ def convert_to_tcfp(
         conversion = Conversion(base, chosen)
         converted = interception.bake(model, conversion)
         if inputs:
-            conversion.report, conversion.shapes = _survey_linen(converted, inputs, dict(options or {}))
+            conversion.report, conversion.shapes = census.of_linen(converted, inputs, dict(options or {}))
             if not conversion.report.converted:
                 skipped = {record.path: record.choice.reason for record in conversion.report.skipped}
                 raise interception.nothing_converted(type(model).__name__, skipped)
     elif isinstance(model, flax_nnx.Module):
         converted = model
-        _REPORTS[model] = _report(replacement.replace(model, chosen), (), chosen.rules)
+        census.REPORTS[model] = census.report(replacement.replace(model, chosen), (), chosen.rules)
         if inputs:
-            _REPORTS[model] = _survey_nnx(model, inputs, dict(options or {}))
+            census.REPORTS[model] = census.of_nnx(model, inputs, dict(options or {}))
     else:
         raise TypeError(f"{model!r} is neither a flax.linen.Module nor a flax.nnx.Module; pass the model itself")
     if strict:
@@ -101,12 +100,13 @@ def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -
     """What became of every layer of a converted model, and the parameter products that no adapter saw.
 
     Args:
-      model: from `convert_to_tcfp`.
+      model: from `convert_to_tcfp`, or one written with this project's layers.
       inputs: sample arguments, traced and never computed. Without them the report of the conversion is returned.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
-      ValueError: the model is not converted, or there are no inputs, neither now nor at conversion.
+      TypeError: not a Flax module.
+      ValueError: nothing in the model is low-precision, or there are no inputs, neither now nor at conversion.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> print(survey(model))
@@ -114,15 +114,16 @@ def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -
     (root)                                   Dense            [3, 4]               tcfp12
     """
     if isinstance(model, flax_nnx.Module):
-        if model not in _REPORTS:
-            raise ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
-        return _survey_nnx(model, inputs, dict(options or {}))
-    conversion = _linen_conversion(model)
+        report = census.of_nnx(model, inputs, dict(options or {}))
+        if model not in census.REPORTS and not report.converted:
+            raise census.not_converted(model)
+        return report
+    model, conversion = census.linen(model)
     if inputs:
-        return _survey_linen(model, inputs, dict(options or {}))[0]
+        return census.of_linen(model, inputs, dict(options or {}))[0]
     if conversion.report is None:
         raise ValueError("survey needs sample inputs: survey(model, *inputs), or pass them to convert_to_tcfp")
-    return _switched(conversion.report, conversion.policy.off)
+    return census.switched(conversion.report, conversion.policy.off)
 
 
 def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> dict[str, Weight]:
@@ -131,12 +132,14 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
     Each with its own recipe, and with the axes that its layer contracts; layers of `nn.scan` are a stack.
 
     Args:
-      model: from `convert_to_tcfp`, or an NNX model with low-precision layers.
+      model: from `convert_to_tcfp`, or one written with this project's layers.
       inputs: sample arguments; not needed where the conversion of a Linen model had some.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
-      ValueError: no inputs, or two layers that share a weight and multiply it in different ways.
+      TypeError: not a Flax module.
+      ValueError: nothing in the model is low-precision, no inputs, or two layers that share a weight and multiply it
+        in different ways.
       NotImplementedError: layers stacked along another axis than the first.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
@@ -144,21 +147,21 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
     if isinstance(model, flax_nnx.Module):
-        report: Report | None = _survey_nnx(model, inputs, dict(options or {}))
+        report: Report | None = census.of_nnx(model, inputs, dict(options or {}))
         params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
     else:
-        conversion = _linen_conversion(model)
+        model, conversion = census.linen(model)
         report, params = conversion.report, conversion.shapes
         if inputs:
-            report, params = _survey_linen(model, inputs, dict(options or {}))
+            report, params = census.of_linen(model, inputs, dict(options or {}))
     if report is None:
         raise ValueError("find_weights needs sample inputs: find_weights(model, *inputs)")
-    shapes = {path: leaf.shape for path, leaf in _flat(params).items()}
+    shapes = {path: leaf.shape for path, leaf in census.flat(params).items()}
     weights: dict[str, Weight] = {}
     for record in (*report.converted, *report.skipped):  # layers of NNX that are switched off keep their state
         if record.layout is None or record.recipe is None or record.weight_path not in shapes:
             continue  # a rounded parameter, or a tied head applied by itself: its parameter belongs to another layer
-        weight = Weight(record.recipe, _outer_layout(record, shapes[record.weight_path]))
+        weight = Weight(record.recipe, census.outer_layout(record, shapes[record.weight_path]))
         if weights.setdefault(record.weight_path, weight) != weight:
             raise ValueError(
                 f"{record.weight_path} is multiplied in two ways: {weights[record.weight_path]} and {weight}; give "
@@ -185,8 +188,11 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
     is_state = lambda node: isinstance(node, ErrorFeedbackState)
     for node in jax.tree.leaves(optimizer.opt_state, is_leaf=is_state):
         if isinstance(node, ErrorFeedbackState):
-            variables.update(_flat(node.weights, lambda leaf: isinstance(leaf, flax_nnx.Variable)))
+            variables.update(census.flat(node.weights, lambda leaf: isinstance(leaf, flax_nnx.Variable)))
     found = 0
+    # After its first update an optimizer holds quantized weights as nested states, no more as our own classes, and a
+    # compiled step would be compiled again. Writing the state over itself now does what that update will do.
+    flax_nnx.update(optimizer.opt_state, flax_nnx.state(flax_nnx.as_pure(optimizer.opt_state)))
     for path, module in replacement.layers(model):
         if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
             name = "embedding" if isinstance(module, nnx.TCFPEmbed) else "kernel"
@@ -202,8 +208,12 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
 def export(model: Any) -> Any:
     """Flax's own layers again, sharing the parameters: an NNX model in place, a Linen model as the class it had.
 
+    A Linen model written with `TCFPDense` by hand has no other class to return to: exported are its layers, one by
+    one, and `to_bf16(model, "")` runs Flax's code in all of them.
+
     Raises:
-      ValueError: nothing in the model was converted.
+      TypeError: not a Flax module.
+      ValueError: nothing in the model was converted, or its float kernels are gone (`load_quantized`).
 
     >>> type(export(convert_to_tcfp(nn.Dense(4), "tcfp12"))) is nn.Dense
     True
@@ -212,21 +222,35 @@ def export(model: Any) -> Any:
         found = [module for _, module in replacement.layers(model) if isinstance(module, replacement.LAYERS)]
         if not found:
             raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
+        if any(isinstance(getattr(module, "kernel", None), Stored) for module in found):
+            raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
         for module in found:
             replacement.restore_class(module)
         return model
-    conversion = _linen_conversion(model)
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-    return conversion.base(**fields, parent=None)
+    kind = own_base(type(model))
+    if kind is not None:
+        fields = interception.fields_of(model)
+        fields.pop("recipe", None)
+        return kind(**fields, parent=None)
+    model, conversion = census.linen(model)
+    if conversion.policy.recipe is None:
+        raise ValueError(
+            f"{type(model).__name__} was not converted; if it has low-precision layers, write Flax's own in their "
+            'place (the parameters fit as they are), or run Flax\'s code in them by to_bf16(model, "")'
+        )
+    return interception.unbaked(model, conversion)
 
 
 def to_bf16(model: Any, *patterns: str) -> Any:
     """Layers whose path a pattern finds run Flax's own code, in their own dtype, until `restore`.
 
-    A Linen model is returned anew, an NNX model changed in place; state and parameters stay as they are.
+    A Linen model is returned anew, an NNX model changed in place; state and parameters stay as they are. Models that
+    were not converted but written with this project's layers are switched alike.
 
     Raises:
-      ValueError: no pattern, one that is no regex, or one that finds no low-precision layer of an NNX model.
+      TypeError: not a Flax module.
+      ValueError: no pattern, one that is no regex, or one that finds no low-precision layer (for a Linen model that was
+        converted without inputs: if no pattern does, when it is applied).
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
     >>> x = jax.numpy.ones((2, 3))
@@ -241,6 +265,7 @@ def restore(model: Any, *patterns: str) -> Any:
     """Undo `to_bf16` for the layers whose path a pattern finds; for a Linen model the patterns given to `to_bf16`.
 
     Raises:
+      TypeError: not a Flax module.
       ValueError: no pattern, one that is no regex, or one that was not switched off.
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12"), "mlp")
@@ -258,9 +283,13 @@ def _switch(model: Any, patterns: tuple[str, ...], products: nnx.Products) -> An
     if isinstance(model, flax_nnx.Module):
         replacement.switch(model, patterns, products)
         return model
-    conversion = _linen_conversion(model)
+    model, conversion = census.linen(model)
     off = conversion.policy.off
     if products == "flax":
+        layers = () if conversion.report is None else conversion.report.converted
+        for pattern in patterns if layers else ():
+            if not any(re.search(pattern, record.path) for record in layers):
+                raise ValueError(f"{pattern!r} finds no low-precision layer; survey(model) lists them")
         off = (*off, *(pattern for pattern in patterns if pattern not in off))
     else:
         unknown = [pattern for pattern in patterns if pattern not in off]
@@ -273,117 +302,9 @@ def _switch(model: Any, patterns: tuple[str, ...], products: nnx.Products) -> An
     return interception.bake(model, changed)
 
 
-def _linen_conversion(model: Any) -> Conversion:
-    conversion = interception.conversion_of(model)
-    if conversion is None:
-        raise ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
-    return conversion
-
-
-def _survey_linen(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Report, Any]:
-    """(report, parameters as shapes) of one traced call."""
-    conversion = _linen_conversion(model)
-    original = export(model)
-    rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
-    arrays, rebuild = arrays_of((inputs, options))
-    variables = jax.eval_shape(lambda arrays: _call(original.init, rngs, rebuild(arrays)), arrays)
-    variables = nn.meta.unbox(variables)
-    records: list[Record] = []
-    mutable = nn.DenyList("params")
-
-    def run(variables: Any, arrays: Any) -> Any:
-        args, kwargs = rebuild(arrays)
-        with interception.running(conversion, records):
-            return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
-
-    jaxpr = jax.make_jaxpr(run)(variables, arrays)
-    params = variables.get("params", {})
-    return _report(dict.fromkeys(records), _unseen(jaxpr, variables, arrays, records), conversion.policy.rules), params
-
-
-def _survey_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Report:
-    """The report of the layers as they are now, with what one traced call shows where there are inputs."""
-    remembered = _REPORTS.get(model)
-    seen: dict[tuple[str, str], Any] = {}
-    unseen = () if remembered is None else remembered.unseen
-    skipped = () if remembered is None else remembered.skipped
-    if inputs:
-        graphdef, state = flax_nnx.split(model)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        arrays, rebuild = arrays_of((inputs, options))
-
-        def run(state: Any, arrays: Any) -> Any:
-            args, kwargs = rebuild(arrays)
-            with replacement.watching(flax_nnx.merge(graphdef, state), seen) as merged:
-                return jax.tree.leaves(flax_nnx.as_pure(merged(*args, **kwargs)))
-
-        jaxpr = jax.make_jaxpr(run)(shapes, arrays)
-        records = replacement.records(model, seen)
-        unseen = _unseen(jaxpr, {"params": flax_nnx.as_pure(shapes)}, arrays, [*records, *skipped])
-    rules = () if remembered is None else remembered.unmatched_rules
-    records = replacement.records(model, seen)
-    off = tuple(record for record in records if record.choice.reason == SWITCHED_OFF)
-    return Report(tuple(record for record in records if record not in off), (*skipped, *off), unseen, rules)
-
-
-def _switched(report: Report, off: tuple[str, ...]) -> Report:
-    """The report with layers that `to_bf16` switched off since among the skipped."""
-    found = [record for record in report.converted if any(re.search(pattern, record.path) for pattern in off)]
-    converted = tuple(record for record in report.converted if record not in found)
-    moved = tuple(dataclasses.replace(record, choice=Choice(None, SWITCHED_OFF)) for record in found)
-    return dataclasses.replace(report, converted=converted, skipped=(*report.skipped, *moved))
-
-
-_REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
-
-
-def _report(records: Iterable[Record], unseen: tuple[Product, ...], rules: tuple[Any, ...]) -> Report:
-    records = list(records)
-    matched = {record.choice.rule for record in records}
-    unmatched = tuple(rule_name(rule) for number, rule in enumerate(rules) if number not in matched)
-    converted = tuple(record for record in records if record.recipe is not None)
-    return Report(converted, tuple(record for record in records if record.recipe is None), unseen, unmatched)
-
-
 def _check_strict(report: Report) -> None:
     if report.unseen:
         raise ValueError(
             f"strict=True: {len(report.unseen)} products of parameters that no adapter saw: "
             f"{'; '.join(map(str, report.unseen[:5]))}; use register_adapter for their layers"
         )
-
-
-def _unseen(jaxpr: Any, variables: Any, arrays: Any, records: Iterable[Record]) -> tuple[Product, ...]:
-    """Parameter products that ran outside every adapter."""
-    origins = []
-    for path, _ in jax.tree_util.tree_flatten_with_path((variables, arrays))[0]:
-        names = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
-        from_params = names[0] == "0" and names[1] == "params"
-        origins.append(Origin(frozenset({"/".join(names[2:])})) if from_params else Origin(from_input=True))
-    known = {record.weight_path for record in records}
-    products = parameter_products(jaxpr, origins)
-    return tuple(
-        dict.fromkeys(product for product in products if not product.seen and not set(product.parameters) <= known)
-    )
-
-
-def _outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
-    """The layout of the whole parameter, which `nn.scan` or `nn.vmap` may have stacked."""
-    layout, extra = record.layout, len(shape) - len(record.shape)
-    assert layout is not None
-    if extra < 0 or tuple(shape[extra:]) != record.shape:
-        raise NotImplementedError(
-            f"{record.weight_path} has shape {list(shape)}, but its layer sees {list(record.shape)}: layers must be "
-            'stacked along the first axis; use variable_axes={"params": 0}'
-        )
-    return layout.stacked(len(shape)) if extra else layout
-
-
-def _call(function: Any, rngs: Any, arguments: Any) -> Any:
-    args, kwargs = arguments
-    return function(rngs, *args, **kwargs)
-
-
-def _flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {"/".join(path_names(path)): leaf for path, leaf in entries}

@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from flax import linen as nn
 
 from tcfp_jax import adapters
 from tcfp_jax.layout import parse
-from tcfp_jax.policy import Choice, Policy
+from tcfp_jax.policy import OWN, SWITCHED_OFF, Choice, Policy
+from tcfp_jax.recipe import recipe as named_recipe
 from tcfp_jax.registry import Adapter, linen_adapter
 from tcfp_jax.report import Record
 from tcfp_jax.tracing import SCOPE
@@ -38,7 +40,7 @@ class Conversion:
     report: Any = None  # the Report of sample inputs, if conversion had some
     shapes: Any = None  # parameters of those inputs, as shapes
     number: int = dataclasses.field(default_factory=lambda: next(_NUMBERS))
-    ever: set[str] = dataclasses.field(default_factory=set)  # layers converted in any call so far
+    ever: set[str] = dataclasses.field(default_factory=set)  # low-precision layers of any call, switched off or not
 
 
 class Run:
@@ -78,18 +80,32 @@ class Run:
         self, adapter: Adapter, module: Any, path: str, next_fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         shape = _kernel_shape(module, adapter.kernel)
-        choice = self.conversion.policy.choose(path, module, adapter.group, _size(shape))
-        reason = adapters.refusal(module, adapter.module_type)
-        if choice.recipe is not None and reason is not None:
-            choice = Choice(None, f"{reason}, which a recipe would override", choice.rule)
+        choice = self._choose(adapter, module, path, shape)
         record = Record(path, adapter.kernel, type(module).__name__, choice, shape)
+        if choice.recipe is not None or choice.reason == SWITCHED_OFF:
+            self.conversion.ever.add(path)
         scope = contextlib.nullcontext() if self.records is None else jax.named_scope(SCOPE)
         with scope:
-            if choice.recipe is None:
-                self.skipped[path] = choice.reason
-                self._note(record)
-                return next_fun(*args, **kwargs)
-            return self._converted(adapter, module, record, args, kwargs)
+            if choice.recipe is not None:
+                return self._converted(adapter, module, record, args, kwargs)
+            self.skipped[path] = choice.reason
+            self._note(record)
+            if adapter.base is not None:
+                return adapters.body(adapter.base, adapter.method)(module, *args, **kwargs)
+            return next_fun(*args, **kwargs)
+
+    def _choose(self, adapter: Adapter, module: Any, path: str, shape: tuple[int, ...]) -> Choice:
+        policy = self.conversion.policy
+        if adapter.base is not None:  # a layer that the model's author gave a recipe
+            if policy.is_off(path):
+                return Choice(None, SWITCHED_OFF)
+            adapters.check_unused(module, adapter.base)
+            return Choice(named_recipe(getattr(module, "recipe", "tcfp12")), OWN)
+        choice = policy.choose(path, module, adapter.group, math.prod(shape))
+        reason = adapters.refusal(module, adapter.module_type)
+        if choice.recipe is not None and reason is not None:
+            return Choice(None, f"{reason}, which a recipe would override", choice.rule)
+        return choice
 
     def _converted(self, adapter: Adapter, module: Any, record: Record, args: Any, kwargs: Any) -> Any:
         recipe: Any = record.recipe
@@ -98,9 +114,7 @@ class Run:
         def multiply(equation: str, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
             *_, layout = parse(equation, x.ndim)
             called.append(equation)
-            k = 1
-            for axis in (*layout.stack, *layout.inputs):
-                k *= kernel.shape[axis]
+            k = math.prod(kernel.shape[axis] for axis in (*layout.stack, *layout.inputs))
             self._note(dataclasses.replace(record, layout=layout, tokens=x.size // max(1, k)))
             if record.weight_path in self.state and adapters.stored_weight(module, name) is None:
                 raise ValueError(
@@ -109,7 +123,6 @@ class Run:
                 )
             return plain(equation, x, kernel, name=name)
 
-        self.conversion.ever.add(record.path)
         try:
             y = adapter.forward(module, multiply, *args, **kwargs)
         except errors.ScopeParamNotFoundError as error:
@@ -210,13 +223,6 @@ def _kernel_shape(module: Any, name: str) -> tuple[int, ...]:
     return () if stored is None else tuple(stored.shape)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def bake(model: nn.Module, conversion: Conversion) -> Any:
     """The model as an instance of a subclass of its class, of the same name, that runs as the conversion says."""
     base = conversion.base
@@ -230,9 +236,18 @@ def bake(model: nn.Module, conversion: Conversion) -> Any:
                 wrapped = getattr(value, "method_handler_wrapped", False)
                 if wrapped and name != "setup" and (name == "__call__" or not name.startswith("__")):
                     namespace[name] = _method_of(base, name)
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
     metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), namespace)(**fields, parent=None)
+    return metaclass(base.__name__, (base,), namespace)(**fields_of(model), parent=None)
+
+
+def unbaked(model: nn.Module, conversion: Conversion) -> Any:
+    """The model as an instance of the class that it had."""
+    return conversion.base(**fields_of(model), parent=None)
+
+
+def fields_of(model: nn.Module) -> dict[str, Any]:
+    """Arguments that make the same model again."""
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
 
 
 def conversion_of(model: Any) -> Conversion | None:
@@ -265,7 +280,7 @@ def _apply_of(base: type[nn.Module]) -> Callable[..., Any]:
             result = base.apply(self, beside(variables), *args, **kwargs)
             # While records are taken, the one who takes them judges an empty conversion, with the whole report.
             whole = kwargs.get("method") in (None, "__call__") and run.records is None
-            if whole and not conversion.ever and not conversion.policy.off:
+            if whole and not conversion.ever:
                 raise nothing_converted(type(self).__name__, run.skipped)
         if kwargs.get("mutable", False) is not False:
             return result[0], without_state(result[1])

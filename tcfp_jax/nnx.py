@@ -12,10 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.dtypes import canonicalize_dtype
 
 from pallas_kernels.quantize.api import check_real
-from tcfp_jax.adapters import CHOICES, Multiply, dense_general_equation
+from tcfp_jax.adapters import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
 from tcfp_jax.layout import Layout, parse
 from tcfp_jax.product import contract
 from tcfp_jax.quantization import as_quantized
@@ -72,12 +71,16 @@ def multiplier(layer: Any) -> Multiply:
         if watch is not None:
             watch(layer, name, equation, x)
         stored: Any = None if layer.stored is None else layer.stored.get_value()
-        quantized = as_quantized(stored)
+        quantized, shape = as_quantized(stored), None
+        if isinstance(kernel, Stored):
+            # Under nnx.scan and nnx.vmap arrays lose their stacked axes; what stands for one keeps them.
+            axes = len(equation.replace(" ", "").split("->")[0].split(",")[1])
+            kernel, shape = None, kernel.shape[len(kernel.shape) - axes :]
         if isinstance(stored, PackedTCFP12):
             quantized, kernel = None, stored.dequantize()
         recipe = layer.recipe
         key = jax.random.key(0) if quantized is None and recipe.residual == "stochastic" else None
-        return contract(equation, x, kernel, recipe=recipe, quantized=quantized, key=key)
+        return contract(equation, x, kernel, recipe=recipe, quantized=quantized, key=key, shape=shape)
 
     return multiply
 
@@ -160,7 +163,9 @@ def einsum(layer: Any, multiply: Multiply, inputs: jax.Array, einsum_str: str | 
     y = multiply(equation, inputs.astype(dtype), kernel)
     if bias is None:
         return y
-    return y + bias.astype(dtype).reshape(layer._infer_broadcasted_bias_shape(equation, inputs, kernel))
+    _, letters, result, kept = parse(equation, inputs.ndim)
+    sizes = dict(zip(letters, kernel.shape[len(kernel.shape) - kept.ndim :]))
+    return y + bias.astype(dtype).reshape([sizes.get(letter, 1) for letter in result])
 
 
 class TCFPLinear(nnx.Linear, LowPrecision):
@@ -296,7 +301,7 @@ def _operands(layer: Any, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     inputs = jnp.asarray(inputs)
     check_real("inputs", inputs)
     kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    return inputs, kernel, bias, canonicalize_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    return inputs, kernel, bias, common_dtype(inputs, kernel, bias, layer.dtype)
 
 
 class _Rounded:

@@ -19,8 +19,8 @@ HEAD = re.compile(
     r"qa_outputs|output_(layer|projection)|unembed(ding)?"
 )
 
-
 SWITCHED_OFF = "switched off by to_bf16"
+OWN = "low-precision by hand"
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ class Policy:
     """What `convert_to_tcfp` was asked for.
 
     Attributes:
-      recipe: of layers that no rule names.
+      recipe: of layers that no rule names; None for a model that is not converted, only its author's own
+        low-precision layers are known then.
       rules: (pattern, recipe or None) pairs and functions, first match wins.
       include: the groups of layers that take `recipe` without a rule.
       off: patterns of layers that run Flax's own code for now (`to_bf16`).
     """
 
-    recipe: Recipe
+    recipe: Recipe | None
     rules: tuple[Any, ...]
     include: frozenset[str]
     off: tuple[str, ...] = ()
@@ -56,7 +57,9 @@ class Policy:
         >>> policy("tcfp12").choose("lm_head", None, "linear", 4096 * 4096).reason
         'output head; include "head" or name it in rules'
         """
-        if any(re.search(pattern, path) for pattern in self.off):
+        if self.recipe is None:
+            return Choice(None, "float, in a model that is not converted")
+        if self.is_off(path):
             return Choice(None, SWITCHED_OFF)
         for number, rule in enumerate(self.rules):
             matched, chosen = _match(rule, path, module)
@@ -71,6 +74,10 @@ class Policy:
         if size < SMALL and "small" not in self.include and group in ("linear", "head"):
             return Choice(None, f'too small to win: {size} values of {SMALL}; include "small" or name it in rules')
         return Choice(self.recipe, "")
+
+    def is_off(self, path: str) -> bool:
+        """Whether `to_bf16` switched off the layer."""
+        return any(re.search(pattern, path) for pattern in self.off)
 
 
 def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("linear",)) -> Policy:
@@ -90,6 +97,15 @@ def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("l
     if unknown:
         raise ValueError(f"include={unknown[0]!r} is unknown; use some of {list(get_args(Include))}")
     return Policy(named_recipe(recipe), tuple(_checked(rule) for rule in pairs), frozenset(wanted))
+
+
+def by_hand() -> Policy:
+    """Of a model whose author wrote low-precision layers: nothing else takes a recipe.
+
+    >>> by_hand().choose("mlp", None, "linear", 1).recipe is None
+    True
+    """
+    return Policy(None, (), frozenset())
 
 
 def rule_name(rule: Any) -> str:

@@ -1,5 +1,6 @@
 """Which layer types conversion knows, and `register_adapter`, which teaches it more."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, Literal
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import adapters, nnx
+from tcfp_jax import adapters, linen, nnx
 
 Group = Literal["linear", "head", "layer_norm", "embed"]
 
@@ -23,6 +24,7 @@ class Adapter:
       method: the method that it replaces.
       kernel: name of the parameter that is multiplied.
       group: what `include=` of `convert_to_tcfp` calls it.
+      base: Flax's class, where `module_type` is one of `tcfp_jax.linen`'s, which has a recipe of its own.
     """
 
     module_type: type
@@ -30,11 +32,13 @@ class Adapter:
     method: str = "__call__"
     kernel: str = "kernel"
     group: Group = "linear"
+    base: type | None = None
 
 
 # By the function that runs, not by type: a subclass with its own `__call__` is another layer, and one without is not.
 _LINEN: dict[Any, Adapter] = {}
 _NNX: dict[type, Adapter] = {}
+_OWN: dict[type, type] = {}
 
 
 def register_adapter(
@@ -99,6 +103,15 @@ def nnx_adapter(module_type: type) -> Adapter | None:
     return _NNX.get(module_type)
 
 
+def own_base(module_type: type) -> type | None:
+    """Flax's class of one of `tcfp_jax.linen`'s layer types, or None.
+
+    >>> own_base(linen.TCFPDense).__name__
+    'Dense'
+    """
+    return _OWN.get(module_type)
+
+
 def _register_flax() -> None:
     norm = lambda layer, multiply, x, **options: adapters.layer_norm(layer, x, **options)
     rows = lambda layer, multiply, inputs: adapters.embed(layer, inputs)
@@ -110,7 +123,12 @@ def _register_flax() -> None:
         Adapter(nn.Embed, rows, "__call__", "embedding", "embed"),
         Adapter(nn.LayerNorm, norm, "__call__", "scale", "layer_norm"),
     ):
+        own: type = getattr(linen, f"TCFP{adapter.module_type.__name__}")
         _LINEN[adapters.body(adapter.module_type, adapter.method)] = adapter
+        _OWN[own] = adapter.module_type
+        _LINEN[adapters.body(own, adapter.method)] = dataclasses.replace(
+            adapter, module_type=own, base=adapter.module_type
+        )
     for kind, forward in nnx.FORWARDS.items():
         _NNX[kind] = Adapter(kind, forward)
 

@@ -12,14 +12,16 @@ from flax import nnx as flax_nnx
 from tcfp_jax import nnx
 from tcfp_jax.adapters import Multiply
 from tcfp_jax.interception import TRACE_KEY, nothing_converted
-from tcfp_jax.layout import Layout, parse
+from tcfp_jax.layout import parse
 from tcfp_jax.policy import SWITCHED_OFF, Choice, Policy
 from tcfp_jax.registry import Adapter, nnx_adapter
 from tcfp_jax.report import Record
+from tcfp_jax.tracing import SCOPE
 
 LAYERS = (nnx.LowPrecision, nnx.TCFPEmbed, nnx.TCFPLayerNorm)
 KERNELS: dict[type, str] = {nnx.TCFPEmbed: "embedding", nnx.TCFPLayerNorm: "scale"}
 _MADE: dict[tuple[type, Any], type] = {}
+_SCOPED: dict[type, type] = {}
 
 
 def layers(model: Any) -> list[tuple[str, Any]]:
@@ -48,7 +50,7 @@ def replace(model: Any, policy: Policy) -> list[Record]:
     return [record for *_, record in planned]
 
 
-def records(model: Any, seen: Mapping[tuple[str, str], tuple[Layout, int]]) -> list[Record]:
+def records(model: Any, seen: Mapping[tuple[str, str], tuple[Any, int]]) -> list[Record]:
     """A record of every low-precision layer; layouts and tokens as `watching` saw them, else what the layer says."""
     found = []
     for path, module in layers(model):
@@ -61,34 +63,29 @@ def records(model: Any, seen: Mapping[tuple[str, str], tuple[Layout, int]]) -> l
             reason = SWITCHED_OFF
         parameter = getattr(module, name)
         shape = () if parameter is None else tuple(parameter.shape)
-        layout, size = seen.get((path, name), (nnx.layout(module), 0))
-        kept = layout if recipe is not None and layout is not None else None
-        contracted = () if kept is None else shape[len(shape) - kept.ndim :]
-        k = math.prod(contracted[axis] for axis in (*kept.stack, *kept.inputs)) if kept is not None else 1
-        tokens = size // max(1, k)
-        found.append(
-            Record(
-                path,
-                name,
-                type(module).__name__,
-                Choice(recipe, reason),
-                shape,
-                kept and kept.stacked(len(shape)),
-                tokens,
-            )
-        )
+        layout, tokens = seen.get((path, name), (nnx.layout(module), 0))
+        kept = layout.stacked(len(shape)) if recipe is not None and layout is not None else None
+        found.append(Record(path, name, type(module).__name__, Choice(recipe, reason), shape, kept, tokens))
     return found
 
 
 @contextlib.contextmanager
-def watching(model: Any, seen: dict[tuple[str, str], tuple[Layout, int]]) -> Iterator[Any]:
-    """Note the layout and tokens of every product of the model's layers in `seen`."""
+def watching(model: Any, seen: dict[tuple[str, str], tuple[Any, int]]) -> Iterator[Any]:
+    """Note the layout and tokens of every product of the model's layers in `seen`.
+
+    `model` is a copy to throw away: every layer that conversion knows, converted or not, runs under `SCOPE` from now
+    on, so that a trace tells its products from those that the model's author wrote.
+    """
     paths = {id(module): path for path, module in layers(model)}
+    for _, module in layers(model):
+        if isinstance(module, (*LAYERS, flax_nnx.Embed)) or nnx_adapter(type(module)) is not None:
+            object.__setattr__(module, "__class__", _scoped(type(module)))
 
     def watch(layer: Any, name: str, equation: str, x: jax.Array) -> None:
         if id(layer) in paths:  # nnx transforms hand out copies: those say their own layout
-            layout = parse(equation, x.ndim)[3]
-            seen[paths[id(layer)], name] = (layout, x.size)
+            letters, kernel, _, layout = parse(equation, x.ndim)
+            k = math.prod(size for letter, size in zip(letters, x.shape) if letter in kernel)
+            seen[paths[id(layer)], name] = (layout, x.size // max(1, k))
 
     token = nnx.WATCHER.set(watch)
     try:
@@ -96,6 +93,15 @@ def watching(model: Any, seen: dict[tuple[str, str], tuple[Layout, int]]) -> Ite
             yield model
     finally:
         nnx.WATCHER.reset(token)
+
+
+def _scoped(kind: type) -> type:
+    """The class with its products under `SCOPE`."""
+    if kind not in _SCOPED:
+        under = lambda method: lambda self, *args, **options: jax.named_scope(SCOPE)(method)(self, *args, **options)
+        methods = {name: under(getattr(kind, name)) for name in ("__call__", "attend") if hasattr(kind, name)}
+        _SCOPED[kind] = type(kind)(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    return _SCOPED[kind]
 
 
 def switch(model: Any, patterns: tuple[str, ...], products: nnx.Products) -> None:

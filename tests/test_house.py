@@ -15,8 +15,8 @@ import tcfp_jax
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "recipe", "quantization", "layout", "scaling", "tcfp12", "gemm", "selection", "optim", "product", "adapters",
-    "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement", "conversion",
-    "inference", "diagnosis",
+    "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement", "census",
+    "conversion", "inference", "diagnosis",
 ]  # fmt: skip
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled"]
 PUBLIC = {
