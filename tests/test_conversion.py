@@ -12,8 +12,9 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, register_adapter, restore, survey, to_bf16
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
+from tests.arrays import same, variables_of
 
-X = jax.random.normal(jax.random.key(0), (2, 4, 16))
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
 convert = functools.partial(convert_to_tcfp, include=ALL)
@@ -58,50 +59,62 @@ class GPT(nn.Module):
         return embedding.attend(nn.LayerNorm(name="norm")(x))
 
 
-def same(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        jnp.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+def run(model, variables, *inputs, **options):
+    """A compiled call; the same model with the same options compiles once."""
+    if not options:
+        return jax.jit(model.apply)(variables, *inputs)
+    return jax.jit(lambda variables, *inputs: model.apply(variables, *inputs, **options))(variables, *inputs)
 
 
-def step(model, params, x, weights, **options):
+def state_of(weights, params):
+    return jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))(params)
+
+
+def low_precision_products(model, variables, *inputs):
+    """How many products of the traced model are this project's."""
+    return str(jax.make_jaxpr(lambda v: model.apply(v, *inputs))(variables)).count("custom_vjp_call[")
+
+
+def step(model, params, x, weights):
     """One training step from the same parameters: (new parameters, optimizer state)."""
-    tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(weights, **options))
-    state = jax.jit(tx.init)(params)
+    tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(weights))
 
     @jax.jit
-    def run(params, state):
+    def run(params):
+        state = tx.init(params)
         loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, x) ** 2)
         updates, after = tx.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), after
 
-    return run(params, state)
+    return run(params)
 
 
-@pytest.mark.parametrize("remat", ["no", "yes"])
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
+@pytest.mark.parametrize(
+    "recipe, remat", [("bf16", "no"), ("tcfp12", "yes"), ("tcfp12_fast", "no"), ("tensorwise", "yes")]
+)
 def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
     base = MLP(remat=remat)
-    variables = base.init(jax.random.key(1), X)
-    by_hand = MLP(dense=functools.partial(TCFPDense, recipe=recipe)) if remat == "no" else None
-    if by_hand is None:
-        by_hand = MLP(
-            dense=type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}}), remat="yes"
-        )
-    converted = convert(base, recipe)
-    assert same(converted.init(jax.random.key(1), X), variables) and isinstance(converted, MLP)
-    assert same(step(converted, variables["params"], X, recipe), step(by_hand, variables["params"], X, recipe))
+    params = variables_of(base, X)["params"]
+    dense = type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}})
+    converted, by_hand = convert(base, recipe), MLP(dense=dense, remat=remat)
+    assert isinstance(converted, MLP)
+    assert same(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
+
+
+def test_initial_parameters_are_those_of_the_base_model():
+    init = lambda model: jax.jit(model.init)(jax.random.key(1), X)
+    assert same(init(convert(MLP(), "tcfp12")), init(MLP()))
 
 
 def test_base_model_is_untouched_and_order_of_tracing_never_matters():
-    outputs = []
+    outputs, variables = [], variables_of(MLP(), X)
     for first in ("base", "converted"):
         base = MLP()
-        variables = base.init(jax.random.key(1), X)
         models = {"base": base, "converted": convert(base, "tcfp12")}
         order = sorted(models, key=lambda name: name != first)
-        result = {name: jax.jit(models[name].apply)(variables, X) for name in order}
-        result |= {f"{name} again": jax.jit(lambda v, name=name: models[name].apply(v, X))(variables) for name in order}
+        result = {name: jax.jit(lambda v, name=name: models[name].apply(v, X))(variables) for name in order}
+        counts = {name: low_precision_products(models[name], variables, X) for name in order}
+        assert counts == {"base": 0, "converted": 2}
         outputs.append(result)
     assert same(outputs[0], outputs[1])
     assert not same(outputs[0]["base"], outputs[0]["converted"])
@@ -124,56 +137,73 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("first", ["base", "converted"])
 def test_caches_of_traced_functions_know_the_conversion(first):
     base = Cached()
-    variables = base.init(jax.random.key(1), X)
-    expected = TCFPDense(16, recipe="tensorwise").apply(
-        {"params": variables["params"]["jit"]["Dense_0"]},
-        TCFPDense(16, recipe="tensorwise").apply({"params": variables["params"]["remat"]["Dense_0"]}, X),
-    )
-    exact = variables["params"]["jit"]["Dense_0"]["kernel"]
-    exact = X @ variables["params"]["remat"]["Dense_0"]["kernel"] @ exact
+    variables = variables_of(base, X)
     models = {"base": base, "converted": convert(base, "tensorwise")}
-    for name in sorted(models, key=lambda name: name != first) * 2:
-        y = models[name].apply(variables, X)
-        np.testing.assert_allclose(y, exact if name == "base" else expected, rtol=0, atol=1e-5)
+    order = sorted(models, key=lambda name: name != first)
+    found = {name: low_precision_products(models[name], variables, X) for name in [*order, *order]}
+    assert found == {"base": 0, "converted": 2}
+    results = {name: run(models[name], variables, X) for name in [*order, *order]}
+    kernels = [variables["params"][name]["Dense_0"] for name in ("remat", "jit")]
+
+    @jax.jit
+    def by_hand(x):
+        layer = TCFPDense(16, recipe="tensorwise")
+        exact = nn.Dense(16).apply({"params": kernels[1]}, nn.Dense(16).apply({"params": kernels[0]}, x))
+        return exact, layer.apply({"params": kernels[1]}, layer.apply({"params": kernels[0]}, x))
+
+    for name, expected in zip(("base", "converted"), by_hand(X), strict=True):
+        np.testing.assert_allclose(results[name], expected, rtol=0, atol=1e-5)
     assert len(survey(models["converted"], X).converted) == 2
 
 
-def test_attention_einsum_and_tied_head_under_scan_and_remat():
-    base = GPT()
-    variables = jax.jit(base.init)(jax.random.key(1), TOKENS)
-    before = jax.jit(base.apply)(variables, TOKENS)
-    model = convert(base, "tcfp12_fast", TOKENS, strict=True)
+@pytest.fixture(scope="module")
+def gpt():
+    """(base model, its variables, the converted model, its weights)."""
+    model = convert(GPT(), "tcfp12_fast", TOKENS, strict=True)
+    return GPT(), variables_of(GPT(), TOKENS), model, find_weights(model)
+
+
+def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
+    base, variables, model, weights = gpt
+    before = run(base, variables, TOKENS)
     assert len(survey(model).converted) == 7 and not survey(model).unseen
     assert len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted) == 13
-    weights = find_weights(model)
     params, state = step(model, variables["params"], TOKENS, weights)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
     stored = tcfp_jax.layer_state(state)
     assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (2, 16, 16)
     assert stored["blocks"]["down"]["kernel"].scale.shape == (2,)
-    # State of other weights changes every layer's result: none is dropped.
-    apply = jax.jit(model.apply)
-    fresh = apply(variables, TOKENS)
-    state_of = jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))
-    mine = state_of(variables["params"])
-    np.testing.assert_allclose(apply({**variables, "tcfp": mine}, TOKENS), fresh, rtol=0, atol=1e-5)
-    for path in weights:
+    assert same(jax.jit(lambda v: base.apply(v, TOKENS))(variables), before)
+    assert same(run(export(model), variables, TOKENS), before)
+
+
+def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
+    _, variables, model, weights = gpt
+    tx = tcfp_jax.error_feedback(weights)
+
+    @jax.jit
+    def outputs(params):
+        """With no state, and with the state of these parameters beside the original ones."""
+        state = tcfp_jax.layer_state(tx.init(params))
+        return model.apply({**variables, "tcfp": state}, TOKENS)
+
+    fresh = run(model, variables, TOKENS)
+    np.testing.assert_allclose(outputs(variables["params"]), fresh, rtol=0, atol=1e-5)
+    for path in weights:  # state of other weights changes the result: none is dropped
         changed = jax.tree_util.tree_map_with_path(
-            lambda p, leaf: leaf + 0.1 * jnp.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
+            lambda p, leaf: leaf + 0.1 * np.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
             variables["params"],
         )
-        assert not jnp.allclose(apply({**variables, "tcfp": state_of(changed)}, TOKENS), fresh, atol=1e-4), path
-    assert jnp.array_equal(jax.jit(base.apply)(variables, TOKENS), before)
-    assert jnp.array_equal(jax.jit(export(model).apply)(variables, TOKENS), before)
+        assert not jnp.allclose(outputs(changed), fresh, atol=1e-4), path
 
 
 def test_scan_and_unrolled_multiply_alike():
-    unrolled, scanned = (convert(GPT(form=form), "tcfp12") for form in ("unrolled", "scan"))
-    variables = jax.jit(GPT(form="unrolled").init)(jax.random.key(1), TOKENS)["params"]
+    unrolled, scanned = (convert(GPT(form=form), "tcfp12_fast") for form in ("unrolled", "scan"))
+    variables = variables_of(GPT(form="unrolled"), TOKENS)["params"]
     stacked = {name: value for name, value in variables.items() if not name.startswith("block_")}
-    stacked["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(variables[f"block_{i}"] for i in range(2)))
-    expected = jax.jit(unrolled.apply)({"params": variables}, TOKENS)
-    np.testing.assert_allclose(jax.jit(scanned.apply)({"params": stacked}, TOKENS), expected, rtol=0, atol=2e-2)
+    stacked["blocks"] = jax.tree.map(lambda *leaves: np.stack(leaves), *(variables[f"block_{i}"] for i in range(2)))
+    expected = run(unrolled, {"params": variables}, TOKENS)
+    np.testing.assert_allclose(run(scanned, {"params": stacked}, TOKENS), expected, rtol=0, atol=2e-2)
 
 
 class Shared(nn.Module):
@@ -192,7 +222,7 @@ class Shared(nn.Module):
 
 def test_shared_modules_vmap_and_other_methods():
     base = Shared()
-    variables = base.init(jax.random.key(1), X)
+    variables = variables_of(base, X)
     model = convert(base, "tensorwise", X, strict=True)
     weights = find_weights(model)
     assert {path: weight.layout.stack for path, weight in weights.items()} == {
@@ -201,13 +231,17 @@ def test_shared_modules_vmap_and_other_methods():
     }
     params, state = step(model, variables["params"], X, weights)
     collection = {"params": params, "tcfp": tcfp_jax.layer_state(state)}
-    for method in ("encode", Shared.encode, model.encode, lambda m, x: m.encode(x)):
-        y = model.apply(collection, X, method=method)
-        assert not jnp.array_equal(y, base.apply({"params": params}, X, method="encode"))
-        assert jnp.array_equal(y, model.apply(collection, X, method="encode"))
-    assert jnp.array_equal(
-        model.bind({"params": params}).encode(X), model.apply({"params": params}, X, method="encode")
-    )
+    methods = ("encode", Shared.encode, model.encode, lambda m, x: m.encode(x))
+
+    @jax.jit
+    def outputs(collection):
+        bound = model.bind({"params": collection["params"]}).encode(X)
+        alone = model.apply({"params": collection["params"]}, X, method="encode")
+        flax = base.apply({"params": collection["params"]}, X, method="encode")
+        return [model.apply(collection, X, method=method) for method in methods], flax, bound, alone
+
+    results, flax, bound, alone = outputs(collection)
+    assert all(same(y, results[0]) and not same(y, flax) for y in results) and same(bound, alone)
 
 
 class Outer(nn.Module):
@@ -220,26 +254,35 @@ class Outer(nn.Module):
 
 def test_a_converted_model_inside_another():
     outer = Outer(convert(MLP(), "tensorwise"))
-    variables = outer.init(jax.random.key(1), X)
-    inner = convert(MLP(), "tensorwise").apply({"params": variables["params"]["model"]}, X)
-    expected = nn.Dense(16).apply({"params": variables["params"]["own"]}, inner)
-    assert jnp.array_equal(outer.apply(variables, X), expected)
+    params = variables_of(outer, X)["params"]
+
+    @jax.jit
+    def by_hand(params):
+        inner = convert(MLP(), "tensorwise").apply({"params": params["model"]}, X)
+        return nn.Dense(16).apply({"params": params["own"]}, inner)
+
+    assert same(run(outer, {"params": params}, X), by_hand(params))
 
 
-def test_state_that_a_lifted_transform_would_drop_raises():
-    model = convert(GPT(), "tcfp12", TOKENS)
-    variables = GPT().init(jax.random.key(1), TOKENS)
-    state = tcfp_jax.layer_state(tcfp_jax.error_feedback(find_weights(model)).init(variables["params"]))
+def test_state_that_a_lifted_transform_would_drop_raises(gpt):
+    _, variables, model, weights = gpt
+    state = jax.eval_shape(
+        lambda p: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(p)), variables["params"]
+    )
     with pytest.raises(ValueError, match=r'add "tcfp": 0 to variable_axes'):
-        model.bind({**variables, "tcfp": state})(TOKENS)
+        jax.eval_shape(lambda state: model.bind({**variables, "tcfp": state})(TOKENS), state)
 
 
 def test_state_without_layouts_names_the_repair():
     model = convert(nn.DenseGeneral((4, 8)), "tcfp12")
-    variables = model.init(jax.random.key(1), X)
-    state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(variables["params"]))
+    variables = variables_of(model, X)
+
+    def apply(variables):
+        state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(variables["params"]))
+        return model.apply({**variables, "tcfp": state}, X)
+
     with pytest.raises(ValueError, match="find_weights"):
-        model.apply({**variables, "tcfp": state}, X)
+        jax.eval_shape(apply, variables)
 
 
 class Conv1D(nn.Module):
@@ -274,13 +317,25 @@ def test_strict_finds_what_no_adapter_saw_and_register_adapter_teaches():
         convert(TwoKinds(), "tcfp12", X, strict=True)
     register_adapter(Known, forward)
     model = convert(Known(16), "tcfp12", X, strict=True)
-    variables = model.init(jax.random.key(1), X)
-    assert jnp.array_equal(
-        model.apply(variables, X), tcfp_jax.matmul(X, variables["params"]["kernel"].T, recipe="tcfp12")
-    )
+    variables = variables_of(model, X)
+    by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
+    y = run(model, variables, X)
+    assert same(y, jax.jit(by_hand)(variables["params"]["kernel"]))
     for weights in ("tcfp12", find_weights(model)):  # a transposed kernel is stored as it is, and read transposed
-        state = tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(variables["params"]))
-        np.testing.assert_allclose(model.apply({**variables, "tcfp": state}, X), model.apply(variables, X), atol=1e-6)
+        state = state_of(weights, variables["params"])
+        np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
+
+
+class TiedByHand(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embedding = nn.Embed(32, 16, name="embedding")
+        return nn.Dense(16, name="dense")(embedding(tokens)) @ embedding.embedding.T
+
+
+def test_a_head_that_is_tied_by_hand_is_listed():
+    report = survey(convert(TiedByHand(), "tcfp12", TOKENS))
+    assert [product.parameters for product in report.unseen] == [("embedding/embedding",)]
 
 
 def test_rules_first_match_wins_and_unmatched_are_listed():
@@ -303,16 +358,36 @@ def test_default_leaves_head_and_small_layers_and_says_so():
 
 def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     base = MLP()
-    variables = base.init(jax.random.key(1), X)
-    model = convert(base, "tcfp12")
-    off = to_bf16(model, "up", "down")
-    assert jnp.array_equal(off.apply(variables, X), base.apply(variables, X))
-    assert [record.path for record in survey(to_bf16(convert(base, "tcfp12", X), "up")).converted] == ["down"]
+    variables = variables_of(base, X)
+    exact, model = run(base, variables, X), convert(base, "tcfp12", X)
+    low, off = run(model, variables, X), to_bf16(model, "up", "down")
+    assert same(run(off, variables, X), exact)
+    assert [record.path for record in survey(to_bf16(model, "up")).converted] == ["down"]
     half = restore(off, "up")
-    assert not jnp.array_equal(half.apply(variables, X), base.apply(variables, X))
-    assert jnp.array_equal(restore(half, "down").apply(variables, X), model.apply(variables, X))
-    state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(variables["params"]))
-    assert jnp.array_equal(off.apply({**variables, "tcfp": state}, X), base.apply(variables, X))
+    assert not same(run(half, variables, X), exact) and same(run(restore(half, "down"), variables, X), low)
+    state = state_of("tcfp12", variables["params"])
+    assert same(run(off, {**variables, "tcfp": state}, X), exact)
+    with pytest.raises(ValueError, match="'block' finds no low-precision layer"):
+        to_bf16(model, "block")
+    with pytest.raises(ValueError, match="'up' was not switched off"):
+        restore(model, "up")
+
+
+def test_models_written_by_hand_are_switched_and_surveyed_too():
+    model, variables = MLP(dense=TCFPDense), variables_of(MLP(), X)
+    off = to_bf16(model, "up")
+    assert [record.path for record in survey(off, X).converted] == ["down"]
+    assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == ["down/kernel", "up/kernel"]
+    assert same(run(to_bf16(off, "down"), variables, X), run(MLP(), variables, X))
+    assert same(run(restore(off, "up"), variables, X), run(model, variables, X))
+    assert export(TCFPDense(4, use_bias=False)) == nn.Dense(4, use_bias=False)
+    for hand_written in (model, off):
+        with pytest.raises(ValueError, match=r"MLP was not converted.*write Flax's own.*to_bf16"):
+            export(hand_written)
+    with pytest.raises(ValueError, match="MLP is not converted"):
+        survey(MLP(), X)
+    with pytest.raises(ValueError, match="no layer of MLP was converted"):
+        jax.eval_shape(to_bf16(MLP(), "up").apply, variables, X)
 
 
 @pytest.mark.parametrize(
@@ -329,35 +404,53 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     ids=lambda layer: str(type(layer).__name__),
 )
 def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
-    variables = jax.jit(theirs.init)(jax.random.key(1), X)
-    assert same(jax.jit(mine.init)(jax.random.key(1), X), variables)
-    exact, y = jax.jit(theirs.apply)(variables, X), jax.jit(mine.apply)(variables, X)
-    error = y - exact
-    assert error.shape == exact.shape and float(jnp.sum(error**2) / jnp.sum(exact**2)) < 1e-2
-    if not isinstance(mine, nn.LayerNorm):
-        converted = convert(theirs, "tcfp12")
-        assert jnp.array_equal(jax.jit(converted.apply)(variables, X), y)
-    gradients = jax.jit(jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2)))(variables)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
+    variables = variables_of(theirs, X)
+    shapes = jax.eval_shape(mine.init, jax.random.key(1), X)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
+    models = [mine] if isinstance(mine, nn.LayerNorm) else [mine, convert(theirs, "tcfp12")]
+
+    @jax.jit
+    def results(variables):
+        gradients = jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2))(variables)
+        return theirs.apply(variables, X), [model.apply(variables, X) for model in models], gradients
+
+    exact, (y, *converted), gradients = results(variables)
+    assert y.shape == exact.shape and float(jnp.sum((y - exact) ** 2) / jnp.sum(exact**2)) < 1e-2
+    assert all(same(other, y) for other in converted)
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
+
+
+def test_parameters_of_layers_are_initialized_as_flax_does():
+    pairs = [
+        (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
+        (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
+    ]
+    made = jax.jit(lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs])(jax.random.key(1))
+    assert all(same(*pair) for pair in made)
 
 
 def test_embed_rounds_rows_and_attends():
     theirs, mine = nn.Embed(32, 16), TCFPEmbed(32, 16)
-    variables = theirs.init(jax.random.key(1), TOKENS)
-    assert same(jax.jit(mine.init)(jax.random.key(1), TOKENS), variables)
-    table = variables["params"]["embedding"]
-    assert jnp.array_equal(jax.jit(mine.apply)(variables, TOKENS), jax.jit(tcfp_jax.fake_quantize)(table)[TOKENS])
-    assert jnp.array_equal(mine.apply(variables, X, method="attend"), tcfp_jax.matmul(X, table.T, recipe="tcfp12"))
-    gradient = jax.jit(jax.grad(lambda v: mine.apply(v, TOKENS).sum()))(variables)["params"]["embedding"]
-    assert jnp.array_equal(gradient[:8], jnp.ones((8, 16)))  # straight-through
+    variables = variables_of(theirs, TOKENS)
+
+    @jax.jit
+    def results(variables):
+        table = variables["params"]["embedding"]
+        expected = tcfp_jax.fake_quantize(table)[TOKENS], tcfp_jax.matmul(X, table.T, recipe="tcfp12")
+        gradient = jax.grad(lambda v: mine.apply(v, TOKENS).sum())(variables)["params"]["embedding"]
+        return expected, (mine.apply(variables, TOKENS), mine.apply(variables, X, method="attend")), gradient
+
+    expected, found, gradient = results(variables)
+    assert same(expected, found) and same(gradient[:8], jnp.ones((8, 16)))  # straight-through
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
     gains = {"params": {"scale": jnp.full(16, 1.0).at[3].set(100.0), "bias": jnp.zeros(16)}}
-    y, exact = jax.jit(TCFPLayerNorm().apply)(gains, X), nn.LayerNorm().apply(gains, X)
-    np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
     model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include="layer_norm")
-    assert jnp.array_equal(jax.jit(model.apply)(gains, X), y)
+    layers = (TCFPLayerNorm(), model, nn.LayerNorm())
+    y, converted, exact = jax.jit(lambda v: [layer.apply(v, X) for layer in layers])(gains)
+    np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
+    assert same(y, converted)
 
 
 class Annotated(nn.Module):
@@ -371,15 +464,14 @@ class Annotated(nn.Module):
 
 def test_boxed_parameters_and_mutable_collections():
     base = Annotated()
-    variables = base.init(jax.random.key(1), X)
+    variables = variables_of(base, X)
     model = convert(base, "tcfp12", X, strict=True)
-    tx = tcfp_jax.error_feedback(find_weights(model))
-    state = tcfp_jax.layer_state(tx.init(variables["params"]))
+    state = state_of(find_weights(model), variables["params"])
     assert state["dense"]["kernel"].hi.shape == (16, 16)
-    y, written = model.apply({"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
+    y, written = run(model, {"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
     assert set(written) == {"intermediates", "params"}
     assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
-    assert jnp.array_equal(y, model.apply({"params": variables["params"]}, X))
+    assert same(y, run(model, {"params": variables["params"]}, X))
     with pytest.raises(ValueError, match="parameters lack other/kernel"):
         tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
     with pytest.raises(ValueError, match="mask"):
@@ -388,7 +480,7 @@ def test_boxed_parameters_and_mutable_collections():
 
 def test_accumulation_feeds_one_state():
     base = MLP()
-    params = base.init(jax.random.key(1), X)["params"]
+    params = variables_of(base, X)["params"]
     model = convert(base, "tcfp12")
     tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 2)
     state = jax.jit(tx.init)(params)
@@ -429,9 +521,8 @@ def test_bad_input(arguments, options, error, message):
 
 def test_nothing_converted_is_an_error_when_it_shows():
     model = convert_to_tcfp(MLP(), "tcfp12")
-    variables = model.init(jax.random.key(1), X)
     with pytest.raises(ValueError, match="no layer of MLP"):
-        model.apply(variables, X)
+        jax.eval_shape(model.apply, variables_of(model, X), X)
 
 
 @pytest.mark.parametrize(
