@@ -1,6 +1,7 @@
 """`diagnose`: what a recipe would do to each layer of a model, before anything is converted."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -191,14 +192,20 @@ def _refused(record: Record) -> Line:
 
 def _snr(kernel: Any, recipe: Recipe) -> float:
     """Signal over rounding noise in dB of the first values of a kernel, a scale for all of them."""
-    w = jnp.asarray(kernel, jnp.float32).reshape(-1)[:_SAMPLE][None]
+    signal, noise = map(float, _powers(jnp.asarray(kernel).reshape(-1)[:_SAMPLE], recipe=recipe))
+    return 10 * math.log10(signal / noise) if noise and signal else math.inf
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    w = w.astype(jnp.float32)[None]
     if recipe.mode is TCFPMode.BF16:
-        error = w - w.astype(jnp.bfloat16).astype(jnp.float32)
+        # As arithmetic: XLA on a GPU takes a cast there and back away.
+        error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     else:
         nearest = recipe if recipe.residual != "stochastic" else dataclasses.replace(recipe, residual="nearest")
         error = w - quantize_weight(w, nearest)[0].dequantize()
-    noise, signal = float(jnp.sum(error * error)), float(jnp.sum(w * w))
-    return 10 * math.log10(signal / noise) if noise and signal else math.inf
+    return jnp.sum(w * w), jnp.sum(error * error)
 
 
 def _leaves(params: Any) -> dict[str, Any]:
