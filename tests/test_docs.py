@@ -7,6 +7,7 @@ import jax
 import pytest
 
 GUIDES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)

@@ -20,6 +20,7 @@ from tests.arrays import nnx_model, same, variables_of
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Model(nn.Module):

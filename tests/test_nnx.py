@@ -16,6 +16,7 @@ from tests.arrays import nnx_model, same
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Block(flax_nnx.Module):
@@ -212,6 +213,7 @@ class MLP(flax_nnx.Module):
         return self.down(flax_nnx.relu(self.up(x)))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise"])
 def test_a_step_is_that_of_the_model_written_by_hand(recipe):
     linear = lambda *sizes, rngs: TCFPLinear(*sizes, recipe=recipe, rngs=rngs)

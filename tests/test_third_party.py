@@ -14,6 +14,7 @@ from tests.arrays import same, variables_of
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed; it is part of the test extra")
 ALL = ("linear", "small", "head")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 TOKENS = jnp.arange(8).reshape(2, 4) + 1
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 
