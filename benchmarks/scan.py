@@ -27,8 +27,8 @@ NAME = "scan"
 Form = Literal["unrolled", "scan"]
 RECIPES = ("bf16", "tcfp12_fast")
 HEAD = 64
-# Both forms run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values to
-# a neighbour in FP8. The bound is that of benchmarks.train_step: a wrong scale or operand is below it.
+# Both forms run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values
+# to a neighbour in FP8. The bound is that of benchmarks.train_step: a wrong scale or operand is below it.
 LEAST_SNR_DB = 11.0
 
 
