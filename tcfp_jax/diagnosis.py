@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
 from tcfp_jax.conversion import convert_to_tcfp, survey
-from tcfp_jax.optim import path_names
+from tcfp_jax.layout import Weight
+from tcfp_jax.optim import error_feedback, path_names
 from tcfp_jax.policy import policy
 from tcfp_jax.quantization import quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode
@@ -174,14 +175,26 @@ def _line(record: Record, recipe: Recipe, kernel: Any) -> Line:
     size = math.prod(shape)
     group = "head" if record.layer in ("Embed", "TCFPEmbed") else "linear"
     choice = policy(recipe).choose(record.path, None, group, math.prod(record.shape))
-    halves = {TCFPMode.BF16: 0, TCFPMode.FP8: 1, TCFPMode.TCFP12: 2}[recipe.mode]
-    stored = size * halves * (2 if recipe.weight_copies == "both" else 1) + (4 if halves else 0)
-    error = 4 * size if recipe.error_feedback else 0
+    stored, error = _state_bytes(record, recipe, shape)
     return Line(
         record.path, record.layer, shape, choice.recipe is not None, choice.reason, size, 2 * size, 4 * size, stored,
         stored + error, None if kernel is None else _snr(kernel, recipe),
         predict(recipe, 2.0 * record.tokens * math.prod(record.shape)),
     )  # fmt: skip
+
+
+def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(of the stored weight, of its error buffer), as `error_feedback` would make them."""
+    assert record.layout is not None
+    weights = {"kernel": Weight(recipe, record.layout.stacked(len(shape)))}
+    key = jax.random.key(0) if recipe.residual == "stochastic" else None
+    tx = error_feedback(weights, key=key)
+    state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
+    weight, error = (
+        sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        for tree in (state.weights, state.errors)
+    )
+    return weight, error
 
 
 def _refused(record: Record) -> Line:

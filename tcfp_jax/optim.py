@@ -93,6 +93,10 @@ def error_feedback(
             _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
             for i, w, r in weights.leaves
         ]
+        entries = [
+            entry._replace(weight=_as_it_came(entry.weight, stored[i]))
+            for entry, (i, *_) in zip(entries, weights.leaves, strict=True)
+        ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
 
     return optax.GradientTransformation(init, update)
@@ -285,6 +289,11 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
     if key_data is None:
         return None
     return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
+
+
+def _as_it_came(weight: Any, before: Any) -> Any:
+    """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
+    return type(before)({name: getattr(weight, name) for name in before}) if isinstance(before, Mapping) else weight
 
 
 def _is_quantized(node: Any) -> bool:

@@ -6,7 +6,7 @@ The arithmetic is that of `pallas_kernels`; this module adds names, pytrees and 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +94,10 @@ def as_quantized(value: Any) -> Quantized | None:
     >>> as_quantized({"hi": q.hi, "lo": q.lo, "scale": q.scale}).dequantize().tolist()
     [1.0, 1.0]
     """
-    if isinstance(value, QArray | ResidualArray):
+    if isinstance(value, Quantized):
         return value
     if isinstance(value, Mapping) and "scale" in value:
-        for kind in (QArray, ResidualArray):
+        for kind in get_args(Quantized):
             names = [field.name for field in fields(kind)]
             if names[0] in value and set(value) <= set(names):
                 return kind(**dict(value))

@@ -242,3 +242,28 @@ def test_bad_input():
         export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
     with pytest.raises(ValueError, match="not converted"):
         survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+
+
+class Shared(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.first = flax_nnx.Linear(16, 16, rngs=rngs)
+        self.second = self.first
+
+    def __call__(self, x):
+        return self.second(flax_nnx.tanh(self.first(x)))
+
+
+def test_shared_layers_and_accumulation_have_one_state():
+    model = convert_to_tcfp(nnx_model(Shared), "tensorwise", X, include=ALL, strict=True)
+    assert list(find_weights(model)) == ["first/kernel"]
+    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model))), 2)
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    assert model.second.stored is model.first.stored
+    values = lambda: np.asarray(as_quantized(model.first.stored.get_value()).values)
+    stored, TRACES[:] = [values()], []
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2):
+            train(model, optimizer, X)
+            stored.append(values())
+    assert len(TRACES) == 1 and same(stored[0], stored[1]) and not same(stored[1], stored[2])
