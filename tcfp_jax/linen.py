@@ -39,7 +39,7 @@ class TCFPDense(nn.Dense):
         product is computed, so they would be ignored.
 
     >>> layer = TCFPDense(4, recipe="tcfp12")
-    >>> variables = layer.init(jax.random.key(0), jax.numpy.ones((2, 3)))
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 3)))
     >>> jax.tree.map(jax.numpy.shape, variables)
     {'params': {'bias': (4,), 'kernel': (3, 4)}}
     """
@@ -65,7 +65,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
       ValueError: a field is set that the recipe decides, as in `TCFPDense`.
 
     >>> layer = TCFPDenseGeneral((2, 4), recipe="tcfp12")
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jax.numpy.ones((5, 3)))
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
     >>> y.shape, variables["params"]["kernel"].shape
     ((5, 2, 4), (3, 2, 4))
     """
@@ -91,7 +91,7 @@ class TCFPEinsum(nn.Einsum):
       NotImplementedError: an equation that is no stack of matrix products.
 
     >>> layer = TCFPEinsum((3, 2, 4), "bk,khd->bhd", recipe="tcfp12")
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jax.numpy.ones((5, 3)))
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
     >>> y.shape, variables["params"]["bias"].shape
     ((5, 2, 4), (2, 4))
     """
@@ -111,7 +111,7 @@ class TCFPLayerNorm(nn.LayerNorm):
     Block scales come from amax: sigma scales would clip gains. Fields and parameters are those of `nn.LayerNorm`.
 
     >>> layer = TCFPLayerNorm()
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jax.numpy.ones((2, 4)))
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 4)))
     >>> sorted(variables["params"])
     ['bias', 'scale']
     """
@@ -132,8 +132,8 @@ class TCFPEmbed(nn.Embed):
       ValueError: tokens that are no integers, or `promote_dtype` is set.
 
     >>> layer = TCFPEmbed(8, 4)
-    >>> variables = layer.init(jax.random.key(0), jax.numpy.arange(3))
-    >>> layer.apply(variables, jax.numpy.ones((2, 4)), method="attend").shape
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.arange(3))
+    >>> jax.eval_shape(lambda v: layer.apply(v, jax.numpy.ones((2, 4)), method="attend"), variables).shape
     (2, 8)
     """
 
@@ -162,7 +162,7 @@ class TCFPDotGeneral(nn.Module):
 
     >>> import functools
     >>> layer = nn.Dense(4, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tensorwise"))
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jax.numpy.ones((2, 3)))
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 3)))
     >>> y.shape, jax.tree.map(jax.numpy.shape, variables)
     ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
     """

@@ -177,7 +177,7 @@ class TCFPLinear(nnx.Linear, LowPrecision):
       TypeError: integer or complex inputs.
       ValueError: an argument that the recipe decides (`precision`, `dot_general`, ...), or an unknown recipe.
 
-    >>> TCFPLinear(3, 4, recipe="tcfp12_fast", rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
+    >>> jax.eval_shape(lambda: TCFPLinear(3, 4, recipe="tcfp12_fast", rngs=nnx.Rngs(0))(jnp.ones((2, 3)))).shape
     (2, 4)
     """
 
@@ -192,7 +192,7 @@ class TCFPLinear(nnx.Linear, LowPrecision):
 class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
     """`nnx.LinearGeneral` whose product follows a recipe; errors as in `TCFPLinear`.
 
-    >>> TCFPLinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+    >>> jax.eval_shape(lambda: TCFPLinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3)))).shape
     (5, 2, 4)
     """
 
@@ -210,7 +210,7 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
     Raises:
       NotImplementedError: an equation that is no stack of matrix products.
 
-    >>> TCFPEinsum("bk,khd->bhd", (3, 2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+    >>> jax.eval_shape(lambda: TCFPEinsum("bk,khd->bhd", (3, 2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3)))).shape
     (5, 2, 4)
     """
 
@@ -225,7 +225,7 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
 class TCFPLayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, with a straight-through gradient.
 
-    >>> TCFPLayerNorm(4, rngs=nnx.Rngs(0))(jnp.arange(8.0).reshape(2, 4)).shape
+    >>> jax.eval_shape(lambda: TCFPLayerNorm(4, rngs=nnx.Rngs(0))(jnp.arange(8.0).reshape(2, 4))).shape
     (2, 4)
     """
 
@@ -245,8 +245,8 @@ class TCFPEmbed(nnx.Embed):
       ValueError: tokens that are no integers, an unknown `lookup`, or an argument that the recipe decides.
 
     >>> layer = TCFPEmbed(8, 4, rngs=nnx.Rngs(0))
-    >>> layer(jnp.arange(3)).shape, layer.attend(jnp.ones((2, 4))).shape
-    ((3, 4), (2, 8))
+    >>> [y.shape for y in jax.eval_shape(lambda: (layer(jnp.arange(3)), layer.attend(jnp.ones((2, 4)))))]
+    [(3, 4), (2, 8)]
     """
 
     recipe: Recipe | None

@@ -293,7 +293,10 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
 
 def _as_it_came(weight: Any, before: Any) -> Any:
     """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
-    return type(before)({name: getattr(weight, name) for name in before}) if isinstance(before, Mapping) else weight
+    if not isinstance(before, Mapping):
+        return weight
+    kind: Any = type(before)
+    return kind({name: getattr(weight, name) for name in before})
 
 
 def _is_quantized(node: Any) -> bool:

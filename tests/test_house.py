@@ -98,6 +98,7 @@ def test_rooms_are_small(path):
             assert len(arguments) <= limit, f"{node.name} takes {len(arguments)} arguments"
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("path", files("tcfp_jax", "pallas_kernels"), ids=module_of)
 def test_docstrings_are_there_and_their_examples_run(path):
     tree = ast.parse(path.read_text())
