@@ -173,6 +173,7 @@ def test_digits_are_learned():
     assert np.array_equal(result.train_loss, again.train_loss)
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_scan_compares_both_forms(tmp_path):
     rows = scan.main(["--smoke", "--out", str(tmp_path)])
     assert [(row.recipe, row.form) for row in rows] == [(r, f) for r in scan.RECIPES for f in ("unrolled", "scan")]
