@@ -43,7 +43,7 @@ class Config:
 
     tile_m: int = 256
     tile_n: int = 128
-    tile_k: Literal[128, 256] = 128
+    tile_k: Literal[32, 64, 128, 256] = 128
     stages: int = 3
     cluster: int = 2
     inner: Literal["m", "n"] = "m"
@@ -54,13 +54,18 @@ class Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters."""
+    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters.
+
+    `scaling` says what promoted sums are scaled by: nothing ("tensor", whose scale is the epilogue's), a vector of x
+    and a number for the tile of W ("square"), or a vector of each ("vector").
+    """
 
     config: Config
     halves: int
     promote: bool
     has_bias: bool
     blocks: int
+    scaling: Literal["tensor", "square", "vector"] = "tensor"
 
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:

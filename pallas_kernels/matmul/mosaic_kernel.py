@@ -27,7 +27,11 @@ from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES,
 
 
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
-    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says."""
+    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
+
+    With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
+    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors.
+    """
     (m, _), (n, _) = operands[0].shape, operands[1].shape
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
     interpret = device_kind() == "cpu"
@@ -44,7 +48,9 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=f"matmul_fp8_{'dual' if plan.halves == 2 else 'single'}_{'full' if plan.promote else 'fast'}",
+        kernel_name="_".join(
+            ["matmul_fp8", "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast", plan.scaling]
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
 
@@ -53,7 +59,8 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     """The body of one block: output tiles, and the copies and products of each."""
     config, halves = plan.config, plan.halves
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
-    bias_gmem = refs[halves + 1] if plan.has_bias else None
+    block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
+    bias_gmem = refs[-2] if plan.has_bias else None
     (m, k), n = x_gmem.shape, out_gmem.shape[1]
     tile_m, tile_n, tile_k, cluster = config.tile_m, config.tile_n, config.tile_k, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
@@ -61,10 +68,15 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
     wave_rows = 64 if plan.promote else own_rows
     waves = own_rows // wave_rows
+    # A square's scale is one number a step, read where it is used.
+    copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
     def pipeline(body: Any, compute: Any, state: Any = None) -> Any:
-        tiling = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(SWIZZLE))
-        shared = dict(memory_space=plgpu.SMEM, transforms=tiling, delay_release=0)
+        swizzle = min(tile_k, SWIZZLE)
+        tiling = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
+        vector = dict(memory_space=plgpu.SMEM, delay_release=0)
+        shared = dict(**vector, transforms=tiling)
+        scale_widths = {"tensor": (), "square": (tile_m,), "vector": (tile_m, tile_n)}[plan.scaling]
         multicast = ("member",) if cluster > 1 else ()
         return plgpu.emit_pipeline_warp_specialized(
             body,
@@ -75,7 +87,8 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
             max_concurrent_steps=config.stages,
             compute_context=compute,
             in_specs=[plgpu.BlockSpec((tile_m, tile_k), lambda step: (0, step), **shared)]
-            + [plgpu.BlockSpec((tile_n, tile_k), lambda step: (0, step), collective_axes=multicast, **shared)] * halves,
+            + [plgpu.BlockSpec((tile_n, tile_k), lambda step: (0, step), collective_axes=multicast, **shared)] * halves
+            + [plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in scale_widths],
             manual_consumed_barriers=plan.promote,
             pipeline_state=state,
         )
@@ -84,7 +97,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
 
     @functools.partial(
         pl.run_scoped,
-        buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem),
+        buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem, *copied_scales),
         out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
         collective_axes="warpgroup",
     )
@@ -106,8 +119,23 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 first_row = mi * tile_m + warpgroup * own_rows
                 _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
 
+            def find_factor(step: Any, scales_smem: Any, wave: int) -> Any:
+                """What a promoted sum is multiplied by."""
+                if plan.scaling == "tensor":
+                    return None
+                rows = pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)
+                factor = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+                if plan.scaling == "square":
+                    factor = factor * block_scales[1][step, ni]
+                factor = lax.broadcast_in_dim(factor, (wave_rows, tile_n), (0,))
+                if plan.scaling == "vector":
+                    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
+                    factor = factor * lax.broadcast_in_dim(of_w, (wave_rows, tile_n), (1,))
+                return factor
+
             if plan.promote:
-                body, compute = _promoting(multiply, store, scale, waves, (wave_rows, tile_n))
+                partial = functools.partial(_promoting, multiply, find_factor, halves)
+                body, compute = partial(store, scale, waves, (wave_rows, tile_n))
             else:
                 body, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
             state = None
@@ -118,6 +146,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 state = jnp.where(loop.local_index == 0, int(phase.START), middle)
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
             operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
+            operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
             pipeline(body, compute, state)(*operands, allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0)
@@ -142,12 +171,14 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
     return step, compute
 
 
-def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """(step, context) of full accumulation: a fresh accumulator for every tile_k, added to float32 totals."""
+def _promoting(
+    multiply: Any, find_factor: Any, halves: int, store: Any, scale: Any, waves: int, shape: tuple[int, int]
+) -> tuple[Any, Any]:
+    """(step, context) of full accumulation: a fresh accumulator for every tile_k, scaled and added to float32 totals."""
 
-    def step(_: Any, x_smem: Any, *rest: Any) -> Any:
-        operands = (len(rest) - 2) // 2
-        w_smem, consumed, totals = rest[:operands], rest[operands:-1], rest[-1]
+    def step(index: Any, x_smem: Any, *rest: Any) -> Any:
+        count = (len(rest) - 2) // 2
+        w_smem, scales_smem, consumed, totals = rest[:halves], rest[halves:count], rest[count:-1], rest[-1]
         new = []
         for wave in range(waves):
 
@@ -155,12 +186,13 @@ def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[i
                 multiply(acc, x_smem, w_smem, wave)
                 return acc[...]
 
+            factor = find_factor(index[0], scales_smem, wave)
             part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
                 for barrier in consumed:
                     plgpu.barrier_arrive(barrier)
-            new.append(totals[wave] + part)
+            new.append(totals[wave] + (part if factor is None else part * factor))
         return tuple(new)
 
     def compute(run: Any) -> None:

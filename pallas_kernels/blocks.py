@@ -1,0 +1,64 @@
+"""Blocks of a tensor that share a scale: vectors of b values along the last axis, or squares of b x b.
+
+Scales are powers of two stored as E8M0, one byte each (OCP Microscaling Formats 1.0, 2023). The last block of an axis may
+be short. Squares make a quantized matrix and its transpose the same numbers, so one quantization of a weight serves the
+forward product and the input gradient; vectors adapt to single rows and are made anew for each contraction axis.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import numerics
+
+BLOCKS = (32, 64, 128)
+Tile = Literal["vector", "square"]
+SCALE_DTYPE = jnp.float8_e8m0fnu
+
+
+def check_block(block: int, tile: str) -> None:
+    """Raise a ValueError unless blocks of this size and form exist."""
+    if block not in BLOCKS:
+        raise ValueError(f"block={block} is not supported; use one of {list(BLOCKS)}")
+    if tile not in ("vector", "square"):
+        raise ValueError(f'tile={tile!r} is unknown; use "vector" or "square"')
+
+
+def scales_shape(shape: tuple[int, ...], block: int, tile: Tile) -> tuple[int, ...]:
+    """The shape of the scales of a tensor.
+
+    >>> scales_shape((48, 100), 32, "vector"), scales_shape((48, 100), 32, "square")
+    ((48, 4), (2, 4))
+    """
+    *leading, last = shape
+    if tile == "square":
+        leading[-1] = -(-leading[-1] // block)
+    return (*leading, -(-last // block))
+
+
+def block_amax(x: jax.Array, block: int, tile: Tile) -> jax.Array:
+    """Max |x| of every block, float32; NaN or inf where a block holds one."""
+    *leading, last = x.shape
+    sides = [(0, -last % block)]
+    if tile == "square":
+        sides.insert(0, (0, -leading[-1] % block))
+    padded = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - len(sides)) + sides)
+    split = (*padded.shape[:-1], padded.shape[-1] // block, block)
+    largest = jnp.max(padded.reshape(split), axis=-1, initial=0)
+    if tile == "square":
+        *rest, rows, columns = largest.shape
+        largest = jnp.max(largest.reshape(*rest, rows // block, block, columns), axis=-2, initial=0)
+    return largest.astype(jnp.float32)
+
+
+def spread(scales: jax.Array, shape: tuple[int, ...], block: int, tile: Tile) -> jax.Array:
+    """The scale of every value of a tensor of this shape."""
+    wide = jnp.repeat(scales, block, axis=-1)[..., : shape[-1]]
+    return wide if tile == "vector" else jnp.repeat(wide, block, axis=-2)[..., : shape[-2], :]
+
+
+def find_scales(amax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(scales, their inverses) of blocks, float32; NaN where `amax` is not finite."""
+    scales = numerics.pow2_scale(amax, dtype)
+    return scales, numerics.reciprocal_pow2(scales)
