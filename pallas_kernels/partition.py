@@ -10,7 +10,8 @@ brought together. Under vmap a kernel runs once for every element, in a loop; it
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,14 +25,17 @@ Axes = tuple[str, ...]
 Local = Callable[..., Any]
 
 
-def partitioned(local: Local, rule: str) -> Callable[..., Any]:
+def partitioned(local: Local, rule: str, blocks: Mapping[str, tuple[str, int]] | None = None) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
         which no result has; its results are partial there, and it must `lax.psum` them.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
+      blocks: letters of axes that count blocks, with the axis they are blocks of and their size: `{"j": ("k", 128)}`. They
+        are split as that axis is, which is split only where every part holds whole blocks.
     """
+    blocks = blocks or {}
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
 
@@ -40,9 +44,17 @@ def partitioned(local: Local, rule: str) -> Callable[..., Any]:
         return local(*operands, summed_over=())
 
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
-        given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
+        leaves = jax.tree.leaves(arguments)
+        given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [leaf.sharding for leaf in leaves]
         chosen = _choose_axes([*outputs, *inputs], given)
-        summed = tuple(axis for letter in chosen if letter not in kept for axis in chosen[letter])
+        for letter, (whole, size) in blocks.items():
+            (length,) = {a.shape[side.index(whole)] for a, side in zip(leaves, inputs, strict=True) if whole in side}
+            parts = math.prod(mesh.shape[axis] for axis in chosen.get(whole, ()))
+            if length % (parts * size) and parts > 1:
+                chosen[whole] = ()
+            chosen[letter] = chosen.get(whole, ())
+        split_sums = [letter for letter in chosen if letter not in kept and letter not in blocks]
+        summed = tuple(axis for letter in split_sums for axis in chosen[letter])
 
         def shardings(sides: list[list[str]]) -> list[NamedSharding]:
             return [NamedSharding(mesh, PartitionSpec(*(chosen.get(x) or None for x in side))) for side in sides]

@@ -5,6 +5,7 @@ of x and w where it is promoted, in float32 registers (DeepSeek-V3, 2024). Both 
 share the sum. 128 is what the tensor cores hide; blocks of 64 and 32 promote two and four times as often.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.mosaic import Config, Plan
 from pallas_kernels.matmul.reference import sizes
+from pallas_kernels.partition import partitioned
 
 
 def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
@@ -29,3 +31,109 @@ def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
     ]
     guesses += [Config(128, 128, tile_k=block, stages=4, cluster=cluster) for cluster in (1, 2)]
     return [config for config in guesses if mosaic.misfit(config, m, k, n, halves) is None]
+
+
+def reject(
+    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, w_lo_scales: Any, *, block: int, out_dtype: Any,
+    **options: Any,
+) -> str | None:  # fmt: skip
+    """Why this kernel cannot multiply these operands here, or None."""
+    reason = mosaic.reject_here(out_dtype)
+    if reason is not None:
+        return reason
+    m, k, n = sizes(x, w)
+    halves = 1 if w_lo is None else 2
+    if not candidates(m, k, n, halves, block):
+        smallest = Config(128, 128, tile_k=block, stages=2, cluster=1)
+        return f'{mosaic.misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
+    return None
+
+
+def decline(
+    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *rest: Any, **options: Any
+) -> str | None:
+    """Why this kernel is not the first choice, or None."""
+    return tuning.decline("block_matmul", "mosaic", variant(w_lo is not None, **options), sizes(x, w))
+
+
+def variant(dual: bool, *, block: int, tile: Tile, out_dtype: Any) -> str:
+    """How `tuned.json` names a product."""
+    return f"{'dual' if dual else 'single'} {tile} {block} {jnp.dtype(out_dtype)}"
+
+
+def configure(
+    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *rest: Any, **options: Any
+) -> Config | None:
+    """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
+    return _choose(sizes(x, w), 1 if w_lo is None else 2, **options)
+
+
+def _choose(shape: tuple[int, int, int], halves: int, *, block: int, tile: Tile, out_dtype: Any) -> Config | None:
+    entry = tuning.find("block_matmul", variant(halves == 2, block=block, tile=tile, out_dtype=out_dtype), shape)
+    if entry is not None and "mosaic" in entry.configs:
+        tuned = Config(**entry.configs["mosaic"])
+        if mosaic.misfit(tuned, *shape, halves) is None:
+            return tuned
+    return next(iter(candidates(*shape, halves, block)), None)
+
+
+def block_matmul(
+    x: jax.Array,
+    x_scales: jax.Array,
+    w: jax.Array,
+    w_scales: jax.Array,
+    w_lo: jax.Array | None,
+    w_lo_scales: jax.Array | None,
+    *,
+    block: int,
+    tile: Tile,
+    out_dtype: Any,
+    config: Config | None = None,
+) -> jax.Array:
+    """The product, see `api.block_matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it.
+
+    `w_lo_scales` say only which residual blocks are zero, and zeros add nothing.
+    """
+    m, k, n = sizes(x, w)
+    halves = [half for half in (w, w_lo) if half is not None]
+
+    def local(x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, *halves: Any, summed_over: Any) -> jax.Array:
+        chosen = _choose((x.shape[0], x.shape[1], halves[0].shape[0]), len(halves), block=block, tile=tile,
+                         out_dtype=out_dtype)  # fmt: skip
+        if (
+            config is not None
+            and mosaic.misfit(config, x.shape[0], x.shape[1], halves[0].shape[0], len(halves)) is None
+        ):
+            chosen = config
+        dtype = jnp.float32 if summed_over else out_dtype
+        if chosen is None:
+            pairs = [(half, w_scales) for half in halves]
+            lo = pairs[1] if len(pairs) == 2 else (None, None)
+            out = reference.block_matmul(x, x_scales, *pairs[0], *lo, block=block, tile=tile, out_dtype=dtype)
+        else:
+            out = _run(chosen, x, x_scales, w_scales, halves, tile, dtype)
+        return jax.lax.psum(out, summed_over).astype(out_dtype) if summed_over else out
+
+    rows = "i" if tile == "square" else "n"
+    rule = f"m k, m j, {rows} j" + ", n k" * len(halves) + " -> m n"
+    blocks = {"j": ("k", block), **({"i": ("n", block)} if tile == "square" else {})}
+    if device_kind() == "cpu":  # its interpreter calls back, see matmul/parts.py
+        call = functools.partial(local, summed_over=())
+    else:
+        call = partitioned(local, rule, blocks)
+    flat_scales = x_scales.reshape(m, -1)
+    return call(x.reshape(m, k), flat_scales, w_scales, *halves).reshape(*x.shape[:-1], n)
+
+
+def _run(
+    config: Config, x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, halves: Any, tile: Tile, out_dtype: Any
+) -> jax.Array:
+    # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
+    from pallas_kernels.matmul import mosaic_kernel
+
+    of_x, of_w = (numerics.decode_e8m0(scales).T for scales in (x_scales, w_scales))
+    scaling: Any = "square" if tile == "square" and config.tile_k == config.tile_n else "vector"
+    if tile == "square" and scaling == "vector":
+        of_w = jnp.repeat(of_w, config.tile_k, axis=1)
+    plan = Plan(config, len(halves), True, False, mosaic.blocks(config), scaling)
+    return mosaic_kernel.call(plan, out_dtype, x, *halves, jnp.ones(1), of_x, of_w)

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics

@@ -100,12 +100,12 @@ def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     if config.pipeline == "steady":
         if steps % config.stages:
             return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
-        if tiles < 2 * _blocks(config):
+        if tiles < 2 * blocks(config):
             return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
     return None
 
 
-def _blocks(config: Config) -> int:
+def blocks(config: Config) -> int:
     """Clusters that fill the device once."""
     return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
@@ -119,6 +119,19 @@ def reject(
     x: jax.Array, w: jax.Array, w_lo: jax.Array | None, *, out_dtype: Any, accumulation: str, **options: Any
 ) -> str | None:
     """Why this kernel cannot multiply these operands here, or None."""
+    reason = reject_here(out_dtype)
+    if reason is not None:
+        return reason
+    m, k, n = sizes(x, w)
+    halves = 1 if w_lo is None else 2
+    if not candidates(m, k, n, halves, accumulation):
+        smallest = Config(128, 128, stages=2, cluster=1)
+        return f'{misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
+    return None
+
+
+def reject_here(out_dtype: Any) -> str | None:
+    """Why this kernel serves no product of this dtype on the device in use, or None."""
     if jax.__version_info__[:2] < SMALLEST_JAX:
         return f'jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use backend="xla" or a newer jax'
     kind = device_kind()
@@ -128,11 +141,6 @@ def reject(
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return 'the mesh has explicit axes, under which only lax.dot_general is partitioned; use backend="xla"'
-    m, k, n = sizes(x, w)
-    halves = 1 if w_lo is None else 2
-    if not candidates(m, k, n, halves, accumulation):
-        smallest = Config(128, 128, stages=2, cluster=1)
-        return f'{misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
     return None
 
 
@@ -193,7 +201,7 @@ def matmul(
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.matmul import mosaic_kernel
 
-        plan = Plan(chosen, halves, accumulation == "full", bias is not None, _blocks(chosen))
+        plan = Plan(chosen, halves, accumulation == "full", bias is not None, blocks(chosen))
         return mosaic_kernel.call(plan, out_dtype, x, *w, scale, *([] if bias is None else [bias]))
 
     return on_each_device(
