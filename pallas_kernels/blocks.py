@@ -1,8 +1,8 @@
 """Blocks of a tensor that share a scale: vectors of b values along the last axis, or squares of b x b.
 
-Scales are powers of two stored as E8M0, one byte each (OCP Microscaling Formats 1.0, 2023). The last block of an axis may
-be short. Squares make a quantized matrix and its transpose the same numbers, so one quantization of a weight serves the
-forward product and the input gradient; vectors adapt to single rows and are made anew for each contraction axis.
+Scales are powers of two stored as E8M0, one byte each (OCP Microscaling Formats 1.0, 2023). The last block of an axis
+may be short. Squares make a quantized matrix and its transpose the same numbers, so one quantization of a weight serves
+the forward product and the input gradient; vectors adapt to single rows and are made anew for each contraction axis.
 """
 
 from typing import Any, Literal

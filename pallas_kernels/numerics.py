@@ -255,8 +255,16 @@ def encode_e8m0(scale: jax.Array) -> jax.Array:
     >>> encode_e8m0(jnp.float32(0.5)).dtype, float(decode_e8m0(encode_e8m0(jnp.float32(0.5))))
     (dtype(float8_e8m0fnu), 0.5)
     """
-    code = jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
-    return lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
+    return lax.bitcast_convert_type(e8m0_code(scale), jnp.float8_e8m0fnu)
+
+
+def e8m0_code(scale: jax.Array) -> jax.Array:
+    """The E8M0 codes of powers of two as uint8, for kernels, which have no such float.
+
+    >>> int(e8m0_code(jnp.float32(0.5)))
+    126
+    """
+    return jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
 
 
 def decode_e8m0(code: jax.Array) -> jax.Array:

@@ -32,8 +32,8 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, tuple[str, int]] |
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
         which no result has; its results are partial there, and it must `lax.psum` them.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
-      blocks: letters of axes that count blocks, with the axis they are blocks of and their size: `{"j": ("k", 128)}`. They
-        are split as that axis is, which is split only where every part holds whole blocks.
+      blocks: letters of axes that count blocks, with the axis they are blocks of and their size: `{"j": ("k", 128)}`.
+        They are split as that axis is, which is split only where every part holds whole blocks.
     """
     blocks = blocks or {}
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))

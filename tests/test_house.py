@@ -14,7 +14,7 @@ import tcfp_jax
 
 ROOT = Path(__file__).parents[1]
 ORDER = ["recipe", "quantization", "scaling", "tcfp12", "gemm", "selection", "optim", "linen"]
-KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled"]
+KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled", "blocks"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
     "fake_quantize", "error_feedback", "layer_state", "explain",

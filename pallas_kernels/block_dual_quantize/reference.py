@@ -14,9 +14,16 @@ ZERO_BLOCK = 0
 
 
 def block_dual_quantize(
-    w: jax.Array, *, dtype: Any, block: int, tile: Tile, error: jax.Array | None, bits: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """(hi, lo, scales, residual scales, new error or None); see `api.block_dual_quantize`."""
+    w: jax.Array,
+    *,
+    dtype: Any,
+    block: int,
+    tile: Tile,
+    error: jax.Array | None,
+    bits: jax.Array | None,
+    orientation: str,
+) -> tuple[jax.Array | None, ...]:
+    """(hi, lo, scales, residual scales, new error, hi transposed, lo transposed); see `api.block_dual_quantize`."""
     wanted = target(w, error)
     scales, inverses = find_scales(block_amax(wanted, block, tile), dtype)
     wide, wide_inverse = (spread(s, w.shape, block, tile) for s in (scales, inverses))
@@ -27,4 +34,6 @@ def block_dual_quantize(
     encoded = numerics.encode_e8m0(scales)
     as_bits = jnp.where(empty, jnp.uint8(ZERO_BLOCK), jax.lax.bitcast_convert_type(encoded, jnp.uint8))
     residual_scales = jax.lax.bitcast_convert_type(as_bits, encoded.dtype)
-    return hi, lo, encoded, residual_scales, None if error is None else left.astype(error.dtype)
+    new_error = None if error is None else left.astype(error.dtype)
+    turned = (hi.T, lo.T) if orientation == "both" else (None, None)
+    return hi, lo, encoded, residual_scales, new_error, *turned

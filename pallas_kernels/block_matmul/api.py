@@ -30,8 +30,8 @@ def block_matmul(
 ) -> jax.Array:
     """`(x s_x) @ (w s_w + w_lo s_lo).T`, both operands contracted along their last axes, scales along them, too.
 
-    `out[..., n] = sum_k x[..., k] s_x[..., k / b] * (w[n, k] s_w[n', k / b] + w_lo[n, k] s_lo[n', k / b])`, where n' is n
-    for vectors and n / b for squares.
+    `out[..., n] = sum_k x[..., k] s_x[..., k / b] * (w[n, k] s_w[n', k / b] + w_lo[n, k] s_lo[n', k / b])`, where n' is
+    n for vectors and n / b for squares.
 
     Args:
       x: FP8 `[..., k]`, with a scale for every vector of `block` values along k.
@@ -74,6 +74,6 @@ def _check_scales(name: str, values: jax.Array, scales: jax.Array, block: int, t
     expected = scales_shape(values.shape, block, tile)
     if scales.shape != expected:
         raise ValueError(
-            f"{name}{list(values.shape)} in {tile} blocks of {block} has scales {list(expected)}, but {name}_scales has "
-            f"{list(scales.shape)}; quantize it with this block and tile"
+            f"{name}{list(values.shape)} in {tile} blocks of {block} has scales {list(expected)}, but {name}_scales "
+            f"has {list(scales.shape)}; quantize it with this block and tile"
         )

@@ -1,8 +1,8 @@
 """`block_matmul` for Hopper in Pallas Mosaic GPU: which shapes it takes, with which tiles.
 
-The kernel is that of `matmul/mosaic_kernel.py` with full accumulation: a sum over one block of k is scaled by the scales
-of x and w where it is promoted, in float32 registers (DeepSeek-V3, 2024). Both halves of a weight share a scale, so they
-share the sum. 128 is what the tensor cores hide; blocks of 64 and 32 promote two and four times as often.
+The kernel is that of `matmul/mosaic_kernel.py` with full accumulation: a sum over one block of k is scaled by the
+scales of x and w where it is promoted, in float32 registers (DeepSeek-V3, 2024). Both halves of a weight share a scale,
+so they share the sum. Blocks of 64 and 32 promote two and four times as often as those of 128.
 """
 
 import functools
@@ -25,51 +25,53 @@ def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
     """Configs that this shape divides into, best guess first."""
     stages = {128: 4 - halves, 64: 6 - 2 * halves, 32: 8}[block]
     guesses = [
-        Config(256, 128, tile_k=block, stages=stages, pipeline=pipeline, cluster=cluster)
+        Config(256, 128, tile_k=_tile_k(block), stages=stages, pipeline=pipeline, cluster=cluster)
         for pipeline in ("steady", "drained")
         for cluster in (1, 2)
     ]
-    guesses += [Config(128, 128, tile_k=block, stages=4, cluster=cluster) for cluster in (1, 2)]
+    guesses += [Config(128, 128, tile_k=_tile_k(block), stages=4, cluster=cluster) for cluster in (1, 2)]
     return [config for config in guesses if mosaic.misfit(config, m, k, n, halves) is None]
 
 
-def reject(
-    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, w_lo_scales: Any, *, block: int, out_dtype: Any,
-    **options: Any,
-) -> str | None:  # fmt: skip
+def reject(x: jax.Array, *operands: Any, block: int, tile: Tile, out_dtype: Any) -> str | None:
     """Why this kernel cannot multiply these operands here, or None."""
     reason = mosaic.reject_here(out_dtype)
     if reason is not None:
         return reason
-    m, k, n = sizes(x, w)
-    halves = 1 if w_lo is None else 2
+    (m, k, n), halves = _shape(x, *operands)
     if not candidates(m, k, n, halves, block):
-        smallest = Config(128, 128, tile_k=block, stages=2, cluster=1)
+        smallest = Config(128, 128, tile_k=_tile_k(block), stages=2, cluster=1)
         return f'{mosaic.misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
     return None
 
 
-def decline(
-    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *rest: Any, **options: Any
-) -> str | None:
+def decline(x: jax.Array, *operands: Any, **options: Any) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("block_matmul", "mosaic", variant(w_lo is not None, **options), sizes(x, w))
+    shape, halves = _shape(x, *operands)
+    return tuning.decline("block_matmul", "mosaic", variant(halves, **options), shape)
 
 
-def variant(dual: bool, *, block: int, tile: Tile, out_dtype: Any) -> str:
-    """How `tuned.json` names a product."""
-    return f"{'dual' if dual else 'single'} {tile} {block} {jnp.dtype(out_dtype)}"
-
-
-def configure(
-    x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *rest: Any, **options: Any
-) -> Config | None:
+def configure(x: jax.Array, *operands: Any, **options: Any) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(sizes(x, w), 1 if w_lo is None else 2, **options)
+    return _choose(*_shape(x, *operands), **options)
+
+
+def _shape(x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *_: Any) -> tuple[Any, int]:
+    """((m, k, n), halves of the weight)."""
+    return sizes(x, w), 1 if w_lo is None else 2
+
+
+def _tile_k(block: int) -> Any:
+    return block
+
+
+def variant(halves: int, *, block: int, tile: Tile, out_dtype: Any) -> str:
+    """How `tuned.json` names a product."""
+    return f"{'dual' if halves == 2 else 'single'} {tile} {block} {jnp.dtype(out_dtype)}"
 
 
 def _choose(shape: tuple[int, int, int], halves: int, *, block: int, tile: Tile, out_dtype: Any) -> Config | None:
-    entry = tuning.find("block_matmul", variant(halves == 2, block=block, tile=tile, out_dtype=out_dtype), shape)
+    entry = tuning.find("block_matmul", variant(halves, block=block, tile=tile, out_dtype=out_dtype), shape)
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
         if mosaic.misfit(tuned, *shape, halves) is None:
@@ -98,18 +100,16 @@ def block_matmul(
     halves = [half for half in (w, w_lo) if half is not None]
 
     def local(x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, *halves: Any, summed_over: Any) -> jax.Array:
-        chosen = _choose((x.shape[0], x.shape[1], halves[0].shape[0]), len(halves), block=block, tile=tile,
-                         out_dtype=out_dtype)  # fmt: skip
-        if (
-            config is not None
-            and mosaic.misfit(config, x.shape[0], x.shape[1], halves[0].shape[0], len(halves)) is None
-        ):
+        part = (x.shape[0], x.shape[1], halves[0].shape[0])
+        chosen = _choose(part, len(halves), block=block, tile=tile, out_dtype=out_dtype)
+        if config is not None and mosaic.misfit(config, *part, len(halves)) is None:
             chosen = config
         dtype = jnp.float32 if summed_over else out_dtype
         if chosen is None:
-            pairs = [(half, w_scales) for half in halves]
-            lo = pairs[1] if len(pairs) == 2 else (None, None)
-            out = reference.block_matmul(x, x_scales, *pairs[0], *lo, block=block, tile=tile, out_dtype=dtype)
+            lo = (halves[1], w_scales) if len(halves) == 2 else (None, None)
+            out = reference.block_matmul(
+                x, x_scales, halves[0], w_scales, *lo, block=block, tile=tile, out_dtype=dtype
+            )  # fmt: skip
         else:
             out = _run(chosen, x, x_scales, w_scales, halves, tile, dtype)
         return jax.lax.psum(out, summed_over).astype(out_dtype) if summed_over else out
@@ -117,10 +117,9 @@ def block_matmul(
     rows = "i" if tile == "square" else "n"
     rule = f"m k, m j, {rows} j" + ", n k" * len(halves) + " -> m n"
     blocks = {"j": ("k", block), **({"i": ("n", block)} if tile == "square" else {})}
-    if device_kind() == "cpu":  # its interpreter calls back, see matmul/parts.py
-        call = functools.partial(local, summed_over=())
-    else:
-        call = partitioned(local, rule, blocks)
+    # Its interpreter calls back, see matmul/parts.py.
+    whole = device_kind() == "cpu"
+    call = functools.partial(local, summed_over=()) if whole else partitioned(local, rule, blocks)
     flat_scales = x_scales.reshape(m, -1)
     return call(x.reshape(m, k), flat_scales, w_scales, *halves).reshape(*x.shape[:-1], n)
 

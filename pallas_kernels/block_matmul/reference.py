@@ -1,8 +1,8 @@
 """The definition of the block-scaled product in plain lax: float32 on a CPU, dequantized BF16 on a GPU.
 
-The meaning is `out = sum_k (x s_x)[m, k] * (w s_w + w_lo s_lo)[n, k]` with float32 accumulation, where each s is that of
-the value's block. An FP8 value times a power of two is exact in bfloat16, so on a GPU XLA multiplies the dequantized
-operands on BF16 tensor cores: what a kernel has to beat.
+The meaning is `out = sum_k (x s_x)[m, k] * (w s_w + w_lo s_lo)[n, k]` with float32 accumulation, where each s is that
+of the value's block. An FP8 value times a power of two is exact in bfloat16, so on a GPU XLA multiplies the
+dequantized operands on BF16 tensor cores: what a kernel has to beat.
 """
 
 from typing import Any

@@ -6,16 +6,19 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.block_quantize import reference
+from pallas_kernels.block_quantize import reference, triton
 from pallas_kernels.blocks import Tile, check_block
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.quantize.api import Orientation, check_orientation, check_real
 
-IMPLEMENTATIONS = (Implementation("xla", reference.block_quantize),)
+IMPLEMENTATIONS = (
+    Implementation("triton", triton.block_quantize, triton.reject, triton.decline),
+    Implementation("xla", reference.block_quantize),
+)
 
 
 class BlockQuantized(NamedTuple):
-    """x ~ values * scales, block by block; `transposed` is x with its last axis first, None if only rows were asked for.
+    """x ~ values * scales, block by block; `transposed`, if asked for, is x with its last axis first.
 
     For vectors `transposed` is quantized along its own last axes (all axes of x but the last, flattened).
     """

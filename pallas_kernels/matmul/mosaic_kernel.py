@@ -174,7 +174,7 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 def _promoting(
     multiply: Any, find_factor: Any, halves: int, store: Any, scale: Any, waves: int, shape: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """(step, context) of full accumulation: a fresh accumulator for every tile_k, scaled and added to float32 totals."""
+    """(step, context) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
 
     def step(index: Any, x_smem: Any, *rest: Any) -> Any:
         count = (len(rest) - 2) // 2
