@@ -5,7 +5,7 @@ may be short. Squares make a quantized matrix and its transpose the same numbers
 the forward product and the input gradient; vectors adapt to single rows and are made anew for each contraction axis.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,13 @@ from pallas_kernels import numerics
 BLOCKS = (32, 64, 128)
 Tile = Literal["vector", "square"]
 SCALE_DTYPE = jnp.float8_e8m0fnu
+
+
+class Blocked(NamedTuple):
+    """FP8 values and the E8M0 scales of their blocks."""
+
+    values: jax.Array
+    scales: jax.Array
 
 
 def check_block(block: int, tile: str) -> None:
@@ -43,13 +50,12 @@ def block_amax(x: jax.Array, block: int, tile: Tile) -> jax.Array:
     sides = [(0, -last % block)]
     if tile == "square":
         sides.insert(0, (0, -leading[-1] % block))
-    padded = jnp.pad(jnp.abs(x), [(0, 0)] * (x.ndim - len(sides)) + sides)
-    split = (*padded.shape[:-1], padded.shape[-1] // block, block)
-    largest = jnp.max(padded.reshape(split), axis=-1, initial=0)
-    if tile == "square":
-        *rest, rows, columns = largest.shape
-        largest = jnp.max(largest.reshape(*rest, rows // block, block, columns), axis=-2, initial=0)
-    return largest.astype(jnp.float32)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - len(sides)) + sides)
+    *leading, last = padded.shape
+    if tile == "vector":
+        return numerics.amax(padded.reshape(*leading, last // block, block), axis=-1)
+    *leading, rows = leading
+    return numerics.amax(padded.reshape(*leading, rows // block, block, last // block, block), axis=(-3, -1))
 
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: int, tile: Tile) -> jax.Array:

@@ -16,6 +16,8 @@ every backend. Three decisions carry the file:
 Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats 1.0, 2023 (E8M0).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,8 @@ def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> j
 def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     """Max |x| over `axis` (None: all) in float32; 0 where there is nothing, NaN or inf where `x` holds one.
 
+    Kernels call `amax_by_bits`.
+
     XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so there the bit patterns are
     compared, whose order is that of magnitudes and in which NaN is above inf.
 
@@ -96,14 +100,21 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     (3.0, nan)
     """
 
-    def by_bits(x: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-        return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), x.dtype)
-
     def by_value(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=axis, initial=0)
 
+    by_bits = functools.partial(amax_by_bits, axis=axis)
     return lax.platform_dependent(x, cpu=by_bits, default=by_value).astype(jnp.float32)
+
+
+def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> jax.Array:
+    """Max |x| over `axis`, in the dtype of x, found among bit patterns: NaN is the largest, also in an interpreter.
+
+    >>> float(amax_by_bits(jnp.array([1.0, -jnp.inf, jnp.nan])))
+    nan
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0, keepdims=keepdims), x.dtype)
 
 
 def power_of_two(exponent: ArrayLike) -> jax.Array:

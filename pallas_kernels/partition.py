@@ -12,7 +12,7 @@ brought together. Under vmap a kernel runs once for every element, in a loop; it
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -25,34 +25,41 @@ Axes = tuple[str, ...]
 Local = Callable[..., Any]
 
 
-def partitioned(local: Local, rule: str, blocks: Mapping[str, tuple[str, int]] | None = None) -> Callable[..., Any]:
+class BlocksOf(NamedTuple):
+    """An axis that counts blocks: the letter of the axis they are blocks of, their size, and that axis's length."""
+
+    letter: str
+    size: int
+    length: int
+
+
+def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None = None) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
         which no result has; its results are partial there, and it must `lax.psum` them.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
-      blocks: letters of axes that count blocks, with the axis they are blocks of and their size: `{"j": ("k", 128)}`.
-        They are split as that axis is, which is split only where every part holds whole blocks.
+      blocks: of letters that count blocks, what they count. They are split as that axis is, which is split only where
+        every part holds whole blocks.
     """
-    blocks = blocks or {}
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
+    named = {letter for side in (*inputs, *outputs) for letter in side}
+    blocks = {letter: of for letter, of in (blocks or {}).items() if letter in named}
 
     @custom_partitioning
     def call(*operands: jax.Array) -> Any:
         return local(*operands, summed_over=())
 
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
-        leaves = jax.tree.leaves(arguments)
-        given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [leaf.sharding for leaf in leaves]
+        given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
         chosen = _choose_axes([*outputs, *inputs], given)
-        for letter, (whole, size) in blocks.items():
-            (length,) = {a.shape[side.index(whole)] for a, side in zip(leaves, inputs, strict=True) if whole in side}
-            parts = math.prod(mesh.shape[axis] for axis in chosen.get(whole, ()))
-            if length % (parts * size) and parts > 1:
-                chosen[whole] = ()
-            chosen[letter] = chosen.get(whole, ())
+        for letter, of in blocks.items():
+            parts = math.prod(mesh.shape[axis] for axis in chosen.get(of.letter, ()))
+            if of.length % (parts * of.size):
+                chosen[of.letter] = ()
+            chosen[letter] = chosen.get(of.letter, ())
         split_sums = [letter for letter in chosen if letter not in kept and letter not in blocks]
         summed = tuple(axis for letter in split_sums for axis in chosen[letter])
 
@@ -63,8 +70,19 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, tuple[str, int]] |
         return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
 
     reduced = tuple(dict.fromkeys(letter for side in inputs for letter in side if letter not in kept | {"u"}))
-    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced)
+    sizes = {}
+    for letter, of in blocks.items():
+        # An axis of values is blocks times what is in one, so that shardings of both imply each other; if every mesh of
+        # these devices divides the blocks, or XLA would split one mesh axis between the two, which jax cannot read.
+        if of.length % (of.size * _device_count()) == 0:
+            rule = rule.replace(of.letter, f"({letter} {of.letter})")
+            sizes[of.letter] = of.size
+    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced, **sizes)
     return _mapped_in_a_loop(call)
+
+
+def _device_count() -> int:
+    return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
 def _choose_axes(sides: list[list[str]], shardings: list[Any]) -> dict[str, Axes]:

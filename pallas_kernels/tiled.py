@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import BlocksOf, partitioned
 
 Body = Callable[..., tuple[jax.Array, ...]]
 
@@ -127,7 +127,8 @@ def map_tiles(
 
     rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
-    blocks = {} if side is None else {"p": ("i", side), "q": ("j", side)}
+    m, k = inputs[0].shape
+    blocks = {} if side is None else {"p": BlocksOf("i", side, m), "q": BlocksOf("j", side, k)}
     return partitioned(local, rule, blocks)(*inputs, *(scalar.reshape(1) for scalar in scalars))
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic as block_mosaic
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.blocks import BLOCKS, scales_shape
+from pallas_kernels.blocks import BLOCKS, Blocked, scales_shape
 from pallas_kernels.matmul import mosaic
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -154,8 +154,8 @@ def operands(block, tile, halves, m=256, k=256, n=128):
     rows = block if tile == "square" else 1
     parts = [wide(w_q.hi, w_q.scales, rows), wide(w_q.lo, w_q.scales, rows)][:halves]
     a, b = wide(x_q.values, x_q.scales, 1), sum(parts)
-    lo = (w_q.lo, w_q.residual_scales) if halves == 2 else ()
-    return (x_q.values, x_q.scales, w_q.hi, w_q.scales, *lo), a @ b.T, np.abs(a) @ np.abs(b).T
+    lo = (Blocked(w_q.lo, w_q.residual_scales),) if halves == 2 else ()
+    return (Blocked(*x_q[:2]), Blocked(w_q.hi, w_q.scales), *lo), a @ b.T, np.abs(a) @ np.abs(b).T
 
 
 class TestMatmul:
@@ -175,31 +175,30 @@ class TestMatmul:
         arguments, exact, magnitude = operands(block, "square", halves)
         configs = block_mosaic.candidates(256, 256, 128, halves, block)
         assert {config.cluster for config in configs} == {1, 2}
-        lo = arguments[4:] or (None, None)
+        lo = arguments[2:] or (None,)
         for config in configs:
             got = block_mosaic.block_matmul(
-                *arguments[:4], *lo, block=block, tile="square", out_dtype=jnp.float32, config=config
+                *arguments[:2], *lo, block=block, tile="square", out_dtype=jnp.float32, config=config
             )
             assert np.all(np.abs(np.asarray(got, np.float64) - exact) <= 2.0**-19 * magnitude)
 
     def test_ragged_sizes_and_leading_axes(self):
         arguments, exact, magnitude = operands(32, "square", 2, m=24, k=50, n=70)
-        x, x_scales, *rest = arguments
-        x, x_scales = x.reshape(2, 12, 50), x_scales.reshape(2, 12, 2)
-        got = jax.jit(functools.partial(block_matmul, block=32, out_dtype=jnp.float32))(x, x_scales, *rest)
+        x, *rest = arguments
+        x = Blocked(x.values.reshape(2, 12, 50), x.scales.reshape(2, 12, 2))
+        got = jax.jit(functools.partial(block_matmul, block=32, out_dtype=jnp.float32))(x, *rest)
         assert got.shape == (2, 12, 70)
         assert np.all(np.abs(np.asarray(got, np.float64).reshape(24, 70) - exact) <= 2.0**-19 * magnitude)
 
     def test_bad_input(self):
-        x, x_scales, w, w_scales = operands(32, "square", 1)[0]
-        with pytest.raises(ValueError, match=re.escape("has scales [256, 4], but x_scales has [256, 8]")):
-            block_matmul(x, x_scales, w, w_scales, block=64)
-        with pytest.raises(TypeError, match="x_scales has dtype float32, not float8_e8m0fnu"):
-            block_matmul(x, x_scales.astype(jnp.float32), w, w_scales, block=32)
-        with pytest.raises(ValueError, match="go together"):
-            block_matmul(x, x_scales, w, w_scales, w, block=32)
+        x, w = operands(32, "square", 1)[0]
+        with pytest.raises(ValueError, match=re.escape("has scales [256, 4], but these are [256, 8]")):
+            block_matmul(x, w, block=64)
+        with pytest.raises(TypeError, match="the scales of x have dtype float32, not float8_e8m0fnu"):
+            block_matmul(Blocked(x.values, x.scales.astype(jnp.float32)), w, block=32)
+        part = Blocked(x.values[:100], x.scales[:100])
         with pytest.raises(NotImplementedError, match="jax" if OLD_JAX else "m=100 must be a multiple of"):
-            block_matmul(x[:100], x_scales[:100], w, w_scales, block=32, backend="mosaic")
+            block_matmul(part, w, block=32, backend="mosaic")
 
 
 class TestPartition:

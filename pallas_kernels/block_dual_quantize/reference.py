@@ -28,7 +28,7 @@ def block_dual_quantize(
     scales, inverses = find_scales(block_amax(wanted, block, tile), dtype)
     wide, wide_inverse = (spread(s, w.shape, block, tile) for s in (scales, inverses))
     hi, lo, left = split(wanted, wide_inverse, wide, dtype, bits)
-    # From the bytes, signs aside: comparing NaN with zero would do as well, reading the values back would not.
+    # From the bytes, signs aside, because XLA on a GPU may cancel a cast back to float32. A NaN's are not zero.
     codes = (jax.lax.bitcast_convert_type(lo, jnp.uint8) & 0x7F).astype(jnp.float32)
     empty = block_amax(codes, block, tile) == 0
     encoded = numerics.encode_e8m0(scales)

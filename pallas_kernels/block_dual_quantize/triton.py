@@ -19,9 +19,10 @@ from pallas_kernels.tiled import Output, map_tiles
 
 def reject(w: jax.Array, *, block: int, tile: Tile, **options: Any) -> str | None:
     """Why this kernel cannot split w, or None."""
-    if tile != "square" or w.ndim != 2:
+    if tile != "square":
         return f'{tile} blocks of w{list(w.shape)}: only squares of a matrix; use backend="xla"'
-    return misfit("w", *w.shape, block)
+    k, n = w.shape
+    return misfit("w", k, n, block)
 
 
 def decline(
@@ -32,6 +33,10 @@ def decline(
     feedback = "no error" if error is None else f"error {error.dtype}"
     variant = f"{orientation} {block} {rounding} {feedback}"
     return tuning.decline("block_dual_quantize", "triton", variant, w.shape)
+
+
+def _tile_amax(x: jax.Array) -> jax.Array:
+    return numerics.amax_by_bits(numerics.amax_by_bits(x, 1, keepdims=True), 0, keepdims=True)
 
 
 def block_dual_quantize(
@@ -49,9 +54,7 @@ def block_dual_quantize(
 
     def body(*tiles: jax.Array) -> tuple[jax.Array, ...]:
         wanted = target(tiles[0], tiles[1] if has_error else None)
-        scale, inverse = find_scales(
-            jnp.max(jnp.max(jnp.abs(wanted), axis=1, keepdims=True), axis=0, keepdims=True), dtype
-        )
+        scale, inverse = find_scales(_tile_amax(wanted), dtype)
         scaled = numerics.flush_subnormal(wanted) * inverse
         hi = numerics.saturating_cast(scaled, dtype)
         rest = numerics.residual(scaled, hi.astype(jnp.float32))
@@ -61,10 +64,8 @@ def block_dual_quantize(
             lo = numerics.saturating_cast(rest, dtype)
         back = lo.astype(jnp.float32)
         code = numerics.e8m0_code(scale)
-        # NaN is not zero: its comparison is false, and the block keeps its scale.
-        filled = jnp.where(back == 0, jnp.zeros_like(back), jnp.ones_like(back))
-        some = jnp.max(jnp.max(filled, axis=1, keepdims=True), axis=0, keepdims=True)
-        residual_code = jnp.where(some > 0, code, jnp.full_like(code, reference.ZERO_BLOCK))
+        # NaN is not zero: the comparison is false, and the block keeps its scale.
+        residual_code = jnp.where(_tile_amax(back) == 0, jnp.full_like(code, reference.ZERO_BLOCK), code)
         if not has_error:
             return hi, lo, code, residual_code
         return hi, lo, code, residual_code, (numerics.residual(rest, back) * scale).astype(tiles[1].dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_matmul import mosaic, reference
-from pallas_kernels.blocks import SCALE_DTYPE, Tile, check_block, scales_shape
+from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, check_block, scales_shape
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul.api import check_operands
 
@@ -16,12 +16,9 @@ IMPLEMENTATIONS = (
 
 
 def block_matmul(
-    x: jax.Array,
-    x_scales: jax.Array,
-    w: jax.Array,
-    w_scales: jax.Array,
-    w_lo: jax.Array | None = None,
-    w_lo_scales: jax.Array | None = None,
+    x: Blocked,
+    w: Blocked,
+    w_lo: Blocked | None = None,
     *,
     block: int,
     tile: Tile = "square",
@@ -35,9 +32,8 @@ def block_matmul(
 
     Args:
       x: FP8 `[..., k]`, with a scale for every vector of `block` values along k.
-      w, w_lo: FP8 `[n, k]`, one format; `tile` is the form of their blocks. `w_lo_scales` are those of `w` but for
-        blocks that are zero (see `block_dual_quantize`).
-      x_scales, w_scales, w_lo_scales: `float8_e8m0fnu`.
+      w, w_lo: FP8 `[n, k]`, one format; `tile` is the form of their blocks. The scales of `w_lo` are those of `w` but
+        for blocks that are zero (see `block_dual_quantize`).
       block: 32, 64 or 128.
       out_dtype: a real float; sums are float32.
 
@@ -51,29 +47,27 @@ def block_matmul(
       NotImplementedError: E5M2 x E5M2, which no tensor core multiplies; or what the named backend cannot run.
 
     >>> one, scale = jnp.ones((32, 64), jnp.float8_e4m3fn), jnp.full((1, 2), 0.5, jnp.float8_e8m0fnu)
-    >>> x_scales = jnp.ones((32, 2), jnp.float8_e8m0fnu)
-    >>> float(block_matmul(one, x_scales, one, scale, block=32)[0, 0])
+    >>> x = Blocked(one, jnp.ones((32, 2), jnp.float8_e8m0fnu))
+    >>> float(block_matmul(x, Blocked(one, scale), block=32)[0, 0])
     32.0
     """
     check_block(block, tile)
-    check_operands(x, w, w_lo)
-    _check_scales("x", x, x_scales, block, "vector")
-    _check_scales("w", w, w_scales, block, tile)
-    if (w_lo is None) != (w_lo_scales is None):
-        raise ValueError("w_lo and w_lo_scales go together; pass both or neither")
-    if w_lo is not None and w_lo_scales is not None:
-        _check_scales("w_lo", w_lo, w_lo_scales, block, tile)
+    check_operands(x.values, w.values, None if w_lo is None else w_lo.values)
+    _check_scales("x", x, block, "vector")
+    _check_scales("w", w, block, tile)
+    if w_lo is not None:
+        _check_scales("w_lo", w_lo, block, tile)
     options = dict(block=block, tile=tile, out_dtype=jnp.dtype(out_dtype))
-    operands = (x, x_scales, w, w_scales, w_lo, w_lo_scales)
-    return dispatch("block_matmul", IMPLEMENTATIONS, backend, *operands, **options)
+    return dispatch("block_matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
 
 
-def _check_scales(name: str, values: jax.Array, scales: jax.Array, block: int, tile: Tile) -> None:
+def _check_scales(name: str, blocked: Blocked, block: int, tile: Tile) -> None:
+    values, scales = blocked
     if scales.dtype != SCALE_DTYPE:
-        raise TypeError(f"{name}_scales has dtype {scales.dtype}, not float8_e8m0fnu; use block_quantize")
+        raise TypeError(f"the scales of {name} have dtype {scales.dtype}, not float8_e8m0fnu; use block_quantize")
     expected = scales_shape(values.shape, block, tile)
     if scales.shape != expected:
         raise ValueError(
-            f"{name}{list(values.shape)} in {tile} blocks of {block} has scales {list(expected)}, but {name}_scales "
-            f"has {list(scales.shape)}; quantize it with this block and tile"
+            f"{name}{list(values.shape)} in {tile} blocks of {block} has scales {list(expected)}, but these are "
+            f"{list(scales.shape)}; quantize it with this block and tile"
         )

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.block_matmul import reference
-from pallas_kernels.blocks import Tile
+from pallas_kernels.blocks import Blocked, Tile
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.mosaic import Config, Plan
 from pallas_kernels.matmul.reference import sizes
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import BlocksOf, partitioned
 
 
 def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
@@ -33,32 +33,32 @@ def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
     return [config for config in guesses if mosaic.misfit(config, m, k, n, halves) is None]
 
 
-def reject(x: jax.Array, *operands: Any, block: int, tile: Tile, out_dtype: Any) -> str | None:
+def reject(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any) -> str | None:
     """Why this kernel cannot multiply these operands here, or None."""
     reason = mosaic.reject_here(out_dtype)
     if reason is not None:
         return reason
-    (m, k, n), halves = _shape(x, *operands)
+    (m, k, n), halves = _shape(x, w, w_lo)
     if not candidates(m, k, n, halves, block):
         smallest = Config(128, 128, tile_k=_tile_k(block), stages=2, cluster=1)
         return f'{mosaic.misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
     return None
 
 
-def decline(x: jax.Array, *operands: Any, **options: Any) -> str | None:
+def decline(x: Blocked, w: Blocked, w_lo: Blocked | None, **options: Any) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    shape, halves = _shape(x, *operands)
+    shape, halves = _shape(x, w, w_lo)
     return tuning.decline("block_matmul", "mosaic", variant(halves, **options), shape)
 
 
-def configure(x: jax.Array, *operands: Any, **options: Any) -> Config | None:
+def configure(x: Blocked, w: Blocked, w_lo: Blocked | None, **options: Any) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(*_shape(x, *operands), **options)
+    return _choose(*_shape(x, w, w_lo), **options)
 
 
-def _shape(x: jax.Array, x_scales: Any, w: jax.Array, w_scales: Any, w_lo: Any, *_: Any) -> tuple[Any, int]:
+def _shape(x: Blocked, w: Blocked, w_lo: Blocked | None) -> tuple[tuple[int, int, int], int]:
     """((m, k, n), halves of the weight)."""
-    return sizes(x, w), 1 if w_lo is None else 2
+    return sizes(x.values, w.values), 1 if w_lo is None else 2
 
 
 def _tile_k(block: int) -> Any:
@@ -80,12 +80,9 @@ def _choose(shape: tuple[int, int, int], halves: int, *, block: int, tile: Tile,
 
 
 def block_matmul(
-    x: jax.Array,
-    x_scales: jax.Array,
-    w: jax.Array,
-    w_scales: jax.Array,
-    w_lo: jax.Array | None,
-    w_lo_scales: jax.Array | None,
+    x: Blocked,
+    w: Blocked,
+    w_lo: Blocked | None,
     *,
     block: int,
     tile: Tile,
@@ -94,38 +91,39 @@ def block_matmul(
 ) -> jax.Array:
     """The product, see `api.block_matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it.
 
-    `w_lo_scales` say only which residual blocks are zero, and zeros add nothing.
+    The scales of `w_lo` say only which residual blocks are zero, and zeros add nothing.
     """
-    m, k, n = sizes(x, w)
-    halves = [half for half in (w, w_lo) if half is not None]
+    (m, k, n), halves = _shape(x, w, w_lo)
 
-    def local(x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, *halves: Any, summed_over: Any) -> jax.Array:
-        part = (x.shape[0], x.shape[1], halves[0].shape[0])
-        chosen = _choose(part, len(halves), block=block, tile=tile, out_dtype=out_dtype)
-        if config is not None and mosaic.misfit(config, *part, len(halves)) is None:
+    def local(x: jax.Array, of_x: jax.Array, of_w: jax.Array, *weights: jax.Array, summed_over: Any) -> jax.Array:
+        part = (x.shape[0], x.shape[1], weights[0].shape[0])
+        chosen = _choose(part, halves, block=block, tile=tile, out_dtype=out_dtype)
+        if config is not None and mosaic.misfit(config, *part, halves) is None:
             chosen = config
         dtype = jnp.float32 if summed_over else out_dtype
         if chosen is None:
-            lo = (halves[1], w_scales) if len(halves) == 2 else (None, None)
+            blocked = [Blocked(weight, of_w) for weight in weights]
             out = reference.block_matmul(
-                x, x_scales, halves[0], w_scales, *lo, block=block, tile=tile, out_dtype=dtype
+                Blocked(x, of_x), blocked[0], blocked[1] if halves == 2 else None, block=block, tile=tile,
+                out_dtype=dtype,
             )  # fmt: skip
         else:
-            out = _run(chosen, x, x_scales, w_scales, halves, tile, dtype)
+            out = _run(chosen, x, of_x, of_w, weights, tile, dtype)
         return jax.lax.psum(out, summed_over).astype(out_dtype) if summed_over else out
 
     rows = "i" if tile == "square" else "n"
-    rule = f"m k, m j, {rows} j" + ", n k" * len(halves) + " -> m n"
-    blocks = {"j": ("k", block), **({"i": ("n", block)} if tile == "square" else {})}
+    rule = f"m k, m j, {rows} j" + ", n k" * halves + " -> m n"
+    blocks = {"j": BlocksOf("k", block, k), "i": BlocksOf("n", block, n)}
     # Its interpreter calls back, see matmul/parts.py.
     whole = device_kind() == "cpu"
     call = functools.partial(local, summed_over=()) if whole else partitioned(local, rule, blocks)
-    flat_scales = x_scales.reshape(m, -1)
-    return call(x.reshape(m, k), flat_scales, w_scales, *halves).reshape(*x.shape[:-1], n)
+    weights = [half.values for half in (w, w_lo) if half is not None]
+    out = call(x.values.reshape(m, k), x.scales.reshape(m, -1), w.scales, *weights)
+    return out.reshape(*x.values.shape[:-1], n)
 
 
 def _run(
-    config: Config, x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, halves: Any, tile: Tile, out_dtype: Any
+    config: Config, x: jax.Array, x_scales: jax.Array, w_scales: jax.Array, weights: Any, tile: Tile, out_dtype: Any
 ) -> jax.Array:
     # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
     from pallas_kernels.matmul import mosaic_kernel
@@ -134,5 +132,5 @@ def _run(
     scaling: Any = "square" if tile == "square" and config.tile_k == config.tile_n else "vector"
     if tile == "square" and scaling == "vector":
         of_w = jnp.repeat(of_w, config.tile_k, axis=1)
-    plan = Plan(config, len(halves), True, False, mosaic.blocks(config), scaling)
-    return mosaic_kernel.call(plan, out_dtype, x, *halves, jnp.ones(1), of_x, of_w)
+    plan = Plan(config, len(weights), True, False, mosaic.blocks(config), scaling)
+    return mosaic_kernel.call(plan, out_dtype, x, *weights, jnp.ones(1), of_x, of_w)

@@ -58,6 +58,7 @@ def block_quantize(
       TypeError: `x` is not real floating point, or `dtype` is not FP8.
       ValueError: `block` is not 32, 64 or 128, squares of what is no matrix, an unknown `tile` or `orientation`.
 
+    >>> import jax.numpy as jnp
     >>> q = block_quantize(jnp.array([[1.0] * 32 + [1000.0] * 32]), jnp.float8_e4m3fn, block=32)
     >>> [float(s) for s in q.scales[0].astype(jnp.float32)]
     [0.00390625, 4.0]

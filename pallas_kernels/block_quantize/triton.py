@@ -48,12 +48,11 @@ def block_quantize(
 
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
         wide = x.astype(jnp.float32)
-        size = jnp.abs(wide)
-        of_rows = jnp.max(size, axis=1, keepdims=True)
+        of_rows = numerics.amax_by_bits(wide, 1, keepdims=True)
         if tile == "square":
-            return scaled(wide, jnp.max(of_rows, axis=0, keepdims=True))
+            return scaled(wide, numerics.amax_by_bits(of_rows, 0, keepdims=True))
         along_k = scaled(wide, of_rows)
-        return (*along_k, *scaled(wide, jnp.max(size, axis=0, keepdims=True))) if both else along_k
+        return (*along_k, *scaled(wide, numerics.amax_by_bits(wide, 0, keepdims=True))) if both else along_k
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
         parts = reference.block_quantize(x, dtype=dtype, block=block, tile=tile, orientation=orientation)

@@ -62,7 +62,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
     bias_gmem = refs[-2] if plan.has_bias else None
     (m, k), n = x_gmem.shape, out_gmem.shape[1]
-    tile_m, tile_n, tile_k, cluster = config.tile_m, config.tile_n, config.tile_k, config.cluster
+    tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
     # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
@@ -71,28 +71,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     # A square's scale is one number a step, read where it is used.
     copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
-    def pipeline(body: Any, compute: Any, state: Any = None) -> Any:
-        swizzle = min(tile_k, SWIZZLE)
-        tiling = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
-        vector = dict(memory_space=plgpu.SMEM, delay_release=0)
-        shared = dict(**vector, transforms=tiling)
-        scale_widths = {"tensor": (), "square": (tile_m,), "vector": (tile_m, tile_n)}[plan.scaling]
-        multicast = ("member",) if cluster > 1 else ()
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(k // tile_k,),
-            memory_registers=40,
-            wg_axis="warpgroup",
-            num_compute_wgs=COMPUTE_WARPGROUPS,
-            max_concurrent_steps=config.stages,
-            compute_context=compute,
-            in_specs=[plgpu.BlockSpec((tile_m, tile_k), lambda step: (0, step), **shared)]
-            + [plgpu.BlockSpec((tile_n, tile_k), lambda step: (0, step), collective_axes=multicast, **shared)] * halves
-            + [plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in scale_widths],
-            manual_consumed_barriers=plan.promote,
-            pipeline_state=state,
-        )
-
+    pipeline = functools.partial(_pipeline, plan, k // config.tile_k)
     nothing = lambda *_, **__: None
 
     @functools.partial(
@@ -120,18 +99,11 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
 
             def find_factor(step: Any, scales_smem: Any, wave: int) -> Any:
-                """What a promoted sum is multiplied by."""
                 if plan.scaling == "tensor":
                     return None
                 rows = pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)
-                factor = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-                if plan.scaling == "square":
-                    factor = factor * block_scales[1][step, ni]
-                factor = lax.broadcast_in_dim(factor, (wave_rows, tile_n), (0,))
-                if plan.scaling == "vector":
-                    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
-                    factor = factor * lax.broadcast_in_dim(of_w, (wave_rows, tile_n), (1,))
-                return factor
+                of_tile = block_scales[1][step, ni] if plan.scaling == "square" else None
+                return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
 
             if plan.promote:
                 partial = functools.partial(_promoting, multiply, find_factor, halves)
@@ -150,6 +122,40 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
             pipeline(body, compute, state)(*operands, allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None) -> Any:
+    """Copies of x, of the halves of W and of scales, `steps` times tile_k, and `body` on the buffers that are full."""
+    config = plan.config
+    swizzle = min(config.tile_k, SWIZZLE)
+    vector = dict(memory_space=plgpu.SMEM, delay_release=0)
+    tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
+    x_spec = plgpu.BlockSpec((config.tile_m, config.tile_k), lambda step: (0, step), **tiled)
+    multicast = ("member",) if config.cluster > 1 else ()
+    w_spec = plgpu.BlockSpec((config.tile_n, config.tile_k), lambda step: (0, step), collective_axes=multicast, **tiled)
+    widths = {"tensor": (), "square": (config.tile_m,), "vector": (config.tile_m, config.tile_n)}[plan.scaling]
+    scale_specs = [plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths]
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(steps,),
+        memory_registers=40,
+        wg_axis="warpgroup",
+        num_compute_wgs=COMPUTE_WARPGROUPS,
+        max_concurrent_steps=config.stages,
+        compute_context=compute,
+        in_specs=[x_spec, *[w_spec] * plan.halves, *scale_specs],
+        manual_consumed_barriers=plan.promote,
+        pipeline_state=state,
+    )
+
+
+def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -> jax.Array:
+    """What a promoted sum is multiplied by: the scales of x's rows times that of W's tile, or those of its columns."""
+    of_x = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+    if of_tile is not None:
+        return lax.broadcast_in_dim(of_x * of_tile, shape, (0,))
+    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
 def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
