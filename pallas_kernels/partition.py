@@ -69,7 +69,6 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
         result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs))
         return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
 
-    reduced = tuple(dict.fromkeys(letter for side in inputs for letter in side if letter not in kept | {"u"}))
     sizes = {}
     for letter, of in blocks.items():
         # An axis of values is blocks times what is in one, so that shardings of both imply each other; if every mesh of
@@ -77,7 +76,9 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
         if of.length % (of.size * _device_count()) == 0:
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size
-    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced, **sizes)
+    # In the order in which the rule names them.
+    reduced = sorted((letter for letter in named if letter not in kept | {"u"}), key=rule.index)
+    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), **sizes)
     return _mapped_in_a_loop(call)
 
 
