@@ -77,7 +77,8 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size
     # In the order in which the rule names them.
-    reduced = sorted((letter for letter in named if letter not in kept | {"u"}), key=rule.index)
+    of_kept = {letter for letter, of in blocks.items() if of.letter in kept}
+    reduced = sorted(named - kept - of_kept - {"u"}, key=rule.index)
     call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), **sizes)
     return _mapped_in_a_loop(call)
 
