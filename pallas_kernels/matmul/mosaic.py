@@ -70,7 +70,7 @@ class Plan:
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
     """Configs that this shape divides into, best guess first; see `tuning.py` for measured choices."""
-    # Two steps of 64 to 80 KiB in flight; both halves of a weight make a step as long as 256 of k.
+    # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long as 256 of k.
     shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
     tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
     small = Config(128, 128, stages=4)
