@@ -1,16 +1,19 @@
 """`block_matmul`: the product of block-scaled FP8 tensors, one or two of them for the weight."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_matmul import mosaic, reference
+from pallas_kernels.block_matmul import cudnn, mosaic, reference
 from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, check_block, scales_shape
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul.api import check_operands
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.block_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
+    Implementation("cudnn", cudnn.block_matmul, cudnn.reject),
     Implementation("xla", reference.block_matmul),
 )
 
@@ -23,6 +26,7 @@ def block_matmul(
     block: int,
     tile: Tile = "square",
     out_dtype: DTypeLike = jnp.bfloat16,
+    out_sharding: Any = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """`(x s_x) @ (w s_w + w_lo s_lo).T`, both operands contracted along their last axes, scales along them, too.
@@ -36,6 +40,7 @@ def block_matmul(
         for blocks that are zero (see `block_dual_quantize`).
       block: 32, 64 or 128.
       out_dtype: a real float; sums are float32.
+      out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in `out_dtype`.
@@ -57,7 +62,7 @@ def block_matmul(
     _check_scales("w", w, block, tile)
     if w_lo is not None:
         _check_scales("w_lo", w_lo, block, tile)
-    options = dict(block=block, tile=tile, out_dtype=jnp.dtype(out_dtype))
+    options = dict(block=block, tile=tile, out_dtype=jnp.dtype(out_dtype), out_sharding=out_sharding)
     return dispatch("block_matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
 
 

@@ -33,7 +33,9 @@ def candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
     return [config for config in guesses if mosaic.misfit(config, m, k, n, halves) is None]
 
 
-def reject(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any) -> str | None:
+def reject(
+    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, out_sharding: Any = None
+) -> str | None:
     """Why this kernel cannot multiply these operands here, or None."""
     reason = mosaic.reject_here(out_dtype)
     if reason is not None:
@@ -51,9 +53,11 @@ def decline(x: Blocked, w: Blocked, w_lo: Blocked | None, **options: Any) -> str
     return tuning.decline("block_matmul", "mosaic", variant(halves, **options), shape)
 
 
-def configure(x: Blocked, w: Blocked, w_lo: Blocked | None, **options: Any) -> Config | None:
+def configure(
+    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, **options: Any
+) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(*_shape(x, w, w_lo), **options)
+    return _choose(*_shape(x, w, w_lo), block=block, tile=tile, out_dtype=out_dtype)
 
 
 def _shape(x: Blocked, w: Blocked, w_lo: Blocked | None) -> tuple[tuple[int, int, int], int]:
@@ -65,7 +69,7 @@ def _tile_k(block: int) -> Any:
     return block
 
 
-def variant(halves: int, *, block: int, tile: Tile, out_dtype: Any) -> str:
+def variant(halves: int, *, block: int, tile: Tile, out_dtype: Any, **options: Any) -> str:
     """How `tuned.json` names a product."""
     return f"{'dual' if halves == 2 else 'single'} {tile} {block} {jnp.dtype(out_dtype)}"
 
@@ -87,6 +91,7 @@ def block_matmul(
     block: int,
     tile: Tile,
     out_dtype: Any,
+    out_sharding: Any = None,
     config: Config | None = None,
 ) -> jax.Array:
     """The product, see `api.block_matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it.
@@ -105,7 +110,7 @@ def block_matmul(
             blocked = [Blocked(weight, of_w) for weight in weights]
             out = reference.block_matmul(
                 Blocked(x, of_x), blocked[0], blocked[1] if halves == 2 else None, block=block, tile=tile,
-                out_dtype=dtype,
+                out_dtype=dtype, out_sharding=None,
             )  # fmt: skip
         else:
             out = _run(chosen, x, of_x, of_w, weights, tile, dtype)

@@ -22,7 +22,9 @@ def dequantize(blocked: Blocked, block: int, tile: Tile) -> jax.Array:
     return lax.optimization_barrier(blocked.values).astype(jnp.float32) * wide
 
 
-def block_matmul(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any) -> jax.Array:
+def block_matmul(
+    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, out_sharding: Any
+) -> jax.Array:
     """The product on the platform that the program is lowered for; see `api.block_matmul`."""
     operands = [dequantize(x, block, "vector"), dequantize(w, block, tile)]
     if w_lo is not None:
@@ -31,13 +33,18 @@ def block_matmul(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, ti
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
         wide = w + lo[0] if lo else w
-        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST)
+        out = lax.dot_general(
+            x, wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
+        )
         return out.astype(out_dtype)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
-            lax.dot_general(narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32)
+            lax.dot_general(
+                narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32,
+                out_sharding=out_sharding,
+            )
             for half in halves
         ]
         return sum(products[1:], products[0]).astype(out_dtype)
