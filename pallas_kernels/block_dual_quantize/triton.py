@@ -3,6 +3,7 @@
 As in `dual_quantize/triton.py`, a float8 cast and back is what it says inside a kernel.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from pallas_kernels.block_quantize.triton import misfit
 from pallas_kernels.blocks import SCALE_DTYPE, Tile, find_scales
 from pallas_kernels.dual_quantize.reference import target
 from pallas_kernels.tiled import Output, map_tiles
+
+VALUES_PER_THREAD = 32  # see block_quantize/triton.py
 
 
 def reject(w: jax.Array, *, block: int, tile: Tile, **options: Any) -> str | None:
@@ -56,12 +59,13 @@ def block_dual_quantize(
         wanted = target(tiles[0], tiles[1] if has_error else None)
         scale, inverse = find_scales(_tile_amax(wanted), dtype)
         scaled = numerics.flush_subnormal(wanted) * inverse
-        hi = numerics.saturating_cast(scaled, dtype)
+        # Nothing to clip: the scale of a block covers its largest value, and is NaN where that is not finite.
+        hi = scaled.astype(dtype)
         rest = numerics.residual(scaled, hi.astype(jnp.float32))
         if has_bits:
             lo = numerics.stochastic_round_to(rest, dtype, tiles[-1]).astype(dtype)
         else:
-            lo = numerics.saturating_cast(rest, dtype)
+            lo = rest.astype(dtype)
         back = lo.astype(jnp.float32)
         code = numerics.e8m0_code(scale)
         # NaN is not zero: the comparison is false, and the block keeps its scale.
@@ -83,7 +87,8 @@ def block_dual_quantize(
     if error is not None:
         outputs.append(Output(error.dtype, replaces=1))
     inputs = [operand for operand in (w, error, bits) if operand is not None]
-    results = iter(map_tiles(body, inputs, [], outputs, name="block_dual_quantize", reference=whole, side=block))
+    tiles = functools.partial(map_tiles, name="block_dual_quantize", side=block, values_per_thread=VALUES_PER_THREAD)
+    results = iter(tiles(body, inputs, [], outputs, reference=whole))
     hi, hi_transposed = next(results), next(results) if both else None
     lo, lo_transposed = next(results), next(results) if both else None
     scales, residual_scales = (lax.bitcast_convert_type(next(results), SCALE_DTYPE) for _ in range(2))

@@ -11,6 +11,9 @@ from pallas_kernels.block_quantize import reference
 from pallas_kernels.blocks import SCALE_DTYPE, Tile, find_scales
 from pallas_kernels.tiled import Output, fit_tile, map_tiles
 
+# Fewer warps than tiles of one scale have: every thread finds the scales of the rows and columns it touches anew.
+VALUES_PER_THREAD = 32
+
 
 def reject(x: jax.Array, *, block: int, **options: Any) -> str | None:
     """Why this kernel cannot quantize x, or None."""
@@ -43,11 +46,11 @@ def block_quantize(
 
     def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
         scales, inverses = find_scales(amax, dtype)
-        values = numerics.saturating_cast(numerics.flush_subnormal(x) * inverses, dtype)
-        return values, numerics.e8m0_code(scales)
+        # Nothing to clip: the scale of a block covers its largest value, and is NaN where that is not finite.
+        return (x * inverses).astype(dtype), numerics.e8m0_code(scales)
 
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
-        wide = x.astype(jnp.float32)
+        wide = numerics.flush_subnormal(x.astype(jnp.float32))
         of_rows = numerics.amax_by_bits(wide, 1, keepdims=True)
         if tile == "square":
             return scaled(wide, numerics.amax_by_bits(of_rows, 0, keepdims=True))
@@ -68,7 +71,8 @@ def block_quantize(
         if both:
             outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
     results = map_tiles(
-        body, [x.reshape(-1, k)], [], outputs, name="block_quantize", reference=whole, side=block
+        body, [x.reshape(-1, k)], [], outputs, name="block_quantize", reference=whole, side=block,
+        values_per_thread=VALUES_PER_THREAD,
     )  # fmt: skip
     codes = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
     values, *others = (r for r in results if r.dtype != jnp.uint8)
