@@ -66,7 +66,9 @@ def other_products(shape: GemmShape, backends: tuple[Backend, ...], seed: int) -
     for name, kind, gemms in (("rowwise", "row single", 1), ("residual_activation", "x = hi + lo, dual", 3)):
         for backend in backends:
             chosen = recipe(name, backend=backend, quantize_backend="xla", wgrad="bf16", forward_accumulation="fast")
-            x_q = jax.jit(lambda x, r=chosen: quantize_operand(x, "float8_e4m3fn", r, form=r.forward_activation).rows)(x)
+            x_q = jax.jit(lambda x, r=chosen: quantize_operand(x, "float8_e4m3fn", r, form=r.forward_activation).rows)(
+                x
+            )
             w_q = jax.jit(lambda w, r=chosen: weight_operand(quantize_weight(w.T, r)[0], "dual", "k"))(w)
             call = functools.partial(product, recipe=chosen, accumulation="fast", out_dtype=jnp.bfloat16)
             values = functools.partial(_operand_values, x_q, w_q)

@@ -28,7 +28,7 @@ def product_forms() -> Forms:
     """(shape, block, tile, halves, dtype of the output) of the products of an MLP of each width, both passes."""
     for mlp in H200_SHAPES:
         m, d, d_ff = mlp.m, mlp.k, mlp.n
-        for block in BLOCKS if mlp == MIDDLE else (128,):
+        for block in BLOCKS[::-1] if mlp == MIDDLE else (128,):
             for shape, halves in itertools.product((GemmShape(m, d, d_ff), GemmShape(m, d_ff, d)), (1, 2)):
                 yield shape, block, "square", halves, jnp.bfloat16
             for shape in (GemmShape(d, m, d_ff), GemmShape(d_ff, m, d)):
@@ -87,9 +87,7 @@ def quantizers() -> Iterator[tuple[str, tuple[int, int], str, tuple[Any, ...], A
     """(op, shape, variant, dtypes of the arguments, call) of every quantizer; a second argument is an error."""
     for mlp in H200_SHAPES:
         blocks = BLOCKS if mlp == MIDDLE else (128,)
-        for shape, block, orientation in itertools.product(
-            ((mlp.m, mlp.k), (mlp.m, mlp.n)), blocks, ("rows", "both")
-        ):
+        for shape, block, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), blocks, ("rows", "both")):
             call = functools.partial(block_quantize, dtype=jnp.float8_e4m3fn, block=block, orientation=orientation)
             yield "block_quantize", shape, f"{orientation} vector {block} bfloat16", (jnp.bfloat16,), call
         for shape, block in itertools.product(((mlp.k, mlp.n), (mlp.n, mlp.k)), blocks):

@@ -32,6 +32,13 @@ def check_block(block: int, tile: str) -> None:
         raise ValueError(f'tile={tile!r} is unknown; use "vector" or "square"')
 
 
+def reject_explicit(*args: Any, **options: Any) -> str | None:
+    """Why blocks cannot be cut here, or None; a `reject` of the references."""
+    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return "blocks cut and merge axes, which a mesh with explicit axes cannot follow; use AxisType.Auto"
+    return None
+
+
 def scales_shape(shape: tuple[int, ...], block: int, tile: Tile) -> tuple[int, ...]:
     """The shape of the scales of a tensor.
 

@@ -144,7 +144,9 @@ def quantize(
         values, factor, _ = quantize_values(x, dtype, scale=scale)
         return QArray(values, factor)
     if scale != "pow2":
-        raise ValueError(f'scale={scale!r} with block={block}: the scales of blocks are powers of two; use scale="pow2"')
+        raise ValueError(
+            f'scale={scale!r} with block={block}: the scales of blocks are powers of two; use scale="pow2"'
+        )
     parts = block_quantize(_with_axis_last(x, axis, tile), dtype, block=block, tile=tile)
     return BlockArray(parts.values, parts.scales, block=block, tile=tile)
 

@@ -283,13 +283,13 @@ def _scale_contradictions(r: Recipe) -> list[tuple[bool, str]]:
         (
             r.forward_activation == "dual" and not (tensor and r.scale == "pow2" and r.residual != "none"),
             f'forward_activation="dual" with granularity={r.granularity!r}, scale={r.scale!r} and '
-            f'residual={r.residual!r}: it needs whole tensors, power-of-two scales and a weight of two tensors; start '
+            f"residual={r.residual!r}: it needs whole tensors, power-of-two scales and a weight of two tensors; start "
             'from recipe("residual_activation")',
         ),
         (
             r.forward_activation == "dual" and (r.activation_dtype == "bfloat16" or r.forward_weight == "single"),
             f'forward_activation="dual" with activation_dtype={r.activation_dtype!r} and '
-            f'forward_weight={r.forward_weight!r}: it adds to the FP8 products of a dual weight; use '
+            f"forward_weight={r.forward_weight!r}: it adds to the FP8 products of a dual weight; use "
             'forward_activation="single"',
         ),
     ]

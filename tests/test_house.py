@@ -13,7 +13,7 @@ import pytest
 import tcfp_jax
 
 ROOT = Path(__file__).parents[1]
-ORDER = ["recipe", "quantization", "scaling", "tcfp12", "gemm", "selection", "optim", "linen"]
+ORDER = ["recipe", "blocks", "quantization", "scaling", "tcfp12", "products", "gemm", "selection", "optim", "linen"]
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled", "blocks"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",

@@ -8,14 +8,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.block_dual_quantize import reference, triton
-from pallas_kernels.blocks import Tile, check_block
+from pallas_kernels.blocks import Tile, check_block, reject_explicit
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.dual_quantize.api import check_error_and_bits
 from pallas_kernels.quantize.api import Orientation, check_orientation, check_real
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.block_dual_quantize, triton.reject, triton.decline),
-    Implementation("xla", reference.block_dual_quantize),
+    Implementation("xla", reference.block_dual_quantize, reject_explicit),
 )
 
 

@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.block_matmul import cudnn, mosaic, reference
-from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, check_block, scales_shape
+from pallas_kernels.block_matmul import cudnn, mosaic, reference, triton
+from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, check_block, reject_explicit, scales_shape
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul.api import check_operands
+from pallas_kernels.matmul.triton import decline as decline_triton
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.block_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
+    Implementation("triton", triton.block_matmul, triton.reject, decline_triton),
     Implementation("cudnn", cudnn.block_matmul, cudnn.reject),
-    Implementation("xla", reference.block_matmul),
+    Implementation("xla", reference.block_matmul, reject_explicit),
 )
 
 

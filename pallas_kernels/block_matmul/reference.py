@@ -33,16 +33,17 @@ def block_matmul(
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
         wide = w + lo[0] if lo else w
-        out = lax.dot_general(
-            x, wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
-        )
+        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding)
         return out.astype(out_dtype)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
             lax.dot_general(
-                narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32,
+                narrow,
+                half.astype(jnp.bfloat16),
+                dimensions,
+                preferred_element_type=jnp.float32,
                 out_sharding=out_sharding,
             )
             for half in halves

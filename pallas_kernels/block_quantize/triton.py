@@ -11,9 +11,6 @@ from pallas_kernels.block_quantize import reference
 from pallas_kernels.blocks import SCALE_DTYPE, Tile, find_scales
 from pallas_kernels.tiled import Output, fit_tile, map_tiles
 
-# Fewer warps than tiles of one scale have: every thread finds the scales of the rows and columns it touches anew.
-VALUES_PER_THREAD = 32
-
 
 def reject(x: jax.Array, *, block: int, **options: Any) -> str | None:
     """Why this kernel cannot quantize x, or None."""
@@ -70,9 +67,11 @@ def block_quantize(
         outputs = [Output(dtype), Output(jnp.uint8, form="rows")]
         if both:
             outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
+    # Few warps: every thread finds the scales of the rows and columns it touches anew. Measured on an H200, both
+    # orientations of vectors of 128 and 64: 2.7 TB/s, where 16 values a thread give 1.1 and 1.5.
     results = map_tiles(
         body, [x.reshape(-1, k)], [], outputs, name="block_quantize", reference=whole, side=block,
-        values_per_thread=VALUES_PER_THREAD,
+        values_per_thread=block,
     )  # fmt: skip
     codes = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
     values, *others = (r for r in results if r.dtype != jnp.uint8)
