@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import Backend
 from tcfp_jax.blocks import BlockArray, ResidualBlockArray
 from tcfp_jax.products import Operand, product, quantize_operand, weight_operand
 from tcfp_jax.quantization import quantize_weight
-from tcfp_jax.recipe import recipe
+from tcfp_jax.recipe import Recipe, recipe
 
 
 class Scaled(NamedTuple):
@@ -66,13 +66,17 @@ def other_products(shape: GemmShape, backends: tuple[Backend, ...], seed: int) -
     for name, kind, gemms in (("rowwise", "row single", 1), ("residual_activation", "x = hi + lo, dual", 3)):
         for backend in backends:
             chosen = recipe(name, backend=backend, quantize_backend="xla", wgrad="bf16", forward_accumulation="fast")
-            x_q = jax.jit(lambda x, r=chosen: quantize_operand(x, "float8_e4m3fn", r, form=r.forward_activation).rows)(
-                x
-            )
-            w_q = jax.jit(lambda w, r=chosen: weight_operand(quantize_weight(w.T, r)[0], "dual", "k"))(w)
+            x_q, w_q = _quantized_operands(x, w, chosen)
             call = functools.partial(product, recipe=chosen, accumulation="fast", out_dtype=jnp.bfloat16)
             values = functools.partial(_operand_values, x_q, w_q)
             yield Scaled(kind, backend, gemms, jax.jit(call), (x_q, w_q), values)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _quantized_operands(x: jax.Array, w: jax.Array, chosen: Recipe) -> tuple[Operand, Operand]:
+    stored, _ = quantize_weight(w.T, chosen)
+    x_q = quantize_operand(x, "float8_e4m3fn", chosen, form=chosen.forward_activation)
+    return x_q.rows, weight_operand(stored, "dual", "k")
 
 
 def _operand_values(x: Operand, w: Operand) -> tuple[jax.Array, ...]:

@@ -18,6 +18,7 @@ from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
 from pallas_kernels.blocks import BLOCKS, Blocked, Tile
 from pallas_kernels.matmul.api import SUM_BOUND
+from pallas_kernels.quantize.api import Orientation
 
 # Blocks of 64 and 32 are timed at the middle shape alone; which backend wins there does not depend on the size.
 MIDDLE = H200_SHAPES[1]
@@ -87,7 +88,8 @@ def quantizers() -> Iterator[tuple[str, tuple[int, int], str, tuple[Any, ...], A
     """(op, shape, variant, dtypes of the arguments, call) of every quantizer; a second argument is an error."""
     for mlp in H200_SHAPES:
         blocks = BLOCKS if mlp == MIDDLE else (128,)
-        for shape, block, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), blocks, ("rows", "both")):
+        orientations: tuple[Orientation, ...] = ("rows", "both")
+        for shape, block, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), blocks, orientations):
             call = functools.partial(block_quantize, dtype=jnp.float8_e4m3fn, block=block, orientation=orientation)
             yield "block_quantize", shape, f"{orientation} vector {block} bfloat16", (jnp.bfloat16,), call
         for shape, block in itertools.product(((mlp.k, mlp.n), (mlp.n, mlp.k)), blocks):

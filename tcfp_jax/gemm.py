@@ -57,9 +57,10 @@ def matmul(
       key: random key for a stochastic residual where `w` is quantized here.
 
     Returns:
-      `[..., n]` in the dtype of x. A NaN or inf in x or w makes all of it NaN, or all that its row or block has a part
-      in; one in the output's gradient does the same to the gradients. k or n that are not multiples of 16 work; on a GPU each FP8 product then pads copies of its
-      operands, which costs about as much as quantizing them once more.
+      `[..., n]` in the dtype of x. A NaN or inf in x or w makes NaN what shares a scale with it: all of the result, or
+      with a scale a row or block, the outputs that read it; one in the output's gradient does the same to the
+      gradients. k or n that are not multiples of 16 work; on a GPU each FP8 product then pads copies of its operands,
+      which costs about as much as quantizing them once more.
 
     Raises:
       TypeError: integer, complex or 8-bit x or w.

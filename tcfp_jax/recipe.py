@@ -127,8 +127,8 @@ class Recipe:
         """The recipe that the flags of the PyTorch TCFP's layers describe; README has the table.
 
         Raises:
-          ValueError: flags that contradict each other, such as `srr=True` with `error_feedback=True`, or a `scale_block_size`
-            other than 32, 64 and 128.
+          ValueError: flags that contradict each other, such as `srr=True` with `error_feedback=True`, or a
+            `scale_block_size` other than 32, 64 and 128.
 
         >>> Recipe.from_flags(abd=True).dgrad_weight
         'single'

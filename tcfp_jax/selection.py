@@ -42,7 +42,7 @@ class Step:
         """A line for what runs, and one for each backend that does not."""
         runs = self.chosen or Verdict("xla", None)
         config = "" if runs.config is None else f" {runs.config}"
-        lines = [f"{self.name:12}{self.operands:60}{runs.backend}{config}"]
+        lines = [f"{self.name:12}{self.operands:59} {runs.backend}{config}"]
         lines += [f"{'':12}not {v.backend}: {v.reason}" for v in self.verdicts if v.reason is not None]
         return "\n".join(lines)
 

@@ -137,7 +137,7 @@ def test_meshes_give_the_result_of_one_device(name, axis_type):
         arguments = place(X, "data", None), place(W, None, "model"), place(G, "data", "model")
         run = jax.jit(functools.partial(value_and_gradients, RECIPES[name]))
         if axis_type == AxisType.Explicit and RECIPES[name].granularity == "block":
-            with pytest.raises(NotImplementedError, match="use AxisType.Auto"):
+            with pytest.raises(NotImplementedError, match=r"use AxisType\.Auto"):
                 run(*arguments)
             return
         got = run(*arguments)

@@ -53,7 +53,7 @@ def block_matmul(
 
     def local(x: jax.Array, of_x: jax.Array, of_w: jax.Array, *weights: jax.Array, summed_over: Any) -> jax.Array:
         dtype = jnp.float32 if summed_over else out_dtype
-        if fit(*x.shape, weights[0].shape[0], block, tile) is not None:
+        if fit(x.shape[0], x.shape[1], weights[0].shape[0], block, tile) is not None:
             out = _multiply(x, of_x, of_w, weights, block, tile, dtype)
         else:
             hi, *lo = (Blocked(weight, of_w) for weight in weights)
