@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.blocks import Blocked, Tile, spread
+from pallas_kernels.blocks import Blocked, ResidualBlocks, Tile, spread
 
 
 def dequantize(blocked: Blocked, block: int, tile: Tile) -> jax.Array:
@@ -22,8 +22,20 @@ def dequantize(blocked: Blocked, block: int, tile: Tile) -> jax.Array:
     return lax.optimization_barrier(blocked.values).astype(jnp.float32) * wide
 
 
-def block_matmul(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any) -> jax.Array:
-    """The product on the platform that the program is lowered for; see `api.block_matmul`."""
+def block_matmul(
+    x: Blocked,
+    w: Blocked,
+    w_lo: Blocked | None,
+    *,
+    block: int,
+    tile: Tile,
+    out_dtype: Any,
+    residual_blocks: ResidualBlocks = "all",
+) -> jax.Array:
+    """The product on the platform that the program is lowered for; see `api.block_matmul`.
+
+    All residual blocks are multiplied, whatever `residual_blocks` says: zeros add nothing.
+    """
     operands = [dequantize(x, block, "vector"), dequantize(w, block, tile)]
     if w_lo is not None:
         operands.append(dequantize(w_lo, block, tile))

@@ -37,7 +37,8 @@ class Config:
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
-      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile. A product
+        that skips residual blocks has a pipeline of its own, which runs ahead whatever the number of steps.
       store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     has_bias: bool
     blocks: int
     scaling: Literal["tensor", "square", "vector"] = "tensor"
+    residual_blocks: Literal["all", "nonzero"] = "all"
 
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
