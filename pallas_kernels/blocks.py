@@ -14,7 +14,10 @@ from pallas_kernels import numerics
 
 BLOCKS = (32, 64, 128)
 Tile = Literal["vector", "square"]
+ResidualBlocks = Literal["all", "nonzero"]
 SCALE_DTYPE = jnp.float8_e8m0fnu
+# E8M0's smallest scale, 2**-127: it says that all of a block's residual is zero.
+ZERO_BLOCK = 0
 
 
 class Blocked(NamedTuple):

@@ -112,7 +112,7 @@ def product(
 ) -> jax.Array:
     """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`."""
     if recipe.granularity == "block":
-        return _block_product(a, b, recipe, out_dtype, out_sharding, b_tile)
+        return _block_product(a, b, recipe, out_dtype, b_tile)
     options: Any = dict(accumulation=accumulation, out_sharding=out_sharding, backend=recipe.backend)
     if recipe.granularity == "row":
         return _row_product(a, b, recipe, out_dtype, options)
@@ -137,15 +137,13 @@ def _row_product(a: Operand, b: Operand, recipe: Recipe, out_dtype: Any, options
     return (unscaled.astype(jnp.float32) * a.scale[..., None] * b.scale).astype(out_dtype)
 
 
-def _block_product(
-    a: Operand, b: Operand, recipe: Recipe, out_dtype: Any, out_sharding: Any, b_tile: Tile
-) -> jax.Array:
+def _block_product(a: Operand, b: Operand, recipe: Recipe, out_dtype: Any, b_tile: Tile) -> jax.Array:
     contracted = b.values.ndim - 1
     flat = lambda values: values.reshape(*values.shape[: values.ndim - contracted], -1) if contracted > 1 else values
     lo = None if b.lo is None or b.lo_scale is None else Blocked(b.lo, b.lo_scale)
     return block_matmul(
         Blocked(flat(a.values), a.scale), Blocked(flat(b.values), b.scale), lo, block=_block_of(recipe), tile=b_tile,
-        out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend,
+        residual_blocks="all" if lo is None else recipe.residual_blocks, out_dtype=out_dtype, backend=recipe.backend,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pallas_kernels.blocks import BLOCKS, Tile, check_block
+from pallas_kernels.blocks import BLOCKS, ResidualBlocks, Tile, check_block
 from pallas_kernels.dispatch import Backend, check_backend
 
 Format = Literal["float8_e4m3fn", "float8_e5m2", "bfloat16"]
@@ -59,6 +59,8 @@ class Recipe:
       block: 32, 64 or 128 values along the contraction of each product; None without blocks.
       weight_tile: form of a weight's blocks: "square", block x block, which serves forward and dgrad with one
         quantization, or "vector", quantized once for each of them (OCP MX).
+      residual_blocks: "nonzero" neither loads nor multiplies blocks of `W_lo` that are all zeros, for weights of which
+        FP8 holds much exactly.
       forward_activation: "dual" splits x into two FP8 tensors as well and adds `x_lo W_hi` to the forward product, for
         an output of BF16's quality; the backward pass sees `x_hi` or, with `wgrad="bf16"`, x.
       error_feedback: `tcfp_jax.error_feedback` keeps what rounding left and adds it to the weight of the next step.
@@ -89,6 +91,7 @@ class Recipe:
     granularity: Granularity = "tensor"
     block: int | None = None
     weight_tile: Tile = "square"
+    residual_blocks: ResidualBlocks = "all"
     forward_activation: WeightForm = "single"
     error_feedback: bool = True
     delayed_scaling: bool = False
@@ -154,7 +157,7 @@ def _check_choices(built: Recipe) -> None:
         "forward_weight": WeightForm, "dgrad_weight": WeightForm, "wgrad": WeightGradient,
         "forward_accumulation": Accumulation, "dgrad_accumulation": Accumulation, "wgrad_accumulation": Accumulation,
         "scale": Scale, "weight_copies": WeightCopies, "granularity": Granularity, "weight_tile": Tile,
-        "forward_activation": WeightForm,
+        "forward_activation": WeightForm, "residual_blocks": ResidualBlocks,
     }  # fmt: skip
     for name, allowed in choices.items():
         if getattr(built, name) not in get_args(allowed):
@@ -245,6 +248,11 @@ def _scale_contradictions(r: Recipe) -> list[tuple[bool, str]]:
         (
             not blocks and r.weight_tile == "vector",
             f'weight_tile="vector" with granularity={r.granularity!r}, which has no blocks; use granularity="block"',
+        ),
+        (
+            r.residual_blocks == "nonzero" and not (blocks and r.residual != "none"),
+            f'residual_blocks="nonzero" with granularity={r.granularity!r} and residual={r.residual!r}: only a W_lo in '
+            'blocks has blocks to leave out; use residual_blocks="all" or recipe("tcfp12_blockwise")',
         ),
         (
             blocks and r.scale == "float32",

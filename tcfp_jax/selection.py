@@ -172,7 +172,8 @@ def _block_step(name: str, text: str, recipe: Recipe, a: Any, b: Any, lo: Any, o
         return Blocked(values, scales)
 
     arguments = (blocked(a, "vector"), blocked(b, tile), None if lo is None else blocked(lo, tile))
-    options = dict(block=recipe.block, tile=tile, out_dtype=jnp.dtype(out_dtype))
+    residual_blocks = "all" if lo is None else recipe.residual_blocks
+    options = dict(block=recipe.block, tile=tile, residual_blocks=residual_blocks, out_dtype=jnp.dtype(out_dtype))
     return _step(name, f"{text} in blocks of {recipe.block}", block_matmul.IMPLEMENTATIONS, recipe.backend, arguments,
                  options)  # fmt: skip
 

@@ -74,6 +74,7 @@ def test_flags_that_contradict_raise():
         ("tensorwise", dict(weight_tile="vector"), "has no blocks"),
         ("blockwise", dict(scale="float32"), 'scale="float32" with granularity="block"'),
         ("blockwise", dict(forward_accumulation="fast"), 'make all three "full"'),
+        ("blockwise", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
         ("bf16", dict(granularity="row"), "which has no scale"),
         ("mxfp8", dict(residual="nearest", forward_weight="dual"), "two quantizations of the weight"),
         ("rowwise", dict(error_feedback=True), "leave two errors"),
@@ -106,6 +107,10 @@ FLIPS = {
     "granularity": (recipe("tensorwise"), recipe("tensorwise", granularity="row")),
     "block": (recipe("blockwise"), recipe("blockwise", block=32)),
     "weight_tile": (recipe("blockwise"), recipe("blockwise", weight_tile="vector")),
+    "residual_blocks": (
+        recipe("tcfp12_blockwise", backend="triton"),
+        recipe("tcfp12_blockwise", backend="triton", residual_blocks="nonzero"),
+    ),
     "forward_activation": (recipe("tcfp12"), recipe("tcfp12", forward_activation="dual")),
     "error_feedback": (recipe("tcfp12"), recipe("tcfp12", error_feedback=False)),
     "delayed_scaling": (recipe("tcfp12"), recipe("tcfp12", delayed_scaling=True)),

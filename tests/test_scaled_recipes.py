@@ -246,7 +246,7 @@ def test_mx_tensor_cores_are_named_where_there_are_none_and_mean_the_same():
     options = dict(block=32, tile="vector", out_dtype=jnp.dtype(jnp.float32))
     with pytest.raises(NotImplementedError, match="compute capability 0 is below 10"):
         block_matmul(x, w, backend="cudnn", **options)
-    got = cudnn.block_matmul(x, w, None, out_sharding=None, **options)
+    got = cudnn.block_matmul(x, w, None, **options)
     np.testing.assert_allclose(got, block_matmul(x, w, **options), rtol=1e-5, atol=1e-4)
 
 

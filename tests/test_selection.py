@@ -1,6 +1,7 @@
 """Which backend runs: what was measured decides, a named backend is shown with its reason, and nothing is computed."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp

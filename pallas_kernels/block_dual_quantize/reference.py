@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics
-from pallas_kernels.blocks import Tile, block_amax, find_scales, spread
+from pallas_kernels.blocks import ZERO_BLOCK, Tile, block_amax, find_scales, spread
 from pallas_kernels.dual_quantize.reference import split, target
-
-# E8M0's smallest scale, 2**-127: it says that all of a block's residual is zero.
-ZERO_BLOCK = 0
 
 
 def block_dual_quantize(

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels import numerics, tuning
 from pallas_kernels.block_dual_quantize import reference
 from pallas_kernels.block_quantize.triton import misfit
-from pallas_kernels.blocks import SCALE_DTYPE, Tile, find_scales
+from pallas_kernels.blocks import SCALE_DTYPE, ZERO_BLOCK, Tile, find_scales
 from pallas_kernels.dual_quantize.reference import target
 from pallas_kernels.tiled import Output, map_tiles
 
@@ -67,7 +67,7 @@ def block_dual_quantize(
         back = lo.astype(jnp.float32)
         code = numerics.e8m0_code(scale)
         # NaN is not zero: the comparison is false, and the block keeps its scale.
-        residual_code = jnp.where(_tile_amax(back) == 0, jnp.full_like(code, reference.ZERO_BLOCK), code)
+        residual_code = jnp.where(_tile_amax(back) == 0, jnp.full_like(code, ZERO_BLOCK), code)
         if not has_error:
             return hi, lo, code, residual_code
         return hi, lo, code, residual_code, (numerics.residual(rest, back) * scale).astype(tiles[1].dtype)

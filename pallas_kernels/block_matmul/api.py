@@ -1,13 +1,11 @@
 """`block_matmul`: the product of block-scaled FP8 tensors, one or two of them for the weight."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.block_matmul import cudnn, mosaic, reference, triton
-from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, check_block, reject_explicit, scales_shape
+from pallas_kernels.blocks import SCALE_DTYPE, Blocked, ResidualBlocks, Tile, check_block, reject_explicit, scales_shape
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul.api import check_operands
 from pallas_kernels.matmul.triton import decline as decline_triton
@@ -27,8 +25,8 @@ def block_matmul(
     *,
     block: int,
     tile: Tile = "square",
+    residual_blocks: ResidualBlocks = "all",
     out_dtype: DTypeLike = jnp.bfloat16,
-    out_sharding: Any = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """`(x s_x) @ (w s_w + w_lo s_lo).T`, both operands contracted along their last axes, scales along them, too.
@@ -41,16 +39,18 @@ def block_matmul(
       w, w_lo: FP8 `[n, k]`, one format; `tile` is the form of their blocks. The scales of `w_lo` are those of `w` but
         for blocks that are zero (see `block_dual_quantize`).
       block: 32, 64 or 128.
+      residual_blocks: of `w_lo`, those that are multiplied. "nonzero" leaves out blocks whose scale is E8M0's code 0,
+        which is how `block_dual_quantize` marks a residual of zeros: the result is that of "all" but for the order of
+        sums, and a kernel neither loads nor multiplies a k-block where all of an n-tile's are zero.
       out_dtype: a real float; sums are float32.
-      out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in `out_dtype`.
 
     Raises:
       TypeError: an operand is not FP8, scales are not E8M0, or the two halves of the weight differ in format.
-      ValueError: contracted sizes differ, scales do not have one value a block, or `block`, `tile` or `backend` is
-        unknown.
+      ValueError: contracted sizes differ, scales do not have one value a block, `block`, `tile`, `residual_blocks` or
+        `backend` is unknown, or "nonzero" blocks of no `w_lo`.
       NotImplementedError: E5M2 x E5M2, which no tensor core multiplies; or what the named backend cannot run.
 
     >>> one, scale = jnp.ones((32, 64), jnp.float8_e4m3fn), jnp.full((1, 2), 0.5, jnp.float8_e8m0fnu)
@@ -59,12 +59,16 @@ def block_matmul(
     32.0
     """
     check_block(block, tile)
+    if residual_blocks not in ("all", "nonzero"):
+        raise ValueError(f'residual_blocks={residual_blocks!r} is unknown; use "all" or "nonzero"')
+    if residual_blocks == "nonzero" and w_lo is None:
+        raise ValueError('residual_blocks="nonzero" chooses among the blocks of w_lo; pass w_lo, or use "all"')
     check_operands(x.values, w.values, None if w_lo is None else w_lo.values)
     _check_scales("x", x, block, "vector")
     _check_scales("w", w, block, tile)
     if w_lo is not None:
         _check_scales("w_lo", w_lo, block, tile)
-    options = dict(block=block, tile=tile, out_dtype=jnp.dtype(out_dtype), out_sharding=out_sharding)
+    options = dict(block=block, tile=tile, residual_blocks=residual_blocks, out_dtype=jnp.dtype(out_dtype))
     return dispatch("block_matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
 
 

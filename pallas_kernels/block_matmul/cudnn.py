@@ -38,7 +38,7 @@ def reject(
 
 
 def block_matmul(
-    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, out_sharding: Any
+    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, **options: Any
 ) -> jax.Array:
     """The product, see `api.block_matmul`; the scales of x and w are read as they are."""
     (n, k), leading = w.values.shape, x.values.shape[:-1]

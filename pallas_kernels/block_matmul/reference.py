@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.blocks import Blocked, Tile, spread
+from pallas_kernels.blocks import Blocked, ResidualBlocks, Tile, spread
 
 
 def dequantize(blocked: Blocked, block: int, tile: Tile) -> jax.Array:
@@ -23,9 +23,19 @@ def dequantize(blocked: Blocked, block: int, tile: Tile) -> jax.Array:
 
 
 def block_matmul(
-    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, out_sharding: Any
+    x: Blocked,
+    w: Blocked,
+    w_lo: Blocked | None,
+    *,
+    block: int,
+    tile: Tile,
+    out_dtype: Any,
+    residual_blocks: ResidualBlocks = "all",
 ) -> jax.Array:
-    """The product on the platform that the program is lowered for; see `api.block_matmul`."""
+    """The product on the platform that the program is lowered for; see `api.block_matmul`.
+
+    All residual blocks are multiplied, whatever `residual_blocks` says: zeros add nothing.
+    """
     operands = [dequantize(x, block, "vector"), dequantize(w, block, tile)]
     if w_lo is not None:
         operands.append(dequantize(w_lo, block, tile))
@@ -33,19 +43,13 @@ def block_matmul(
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
         wide = w + lo[0] if lo else w
-        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding)
+        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST)
         return out.astype(out_dtype)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
-            lax.dot_general(
-                narrow,
-                half.astype(jnp.bfloat16),
-                dimensions,
-                preferred_element_type=jnp.float32,
-                out_sharding=out_sharding,
-            )
+            lax.dot_general(narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32)
             for half in halves
         ]
         return sum(products[1:], products[0]).astype(out_dtype)

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.block_matmul import reference
-from pallas_kernels.blocks import Blocked, Tile
+from pallas_kernels.blocks import Blocked, ResidualBlocks, Tile
 from pallas_kernels.matmul import triton as unscaled
 from pallas_kernels.matmul.reference import sizes
 from pallas_kernels.matmul.triton import Config
@@ -28,8 +28,19 @@ def fit(m: int, k: int, n: int, block: int, tile: Tile) -> Config | None:
     return None if found is None else Config(found.tile_m, found.tile_n, block, found.warps)
 
 
-def reject(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, **options: Any) -> str | None:
+def reject(
+    x: Blocked,
+    w: Blocked,
+    w_lo: Blocked | None,
+    *,
+    block: int,
+    tile: Tile,
+    residual_blocks: ResidualBlocks = "all",
+    **options: Any,
+) -> str | None:
     """Why this kernel cannot multiply these operands, or None."""
+    if residual_blocks == "nonzero":
+        return 'residual_blocks="nonzero": this kernel multiplies all blocks; use backend="mosaic" or "xla"'
     if x.values.dtype != w.values.dtype:
         return f'Triton multiplies one format, not {x.values.dtype} x {w.values.dtype}; use backend="xla"'
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
@@ -45,7 +56,7 @@ def reject(x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Ti
 
 
 def block_matmul(
-    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, out_sharding: Any = None
+    x: Blocked, w: Blocked, w_lo: Blocked | None, *, block: int, tile: Tile, out_dtype: Any, **options: Any
 ) -> jax.Array:
     """The product, see `api.block_matmul`."""
     m, k, n = sizes(x.values, w.values)
@@ -58,7 +69,7 @@ def block_matmul(
         else:
             hi, *lo = (Blocked(weight, of_w) for weight in weights)
             out = reference.block_matmul(
-                Blocked(x, of_x), hi, lo[0] if lo else None, block=block, tile=tile, out_dtype=dtype, out_sharding=None
+                Blocked(x, of_x), hi, lo[0] if lo else None, block=block, tile=tile, out_dtype=dtype
             )
         return lax.psum(out, summed_over).astype(out_dtype) if summed_over else out
 

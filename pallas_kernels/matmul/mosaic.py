@@ -37,7 +37,8 @@ class Config:
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
-      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile. A product
+        that skips residual blocks has a pipeline of its own, which runs ahead whatever the number of steps.
       store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     has_bias: bool
     blocks: int
     scaling: Literal["tensor", "square", "vector"] = "tensor"
+    residual_blocks: Literal["all", "nonzero"] = "all"
 
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
@@ -94,8 +96,8 @@ def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
     if pieces % config.store_buffers:
         return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
-    if _shared_bytes(config, halves) > SHARED_MEMORY:
-        return f"{_shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
+    if shared_bytes(config, halves) > SHARED_MEMORY:
+        return f"{shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
     steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
         if steps % config.stages:
@@ -110,7 +112,8 @@ def blocks(config: Config) -> int:
     return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
-def _shared_bytes(config: Config, halves: int) -> int:
+def shared_bytes(config: Config, halves: int) -> int:
+    """Of the buffers of operands and of the output."""
     buffers = config.stages * (config.tile_m + halves * config.tile_n) * config.tile_k
     return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
 

@@ -8,8 +8,9 @@ with the bulk copy engine while two compute warpgroups issue `wgmma` on the buff
     full : acc  = that over tile_k;  total += acc     in float32 registers (the promotion of DeepSeek-V3, 2024)
 
 W_lo shares the scale of W_hi, so one accumulator serves both and a residual product is one product over 2k: x is
-read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
-scales, adds a bias, rounds to the output's dtype and stores through shared memory.
+read once for both halves. Where blocks of W_lo are zero, `mosaic_pipeline.py` leaves them out. The blocks of a cluster
+take neighbouring rows and share W by multicast. The epilogue scales, adds a bias, rounds to the output's dtype and
+stores through shared memory.
 """
 
 import functools
@@ -24,13 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
+from pallas_kernels.matmul.mosaic_pipeline import MEMORY_REGISTERS, SkippingPipeline
 
 
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
     """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
 
     With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
-    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors.
+    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors. To skip residual blocks, then
+    also the work list of every tile of n, int32: how many of its steps need W_lo, `[n / tile_n]`, and which block of k
+    each step multiplies, those that need W_lo first, `[n / tile_n, k / tile_k]`. Scales of squares are in that order.
     """
     (m, _), (n, _) = operands[0].shape, operands[1].shape
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
@@ -50,6 +54,7 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name="_".join(
             ["matmul_fp8", "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast", plan.scaling]
+            + ["nonzero"] * (plan.residual_blocks == "nonzero")
         ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
@@ -61,6 +66,7 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
     block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
     bias_gmem = refs[-2] if plan.has_bias else None
+    work_list = refs[halves + 3 : halves + 5] if plan.residual_blocks == "nonzero" else None
     (m, k), n = x_gmem.shape, out_gmem.shape[1]
     tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
@@ -73,10 +79,12 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
 
     pipeline = functools.partial(_pipeline, plan, k // config.tile_k)
     nothing = lambda *_, **__: None
+    skipping = SkippingPipeline(k // config.tile_k, config.stages, _specs(plan), optional=halves)
+    allocator = pipeline(nothing, nothing) if work_list is None else skipping
 
     @functools.partial(
         pl.run_scoped,
-        buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem, *copied_scales),
+        buffers=allocator.get_allocations(x_gmem, *w_gmem, *copied_scales),
         out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
         collective_axes="warpgroup",
     )
@@ -106,26 +114,30 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
 
             if plan.promote:
-                partial = functools.partial(_promoting, multiply, find_factor, halves)
+                partial = functools.partial(_promoting, plan, multiply, find_factor)
                 body, compute = partial(store, scale, waves, (wave_rows, tile_n))
             else:
                 body, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
+            rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
+            operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
+            operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
+            if work_list is not None:
+                count, order = work_list
+                skipping.run(body, compute, count[ni], lambda step: order[ni, step], loop, operands, buffers)
+                return
             state = None
             if config.pipeline == "steady":
                 phase = plgpu.PipelinePipeline
                 last = loop.local_index == loop.num_local_steps - 1
                 middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
                 state = jnp.where(loop.local_index == 0, int(phase.START), middle)
-            rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
-            operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
-            operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
             pipeline(body, compute, state)(*operands, allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None) -> Any:
-    """Copies of x, of the halves of W and of scales, `steps` times tile_k, and `body` on the buffers that are full."""
+def _specs(plan: Plan) -> list[Any]:
+    """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
     config = plan.config
     swizzle = min(config.tile_k, SWIZZLE)
     vector = dict(memory_space=plgpu.SMEM, delay_release=0)
@@ -134,16 +146,22 @@ def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None
     multicast = ("member",) if config.cluster > 1 else ()
     w_spec = plgpu.BlockSpec((config.tile_n, config.tile_k), lambda step: (0, step), collective_axes=multicast, **tiled)
     widths = {"tensor": (), "square": (config.tile_m,), "vector": (config.tile_m, config.tile_n)}[plan.scaling]
-    scale_specs = [plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths]
+    return [x_spec, *[w_spec] * plan.halves] + [
+        plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths
+    ]
+
+
+def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None) -> Any:
+    """Copies of all operands, `steps` times tile_k, and `body` on the buffers that are full."""
     return plgpu.emit_pipeline_warp_specialized(
         body,
         grid=(steps,),
-        memory_registers=40,
+        memory_registers=MEMORY_REGISTERS,
         wg_axis="warpgroup",
         num_compute_wgs=COMPUTE_WARPGROUPS,
-        max_concurrent_steps=config.stages,
+        max_concurrent_steps=plan.config.stages,
         compute_context=compute,
-        in_specs=[x_spec, *[w_spec] * plan.halves, *scale_specs],
+        in_specs=_specs(plan),
         manual_consumed_barriers=plan.promote,
         pipeline_state=state,
     )
@@ -178,13 +196,12 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 
 
 def _promoting(
-    multiply: Any, find_factor: Any, halves: int, store: Any, scale: Any, waves: int, shape: tuple[int, int]
+    plan: Plan, multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
 ) -> tuple[Any, Any]:
     """(step, context) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
+    halves = plan.halves
 
-    def step(index: Any, x_smem: Any, *rest: Any) -> Any:
-        count = (len(rest) - 2) // 2
-        w_smem, scales_smem, consumed, totals = rest[:halves], rest[halves:count], rest[count:-1], rest[-1]
+    def add(index: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
         new = []
         for wave in range(waves):
 
@@ -192,20 +209,33 @@ def _promoting(
                 multiply(acc, x_smem, w_smem, wave)
                 return acc[...]
 
-            factor = find_factor(index[0], scales_smem, wave)
+            factor = find_factor(index, scales_smem, wave)
             part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
-                for barrier in consumed:
-                    plgpu.barrier_arrive(barrier)
+                release()
             new.append(totals[wave] + (part if factor is None else part * factor))
         return tuple(new)
+
+    def step(index: Any, x_smem: Any, *rest: Any) -> Any:
+        count = (len(rest) - 2) // 2
+        consumed = rest[count:-1]
+
+        def release() -> None:
+            for barrier in consumed:
+                plgpu.barrier_arrive(barrier)
+
+        return add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
+
+    def skipping_step(index: Any, buffers: Any, release: Any, totals: Any) -> Any:
+        present = [half for half in buffers[1 : 1 + halves] if half is not None]
+        return add(index, buffers[0], present, buffers[1 + halves :], release, totals)
 
     def compute(run: Any) -> None:
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         store([total * scale for total in run((zero,) * waves)])
 
-    return step, compute
+    return (step if plan.residual_blocks == "all" else skipping_step), compute
 
 
 def _epilogue_buffers(count: int, dtype: Any) -> Any:
