@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import quantizers, tune
+from benchmarks import quantizers, scaled_products, tune
 from benchmarks.common import (
     Timer,
     announce,
@@ -39,7 +39,7 @@ from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.quantize.api import quantize
 
 NAME = "gemm"
-Kind = Literal["bf16", "fp8 single", "fp8 dual"]
+Kind = str  # "bf16", "fp8 single", "fp8 dual", and those of scaled_products.py
 Accumulation = Literal["fast", "full"]
 
 # Per unit of |x| @ |w|, as SUM_BOUND of FP8 products is. Rounding of outputs to bfloat16 (twice in a dual product of
@@ -92,8 +92,9 @@ class _Product:
     accumulation: Accumulation
     function: Callable[..., jax.Array]
     args: tuple[Any, ...]
-    halves: tuple[jax.Array, ...]  # of the weight, for the check
-    scale: float
+    values: Callable[[], tuple[jax.Array, ...]]  # float32 x and halves of W that the operands stand for
+    gemms: int
+    sum_bound: float  # per unit of |x| @ |w|
     backend: Backend = "xla"
 
     @property
@@ -116,8 +117,8 @@ def measure(config: Config) -> list[Row]:
         )
         baseline = times[products[0].name].median_ms
         for p in products:
-            t, count = times[p.name], len(p.halves)
-            tflops, peak = count * shape.operations / (t.median_ms * 1e-3) / 1e12, _peak(p.kind)
+            t = times[p.name]
+            tflops, peak = p.gemms * shape.operations / (t.median_ms * 1e-3) / 1e12, _peak(p.kind)
             rows.append(
                 Row(
                     shape=str(shape),
@@ -141,25 +142,49 @@ def _products(shape: GemmShape, config: Config) -> list[_Product]:
     w_q = jax.jit(dual_quantize)(w)
     # Powers of two, exact in bfloat16, which lets cuBLASLt apply them.
     scale = (x_q.scale * w_q.scale).astype(jnp.bfloat16)
-    products = [_Product("bf16", "full", jax.jit(_dot_bf16), (x, w_bf16), (w_bf16,), 1.0)]
+    bf16 = lambda: (x.astype(jnp.float32), w_bf16.astype(jnp.float32))
+    products = [_Product("bf16", "full", jax.jit(_dot_bf16), (x, w_bf16), bf16, 1, BF16_SUM_BOUND)]
     for backend in config.backends:
         found: list[_Product] = []
         for accumulation in ("fast", "full"):
             multiply = functools.partial(matmul, accumulation=accumulation, backend=backend)
             single = jax.jit(lambda x, w, s, f=multiply: f(x, w, scale=s))
             dual = jax.jit(lambda x, w, w_lo, s, f=multiply: f(x, w, w_lo, scale=s))
-            both = (x_q.values, w_q.hi, w_q.lo, scale)
-            one = (x_q.values, w_q.hi, scale)
-            found.append(_Product("fp8 single", accumulation, single, one, (w_q.hi,), float(scale), backend))
-            found.append(_Product("fp8 dual", accumulation, dual, both, (w_q.hi, w_q.lo), float(scale), backend))
-        try:
-            for product in found:
-                jax.eval_shape(product.function, *product.args)
-        except NotImplementedError as reason:
-            print(f"{shape}: {reason}")
-        else:
-            products += found
+            for kind, call, halves in (("fp8 single", single, (w_q.hi,)), ("fp8 dual", dual, (w_q.hi, w_q.lo))):
+                values = functools.partial(_values, x_q.values, halves, scale)
+                bound, args = SUM_BOUND[backend, accumulation], (x_q.values, *halves, scale)
+                found.append(_Product(kind, accumulation, call, args, values, len(halves), bound, backend))
+        products += _possible(shape, found)
+    # Block products add float32 sums of blocks; the reference multiplies in BF16.
+    for scaled in scaled_products.block_products(shape, config.backends, config.seed):
+        bound = BF16_SUM_BOUND if scaled.backend == "xla" else SUM_BOUND[scaled.backend, "full"]
+        products += _possible(shape, [_scaled(scaled, "full", bound)])
+    for scaled in scaled_products.other_products(shape, config.backends, config.seed):
+        # What a residual activation leaves out, x_lo w_lo, is below 2**-8 of both.
+        bound = SUM_BOUND[scaled.backend, "fast"] + (2.0**-8 if scaled.gemms == 3 else 0)
+        products += _possible(shape, [_scaled(scaled, "fast", bound)])
     return products
+
+
+def _scaled(scaled: scaled_products.Scaled, accumulation: Accumulation, bound: float) -> _Product:
+    return _Product(
+        scaled.kind, accumulation, scaled.function, scaled.args, scaled.values, scaled.gemms, bound, scaled.backend
+    )
+
+
+def _possible(shape: GemmShape, found: list[_Product]) -> list[_Product]:
+    """Those products if the backend has them, else none, and why."""
+    try:
+        for product in found:
+            jax.eval_shape(product.function, *product.args)
+    except NotImplementedError as reason:
+        print(f"{shape}: {reason}")
+        return []
+    return found
+
+
+def _values(x: jax.Array, halves: tuple[jax.Array, ...], scale: jax.Array) -> tuple[jax.Array, ...]:
+    return (x.astype(jnp.float32), *(half.astype(jnp.float32) * scale.astype(jnp.float32) for half in halves))
 
 
 def _peak(kind: Kind) -> float | None:
@@ -182,13 +207,13 @@ def check_product(product: _Product, config: Config) -> float:
     rows, columns = (
         jnp.asarray(random.choice(size, min(size, config.checked_rows), replace=False)) for size in out.shape
     )
-    x = np.asarray(product.args[0][rows]).astype(np.float64)
-    halves = [np.asarray(half[columns]).astype(np.float64) for half in product.halves]
-    parts = [x @ half.T * product.scale for half in halves]
+    wide_x, *wide_w = product.values()
+    x = np.asarray(wide_x[rows]).astype(np.float64)
+    halves = [np.asarray(half[columns]).astype(np.float64) for half in wide_w]
+    parts = [x @ half.T for half in halves]
     exact = sum(parts)
-    magnitude = np.abs(x) @ np.abs(sum(halves)).T * product.scale
-    sum_bound = BF16_SUM_BOUND if product.kind == "bf16" else SUM_BOUND[product.backend, product.accumulation]
-    bound = sum_bound * magnitude + OUTPUT_BOUND * sum(np.abs(part) for part in parts)
+    magnitude = np.abs(x) @ np.abs(sum(halves)).T
+    bound = product.sum_bound * magnitude + OUTPUT_BOUND * sum(np.abs(part) for part in parts)
     got = np.asarray(out[rows[:, None], columns[None, :]]).astype(np.float64)
     used = float(np.max(np.abs(got - exact) / bound))
     if not used <= 1:

@@ -48,6 +48,9 @@ VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": r
 # Those that differ in the optimizer's state only.
 ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
 VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}
+# Those that are measured in the first part only.
+COMPARED = ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")
+VARIANTS |= {name: recipe(name) for name in COMPARED}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # The optimizer's part of a step does not grow with the tokens.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
@@ -199,11 +202,11 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
+        if (name in ERROR_DTYPES and part != OPTIMIZER) or (name in COMPARED and part != PARTS[0]):
+            continue
         at = (shape, _recipe(name, config.backend), config.seed)
         if part == OPTIMIZER:
             made[name] = make_optimizer_step(*at, ERROR_DTYPES.get(name, "float32"))
-        elif name in ERROR_DTYPES:
-            continue
         else:
             made[name] = make_gradients(part, *at)
         outputs = made[name].outputs()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks import tune_blocks
 from benchmarks.common import threaded, time_interleaved
 from benchmarks.quantizers import keep_error, same_bits
 from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 def run(budget_seconds: float = math.inf, only: str = "") -> list[Entry]:
     """Time every case whose "op variant" contains `only`; entries are written as they are found."""
     started, entries = time.perf_counter(), []
-    for case in itertools.chain(_products(), _quantizers()):
+    for case in itertools.chain(_products(), _quantizers(), _block_cases()):
         if only not in f"{case.op} {case.variant}":
             continue
         if time.perf_counter() - started > budget_seconds:
@@ -172,6 +173,9 @@ def _quantizers() -> Iterator[Case]:
                 call = functools.partial(quantize, dtype=jnp.float8_e4m3fn, orientation=orientation)
                 draw = functools.partial(_draw, (rows, columns), (jnp.bfloat16,))
                 yield Case("quantize", (rows, columns), f"{orientation} bfloat16", draw, _both(call), _same_bits)
+            split = functools.partial(dual_quantize, orientation="rows")
+            draw = functools.partial(_draw, (rows, columns), (jnp.bfloat16,))
+            yield Case("dual_quantize", (rows, columns), "rows nearest no error", draw, _both(split), _same_bits)
         for shape in ((mlp.k, mlp.n), (mlp.n, mlp.k)):
             split = functools.partial(dual_quantize, orientation="both")
             draw = functools.partial(_draw, shape, (jnp.float32,))
@@ -180,6 +184,18 @@ def _quantizers() -> Iterator[Case]:
                 draw = functools.partial(_draw, shape, (jnp.float32, dtype))
                 call, variant = functools.partial(_split_with_error, split), f"both nearest error {jnp.dtype(dtype)}"
                 yield Case("dual_quantize", shape, variant, draw, _both(call), _same_bits, "donates")
+
+
+def _block_cases() -> Iterator[Case]:
+    for arguments in tune_blocks.products():
+        yield Case(*arguments)
+    for op, shape, variant, dtypes, call in tune_blocks.quantizers():
+        draw = functools.partial(_draw, shape, dtypes)
+        if len(dtypes) == 1:
+            yield Case(op, shape, variant, draw, _both(call), _same_bits)
+        else:
+            with_error = functools.partial(_split_with_error, call)
+            yield Case(op, shape, variant, draw, _both(with_error), _same_bits, "donates")
 
 
 def _split_with_error(split: Callable[..., Any], w: Any, error: Any, *, backend: Any) -> Any:

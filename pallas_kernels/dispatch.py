@@ -17,8 +17,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-Backend = Literal["xla", "triton", "mosaic"]
-BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+Backend = Literal["xla", "triton", "mosaic", "cudnn"]
+BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "cudnn", "xla")
 
 
 def _no_objection(*args: Any, **options: Any) -> None:
@@ -67,6 +67,14 @@ def device_cores(otherwise: int) -> int:
     """The multiprocessors of that device, or `otherwise` where it does not say."""
     device = _device()
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or otherwise
+
+
+def compute_capability() -> float:
+    """That of the device in use, such as 9.0 for Hopper; 0 for what is no NVIDIA GPU."""
+    try:
+        return float(_device().compute_capability)
+    except (AttributeError, ValueError):
+        return 0.0
 
 
 def _device() -> Any:

@@ -16,6 +16,8 @@ every backend. Three decisions carry the file:
 Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats 1.0, 2023 (E8M0).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,8 @@ def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> j
 def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     """Max |x| over `axis` (None: all) in float32; 0 where there is nothing, NaN or inf where `x` holds one.
 
+    Kernels call `amax_by_bits`.
+
     XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so there the bit patterns are
     compared, whose order is that of magnitudes and in which NaN is above inf.
 
@@ -96,14 +100,21 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     (3.0, nan)
     """
 
-    def by_bits(x: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-        return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), x.dtype)
-
     def by_value(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(x), axis=axis, initial=0)
 
+    by_bits = functools.partial(amax_by_bits, axis=axis)
     return lax.platform_dependent(x, cpu=by_bits, default=by_value).astype(jnp.float32)
+
+
+def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> jax.Array:
+    """Max |x| over `axis`, in the dtype of x, found among bit patterns: NaN is the largest, also in an interpreter.
+
+    >>> float(amax_by_bits(jnp.array([1.0, -jnp.inf, jnp.nan])))
+    nan
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0, keepdims=keepdims), x.dtype)
 
 
 def power_of_two(exponent: ArrayLike) -> jax.Array:
@@ -266,8 +277,16 @@ def encode_e8m0(scale: jax.Array) -> jax.Array:
     >>> encode_e8m0(jnp.float32(0.5)).dtype, float(decode_e8m0(encode_e8m0(jnp.float32(0.5))))
     (dtype(float8_e8m0fnu), 0.5)
     """
-    code = jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
-    return lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
+    return lax.bitcast_convert_type(e8m0_code(scale), jnp.float8_e8m0fnu)
+
+
+def e8m0_code(scale: jax.Array) -> jax.Array:
+    """The E8M0 codes of powers of two as uint8, for kernels, which have no such float.
+
+    >>> int(e8m0_code(jnp.float32(0.5)))
+    126
+    """
+    return jnp.where(jnp.isnan(scale), 255, _exponent(scale) + _BIAS).astype(jnp.uint8)
 
 
 def decode_e8m0(code: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ brought together. Under vmap a kernel runs once for every element, in a loop; it
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -24,16 +25,28 @@ Axes = tuple[str, ...]
 Local = Callable[..., Any]
 
 
-def partitioned(local: Local, rule: str) -> Callable[..., Any]:
+class BlocksOf(NamedTuple):
+    """An axis that counts blocks: the letter of the axis they are blocks of, their size, and that axis's length."""
+
+    letter: str
+    size: int
+    length: int
+
+
+def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None = None) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
         which no result has; its results are partial there, and it must `lax.psum` them.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
+      blocks: of letters that count blocks, what they count. They are split as that axis is, which is split only where
+        every part holds whole blocks.
     """
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
+    named = {letter for side in (*inputs, *outputs) for letter in side}
+    blocks = {letter: of for letter, of in (blocks or {}).items() if letter in named}
 
     @custom_partitioning
     def call(*operands: jax.Array) -> Any:
@@ -42,7 +55,13 @@ def partitioned(local: Local, rule: str) -> Callable[..., Any]:
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
         chosen = _choose_axes([*outputs, *inputs], given)
-        summed = tuple(axis for letter in chosen if letter not in kept for axis in chosen[letter])
+        for letter, of in blocks.items():
+            parts = math.prod(mesh.shape[axis] for axis in chosen.get(of.letter, ()))
+            if of.length % (parts * of.size):
+                chosen[of.letter] = ()
+            chosen[letter] = chosen.get(of.letter, ())
+        split_sums = [letter for letter in chosen if letter not in kept and letter not in blocks]
+        summed = tuple(axis for letter in split_sums for axis in chosen[letter])
 
         def shardings(sides: list[list[str]]) -> list[NamedSharding]:
             return [NamedSharding(mesh, PartitionSpec(*(chosen.get(x) or None for x in side))) for side in sides]
@@ -50,9 +69,22 @@ def partitioned(local: Local, rule: str) -> Callable[..., Any]:
         result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs))
         return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
 
-    reduced = tuple(dict.fromkeys(letter for side in inputs for letter in side if letter not in kept | {"u"}))
-    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced)
+    sizes = {}
+    for letter, of in blocks.items():
+        # An axis of values is blocks times what is in one, so that shardings of both imply each other; if every mesh of
+        # these devices divides the blocks, or XLA would split one mesh axis between the two, which jax cannot read.
+        if of.length % (of.size * _device_count()) == 0:
+            rule = rule.replace(of.letter, f"({letter} {of.letter})")
+            sizes[of.letter] = of.size
+    # In the order in which the rule names them.
+    of_kept = {letter for letter, of in blocks.items() if of.letter in kept}
+    reduced = sorted(named - kept - of_kept - {"u"}, key=rule.index)
+    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), **sizes)
     return _mapped_in_a_loop(call)
+
+
+def _device_count() -> int:
+    return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
 def _choose_axes(sides: list[list[str]], shardings: list[Any]) -> dict[str, Axes]:

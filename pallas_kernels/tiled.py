@@ -11,12 +11,12 @@ under a mesh on each device's own part (see `partition.py`).
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
 
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import BlocksOf, partitioned
 
 Body = Callable[..., tuple[jax.Array, ...]]
 
@@ -43,7 +43,10 @@ class Output:
     """One result of a tile function.
 
     Attributes:
-      transposed: a transposed copy is written beside it.
+      form: a value for every one of the inputs ("tile", or "transposed", of which only the transpose is written), for
+        every row of a tile ("rows", a matrix `[m, k / columns]`), for every column ("columns", `[k, m / rows]`), or for
+        the tile ("one").
+      transposed: a transposed copy is written beside it; of "tile" only.
       replaces: index of the input, of the same dtype, in whose memory it may be written. Each tile is read before it
         is overwritten; without it a donated input would be copied to where the result belongs.
     """
@@ -51,18 +54,23 @@ class Output:
     dtype: Any
     transposed: bool = False
     replaces: int | None = None
+    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
+
+    @property
+    def rule(self) -> str:
+        """Letters of its axes for `partition`: i and j are rows and columns of values, p and q of tiles."""
+        axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
+        return f"{axes}, j i" if self.transposed else axes
 
 
-def fit_tile(m: int, k: int, values_per_thread: int = 16) -> Tile | None:
-    """The largest tile up to 64 x 64 that divides `[m, k]`; None where a side is no multiple of 16.
+def fit_tile(m: int, k: int, values_per_thread: int = 16, sides: Sequence[int] = (64, 32, 16)) -> Tile | None:
+    """The largest tile of these sides that divides `[m, k]`; None where none does.
 
     >>> fit_tile(4096, 48), fit_tile(100, 64)
     (Tile(rows=64, columns=16, warps=2), None)
     """
-    sides = [next((side for side in (64, 32, SMALLEST_SIDE) if size and size % side == 0), 0) for size in (m, k)]
-    if 0 in sides:
-        return None
-    return Tile(sides[0], sides[1], warps=max(1, sides[0] * sides[1] // (32 * values_per_thread)))
+    rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size in (m, k))
+    return Tile(rows, columns, max(1, rows * columns // (32 * values_per_thread))) if rows and columns else None
 
 
 def misfit(name: str, m: int, k: int) -> str | None:
@@ -83,6 +91,7 @@ def map_tiles(
     name: str,
     reference: Body,
     values_per_thread: int = 16,
+    side: int | None = None,
 ) -> list[jax.Array]:
     """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[m, k]` each.
 
@@ -90,27 +99,37 @@ def map_tiles(
       body: returns one tile for each of `outputs`, shaped as its inputs.
       scalars: of one value each, handed to `body` as scalars.
       name: of the kernel, as profilers show it.
-      reference: the same on whole matrices outside a kernel, for a device's part that no tile divides.
+      reference: the same on whole matrices outside a kernel, for a device's part that no tile divides; rows and columns
+        have the shapes that are written.
       values_per_thread: fewer leave registers for a longer `body`.
+      side: of all tiles, where they mean something, as blocks do; None chooses.
 
     Returns:
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
     """
     count = len(inputs)
-    call = functools.partial(_call, body, tuple(outputs), name, count, values_per_thread)
+    fit = functools.partial(
+        fit_tile, values_per_thread=values_per_thread, sides=(64, 32, 16) if side is None else (side,)
+    )
+    call = functools.partial(_call, body, tuple(outputs), name, count, fit)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if fit_tile(*operands[0].shape) is None:
+        if fit(*operands[0].shape) is None:
             whole = reference(*operands[:count], *(scalar[0] for scalar in operands[count:]))
             pairs = zip(outputs, whole, strict=True)
-            return [x for output, y in pairs for x in ([y, y.T] if output.transposed else [y])]
+            return [
+                x for output, y in pairs
+                for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
+            ]  # fmt: skip
         return lax.platform_dependent(
             *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
 
     rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> "
-    rule += ", ".join("i j, j i" if output.transposed else "i j" for output in outputs)
-    return partitioned(local, rule)(*inputs, *(scalar.reshape(1) for scalar in scalars))
+    rule += ", ".join(output.rule for output in outputs)
+    m, k = inputs[0].shape
+    blocks = {} if side is None else {"p": BlocksOf("i", side, m), "q": BlocksOf("j", side, k)}
+    return partitioned(local, rule, blocks)(*inputs, *(scalar.reshape(1) for scalar in scalars))
 
 
 def _call(
@@ -118,7 +137,7 @@ def _call(
     outputs: tuple[Output, ...],
     name: str,
     count: int,
-    values_per_thread: int,
+    fit: Callable[[int, int], Tile | None],
     *operands: jax.Array,
     interpret: bool,
 ) -> list[jax.Array]:
@@ -127,27 +146,35 @@ def _call(
     from jax.experimental.pallas import triton as plgpu
 
     m, k = operands[0].shape
-    tile = fit_tile(m, k, values_per_thread)
+    tile = fit(m, k)
     assert tile is not None, "the caller checked"
-    straight = pl.BlockSpec((tile.rows, tile.columns), lambda i, j: (i, j))
-    turned = pl.BlockSpec((tile.columns, tile.rows), lambda i, j: (j, i))
+    rows, columns = tile.rows, tile.columns
+    # (shape, block, whether the grid's first axis is the second of the matrix)
+    forms = {
+        "tile": ((m, k), (rows, columns), False),
+        "rows": ((m, k // columns), (rows, 1), False),
+        "columns": ((k, m // rows), (columns, 1), True),
+        "one": ((m // rows, k // columns), (1, 1), False),
+        "transposed": ((k, m), (columns, rows), True),
+    }
+    straight = pl.BlockSpec((rows, columns), lambda i, j: (i, j))
     shapes: list[jax.ShapeDtypeStruct] = []
     specs, aliases = [], {}
     for output in outputs:
         if output.replaces is not None:
             aliases[output.replaces] = len(shapes)
-        shapes.append(jax.ShapeDtypeStruct((m, k), output.dtype))
-        specs.append(straight)
-        if output.transposed:
-            shapes.append(jax.ShapeDtypeStruct((k, m), output.dtype))
-            specs.append(turned)
+        for form in (output.form, "transposed")[: 1 + output.transposed]:
+            shape, block, turned = forms[form]
+            shapes.append(jax.ShapeDtypeStruct(shape, output.dtype))
+            specs.append(pl.BlockSpec(block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))))
 
     def kernel(*refs: Any) -> None:
         tiles = [ref[...] for ref in refs[:count]]
         scalars = [ref[0] for ref in refs[count : len(operands)]]
         targets = iter(refs[len(operands) :])
         for output, result in zip(outputs, body(*tiles, *scalars), strict=True):
-            next(targets)[...] = result
+            target = next(targets)
+            target[...] = result.T if output.form == "transposed" else result.reshape(target.shape)
             if output.transposed:
                 next(targets)[...] = result.T
 
@@ -155,7 +182,7 @@ def _call(
     return pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=(m // tile.rows, k // tile.columns),
+        grid=(m // rows, k // columns),
         in_specs=[straight] * count + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
         input_output_aliases=aliases,

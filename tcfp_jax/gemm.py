@@ -6,6 +6,8 @@ The three products of `y = x W`, as FP8 tensor cores want them (both operands re
     dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
     wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
 
+with one scale a tensor; `products.py` has the same three with a scale a row or a block.
+
 x and g are quantized once each, in both orientations in one pass where wgrad is FP8, so the backward pass keeps x in
 one byte a value and no transpose is left. The weight is quantized outside the `custom_vjp`, or was quantized by the
 optimizer (`tcfp_jax.error_feedback`) and comes in as `quantized`; no product needs its float copy.
@@ -23,11 +25,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from pallas_kernels.matmul.api import matmul as matmul_fp8
-from pallas_kernels.quantize.api import Orientation, check_real
-from pallas_kernels.quantize.api import Quantized as QuantizedValues
-from pallas_kernels.quantize.api import quantize as quantize_values
-from tcfp_jax.quantization import QArray, Quantized, ResidualArray, quantize_weight
+from pallas_kernels.quantize.api import check_real
+from tcfp_jax.blocks import BlockArray, ResidualBlockArray, RowArray
+from tcfp_jax.products import Operand, product, quantize_operand, weight_operand
+from tcfp_jax.quantization import QArray, Quantized, ResidualArray, WithResidual, quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode, WeightForm
 from tcfp_jax.recipe import recipe as named_recipe
 
@@ -49,16 +50,17 @@ def matmul(
 
     Args:
       x: real floats `[..., k]` of 16 bits or more.
-      w: the weight `[k, n]`, real floats; its gradient is that of the straight-through product. Or a `QArray` or
-        `ResidualArray` alone: a constant, no float copy exists and only x has a gradient.
+      w: the weight `[k, n]`, real floats; its gradient is that of the straight-through product. Or what
+        `quantize_weight` made of it, alone: a constant, no float copy exists and only x has a gradient.
       recipe: a `Recipe` or the name of one.
       quantized: `w` as `error_feedback` stored it (`layer_state`); without it `w` is quantized here.
       key: random key for a stochastic residual where `w` is quantized here.
 
     Returns:
-      `[..., n]` in the dtype of x. A NaN or inf in x or w makes all of it NaN; one in the output's gradient does the
-      same to the gradients. k or n that are not multiples of 16 work; on a GPU each FP8 product then pads copies of its
-      operands, which costs about as much as quantizing them once more.
+      `[..., n]` in the dtype of x. A NaN or inf in x or w makes NaN what shares a scale with it: all of the result, or
+      with a scale a row or block, the outputs that read it; one in the output's gradient does the same to the
+      gradients. k or n that are not multiples of 16 work; on a GPU each FP8 product then pads copies of its operands,
+      which costs about as much as quantizing them once more.
 
     Raises:
       TypeError: integer, complex or 8-bit x or w.
@@ -69,7 +71,7 @@ def matmul(
     [1.5, 1.5, 1.5, 1.5]
     """
     recipe = named_recipe(recipe)
-    if isinstance(w, QArray | ResidualArray):
+    if isinstance(w, Quantized):
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
         w, quantized = None, w
@@ -114,15 +116,14 @@ def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.
         x_kept: Any = x.astype(jnp.bfloat16)
         y = _dot_bf16(x_kept, _bf16_weight(w, quantized, recipe.forward_weight), (x.ndim - 1,), (0,), x.dtype)
     else:
-        x_q = _quantize_operand(x, recipe.activation_dtype, recipe)
-        hi, lo = _parts(quantized, recipe.forward_weight, "transposed")
-        y = matmul_fp8(
-            x_q.values, hi, lo, scale=_product_scale(x_q.scale, quantized.scale, recipe), out_dtype=x.dtype,
-            accumulation=recipe.forward_accumulation, backend=recipe.backend,
+        x_q = quantize_operand(x, recipe.activation_dtype, recipe, form=recipe.forward_activation)
+        y = product(
+            x_q.rows, weight_operand(quantized, recipe.forward_weight, "k"), recipe,
+            accumulation=recipe.forward_accumulation, out_dtype=x.dtype, b_tile=recipe.weight_tile,
         )  # fmt: skip
         x_kept = x.astype(jnp.bfloat16)
-        if recipe.wgrad == "fp8":
-            x_kept, x_scale = x_q.transposed, checkpoint_name(x_q.scale, ACTIVATION_NAME)
+        if x_q.columns is not None:
+            x_kept, x_scale = x_q.columns.values, checkpoint_name(x_q.columns.scale, ACTIVATION_NAME)
     saved = _Saved(
         checkpoint_name(x_kept, ACTIVATION_NAME), x_scale, w if quantized is None else None, quantized,
         _type_of(x), None if w is None else _type_of(w),
@@ -137,19 +138,19 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
         kernel = _bf16_weight(saved.w, saved.quantized, recipe.dgrad_weight)
         dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
-        g_q = _quantize_operand(g, recipe.gradient_dtype, recipe)
-        hi, lo = _parts(saved.quantized, recipe.dgrad_weight, "stored")
-        dx = matmul_fp8(
-            g_q.values, hi, lo, scale=_product_scale(g_q.scale, saved.quantized.scale, recipe), out_dtype=x_dtype,
-            accumulation=recipe.dgrad_accumulation, out_sharding=x_sharding, backend=recipe.backend,
+        g_q = quantize_operand(g, recipe.gradient_dtype, recipe)
+        dx = product(
+            g_q.rows, weight_operand(saved.quantized, recipe.dgrad_weight, "n"), recipe,
+            accumulation=recipe.dgrad_accumulation, out_dtype=x_dtype, out_sharding=x_sharding,
+            b_tile=recipe.weight_tile,
         )  # fmt: skip
     if w_type is None:
         return dx, None, None
     w_dtype, w_sharding = w_type
     if recipe.wgrad == "fp8":
-        dw = matmul_fp8(
-            saved.x, g_q.transposed, scale=_product_scale(saved.x_scale, g_q.scale, recipe), out_dtype=w_dtype,
-            accumulation=recipe.wgrad_accumulation, out_sharding=w_sharding, backend=recipe.backend,
+        dw = product(
+            Operand(saved.x, saved.x_scale), g_q.columns, recipe, accumulation=recipe.wgrad_accumulation,
+            out_dtype=w_dtype, out_sharding=w_sharding,
         )  # fmt: skip
     else:
         tokens = tuple(range(g.ndim - 1))
@@ -160,34 +161,11 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
 _product.defvjp(_forward, _backward)
 
 
-def _quantize_operand(x: jax.Array, dtype: str, recipe: Recipe) -> QuantizedValues:
-    """X or g, in the orientations that its products read."""
-    orientation: Orientation = "both" if recipe.wgrad == "fp8" else "rows"
-    return quantize_values(x, dtype, scale=recipe.scale, orientation=orientation, backend=recipe.quantize_backend)
-
-
-def _product_scale(a: jax.Array, b: jax.Array, recipe: Recipe) -> jax.Array:
-    """A * b; as bfloat16 where powers of two make that exact, which lets the GEMM apply it (see `matmul_fp8`)."""
-    return (a * b).astype(jnp.bfloat16) if recipe.scale == "pow2" else a * b
-
-
-def _parts(quantized: Quantized, form: WeightForm, orientation: str) -> tuple[jax.Array, jax.Array | None]:
-    """(hi, lo or None) of a weight, as stored `[k, n]` or transposed `[n, k]`."""
-    if isinstance(quantized, QArray):
-        pairs = [(quantized.values, quantized.transposed)]
-    else:
-        pairs = [(quantized.hi, quantized.hi_transposed), (quantized.lo, quantized.lo_transposed)]
-    halves = [half for half, _ in pairs]
-    if orientation == "transposed":
-        halves = [half.T if copy is None else copy for half, copy in pairs]
-    return halves[0], halves[1] if form == "dual" else None
-
-
 def _bf16_weight(w: Any, quantized: Quantized | None, form: WeightForm) -> jax.Array:
     if quantized is None:
         return w.astype(jnp.bfloat16)
-    if form == "single" and isinstance(quantized, ResidualArray):
-        quantized = QArray(quantized.hi, quantized.scale)
+    if form == "single" and isinstance(quantized, WithResidual):
+        quantized = quantized.drop_residual()
     return quantized.dequantize(jnp.bfloat16)
 
 
@@ -228,10 +206,24 @@ def _check_shapes(x: jax.Array, weight: jax.Array | Quantized, w: jax.Array | No
         )
 
 
+# (mode, granularity) -> what a recipe stores of a weight.
+_STORED: dict[tuple[TCFPMode, str], type] = {
+    (TCFPMode.FP8, "tensor"): QArray, (TCFPMode.TCFP12, "tensor"): ResidualArray, (TCFPMode.FP8, "row"): RowArray,
+    (TCFPMode.FP8, "block"): BlockArray, (TCFPMode.TCFP12, "block"): ResidualBlockArray,
+}  # fmt: skip
+
+
 def _check_stored(recipe: Recipe, quantized: Quantized | None) -> None:
-    expected = {TCFPMode.BF16: type(None), TCFPMode.FP8: QArray, TCFPMode.TCFP12: ResidualArray}[recipe.mode]
+    expected = _STORED.get((recipe.mode, recipe.granularity), type(None))
     if not isinstance(quantized, expected):
         raise ValueError(
-            f"the recipe (mode {recipe.mode.value}) multiplies a {expected.__name__}, but quantized is a "
-            f"{type(quantized).__name__}; build the state with the same recipe"
+            f"the recipe (mode {recipe.mode.value}, granularity {recipe.granularity!r}) multiplies a "
+            f"{expected.__name__}, but quantized is a {type(quantized).__name__}; build the state with the same recipe"
         )
+    if isinstance(quantized, BlockArray | ResidualBlockArray):
+        given, wanted = (quantized.block, quantized.tile), (recipe.block, recipe.weight_tile)
+        if given != wanted:
+            raise ValueError(
+                f"the recipe has blocks of (block, weight_tile)={wanted}, but quantized of {given}; build the state "
+                "with the same recipe"
+            )

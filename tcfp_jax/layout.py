@@ -163,9 +163,10 @@ def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str
     """
     wanted = layout.matrix_shape(shape)
     # A scale each stack entry, and whatever the recipe has within one: a scale, one a row, one a block.
-    if quantized.shape != wanted or quantized.scale.shape[: len(wanted) - 2] != wanted[:-2]:
+    scale = quantized.scale if hasattr(quantized, "scale") else quantized.scales
+    if quantized.shape != wanted or scale.shape[: len(wanted) - 2] != wanted[:-2]:
         raise ValueError(
-            f"the stored {name} is {list(quantized.shape)} with scales {list(quantized.scale.shape)}, but its layer "
+            f"the stored {name} is {list(quantized.shape)} with scales {list(scale.shape)}, but its layer "
             f"multiplies {list(wanted)} with scales {list(wanted[:-2])} (kernel {list(shape)}); build the state with "
             "error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
         )

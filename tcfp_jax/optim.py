@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.quantize.api import Orientation
 from tcfp_jax.layout import Weight
-from tcfp_jax.quantization import Quantized, ResidualArray, as_quantized, quantize_weight
+from tcfp_jax.quantization import Quantized, WithResidual, as_quantized, quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode
 from tcfp_jax.recipe import recipe as named_recipe
 from tcfp_jax.scaling import next_amax
@@ -33,7 +33,7 @@ ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`; the trees mirror the parameters, with `optax.MaskedNode()` where nothing is kept."""
 
-    weights: Any  # ResidualArray or QArray of every weight
+    weights: Any  # what the recipe stores of every weight, such as ResidualArray
     errors: Any  # what rounding left, in `error_dtype`; FP8 errors in units of the stored scale
     amax: Any  # float32 scalars, only with delayed scaling
     key: jax.Array | None  # raw key data (uint32), only with a stochastic residual
@@ -177,7 +177,8 @@ class _Step(NamedTuple):
         if not self.recipe.delayed_scaling:
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
             # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
-            amax = _stacked_amax(w) if error is not None and self.recipe.mode is TCFPMode.TCFP12 else None
+            known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.granularity == "tensor"
+            amax = _stacked_amax(w) if known else None
             return self._quantize(w, i, error, amax, None)
         target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
         return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
@@ -204,17 +205,17 @@ class _Step(NamedTuple):
             error = error.astype(jnp.float32)
             # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
             # overshoot by as much. NaN compares false and stays.
-            halves = 2 if isinstance(stored, ResidualArray) else 1
+            halves = 2 if isinstance(stored, WithResidual) else 1
             most = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
-            limit = most * _expand(stored.scale, error)
+            limit = most * stored.scale_of_values()
             error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
-            return numerics.saturating_cast(error / _expand(stored.scale, error), self.error_dtype)
+            return numerics.saturating_cast(error / stored.scale_of_values(), self.error_dtype)
         return error.astype(self.error_dtype)
 
     def _read_error(self, kept: jax.Array, stored: Quantized) -> jax.Array:
         error = kept.astype(self._handed_dtype())
-        return error * _expand(stored.scale, error) if self.error_dtype == jnp.float8_e5m2 else error
+        return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
 
 
 def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
@@ -260,10 +261,6 @@ def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:
     return numerics.amax(w, axis=(-2, -1))
-
-
-def _expand(scale: jax.Array, like: jax.Array) -> jax.Array:
-    return scale.reshape(scale.shape + (1,) * (like.ndim - scale.ndim))
 
 
 def _error_dtype(dtype: DTypeLike) -> Any:

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
+from pallas_kernels.block_dual_quantize import api as block_dual_quantize
+from pallas_kernels.block_matmul import api as block_matmul
+from pallas_kernels.block_quantize import api as block_quantize
+from pallas_kernels.blocks import SCALE_DTYPE, Blocked, Tile, scales_shape
 from pallas_kernels.dispatch import Verdict
 from pallas_kernels.dual_quantize import api as dual_quantize
 from pallas_kernels.matmul import api as matmul
 from pallas_kernels.quantize import api as quantize
+from pallas_kernels.row_quantize import api as row_quantize
 from tcfp_jax.recipe import Recipe, TCFPMode
 from tcfp_jax.recipe import recipe as named_recipe
 
@@ -37,7 +42,7 @@ class Step:
         """A line for what runs, and one for each backend that does not."""
         runs = self.chosen or Verdict("xla", None)
         config = "" if runs.config is None else f" {runs.config}"
-        lines = [f"{self.name:12}{self.operands:60}{runs.backend}{config}"]
+        lines = [f"{self.name:12}{self.operands:59} {runs.backend}{config}"]
         lines += [f"{'':12}not {v.backend}: {v.reason}" for v in self.verdicts if v.reason is not None]
         return "\n".join(lines)
 
@@ -92,21 +97,36 @@ def explain(
 def _quantizing(recipe: Recipe, x: Any, w: Any, g: Any) -> list[Step]:
     steps = []
     copies = "both" if recipe.weight_copies == "both" else "rows"
+    backend = recipe.quantize_backend
     if recipe.mode is TCFPMode.TCFP12:
-        options = dict(
+        options: dict[str, Any] = dict(
             error=jax.ShapeDtypeStruct(w.shape, jnp.float32) if recipe.error_feedback else None,
             bits=jax.ShapeDtypeStruct(w.shape, jnp.uint32) if recipe.residual == "stochastic" else None,
             orientation=copies,
         )
-        steps.append(_step("split w", _text(w), dual_quantize.IMPLEMENTATIONS, recipe.quantize_backend, w, options))
+        table = dual_quantize.IMPLEMENTATIONS
+        if recipe.granularity == "block":
+            options |= dict(block=recipe.block, tile=recipe.weight_tile)
+            table = block_dual_quantize.IMPLEMENTATIONS
+        steps.append(_step("split w", _text(w), table, backend, w, options))
     elif recipe.mode is TCFPMode.FP8:
-        options = dict(orientation=copies)
-        steps.append(_step("quantize w", _text(w), quantize.IMPLEMENTATIONS, recipe.quantize_backend, w, options))
+        steps.append(_quantize_step("quantize w", recipe, w, dict(orientation=copies), tile=recipe.weight_tile))
     if recipe.activation_dtype != "bfloat16":
         options = dict(orientation="both" if recipe.wgrad == "fp8" else "rows")
-        for name, value in (("quantize x", x), ("quantize g", g)):
-            steps.append(_step(name, _text(value), quantize.IMPLEMENTATIONS, recipe.quantize_backend, value, options))
+        if recipe.forward_activation == "dual":
+            steps.append(_step("split x", _text(x), dual_quantize.IMPLEMENTATIONS, backend, x,
+                               options | dict(error=None, bits=None)))  # fmt: skip
+        else:
+            steps.append(_quantize_step("quantize x", recipe, x, options))
+        steps.append(_quantize_step("quantize g", recipe, g, options))
     return steps
+
+
+def _quantize_step(name: str, recipe: Recipe, x: Any, options: dict[str, Any], *, tile: Tile = "vector") -> Step:
+    table = {"tensor": quantize, "row": row_quantize, "block": block_quantize}[recipe.granularity].IMPLEMENTATIONS
+    if recipe.granularity == "block":
+        options = options | dict(block=recipe.block, tile=tile)
+    return _step(name, _text(x), table, recipe.quantize_backend, x, options)
 
 
 def _products(recipe: Recipe, x: Any, w: Any, g: Any) -> list[Step]:
@@ -127,10 +147,35 @@ def _products(recipe: Recipe, x: Any, w: Any, g: Any) -> list[Step]:
             continue
         a, b = jax.ShapeDtypeStruct((height, inner), left), jax.ShapeDtypeStruct((width, inner), right)
         lo = b if form == "dual" else None
-        options = dict(w_lo=lo, out_dtype=jnp.dtype(out_dtype), accumulation=accumulation)
         text = f"{left}[{height}, {inner}] x {'2 ' if lo is not None else ''}{right}[{inner}, {width}]"
+        if recipe.granularity == "block":
+            steps.append(_block_step(name, text, recipe, a, b, lo, out_dtype))
+            continue
+        # As in products.py: what is scaled or added afterwards is written in float32.
+        three = name == "forward" and recipe.forward_activation == "dual"
+        exact = recipe.granularity == "tensor" or (recipe.scale == "pow2" and out_dtype == jnp.bfloat16)
+        written = jnp.dtype(out_dtype if exact and not three else jnp.float32)
+        options = dict(w_lo=lo, out_dtype=written, accumulation=accumulation)
         steps.append(_step(name, text, matmul.IMPLEMENTATIONS, recipe.backend, (a, b), options))
+        if three:
+            text = f"{left}[{height}, {inner}] (x_lo) x {right}[{inner}, {width}]"
+            steps.append(_step(name, text, matmul.IMPLEMENTATIONS, recipe.backend, (a, b), options | dict(w_lo=None)))
     return steps
+
+
+def _block_step(name: str, text: str, recipe: Recipe, a: Any, b: Any, lo: Any, out_dtype: Any) -> Step:
+    assert recipe.block is not None, "a Recipe with blocks has a size"
+    tile: Tile = "vector" if name == "wgrad" else recipe.weight_tile
+
+    def blocked(values: Any, tile: Tile) -> Blocked:
+        scales: Any = jax.ShapeDtypeStruct(scales_shape(values.shape, recipe.block or 0, tile), SCALE_DTYPE)
+        return Blocked(values, scales)
+
+    arguments = (blocked(a, "vector"), blocked(b, tile), None if lo is None else blocked(lo, tile))
+    residual_blocks = "all" if lo is None else recipe.residual_blocks
+    options = dict(block=recipe.block, tile=tile, residual_blocks=residual_blocks, out_dtype=jnp.dtype(out_dtype))
+    return _step(name, f"{text} in blocks of {recipe.block}", block_matmul.IMPLEMENTATIONS, recipe.backend, arguments,
+                 options)  # fmt: skip
 
 
 def _text(x: Any) -> str:
@@ -138,5 +183,5 @@ def _text(x: Any) -> str:
 
 
 def _step(name: str, operands: str, table: Any, backend: Any, arguments: Any, options: dict[str, Any]) -> Step:
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+    arguments = arguments if type(arguments) is tuple else (arguments,)
     return Step(name, operands, dispatch.explain(table, backend, *arguments, **options))

@@ -11,6 +11,9 @@ import pytest
 from compile_for_h200 import compile_for, h200s, on
 
 import tcfp_jax
+from pallas_kernels.block_matmul.api import block_matmul
+from pallas_kernels.block_quantize.api import block_quantize
+from pallas_kernels.blocks import Blocked, scales_shape
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.quantize.api import quantize
@@ -47,6 +50,45 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
     assert stacks, "ptxas said nothing of the kernel"
     assert max(map(int, stacks)) <= LARGEST_STACK
+
+
+def block_operands(mesh, block, tile, x_axes=(), w_axes=()):
+    """x, w and the residual of w, as `block_matmul` takes them."""
+    scales = [on(mesh, scales_shape(shape, block, form), jnp.float8_e8m0fnu, *axes)
+              for shape, form, axes in (((M, K), "vector", x_axes), ((N, K), tile, w_axes))]  # fmt: skip
+    x, w = on(mesh, (M, K), F8, *x_axes), on(mesh, (N, K), F8, *w_axes)
+    return Blocked(x, scales[0]), Blocked(w, scales[1]), Blocked(w, scales[1])
+
+
+@pytest.mark.parametrize(
+    ("block", "tile", "halves"),
+    [(128, "square", 1), (128, "square", 2), (64, "square", 2), (32, "square", 2), (128, "vector", 1)],
+)
+def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
+    mesh = h200s(1)
+    call = functools.partial(block_matmul, block=block, tile=tile, backend="mosaic")
+    compiled = compile_for(mesh, call, *block_operands(mesh, block, tile)[: 1 + halves])
+    assert compiled.targets == ["mosaic_gpu_v2"]
+    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
+    assert stacks and max(map(int, stacks)) <= LARGEST_STACK
+
+
+@pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
+def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
+    mesh = h200s(2, 2)
+    call = functools.partial(block_matmul, block=128, backend="mosaic")
+    compiled = compile_for(mesh, call, *block_operands(mesh, 128, "square", x_axes, w_axes))
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
+    mesh = h200s(1)
+    call = functools.partial(block_quantize, dtype=F8, block=block, orientation="both", backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert not compiled.results("reduce") and not compiled.results("transpose")
 
 
 @pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])

@@ -12,6 +12,7 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, register_adapter, restore, survey, to_bf16
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
+from tcfp_jax.recipe import NAMES
 from tests.arrays import same, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
@@ -101,6 +102,15 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
     converted, by_hand = convert(base, recipe), MLP(dense=dense, remat=remat)
     assert isinstance(converted, MLP)
     assert same(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
+
+
+@pytest.mark.parametrize("recipe", sorted(set(NAMES) - {"bf16", "tcfp12", "tcfp12_fast", "tensorwise"}))
+def test_every_recipe_converts_with_its_state(recipe):
+    model = convert(MLP(), recipe, X, strict=True)
+    params = variables_of(MLP(), X)["params"]
+    if recipe != "residual_activation":
+        after, _ = jax.eval_shape(lambda params: step(model, params, X, find_weights(model)), params)
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, params)
 
 
 def test_initial_parameters_are_those_of_the_base_model():

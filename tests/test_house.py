@@ -14,11 +14,11 @@ import tcfp_jax
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
-    "recipe", "quantization", "layout", "scaling", "tcfp12", "gemm", "selection", "optim", "product", "adapters",
-    "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement", "census",
-    "conversion", "inference", "diagnosis",
+    "recipe", "blocks", "quantization", "layout", "scaling", "tcfp12", "products", "gemm", "selection", "optim",
+    "product", "adapters", "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement",
+    "census", "conversion", "inference", "diagnosis",
 ]  # fmt: skip
-KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled"]
+KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled", "blocks"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
     "fake_quantize", "error_feedback", "layer_state", "explain",

@@ -35,6 +35,7 @@ def test_names():
         (dict(hp_grad_weight=True), dict(wgrad="bf16")),
         (dict(srr=True, error_feedback=False), dict(residual="stochastic")),
         (dict(abd=True), dict(dgrad_weight="single")),
+        (dict(scale_block_size=64), dict(granularity="block", block=64, residual="nearest", forward_weight="dual")),
     ],
     ids=str,
 )
@@ -43,11 +44,11 @@ def test_flags_of_the_original(flags, fields):
     assert {name: getattr(built, name) for name in fields} == fields
 
 
-def test_flags_that_contradict_or_are_not_there_raise():
+def test_flags_that_contradict_raise():
     with pytest.raises(ValueError, match="srr"):
         Recipe.from_flags(srr=True)
-    with pytest.raises(NotImplementedError, match="scale_block_size=128"):
-        Recipe.from_flags(scale_block_size=128)
+    with pytest.raises(ValueError, match="block=48 is not supported"):
+        Recipe.from_flags(scale_block_size=48)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,20 @@ def test_flags_that_contradict_or_are_not_there_raise():
         ("tcfp12", dict(wgrad="fp4"), "wgrad='fp4' is unknown"),
         ("tcfp12", dict(backend="cuda"), "backend='cuda' is unknown"),
         ("tcfp12", dict(error_feedback="yes"), "not a bool"),
+        ("blockwise", dict(block=48), "block=48 is not supported"),
+        ("blockwise", dict(block=None), "needs block=32, 64 or 128"),
+        ("tensorwise", dict(block=32), "block=32 with granularity='tensor'"),
+        ("tensorwise", dict(weight_tile="vector"), "has no blocks"),
+        ("blockwise", dict(scale="float32"), 'scale="float32" with granularity="block"'),
+        ("blockwise", dict(forward_accumulation="fast"), 'make all three "full"'),
+        ("blockwise", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
+        ("bf16", dict(granularity="row"), "which has no scale"),
+        ("mxfp8", dict(residual="nearest", forward_weight="dual"), "two quantizations of the weight"),
+        ("rowwise", dict(error_feedback=True), "leave two errors"),
+        ("rowwise", dict(weight_copies="one"), 'weight_copies="one"'),
+        ("blockwise", dict(delayed_scaling=True), "only whole tensors carry an amax"),
+        ("tensorwise", dict(forward_activation="dual"), "residual_activation"),
+        ("tcfp12", dict(forward_activation="dual", forward_weight="single"), "forward_weight='single'"),
         ("fp7", {}, "recipe 'fp7' is unknown"),
     ],
     ids=str,
@@ -89,6 +104,14 @@ FLIPS = {
     "dgrad_accumulation": (recipe("tcfp12"), recipe("tcfp12", dgrad_accumulation="fast")),
     "wgrad_accumulation": (recipe("tcfp12_fast"), recipe("tcfp12_fast", wgrad_accumulation="full")),
     "scale": (recipe("tensorwise"), recipe("tensorwise", scale="float32")),
+    "granularity": (recipe("tensorwise"), recipe("tensorwise", granularity="row")),
+    "block": (recipe("blockwise"), recipe("blockwise", block=32)),
+    "weight_tile": (recipe("blockwise"), recipe("blockwise", weight_tile="vector")),
+    "residual_blocks": (
+        recipe("tcfp12_blockwise", backend="triton"),
+        recipe("tcfp12_blockwise", backend="triton", residual_blocks="nonzero"),
+    ),
+    "forward_activation": (recipe("tcfp12"), recipe("tcfp12", forward_activation="dual")),
     "error_feedback": (recipe("tcfp12"), recipe("tcfp12", error_feedback=False)),
     "delayed_scaling": (recipe("tcfp12"), recipe("tcfp12", delayed_scaling=True)),
     "backend": (recipe("tcfp12"), recipe("tcfp12", backend="triton")),

@@ -66,6 +66,13 @@ def dual_quantize(
     """
     check_real("w", w)
     check_orientation(orientation)
+    check_error_and_bits(w, error, bits)
+    options = dict(dtype=numerics.float8_dtype(dtype), error=error, bits=bits, amax=amax, orientation=orientation)
+    return DualQuantized(*dispatch("dual_quantize", IMPLEMENTATIONS, backend, w, **options))
+
+
+def check_error_and_bits(w: jax.Array, error: jax.Array | None, bits: jax.Array | None) -> None:
+    """Raise a TypeError or ValueError unless both, where given, belong to `w`."""
     if error is not None:
         check_real("error", error)
         _check_shape("error", error, w)
@@ -73,8 +80,6 @@ def dual_quantize(
         if bits.dtype != jnp.uint32:
             raise TypeError(f"bits has dtype {bits.dtype}, not uint32; use jax.random.bits(key, w.shape)")
         _check_shape("bits", bits, w)
-    options = dict(dtype=numerics.float8_dtype(dtype), error=error, bits=bits, amax=amax, orientation=orientation)
-    return DualQuantized(*dispatch("dual_quantize", IMPLEMENTATIONS, backend, w, **options))
 
 
 def _check_shape(name: str, x: jax.Array, w: jax.Array) -> None:

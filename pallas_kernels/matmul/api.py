@@ -71,7 +71,7 @@ def matmul(
     >>> matmul(one, one, scale=jnp.float32(0.5)).tolist()
     [[8.0, 8.0], [8.0, 8.0]]
     """
-    _check_operands(x, w, w_lo)
+    check_operands(x, w, w_lo)
     if accumulation not in ("fast", "full"):
         raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
     if bias is not None and bias.shape != w.shape[:1]:
@@ -82,7 +82,8 @@ def matmul(
     return dispatch("matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
 
 
-def _check_operands(x: jax.Array, w: jax.Array, w_lo: jax.Array | None) -> None:
+def check_operands(x: jax.Array, w: jax.Array, w_lo: jax.Array | None) -> None:
+    """Raise unless these are FP8 operands of a product that tensor cores have, with agreeing shapes."""
     contracted = w.ndim - 1
     if contracted < 1 or x.ndim < contracted or x.shape[x.ndim - contracted :] != w.shape[1:]:
         raise ValueError(

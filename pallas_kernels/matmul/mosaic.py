@@ -37,13 +37,14 @@ class Config:
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
-      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile. A product
+        that skips residual blocks has a pipeline of its own, which runs ahead whatever the number of steps.
       store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
     """
 
     tile_m: int = 256
     tile_n: int = 128
-    tile_k: Literal[128, 256] = 128
+    tile_k: Literal[32, 64, 128, 256] = 128
     stages: int = 3
     cluster: int = 2
     inner: Literal["m", "n"] = "m"
@@ -54,13 +55,19 @@ class Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters."""
+    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters.
+
+    `scaling` says what promoted sums are scaled by: nothing ("tensor", whose scale is the epilogue's), a vector of x
+    and a number for the tile of W ("square"), or a vector of each ("vector").
+    """
 
     config: Config
     halves: int
     promote: bool
     has_bias: bool
     blocks: int
+    scaling: Literal["tensor", "square", "vector"] = "tensor"
+    residual_blocks: Literal["all", "nonzero"] = "all"
 
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
@@ -89,23 +96,24 @@ def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
     if pieces % config.store_buffers:
         return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
-    if _shared_bytes(config, halves) > SHARED_MEMORY:
-        return f"{_shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
+    if shared_bytes(config, halves) > SHARED_MEMORY:
+        return f"{shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
     steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
         if steps % config.stages:
             return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
-        if tiles < 2 * _blocks(config):
+        if tiles < 2 * blocks(config):
             return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
     return None
 
 
-def _blocks(config: Config) -> int:
+def blocks(config: Config) -> int:
     """Clusters that fill the device once."""
     return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
-def _shared_bytes(config: Config, halves: int) -> int:
+def shared_bytes(config: Config, halves: int) -> int:
+    """Of the buffers of operands and of the output."""
     buffers = config.stages * (config.tile_m + halves * config.tile_n) * config.tile_k
     return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
 
@@ -114,6 +122,19 @@ def reject(
     x: jax.Array, w: jax.Array, w_lo: jax.Array | None, *, out_dtype: Any, accumulation: str, **options: Any
 ) -> str | None:
     """Why this kernel cannot multiply these operands here, or None."""
+    reason = reject_here(out_dtype)
+    if reason is not None:
+        return reason
+    m, k, n = sizes(x, w)
+    halves = 1 if w_lo is None else 2
+    if not candidates(m, k, n, halves, accumulation):
+        smallest = Config(128, 128, stages=2, cluster=1)
+        return f'{misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
+    return None
+
+
+def reject_here(out_dtype: Any) -> str | None:
+    """Why this kernel serves no product of this dtype on the device in use, or None."""
     if jax.__version_info__[:2] < SMALLEST_JAX:
         return f'jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use backend="xla" or a newer jax'
     kind = device_kind()
@@ -123,11 +144,6 @@ def reject(
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return 'the mesh has explicit axes, under which only lax.dot_general is partitioned; use backend="xla"'
-    m, k, n = sizes(x, w)
-    halves = 1 if w_lo is None else 2
-    if not candidates(m, k, n, halves, accumulation):
-        smallest = Config(128, 128, stages=2, cluster=1)
-        return f'{misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
     return None
 
 
@@ -188,7 +204,7 @@ def matmul(
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.matmul import mosaic_kernel
 
-        plan = Plan(chosen, halves, accumulation == "full", bias is not None, _blocks(chosen))
+        plan = Plan(chosen, halves, accumulation == "full", bias is not None, blocks(chosen))
         return mosaic_kernel.call(plan, out_dtype, x, *w, scale, *([] if bias is None else [bias]))
 
     return on_each_device(

@@ -8,8 +8,9 @@ with the bulk copy engine while two compute warpgroups issue `wgmma` on the buff
     full : acc  = that over tile_k;  total += acc     in float32 registers (the promotion of DeepSeek-V3, 2024)
 
 W_lo shares the scale of W_hi, so one accumulator serves both and a residual product is one product over 2k: x is
-read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
-scales, adds a bias, rounds to the output's dtype and stores through shared memory.
+read once for both halves. Where blocks of W_lo are zero, `mosaic_pipeline.py` leaves them out. The blocks of a cluster
+take neighbouring rows and share W by multicast. The epilogue scales, adds a bias, rounds to the output's dtype and
+stores through shared memory.
 """
 
 import functools
@@ -24,10 +25,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
+from pallas_kernels.matmul.mosaic_pipeline import MEMORY_REGISTERS, SkippingPipeline
 
 
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
-    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says."""
+    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
+
+    With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
+    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors. To skip residual blocks, then
+    also the work list of every tile of n, int32: how many of its steps need W_lo, `[n / tile_n]`, and which block of k
+    each step multiplies, those that need W_lo first, `[n / tile_n, k / tile_k]`. Scales of squares are in that order.
+    """
     (m, _), (n, _) = operands[0].shape, operands[1].shape
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
     interpret = device_kind() == "cpu"
@@ -44,7 +52,10 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=f"matmul_fp8_{'dual' if plan.halves == 2 else 'single'}_{'full' if plan.promote else 'fast'}",
+        kernel_name="_".join(
+            ["matmul_fp8", "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast", plan.scaling]
+            + ["nonzero"] * (plan.residual_blocks == "nonzero")
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
 
@@ -53,38 +64,27 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     """The body of one block: output tiles, and the copies and products of each."""
     config, halves = plan.config, plan.halves
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
-    bias_gmem = refs[halves + 1] if plan.has_bias else None
+    block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
+    bias_gmem = refs[-2] if plan.has_bias else None
+    work_list = refs[halves + 3 : halves + 5] if plan.residual_blocks == "nonzero" else None
     (m, k), n = x_gmem.shape, out_gmem.shape[1]
-    tile_m, tile_n, tile_k, cluster = config.tile_m, config.tile_n, config.tile_k, config.cluster
+    tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
     # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
     wave_rows = 64 if plan.promote else own_rows
     waves = own_rows // wave_rows
+    # A square's scale is one number a step, read where it is used.
+    copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
-    def pipeline(body: Any, compute: Any, state: Any = None) -> Any:
-        tiling = (plgpu.TilingTransform((8, SWIZZLE)), plgpu.SwizzleTransform(SWIZZLE))
-        shared = dict(memory_space=plgpu.SMEM, transforms=tiling, delay_release=0)
-        multicast = ("member",) if cluster > 1 else ()
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(k // tile_k,),
-            memory_registers=40,
-            wg_axis="warpgroup",
-            num_compute_wgs=COMPUTE_WARPGROUPS,
-            max_concurrent_steps=config.stages,
-            compute_context=compute,
-            in_specs=[plgpu.BlockSpec((tile_m, tile_k), lambda step: (0, step), **shared)]
-            + [plgpu.BlockSpec((tile_n, tile_k), lambda step: (0, step), collective_axes=multicast, **shared)] * halves,
-            manual_consumed_barriers=plan.promote,
-            pipeline_state=state,
-        )
-
+    pipeline = functools.partial(_pipeline, plan, k // config.tile_k)
     nothing = lambda *_, **__: None
+    skipping = SkippingPipeline(k // config.tile_k, config.stages, _specs(plan), optional=halves)
+    allocator = pipeline(nothing, nothing) if work_list is None else skipping
 
     @functools.partial(
         pl.run_scoped,
-        buffers=pipeline(nothing, nothing).get_allocations(x_gmem, *w_gmem),
+        buffers=allocator.get_allocations(x_gmem, *w_gmem, *copied_scales),
         out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
         collective_axes="warpgroup",
     )
@@ -106,21 +106,74 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 first_row = mi * tile_m + warpgroup * own_rows
                 _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
 
+            def find_factor(step: Any, scales_smem: Any, wave: int) -> Any:
+                if plan.scaling == "tensor":
+                    return None
+                rows = pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)
+                of_tile = block_scales[1][step, ni] if plan.scaling == "square" else None
+                return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
+
             if plan.promote:
-                body, compute = _promoting(multiply, store, scale, waves, (wave_rows, tile_n))
+                partial = functools.partial(_promoting, plan, multiply, find_factor)
+                body, compute = partial(store, scale, waves, (wave_rows, tile_n))
             else:
                 body, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
+            rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
+            operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
+            operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
+            if work_list is not None:
+                count, order = work_list
+                skipping.run(body, compute, count[ni], lambda step: order[ni, step], loop, operands, buffers)
+                return
             state = None
             if config.pipeline == "steady":
                 phase = plgpu.PipelinePipeline
                 last = loop.local_index == loop.num_local_steps - 1
                 middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
                 state = jnp.where(loop.local_index == 0, int(phase.START), middle)
-            rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
-            operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
             pipeline(body, compute, state)(*operands, allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _specs(plan: Plan) -> list[Any]:
+    """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
+    config = plan.config
+    swizzle = min(config.tile_k, SWIZZLE)
+    vector = dict(memory_space=plgpu.SMEM, delay_release=0)
+    tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
+    x_spec = plgpu.BlockSpec((config.tile_m, config.tile_k), lambda step: (0, step), **tiled)
+    multicast = ("member",) if config.cluster > 1 else ()
+    w_spec = plgpu.BlockSpec((config.tile_n, config.tile_k), lambda step: (0, step), collective_axes=multicast, **tiled)
+    widths = {"tensor": (), "square": (config.tile_m,), "vector": (config.tile_m, config.tile_n)}[plan.scaling]
+    return [x_spec, *[w_spec] * plan.halves] + [
+        plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths
+    ]
+
+
+def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None) -> Any:
+    """Copies of all operands, `steps` times tile_k, and `body` on the buffers that are full."""
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(steps,),
+        memory_registers=MEMORY_REGISTERS,
+        wg_axis="warpgroup",
+        num_compute_wgs=COMPUTE_WARPGROUPS,
+        max_concurrent_steps=plan.config.stages,
+        compute_context=compute,
+        in_specs=_specs(plan),
+        manual_consumed_barriers=plan.promote,
+        pipeline_state=state,
+    )
+
+
+def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -> jax.Array:
+    """What a promoted sum is multiplied by: the scales of x's rows times that of W's tile, or those of its columns."""
+    of_x = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+    if of_tile is not None:
+        return lax.broadcast_in_dim(of_x * of_tile, shape, (0,))
+    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
 def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -142,12 +195,13 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
     return step, compute
 
 
-def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """(step, context) of full accumulation: a fresh accumulator for every tile_k, added to float32 totals."""
+def _promoting(
+    plan: Plan, multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
+) -> tuple[Any, Any]:
+    """(step, context) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
+    halves = plan.halves
 
-    def step(_: Any, x_smem: Any, *rest: Any) -> Any:
-        operands = (len(rest) - 2) // 2
-        w_smem, consumed, totals = rest[:operands], rest[operands:-1], rest[-1]
+    def add(index: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
         new = []
         for wave in range(waves):
 
@@ -155,19 +209,33 @@ def _promoting(multiply: Any, store: Any, scale: Any, waves: int, shape: tuple[i
                 multiply(acc, x_smem, w_smem, wave)
                 return acc[...]
 
+            factor = find_factor(index, scales_smem, wave)
             part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
-                for barrier in consumed:
-                    plgpu.barrier_arrive(barrier)
-            new.append(totals[wave] + part)
+                release()
+            new.append(totals[wave] + (part if factor is None else part * factor))
         return tuple(new)
+
+    def step(index: Any, x_smem: Any, *rest: Any) -> Any:
+        count = (len(rest) - 2) // 2
+        consumed = rest[count:-1]
+
+        def release() -> None:
+            for barrier in consumed:
+                plgpu.barrier_arrive(barrier)
+
+        return add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
+
+    def skipping_step(index: Any, buffers: Any, release: Any, totals: Any) -> Any:
+        present = [half for half in buffers[1 : 1 + halves] if half is not None]
+        return add(index, buffers[0], present, buffers[1 + halves :], release, totals)
 
     def compute(run: Any) -> None:
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         store([total * scale for total in run((zero,) * waves)])
 
-    return step, compute
+    return (step if plan.residual_blocks == "all" else skipping_step), compute
 
 
 def _epilogue_buffers(count: int, dtype: Any) -> Any:

@@ -33,6 +33,12 @@ def check_orientation(orientation: str) -> None:
         raise ValueError(f'orientation={orientation!r} is unknown; use "rows" or "both"')
 
 
+def check_scale(scale: str) -> None:
+    """Raise a ValueError unless `scale` is known."""
+    if scale not in ("pow2", "float32"):
+        raise ValueError(f'scale={scale!r} is unknown; use "pow2" or "float32"')
+
+
 def check_real(name: str, x: jax.Array) -> None:
     """Raise a TypeError unless `x` holds real floating-point numbers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -77,7 +83,6 @@ def quantize(
     """
     check_real("x", x)
     check_orientation(orientation)
-    if scale not in ("pow2", "float32"):
-        raise ValueError(f'scale={scale!r} is unknown; use "pow2" or "float32"')
+    check_scale(scale)
     options = dict(dtype=numerics.float8_dtype(dtype), scale=scale, amax=amax, orientation=orientation)
     return Quantized(*dispatch("quantize", IMPLEMENTATIONS, backend, x, **options))

@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import numerics
 
-# nanochat's rule (and torchao's): a floor under amax, so that a zero tensor has a finite multiplier.
+# nanochat's rule (and torchao's): a floor under amax, so that a zero tensor has a finite multiplier. It is a float64,
+# which lies between the float32 below and its neighbour.
 _FLOAT32_SCALE_FLOOR = 1e-12
 
 
@@ -17,7 +19,9 @@ def scale_and_inverse(amax: jax.Array, dtype: Any, scale: str) -> tuple[jax.Arra
         power = numerics.pow2_scale(amax, dtype)
         return power, numerics.reciprocal_pow2(power)
     finite = jnp.isfinite(amax)
-    multiplier = numerics.divide(numerics.largest(dtype), jnp.maximum(amax, _FLOAT32_SCALE_FLOOR))
+    floor = np.float32(_FLOAT32_SCALE_FLOOR)
+    multiplier = numerics.divide(numerics.largest(dtype), jnp.maximum(amax, floor))
+    multiplier = jnp.where(amax <= floor, np.float32(numerics.largest(dtype) / _FLOAT32_SCALE_FLOOR), multiplier)
     reciprocal = numerics.divide(1.0, multiplier)
     nan = jnp.float32(jnp.nan)
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)

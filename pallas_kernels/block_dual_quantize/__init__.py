@@ -1,0 +1,1 @@
+"""Weights as two FP8 tensors with a scale for every block."""

@@ -1,0 +1,1 @@
+"""Tensors as FP8 values and a scale for every block."""
