@@ -20,7 +20,7 @@ from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
 
 from pallas_kernels.quantize.api import check_real
-from tcfp_jax.product import contract
+from tcfp_jax.contraction import contract
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.tcfp12 import PackedTCFP12, fake_quantize
 

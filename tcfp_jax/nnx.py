@@ -15,8 +15,8 @@ from flax import nnx
 
 from pallas_kernels.quantize.api import check_real
 from tcfp_jax.adapters import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
+from tcfp_jax.contraction import contract
 from tcfp_jax.layout import Layout, parse
-from tcfp_jax.product import contract
 from tcfp_jax.quantization import as_quantized
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.recipe import recipe as named_recipe

@@ -15,7 +15,7 @@ import tcfp_jax
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "recipe", "blocks", "quantization", "layout", "scaling", "tcfp12", "products", "gemm", "selection", "optim",
-    "product", "adapters", "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement",
+    "contraction", "adapters", "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement",
     "census", "conversion", "inference", "diagnosis",
 ]  # fmt: skip
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled", "blocks"]
