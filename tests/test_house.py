@@ -16,10 +16,19 @@ from tcfp_jax import formats
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "formats.numbers", "formats.codebooks", "formats.scales", "formats.datatypes", "formats.catalog",
-    "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "casting",
+    "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "casting", "codes",
+    "sparsity", "packing", "rotation", "formats.__main__",
     "recipe", "quantization", "scaling", "tcfp12", "gemm", "selection", "optim", "linen",
 ]  # fmt: skip
-FORMATS_LATER = {"cast", "defaults"}  # what tcfp_jax.formats loads at first use
+FORMATS_LATER = {
+    "cast",
+    "defaults",
+    "pack",
+    "unpack",
+    "PackedArray",
+    "sparse",
+    "rotate",
+}  # what tcfp_jax.formats loads at first use
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",

@@ -15,22 +15,38 @@ from tcfp_jax.formats.scales import ScaleSpec, scale
 
 if TYPE_CHECKING:
     from tcfp_jax.casting import cast, defaults
+    from tcfp_jax.packing import PackedArray, pack, unpack
+    from tcfp_jax.rotation import rotate
+    from tcfp_jax.sparsity import sparse
 
 # Casts know the specs above; loading them at first use keeps imports free of a circle, whichever comes first.
-_LATER = {"cast": "casting", "defaults": "casting"}
+_LATER = {
+    "cast": "casting",
+    "defaults": "casting",
+    "PackedArray": "packing",
+    "pack": "packing",
+    "unpack": "packing",
+    "rotate": "rotation",
+    "sparse": "sparsity",
+}
 
 __all__ = [
     "CATALOG",
     "CodebookSpec",
     "DataType",
     "NumberSpec",
+    "PackedArray",
     "ScaleSpec",
     "cast",
     "codebook",
     "datatype",
     "defaults",
     "number",
+    "pack",
+    "rotate",
     "scale",
+    "sparse",
+    "unpack",
 ]
 
 

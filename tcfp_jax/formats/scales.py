@@ -152,6 +152,9 @@ def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[Tile, ...], int
 def _check(spec: ScaleSpec) -> None:
     if spec.number.is_integer:
         raise ValueError(f"{spec.name!r}: a scale is an exponent or a float, not {spec.number.name}")
+    for number_spec in (spec.number, spec.outer):
+        if number_spec is not None and not number_spec.has_nan:
+            raise ValueError(f"{spec.name!r}: {number_spec.name} has no NaN, which a scale needs; use another suffix")
     if spec.zero is not None:
         if spec.number.kind != "float":
             raise ValueError(f"{spec.name!r}: a zero point needs a float scale, not {spec.number.name}; use float16")

@@ -1,0 +1,176 @@
+"""Real bits: unpack(pack(x)) is the cast bit for bit, in exactly the bytes that the datatype says."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tcfp_jax import formats
+from tcfp_jax.codes import decode, encode, from_bytes, to_bytes
+from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
+
+FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
+    return np.array_equal(np.asarray(a).view(unsigned), np.asarray(b).view(unsigned))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_code_is_that_of_ml_dtypes(name):
+    spec = number(name)
+    codes = np.arange(2**spec.bits, dtype=np.uint8 if spec.bits <= 8 else np.uint16)
+    with np.errstate(invalid="ignore"):
+        values = codes.view(np.dtype(getattr(ml_dtypes, name, name))).astype(np.float32)
+    got = np.asarray(jax.jit(decode, static_argnums=1)(jnp.asarray(codes, jnp.uint32), spec))
+    nan = np.isnan(values)
+    assert np.array_equal(got.view(np.uint32)[~nan], values.view(np.uint32)[~nan]) and np.isnan(got[nan]).all()
+    again = np.asarray(jax.jit(encode, static_argnums=1)(jnp.asarray(values), spec))
+    assert np.array_equal(again[~nan], codes[~nan]) and np.isin(again[nan], codes[nan]).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32])
+def test_codes_fill_bytes_without_gaps(bits):
+    random = np.random.default_rng(bits)
+    codes = random.integers(0, 2**bits, 37, dtype=np.uint64).astype(np.uint32)
+    data = to_bytes(jnp.asarray(codes), bits)
+    whole = sum(int(code) << (i * bits) for i, code in enumerate(codes))
+    assert bytes(np.asarray(data)) == whole.to_bytes(-(-37 * bits // 8), "little")
+    assert np.array_equal(from_bytes(data, bits, 37), codes)
+
+
+def expected_bytes(made, shape):
+    return sum(-(-bits // 8) for name, bits in made.stored_bits(shape).items() if name != "residual") + (
+        expected_bytes(made.residual, shape) if made.residual else 0
+    )
+
+
+DRAWN = sorted({made: name for name, made in CATALOG.items()}.values())
+
+
+# Each draw compiles programs of its own, for about a second: all 200 are a run by hand, with PACKING_DRAWS=200.
+DRAWS = int(os.environ.get("PACKING_DRAWS", "12"))
+
+
+@pytest.mark.parametrize("start", range(min(DRAWS, 4)))
+def test_unpack_is_the_cast_on_random_draws(start):
+    """(datatype, shape, axis, dtype) at random over the catalog."""
+    for draw in range(start, DRAWS, 4):
+        random = np.random.default_rng(draw)
+        made = CATALOG[DRAWN[draw * 37 % len(DRAWN)]]
+        if made.scale is not None and len(made.scale.tiles) == 1:
+            dim = int(random.choice([-2, -1, 0]))
+            code = "_".join(p + f"d{dim}" if p[0] == "t" else p for p in made.scale.name.split("_"))
+            made = datatype(made.number, code, residual=made.residual)
+        least = max((tile.size for tile in made.scale.tiles), default=2) if made.scale else 2
+        least = max(least, 2)
+        shape = (int(random.integers(least, 2 * least)), int(random.integers(max(least, 3), least + 40)))
+        dtype = random.choice(["float32", "bfloat16", "float16"])
+        x = random.standard_normal(shape) * 2.0 ** random.integers(-12, 12) * (random.random(shape) > 0.05)
+        x = jnp.asarray(x.astype(np.float32)).astype(dtype)
+        packed = pack(x, made)
+        assert same_bits(unpack(packed), cast(x, made)), (made.name, shape, dtype)
+        assert packed.nbytes == expected_bytes(made, shape)
+
+
+def test_nbytes_are_bits_per_value():
+    x = jax.random.normal(jax.random.key(0), (64, 128))
+    for name in (
+        "mxfp8e4",
+        "mxfp6e2",
+        "mxfp4e2",
+        "mx9",
+        "nvfp4",
+        "tcfp12",
+        "nf4",
+        "uint4_fi32",
+        "icb44fi4_e32s8",
+        "e3m2fnuz",
+    ):
+        made = getattr(formats, name)
+        assert pack(x, made).nbytes * 8 == made.bits_per_value(x.shape) * x.size
+    assert pack(x, formats.mxfp4e2).values.dtype == jnp.uint8 and pack(x, formats.nvfp4).scales.size == 512
+
+
+def test_layout_is_that_of_the_hardware_formats():
+    x = np.zeros(32, np.float32)
+    x[:4] = 1.0, -6.0, 0.5, 4.0
+    packed = pack(jnp.asarray(x), formats.mxfp4e2)
+    assert packed.values[:2].tolist() == [0x2 | 0xF << 4, 0x1 | 0x6 << 4] and packed.scales.tolist() == [127]
+    assert np.array_equal(packed.values[:2], [0xF2, 0x61])
+    eight = pack(jnp.asarray(x), formats.mxfp8e4)
+    values = np.asarray(eight.values).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = np.asarray(eight.scales).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert np.array_equal(values * scale, x)
+
+
+def test_special_values_come_back():
+    x = jnp.ones((2, 64)).at[0, :3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))
+    for name in (
+        "mxfp8e5",
+        "mxfp8e4",
+        "mxfp4e2",
+        "mxint8",
+        "nvfp4",
+        "uint8_fi32",
+        "fp8n_F",
+        "bfloat16",
+        "e4m3b8fnuz",
+        "nf4",
+    ):
+        made = getattr(formats, name)
+        for saturate in (True, False):
+            assert same_bits(unpack(pack(x, made, saturate=saturate)), cast(x, made, saturate=saturate)), name
+    assert same_bits(unpack(pack(x, datatype("int8"))), cast(x, datatype("int8")))
+    with pytest.raises(ValueError, match="no code"):
+        pack(x, datatype("e2m1f"))
+
+
+def test_modes_reach_packing():
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    key = jax.random.key(1)
+    for modes in ({"roundmode": "stochastic", "key": key}, {"roundmode": "zero"}, {"scalemode": "ceil"}):
+        assert same_bits(unpack(pack(x, formats.mxfp4e2, **modes)), cast(x, formats.mxfp4e2, **modes))
+    stochastic = {"roundmode": "stochastic", "key": key}
+    assert same_bits(unpack(pack(x, formats.tcfp12, **stochastic)), cast(x, formats.tcfp12, **stochastic))
+    with formats.defaults(roundmode="zero"):
+        assert same_bits(unpack(pack(x, formats.nvfp4)), cast(x, formats.nvfp4))
+
+
+@pytest.mark.parametrize("name", ["mxfp4e2", "int8_f", "e4m3fn"])
+def test_masks_of_sparse_arrays_are_bits(name):
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    made = getattr(formats, name)
+    packed = pack(x, made, sparsity=(4, 2))
+    assert same_bits(unpack(packed), cast(formats.sparse(x, 4, 2), made))
+    assert packed.mask.size == x.size // 8 and packed.values.size * 8 == x.size // 2 * made.number.bits
+    for bad in ("nf4", "uint8_ff", "tcfp12"):
+        with pytest.raises(ValueError, match="sparsity"):
+            pack(x, getattr(formats, bad), sparsity=(4, 2))
+
+
+def test_packed_arrays_are_pytrees():
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    packed = jax.jit(lambda x: pack(x, formats.nvfp4))(x)
+    assert same_bits(jax.jit(unpack)(packed), cast(x, formats.nvfp4))
+    assert all(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(packed))
+    assert packed.shape == (4, 64) and packed.dtype == jnp.float32 and packed.datatype is formats.nvfp4
+    with pytest.raises(TypeError, match="pack"):
+        unpack(x)
+
+
+def test_orbax_saves_and_restores(tmp_path):
+    import orbax.checkpoint as ocp
+
+    x = jax.random.normal(jax.random.key(0), (4, 64)).astype(jnp.bfloat16)
+    state = {"w": pack(x, formats.tcfp12)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, state))
+    assert same_bits(unpack(restored["w"]), cast(x, formats.tcfp12))
