@@ -165,7 +165,7 @@ def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None
         middle = jnp.float32(1 << (datatype.number.bits - 1)) if scale.zero.is_integer else jnp.float32(0)
         # The lowest code would read as NaN, so an integer is written as such.
         shifted = parts.zero - middle
-        whole = shifted.astype(jnp.int32) & ((1 << scale.zero.bits) - 1)
+        whole = lax.bitcast_convert_type(shifted.astype(jnp.int32), jnp.uint32) & jnp.uint32((1 << scale.zero.bits) - 1)
         fields["zeros"] = to_bytes(whole if scale.zero.is_integer else encode(shifted, scale.zero), scale.zero.bits)
     if parts.offset is not None:
         fields["offsets"] = to_bytes(parts.offset, scale.offset)

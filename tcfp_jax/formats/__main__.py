@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tcfp_jax.casting import cast
@@ -101,7 +100,8 @@ def plot(path: Path) -> None:
             if name in labelled:
                 axes.annotate(name, (bits, snr), xytext=(4, -9), textcoords="offset points", fontsize=8)
     for group, points in groups.items():
-        axes.scatter(*zip(*points), s=18, label=group, alpha=0.8)
+        bits_of, snr_of = zip(*points, strict=True)
+        axes.scatter(bits_of, snr_of, s=18, label=group, alpha=0.8)
     bound = np.array([3.5, 17.0])
     axes.plot(
         bound, 20 * math.log10(2) * bound, color="gray", linewidth=0.8, label="rate-distortion bound, 6.02 dB a bit"
