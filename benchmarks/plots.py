@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks import convergence
 
 SOURCE = "Source"  # the PNG text field of the digest
+BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
 
 
 def draw(name: str, config: dict[str, Any], rows: list[dict[str, Any]], path: Path, digest: str) -> None:
@@ -43,9 +44,7 @@ def gemm_line(row: dict[str, Any]) -> str:
     """How a table or plot names the product of a row."""
     if row["kind"] == "bf16":
         return "BF16"
-    # Rows of one backend are named without it.
-    by = {"mosaic": ", Mosaic", "triton": ", Triton"}.get(row.get("backend", "xla"), "")
-    return f"{row['kind'].replace('fp8', 'FP8')}, {row['accumulation']} accumulation{by}"
+    return f"{row['kind'].replace('fp8', 'FP8')}, {row['accumulation']} accumulation, {BACKEND_NAMES[row['backend']]}"
 
 
 def _draw_gemm(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -57,11 +56,26 @@ def _draw_gemm(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) 
         times = [r for r in rows if gemm_line(r) == label]
         at = np.arange(len(shapes)) + i * width - 0.4 + width / 2
         bars = axes.bar(at, [r["tflops"] for r in times], width * 0.92, label=label, color=f"C{i}")
-        axes.bar_label(bars, [f"{r['speed_over_bf16']:.2f}" for r in times], fontsize=8, padding=1)
+        axes.bar_label(bars, [f"{r['speed_over_bf16']:.2f}" for r in times], fontsize=6, padding=1)
     axes.set_xticks(range(len(shapes)), shapes)
     axes.set(ylabel="TFLOP/s", title="One product (number on a bar: BF16's time over its time)")
     axes.margins(y=0.12)
-    axes.legend(fontsize=8, ncols=len(kinds), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def _draw_train_step(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    steps = list(dict.fromkeys((row["part"], row["shape"]) for row in rows))
+    names = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "bf16"]
+    speed = {(row["part"], row["shape"], row["recipe"]): row["speed_over_bf16"] for row in rows}
+    axes = figure.add_subplot()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        at = np.arange(len(steps)) + i * width - 0.4 + width / 2
+        axes.bar(at, [speed.get((*step, name), np.nan) for step in steps], width * 0.92, label=name, color=f"C{i}")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(steps)), ["\n".join(step) for step in steps], fontsize=7)
+    axes.set(ylabel="BF16's time ÷ time", title="Steps: tokens x d x d_ff")
+    axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_convergence(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -101,5 +115,6 @@ def _draw_ratios(
 
 DRAWN: dict[str, Callable[[Any, dict[str, Any], list[dict[str, Any]]], None]] = {
     "gemm": _draw_gemm,
+    "train_step": _draw_train_step,
     "convergence": _draw_convergence,
 }

@@ -3,191 +3,22 @@
     python -m benchmarks.report            # rewrite what lies between the markers, and the plots
     python -m benchmarks.report --check    # change nothing; exit with 1 where they differ from the JSON
 
-A section of README starts with `<!-- begin: NAME -->` and stops at `<!-- end: NAME -->`, NAME one of gemm, quality,
-convergence, memory. Numbers of an accelerator are preferred to those of a CPU. A section without numbers says which
+A section of README starts with `<!-- begin: NAME -->` and stops at `<!-- end: NAME -->`, NAME one of those in
+`benchmarks.tables`. Numbers of an accelerator are preferred to those of a CPU. A section without numbers says which
 command writes them.
 """
 
 import argparse
-import hashlib
-import json
-import math
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks import convergence, gemm, memory, plots, quality
+from benchmarks import plots
 from benchmarks.common import RESULTS, ROOT
+from benchmarks.tables import TABLES, command, read_result
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 PLOTS = Path("docs/plots")
-WORTH_A_COLUMN = (1, 7, 70)  # of the billions in the arithmetic of benchmarks.memory
-
-
-@dataclass(frozen=True)
-class Result:
-    """One JSON file."""
-
-    name: str
-    path: Path
-    header: dict[str, Any]
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    digest: str
-
-    @property
-    def caption(self) -> str:
-        """Where the numbers come from, and the command."""
-        h = self.header
-        commit = f"commit {h['commit']}, " if h["commit"] else ""
-        return (
-            f"*{h['device']}, jax {h['jax']}, {commit}sources {h['sources']}, {h['date']}; "
-            f"`python -m benchmarks.{self.name} --json`*"
-        )
-
-
-def read_result(name: str, results: Path = RESULTS) -> Result | None:
-    """The JSON of a benchmark, of an accelerator where there is one."""
-    paths = sorted(results.glob(f"*/{name}.json"), key=lambda path: (path.parent.name == "cpu", path.parent.name))
-    if not paths:
-        return None
-    data = paths[0].read_bytes()
-    content = json.loads(data)
-    digest = hashlib.sha256(data).hexdigest()[:16]
-    return Result(name, paths[0], content["header"], content["config"], content["rows"], digest)
-
-
-# Tables ---------------------------------------------------------------------------------------------------------------
-
-
-def markdown_table(titles: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, the first column left-aligned.
-
-    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
-    | a | b |
-    |---|--:|
-    | 1 | 2 |
-    """
-    lines = [titles, *rows]
-    text = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([text[0], "|---|" + "--:|" * (len(titles) - 1), *text[1:]])
-
-
-def _gemm(result: Result) -> str:
-    shapes = list(dict.fromkeys(row["shape"] for row in result.rows))
-    lines = list(dict.fromkeys(plots.gemm_line(row) for row in result.rows))
-    cells = {(plots.gemm_line(r), r["shape"]): r for r in result.rows}
-    table = []
-    for name in lines:
-        line = [name]
-        for shape in shapes:
-            r = cells[name, shape]
-            line.append(f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**")
-        table.append(line)
-    titles = ["m × k × n", *(shape.replace("x", " × ") for shape in shapes)]
-    timer = result.rows[0]["timer"]
-    spread = max((row["max_ms"] - row["min_ms"]) / row["median_ms"] for row in result.rows)
-    return (
-        f"{markdown_table(titles, table)}\n\n"
-        "Median time, TFLOP/s, and **BF16's time over it** in the same run (operands quantized beforehand; "
-        f"{timer}; samples spread over at most {100 * spread:.0f} % of the median). A dual product is two FP8 products."
-    )
-
-
-def _quality(result: Result) -> str:
-    formats = [row for row in result.rows if row["question"] == "format"]
-    names = list(dict.fromkeys(row["name"] for row in formats))
-    snr = {(row["name"], row["distribution"]): row["snr_db"] for row in formats}
-    bits = {row["name"]: row["bits"] for row in formats}
-    table = [
-        [name, f"{bits[name]:.4g}", *(f"{snr[name, distribution]:.1f}" for distribution in quality.DISTRIBUTIONS)]
-        for name in names
-    ]
-    outputs = ", ".join(f"{r['name']} {r['snr_db']:.1f}" for r in result.rows if r["question"] == "output")
-    config = result.config
-    still = next(row for row in result.rows if row["question"] == "still weight")
-    moving = next(row for row in result.rows if row["question"] == "moving weight")
-    return (
-        f"{markdown_table(['SNR in dB', 'bits/value', *quality.DISTRIBUTIONS], table)}\n\n"
-        f"Output of a product (activation × weight) against float64, in dB: {outputs}. The activation limits it.\n\n"
-        "Error feedback (its bits include a float32 error buffer): the mean of "
-        f"{config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of one "
-        f"step's RMS error; of a weight that moves, step {config['moving_steps']} alone has "
-        f"{moving['snr_db']:.1f} dB. Tensors have {config['size']}² values, those of error feedback "
-        f"{config['moving_size']}²; scales are per tensor, except TCFP-12's, so larger outliers cost more."
-    )
-
-
-def _convergence(result: Result) -> str:
-    rows = [
-        convergence.Row(**{**r, **convergence.diverged(r)}) for r in result.rows if r["name"] in convergence.VARIANTS
-    ]
-    summaries = {(s.task, s.name): s for s in convergence.summarize(rows)}
-    tasks = [task for task in convergence.TASKS if any(key[0] == task for key in summaries)]
-    names = [name for name in convergence.VARIANTS if any((task, name) in summaries for task in tasks)]
-    table = [[f"`{name}`", *(_ratio_cell(summaries.get((task, name))) for task in tasks)] for name in names]
-    config = result.config
-    titles = {
-        "gpt": (
-            f"GPT `{config['model']}`, {config['steps']} steps, real text, "
-            f"learning rate {config['learning_rate']:g} to {config['learning_rate'] * config['final_fraction']:g}"
-        ),
-        "digits": f"MLP, {config['digits_steps']} steps, digits",
-    }
-    return (
-        f"{markdown_table(['held-out perplexity ÷ BF16', *(titles[task] for task in tasks)], table)}\n\n"
-        "Mean over seeds ± standard error (minimum to maximum, number of seeds), each run paired with BF16's from the "
-        "same initial weights and batches; after the semicolon, the same trained parameters evaluated with BF16 "
-        f"products. `{convergence.RERUN}` is BF16 with its initial weights perturbed by "
-        f"{config['rerun_jitter']:g}: how far rounding alone moves a run."
-    )
-
-
-def _ratio_cell(summary: convergence.Summary | None) -> str:
-    if summary is None:
-        return "–"
-    if not math.isfinite(summary.mean_ratio):
-        return f"diverged ({summary.seeds})"
-    if summary.name == convergence.BASELINE:
-        return f"1 ({summary.mean_heldout_loss:.4f} nats, {summary.seeds})"
-    spread = f"{summary.min_ratio:.4f} to {summary.max_ratio:.4f}, {summary.seeds}"
-    mean = f"{summary.mean_ratio:.4f} ± {summary.standard_error:.4f}"
-    return f"{mean} ({spread}); {summary.mean_ratio_bf16:.4f}"
-
-
-def _memory(result: Result) -> str:
-    measured = [row for row in result.rows if row["kind"] == "measured"]
-    size = {(r["name"], r["parameters"]): r["state_bytes"] for r in result.rows if r["kind"] == "arithmetic"}
-    table = []
-    for row in measured:
-        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
-        arithmetic = [f"{size[row['name'], b * 10**9] / 1e9:,.0f}" for b in WORTH_A_COLUMN]
-        table.append(
-            [row["name"], f"{row['bytes_per_weight']:.0f}", f"{row['state_bytes'] / 1e6:,.0f}", peak, *arithmetic]
-        )
-    titles = ["", "bytes/weight", "state, MB", "peak, MB", *(f"{b}B: GB, arithmetic" for b in WORTH_A_COLUMN)]
-    config = result.config
-    return (
-        f"{markdown_table(titles, table)}\n\n"
-        f"State: float32 weights, Adam's moments, quantized weights and error buffers, counted leaf by leaf; peak: the "
-        f"allocator's, training `{config['model']}` ({measured[0]['parameters'] / 1e6:.4g}M parameters, "
-        f"{config['batch']} × {config['sequence']} bytes a step). The columns marked arithmetic multiply bytes per "
-        "weight by a model's size; no such model was run."
-    )
-
-
-TABLES: dict[str, Callable[[Result], str]] = {
-    gemm.NAME: _gemm,
-    quality.NAME: _quality,
-    convergence.NAME: _convergence,
-    memory.NAME: _memory,
-}
-
-
-# README and plots -----------------------------------------------------------------------------------------------------
 
 
 def render_section(name: str, results: Path = RESULTS) -> str:
@@ -200,7 +31,7 @@ def render_section(name: str, results: Path = RESULTS) -> str:
         raise ValueError(f"README has a section {name!r} that no benchmark fills; use one of {list(TABLES)}")
     result = read_result(name, results)
     if result is None:
-        return f"*No numbers yet: `python -m benchmarks.{name} --json` writes them.*\n"
+        return f"*No numbers yet: `{command(name)}` writes them.*\n"
     picture = f"\n![{name}]({(PLOTS / name).as_posix()}.png)\n" if name in plots.DRAWN else ""
     return f"{TABLES[name](result)}\n{picture}\n{result.caption}\n"
 

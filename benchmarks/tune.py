@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.common import threaded, time_interleaved
-from benchmarks.quantizers import keep_error
+from benchmarks.quantizers import keep_error, same_bits
 from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
@@ -118,13 +118,7 @@ def _same_sums(accumulation: Accumulation, arguments: Any, backend: Backend, got
 
 
 def _same_bits(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        # On the device: half a gigabyte a comparison takes longer to fetch than to make.
-        bits_a, bits_b = (lax.bitcast_convert_type(v, as_bits) for v in (a, b))
-        if not np.asarray(jnp.array_equal(bits_a, bits_b)):
-            return False
-    return True
+    return same_bits(got, expected)
 
 
 def _products() -> Iterator[Case]:

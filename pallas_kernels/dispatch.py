@@ -58,11 +58,21 @@ def device_kind() -> str:
 
     That of the mesh in use (which may describe a device that this machine lacks), else of JAX's default device.
     """
+    return _device().device_kind
+
+
+def device_cores(otherwise: int) -> int:
+    """The multiprocessors of that device, or `otherwise` where it does not say."""
+    device = _device()
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or otherwise
+
+
+def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
-        return described.device_kind
+        return described
     default = getattr(jax.config, "jax_default_device", None)
-    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
 def choose(

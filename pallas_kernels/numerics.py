@@ -86,13 +86,24 @@ def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> j
     return lax.cond(inverse <= harmless, lambda: x * inverse, lambda: flush_subnormal(x) * inverse)
 
 
-def amax(x: jax.Array) -> jax.Array:
-    """Max |x| as a float32 scalar; 0 for an empty array, NaN or inf where `x` holds one.
+def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+    """Max |x| over `axis` (None: all) in float32; 0 where there is nothing, NaN or inf where `x` holds one.
 
-    >>> float(amax(jnp.array([1.0, -3.0])))
-    3.0
+    XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so there the bit patterns are
+    compared, whose order is that of magnitudes and in which NaN is above inf.
+
+    >>> float(amax(jnp.array([1.0, -3.0]))), float(amax(jnp.ones((64, 64)).at[3, 3].set(jnp.nan)))
+    (3.0, nan)
     """
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+    def by_bits(x: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+        return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), x.dtype)
+
+    def by_value(x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x), axis=axis, initial=0)
+
+    return lax.platform_dependent(x, cpu=by_bits, default=by_value).astype(jnp.float32)
 
 
 def power_of_two(exponent: ArrayLike) -> jax.Array:

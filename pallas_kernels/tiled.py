@@ -28,8 +28,9 @@ SMALLEST_SIDE = 16
 class Tile:
     """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads.
 
-    64 x 64 by 8 warps is 16 values a thread: on an H200 the best or near it for every quantizer among tiles of 32 x 64
-    to 256 x 64; more values a thread cost occupancy, and smaller tiles write lines of less than 64 bytes.
+    64 x 64 by 8 warps is 16 values a thread: on an H200 the best or near it for quantizers that round to nearest, among
+    tiles of 32 x 64 to 256 x 64; more values a thread cost occupancy, and smaller tiles write lines of less than 64
+    bytes. Stochastic rounding has more to compute: 3.5 TB/s with 8 values a thread, 3.0 with 16.
     """
 
     rows: int = 64
@@ -52,7 +53,7 @@ class Output:
     replaces: int | None = None
 
 
-def fit_tile(m: int, k: int) -> Tile | None:
+def fit_tile(m: int, k: int, values_per_thread: int = 16) -> Tile | None:
     """The largest tile up to 64 x 64 that divides `[m, k]`; None where a side is no multiple of 16.
 
     >>> fit_tile(4096, 48), fit_tile(100, 64)
@@ -61,7 +62,7 @@ def fit_tile(m: int, k: int) -> Tile | None:
     sides = [next((side for side in (64, 32, SMALLEST_SIDE) if size and size % side == 0), 0) for size in (m, k)]
     if 0 in sides:
         return None
-    return Tile(sides[0], sides[1], warps=max(1, sides[0] * sides[1] // 512))
+    return Tile(sides[0], sides[1], warps=max(1, sides[0] * sides[1] // (32 * values_per_thread)))
 
 
 def misfit(name: str, m: int, k: int) -> str | None:
@@ -81,6 +82,7 @@ def map_tiles(
     *,
     name: str,
     reference: Body,
+    values_per_thread: int = 16,
 ) -> list[jax.Array]:
     """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[m, k]` each.
 
@@ -89,12 +91,13 @@ def map_tiles(
       scalars: of one value each, handed to `body` as scalars.
       name: of the kernel, as profilers show it.
       reference: the same on whole matrices outside a kernel, for a device's part that no tile divides.
+      values_per_thread: fewer leave registers for a longer `body`.
 
     Returns:
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
     """
     count = len(inputs)
-    call = functools.partial(_call, body, tuple(outputs), name, count)
+    call = functools.partial(_call, body, tuple(outputs), name, count, values_per_thread)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
         if fit_tile(*operands[0].shape) is None:
@@ -111,14 +114,20 @@ def map_tiles(
 
 
 def _call(
-    body: Body, outputs: tuple[Output, ...], name: str, count: int, *operands: jax.Array, interpret: bool
+    body: Body,
+    outputs: tuple[Output, ...],
+    name: str,
+    count: int,
+    values_per_thread: int,
+    *operands: jax.Array,
+    interpret: bool,
 ) -> list[jax.Array]:
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     m, k = operands[0].shape
-    tile = fit_tile(m, k)
+    tile = fit_tile(m, k, values_per_thread)
     assert tile is not None, "the caller checked"
     straight = pl.BlockSpec((tile.rows, tile.columns), lambda i, j: (i, j))
     turned = pl.BlockSpec((tile.columns, tile.rows), lambda i, j: (j, i))

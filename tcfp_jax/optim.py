@@ -222,7 +222,7 @@ def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool
 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(w), axis=(-2, -1), initial=0).astype(jnp.float32)
+    return numerics.amax(w, axis=(-2, -1))
 
 
 def _expand(scale: jax.Array, like: jax.Array) -> jax.Array:

@@ -180,7 +180,7 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
 
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     """The magnitude of a block that E4M3's largest value stands for at least."""
-    amax = jnp.max(jnp.abs(blocks), axis=-1, initial=0.0)
+    amax = numerics.amax(blocks, axis=-1)
     if scale == "amax":
         return amax
     # In units of a power of two near amax: squares of large and small numbers leave float32's range.
@@ -194,7 +194,7 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
 def _encode(rest: jax.Array, residual: Residual, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(codes int32 `[..., blocks, block]`, E8M0 scales `[..., blocks]`) of the residual of E4M3."""
     levels = LEVELS[residual]
-    amax = jnp.max(jnp.abs(rest), axis=-1, initial=0.0)
+    amax = numerics.amax(rest, axis=-1)
     # Linear levels reach -8 but only 7: the smaller side decides.
     covering = numerics.pow2_cover(amax, float(levels[-1]))
     if key is not None:

@@ -58,8 +58,8 @@ def on(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None) -> jax.Shap
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def compile_for(mesh: Mesh, function, *arguments) -> Compiled:
+def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
     """Lower and compile a function of arguments from `on`."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = jax.jit(function).lower(*arguments).compile().as_text()
+        text = jax.jit(function, **jit_options).lower(*arguments).compile().as_text()
     return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import common, convergence, digits, gemm, memory, plots, quality, quantizers, report, tune
+from benchmarks import common, convergence, digits, gemm, memory, plots, quality, quantizers, report, train_step, tune
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 
@@ -23,13 +23,14 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """(folder of results, rows by benchmark) of one smoke run of everything."""
+    """(folder of results, rows by benchmark) of one smoke run of everything; `gemm` runs `quantizers`, too."""
     out = tmp_path_factory.mktemp("results")
-    modules = (gemm, quality, convergence, memory)
-    return out, {module.NAME: module.main(["--smoke", "--out", str(out)]) for module in modules}
+    rows = {module.NAME: module.main(["--smoke", "--out", str(out)]) for module in (gemm, quality, convergence, memory)}
+    train_step.main(["--smoke", "--out", str(out), "--parts", "mlp", "--recipes", "tcfp12_fast"])
+    return out, rows
 
 
-@pytest.mark.parametrize("name", report.TABLES)
+@pytest.mark.parametrize("name", ["gemm", "quality", "convergence", "memory"])
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, rows = smoke
     content = json.loads((out / common.device_slug() / f"{name}.json").read_text())

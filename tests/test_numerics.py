@@ -118,3 +118,17 @@ def test_stochastic_rounding_takes_a_neighbour_by_distance(dtype):
     variance = (x[:, 0] - lower) * (upper - x[:, 0])
     assert np.all(np.abs(got.mean(1) - x[:, 0]) <= 4 * np.sqrt(variance / draws) + 1e-7 * np.abs(x[:, 0]))
     assert np.mean((got - x) / np.maximum(upper - lower, 1e-9)[:, None]) ** 2 <= 16 * 0.25 / got.size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(3,), (64, 64), (128, 4, 32)], ids=str)
+def test_amax_sees_every_nan(shape, dtype):
+    """XLA:CPU's own maximum skips NaN in float32 arrays that it vectorizes."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+    assert numerics.amax(x) == jnp.abs(x).astype(jnp.float32).ravel().sort()[-1]
+    bad = x.at[(1,) * x.ndim].set(jnp.nan)
+    for call in (numerics.amax, jax.jit(numerics.amax)):
+        assert jnp.isnan(call(bad))
+        assert call(bad.at[(0,) * x.ndim].set(jnp.inf).at[(1,) * x.ndim].set(0)) == jnp.inf
+    assert jnp.isnan(numerics.amax(bad, axis=-1)).sum() == 1
+    assert numerics.amax(jnp.zeros((0, 3), dtype)) == 0

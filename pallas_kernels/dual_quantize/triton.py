@@ -72,7 +72,12 @@ def dual_quantize(
     if error is not None:
         outputs.append(Output(error.dtype, replaces=1))
     scalars = [numerics.reciprocal_pow2(scale), scale]
-    results = iter(map_tiles(body, inputs, scalars, outputs, name="dual_quantize", reference=whole))
+    results = iter(
+        map_tiles(
+            body, inputs, scalars, outputs, name="dual_quantize", reference=whole,
+            values_per_thread=8 if has_bits else 16,
+        )
+    )  # fmt: skip
     hi, hi_transposed = next(results), next(results) if both else None
     lo, lo_transposed = next(results), next(results) if both else None
     return hi, lo, scale, next(results) if has_error else None, hi_transposed, lo_transposed

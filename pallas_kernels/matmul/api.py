@@ -13,9 +13,10 @@ from pallas_kernels.matmul import mosaic, reference, triton
 Accumulation = Literal["fast", "full"]
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
-# accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time.
-# The Mosaic kernel adds both halves of a weight in one accumulator, which cuts more off the small half; Triton adds in
-# float32. Measured on an H200 for k from 512 to 16384 (LOG.md): the worst were 2**-11.7, 2**-13.7, 2**-10.3, 2**-12.
+# accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
+# or 256 in the Mosaic kernel's products with one half. With two it adds both in one accumulator, which cuts more off
+# the small one. Triton adds in float32. Measured on an H200 for k from 512 to 16384 (LOG.md): the worst were 2**-11.7,
+# 2**-13.7, 2**-10.3 and 2**-12.
 SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
     ("xla", "fast"): 2.0**-11, ("xla", "full"): 2.0**-13,
     ("mosaic", "fast"): 2.0**-10, ("mosaic", "full"): 2.0**-11,

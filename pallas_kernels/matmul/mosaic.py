@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.matmul.reference import sizes
 
@@ -24,7 +24,7 @@ SHARED_MEMORY = 227 * 1024
 # A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
 EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-_MULTIPROCESSORS = 132
+_H100_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
     """Configs that this shape divides into, best guess first; see `tuning.py` for measured choices."""
-    # Two steps of 64 to 80 KiB in flight; both halves of a weight make a step as long as 256 of k.
+    # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long as 256 of k.
     shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
     tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
     small = Config(128, 128, stages=4)
@@ -95,9 +95,14 @@ def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     if config.pipeline == "steady":
         if steps % config.stages:
             return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
-        if tiles < 2 * (_MULTIPROCESSORS // config.cluster):
+        if tiles < 2 * _blocks(config):
             return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
     return None
+
+
+def _blocks(config: Config) -> int:
+    """Clusters that fill the device once."""
+    return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
 def _shared_bytes(config: Config, halves: int) -> int:
@@ -183,7 +188,7 @@ def matmul(
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.matmul import mosaic_kernel
 
-        plan = Plan(chosen, halves, accumulation == "full", bias is not None, _MULTIPROCESSORS // chosen.cluster)
+        plan = Plan(chosen, halves, accumulation == "full", bias is not None, _blocks(chosen))
         return mosaic_kernel.call(plan, out_dtype, x, *w, scale, *([] if bias is None else [bias]))
 
     return on_each_device(
