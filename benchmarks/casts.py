@@ -1,15 +1,17 @@
-"""Memory rate of virtual casts beside a copy of the same array, measured in the same run.
+"""Memory rate of virtual casts beside a copy of the same array, and casts on the CPU beside eager PyTorch.
 
     python -m benchmarks.casts --json
 
 Bytes are those that must be read and written once. A copy is `x + 1`, which XLA cannot leave out. Every cast is
 compared with the packed round trip, bit for bit, before it is timed, and mxfp8e4 with ml_dtypes.
+
+Where torch is installed, the CPU of the machine casts to mxfp8e4, too: by `formats.cast`, and by microxcaling's
+operations in eager PyTorch (`eager_torch.py`), both on all cores and on the same values, with equal results.
 """
 
 import argparse
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks import eager_torch
 from benchmarks.common import (
     Timer,
+    Timing,
     announce,
     make_header,
     make_parser,
@@ -27,6 +31,7 @@ from benchmarks.common import (
     print_table,
     result_path,
     time_interleaved,
+    time_on_host,
     write_result,
 )
 from tcfp_jax import formats
@@ -34,26 +39,30 @@ from tcfp_jax import formats
 NAME = "casts"
 DATATYPES = ("mxfp8e4", "mxfp4e2", "nvfp4", "e4m3fn")
 COPY = "copy"
+EAGER = "mxfp8e4, eager PyTorch"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: the array, its dtype, and how often to time."""
+    """Settings of a run: the array, its dtype, how often to time, and the array on the CPU beside PyTorch."""
 
     shape: tuple[int, int] = (8192, 8192)
     dtype: str = "bfloat16"
     rounds: int = 5
     calls: int = 5
+    host_shape: tuple[int, int] = (4096, 4096)
+    host_calls: int = 1
 
 
-SMOKE = Config(shape=(64, 256), rounds=2, calls=1)
+SMOKE = Config(shape=(64, 256), rounds=2, calls=1, host_shape=(64, 256))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cast; `over_copy` is the copy's time over its own."""
+    """One cast; `over_copy` is the copy's time over its own, `over_eager` that of eager PyTorch on the same CPU."""
 
     name: str
+    where: str
     shape: str
     dtype: str
     median_ms: float
@@ -63,7 +72,8 @@ class Row:
     timer: Timer
     megabytes: float
     terabytes_per_second: float
-    over_copy: float
+    over_copy: float | None
+    over_eager: float | None
 
 
 def check(name: str, got: jax.Array, expected: jax.Array) -> None:
@@ -109,15 +119,55 @@ def measure(config: Config) -> list[Row]:
             check(name, function(sample), jnp.asarray(reference_mxfp8e4(np.asarray(sample))))
         timed[name] = (function, (x,))
     times = time_interleaved(timed, rounds=config.rounds, calls=config.calls)
-    moved = 2 * math.prod(config.shape) * x.dtype.itemsize
-    rows = []
-    for name, t in times.items():
-        rate = moved / (t.median_ms * 1e-3) / 1e12
-        ratio = times[COPY].median_ms / t.median_ms
-        shape = "x".join(map(str, config.shape))
-        rows.append(Row(name, shape, config.dtype, **dataclasses.asdict(t), megabytes=moved / 1e6,
-                        terabytes_per_second=rate, over_copy=ratio))  # fmt: skip
-    return rows
+    return [make_row(name, jax.default_backend(), x, t, copy=times[COPY]) for name, t in times.items()]
+
+
+def measure_host(config: Config) -> list[Row]:
+    """Check, then time mxfp8e4 on the CPU by `formats.cast` and by eager PyTorch; no rows without torch.
+
+    Raises:
+      ArithmeticError: the two differ; nothing is timed then.
+    """
+    if (reason := eager_torch.missing()) is not None:
+        print(f"no comparison with eager PyTorch: {reason}")
+        return []
+    import torch
+
+    made = formats.mxfp8e4
+    number = made.number
+    assert isinstance(number, formats.NumberSpec)
+    x = jax.device_put(np.random.default_rng(0).standard_normal(config.host_shape, np.float32), jax.devices("cpu")[0])
+    # bfloat16's values without -0: just below a power of two eager log2 is off by one, and it loses the sign of -0.
+    narrow = x.astype(jnp.bfloat16) + jnp.zeros((), jnp.bfloat16)
+    x = narrow.astype(jnp.float32)
+    tensor = torch.from_numpy(np.array(x))
+    eager = functools.partial(
+        eager_torch.cast_mx, ebits=number.ebits, mbits=number.mbits, emax=number.emax, largest=number.max
+    )
+    function = jax.jit(functools.partial(formats.cast, datatype=made, roundmode="nearest"))
+    check("mxfp8e4 on the CPU", function(x), eager(tensor).numpy())
+    plain = jax.jit(functools.partial(formats.cast, datatype=made))
+    timed = {
+        EAGER: (eager, (tensor,)), "mxfp8e4": (plain, (narrow,)), "mxfp8e4 of float32": (plain, (x,)),
+        "mxfp8e4 of float32, ties away": (function, (x,)),
+    }  # fmt: skip
+    times = time_on_host(timed, rounds=config.rounds, calls=config.host_calls)
+    where = f"cpu, {torch.get_num_threads()} threads in PyTorch {torch.__version__}"
+    arrays = {name: narrow if name == "mxfp8e4" else x for name in timed}
+    return [make_row(name, where, arrays[name], t, eager=times[EAGER]) for name, t in times.items()]
+
+
+def make_row(
+    name: str, where: str, x: jax.Array, timing: Timing, *, copy: Timing | None = None, eager: Timing | None = None
+) -> Row:
+    """A row of an array that is read and written once."""
+    moved = 2 * x.size * x.dtype.itemsize
+    return Row(
+        name, where, "x".join(map(str, x.shape)), str(x.dtype), **dataclasses.asdict(timing), megabytes=moved / 1e6,
+        terabytes_per_second=moved / (timing.median_ms * 1e-3) / 1e12,
+        over_copy=None if copy is None else copy.median_ms / timing.median_ms,
+        over_eager=None if eager is None else eager.median_ms / timing.median_ms,
+    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -126,11 +176,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser.parse_args(arguments)
     config, header = SMOKE if options.smoke else Config(), make_header()
     print_header(NAME, header)
-    rows = measure(config)
+    rows = measure(config) + measure_host(config)
+    ratio = lambda value: "-" if value is None else f"{value:.3f}"
     print_table(
-        ["cast", "shape", "dtype", "median ms", "min", "max", "TB/s", "copy's time / its own"],
-        [(r.name, r.shape, r.dtype, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}", f"{r.max_ms:.4f}",
-          f"{r.terabytes_per_second:.4f}", f"{r.over_copy:.3f}") for r in rows],
+        ["cast", "where", "shape", "dtype", "median ms", "min", "max", "TB/s", "copy / it", "eager / it"],
+        [(r.name, r.where, r.shape, r.dtype, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}", f"{r.max_ms:.4f}",
+          f"{r.terabytes_per_second:.4f}", ratio(r.over_copy), ratio(r.over_eager)) for r in rows],
     )  # fmt: skip
     print(f"timer: {rows[0].timer}")
     path = result_path(NAME, options)

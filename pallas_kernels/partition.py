@@ -24,13 +24,14 @@ Axes = tuple[str, ...]
 Local = Callable[..., Any]
 
 
-def partitioned(local: Local, rule: str) -> Callable[..., Any]:
+def partitioned(local: Local, rule: str, *, whole: Axes = ()) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
         which no result has; its results are partial there, and it must `lax.psum` them.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
+      whole: letters of axes that no mesh axis may split.
     """
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
@@ -41,7 +42,7 @@ def partitioned(local: Local, rule: str) -> Callable[..., Any]:
 
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
-        chosen = _choose_axes([*outputs, *inputs], given)
+        chosen = {x: axes for x, axes in _choose_axes([*outputs, *inputs], given).items() if x not in whole}
         summed = tuple(axis for letter in chosen if letter not in kept for axis in chosen[letter])
 
         def shardings(sides: list[list[str]]) -> list[NamedSharding]:
@@ -51,7 +52,9 @@ def partitioned(local: Local, rule: str) -> Callable[..., Any]:
         return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
 
     reduced = tuple(dict.fromkeys(letter for side in inputs for letter in side if letter not in kept | {"u"}))
-    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=reduced)
+    call.def_partition(
+        partition=partition, sharding_rule=rule, reduction_factors=reduced, need_replication_factors=whole
+    )
     return _mapped_in_a_loop(call)
 
 

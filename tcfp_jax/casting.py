@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from tcfp_jax import float_bits
+from tcfp_jax import cast_kernel, float_bits
 from tcfp_jax.float_bits import TINY, RoundMode
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.parts import Modes, assemble, flushed, layout_of, quantize
@@ -96,9 +96,7 @@ def cast(
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     if array.size == 0:
         return array
-    bits = float_bits.to_bits(lax.stop_gradient(array))
-    rounded = float_bits.from_bits(_quantized_bits(bits, datatype, modes, key), array.dtype)
-    return _straight_through(array, rounded)
+    return _straight_through(array, _rounded(lax.stop_gradient(array), datatype, modes, key))
 
 
 @jax.custom_jvp
@@ -109,6 +107,24 @@ def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
 @_straight_through.defjvp
 def _(primals, tangents):
     return primals[1], tangents[0]
+
+
+def _rounded(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
+    if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and cast_kernel.wanted():
+        return _in_one_pass(x, datatype, modes)
+    return _define(x, datatype, modes, key)
+
+
+@functools.partial(jax.jit, static_argnames=("datatype", "modes"))
+def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
+    """By the kernel where the program runs on an NVIDIA GPU; a default GPU does not say so of every program."""
+    kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.scalemode)
+    by_definition = functools.partial(_define, datatype=datatype, modes=modes)
+    return lax.platform_dependent(x, cuda=kernel, default=by_definition)
+
+
+def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None) -> jax.Array:
+    return float_bits.from_bits(_quantized_bits(float_bits.to_bits(x), datatype, modes, key), x.dtype)
 
 
 # One program a datatype and shape: op by op, the few hundred operations of a long division are compiled one by one.

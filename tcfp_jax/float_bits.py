@@ -23,6 +23,7 @@ INFINITY = 0x7F800000
 NAN = 0x7FC00000
 TINY = float(np.finfo(np.float32).tiny)
 _MANTISSA = HIDDEN - 1
+_DIGITS_AT_ONCE = 12
 
 
 class Grid(NamedTuple):
@@ -147,11 +148,15 @@ def _divide(magnitude: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.
     exponent = (magnitude >> MANTISSA_BITS) - (divisor >> MANTISSA_BITS) - smaller + 127
     remainder = (numerator << smaller) - denominator
     quotient = jnp.ones_like(remainder)
-    for _ in range(digits):
-        remainder = remainder << 1
-        bit = (remainder >= denominator).astype(jnp.int32)
-        quotient = (quotient << 1) | bit
-        remainder = remainder - bit * denominator
+    inverse = 1 / denominator.astype(jnp.float32)
+    for place in range(0, digits, _DIGITS_AT_ONCE):
+        count = min(digits - place, _DIGITS_AT_ONCE)
+        # The guess may be off by one, on a GPU as on a CPU; products that wrap around leave their small difference right.
+        guess = (remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)).astype(jnp.int32)
+        rest = (remainder << count) - guess * denominator
+        change = (rest >= denominator).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+        quotient = (quotient << count) + (guess + change)
+        remainder = rest - change * denominator
     return exponent, quotient, remainder, denominator
 
 

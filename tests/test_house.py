@@ -16,7 +16,7 @@ from tcfp_jax import formats
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "formats.numbers", "formats.codebooks", "formats.scales", "formats.datatypes", "formats.catalog",
-    "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "casting", "codes",
+    "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "cast_kernel", "casting", "codes",
     "sparsity", "packing", "rotation", "formats.__main__",
     "recipe", "quantization", "scaling", "tcfp12", "gemm", "selection", "optim", "linen",
 ]  # fmt: skip
