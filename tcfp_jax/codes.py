@@ -5,8 +5,6 @@ complement. Bytes hold codes without gaps, the first code in the lowest bits: tw
 in three bytes. Only the last byte of an array is filled up.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -122,19 +120,15 @@ def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
     >>> to_bytes(jnp.array([1, 2, 3], jnp.uint32), 4).tolist()
     [33, 3]
     """
-    flat = codes.reshape(-1).astype(jnp.uint32)
-    together, width = _group(bits)
-    groups = -(-flat.size // together)
-    padded = jnp.pad(flat, (0, groups * together - flat.size)).reshape(groups, together)
-    columns = []
-    for byte in range(width):
-        value = jnp.zeros(groups, jnp.uint32)
-        for i in range(together):
-            shift = i * bits - byte * 8
-            if -bits < shift < 8:
-                value = value | (padded[:, i] << shift if shift >= 0 else padded[:, i] >> -shift)
-        columns.append((value & 0xFF).astype(jnp.uint8))
-    return jnp.stack(columns, axis=-1).reshape(-1)[: byte_count(flat.size, bits)]
+    pieces = codes.reshape(-1).astype(jnp.uint32)
+    if bits in _WHOLE:
+        return lax.bitcast_convert_type(pieces.astype(_WHOLE[bits]), jnp.uint8).reshape(-1)
+    width = _piece(bits)
+    if width < bits:
+        pieces = ((pieces[:, None] >> jnp.arange(bits, dtype=jnp.uint32)) & 1).reshape(-1)
+    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
+    pieces = jnp.pad(pieces, (0, -pieces.size % places.size)).reshape(-1, places.size)
+    return jnp.sum(pieces << places, axis=-1, dtype=jnp.uint32).astype(jnp.uint8)
 
 
 def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
@@ -143,21 +137,21 @@ def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
     >>> from_bytes(jnp.array([33, 3], jnp.uint8), 4, 3).tolist()
     [1, 2, 3]
     """
-    together, width = _group(bits)
-    groups = -(-count // together)
-    columns = jnp.pad(data, (0, groups * width - data.size)).reshape(groups, width).astype(jnp.uint32)
-    codes = []
-    for i in range(together):
-        value = jnp.zeros(groups, jnp.uint32)
-        for byte in range(width):
-            shift = byte * 8 - i * bits
-            if -8 < shift < bits:
-                value = value | (columns[:, byte] << shift if shift >= 0 else columns[:, byte] >> -shift)
-        codes.append(value & jnp.uint32((1 << bits) - 1))
-    return jnp.stack(codes, axis=-1).reshape(-1)[:count]
+    if bits in _WHOLE:
+        whole = data if bits == 8 else lax.bitcast_convert_type(data.reshape(count, bits // 8), _WHOLE[bits])
+        return whole.astype(jnp.uint32)
+    width = _piece(bits)
+    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
+    pieces = (data[:, None].astype(jnp.uint32) >> places) & jnp.uint32((1 << width) - 1)
+    pieces = pieces.reshape(-1)[: count * bits // width]
+    if width == bits:
+        return pieces
+    return jnp.sum(pieces.reshape(count, bits) << jnp.arange(bits, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def _group(bits: int) -> tuple[int, int]:
-    """(codes, bytes) of the smallest group that fills whole bytes."""
-    common = math.gcd(bits, 8)
-    return 8 // common, bits // common
+_WHOLE = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+
+
+def _piece(bits: int) -> int:
+    """Bits of what is put into bytes at once: a code, or a bit of one where codes straddle bytes."""
+    return bits if 8 % bits == 0 else 1

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from formats_oracles import same
 from tcfp_jax import cast_kernel, formats
 from tcfp_jax.cast_kernel import cast_tiles, serves
 from tcfp_jax.formats import CATALOG, cast, datatype
@@ -12,12 +13,6 @@ from tcfp_jax.parts import Modes
 
 SERVED = ("mxfp8e4", "mxfp8e5", "mxfp6e3", "mxfp6e2", "mxfp4e2", "mxint8", "mxint4", "bfp16", "e1m6b1_e32")
 BFLOAT16 = jnp.dtype("bfloat16")
-
-
-def same(a, b):
-    a, b = (np.asarray(v, np.float32) for v in (a, b))
-    bits_a, bits_b = (np.where(np.isnan(v), 0x7FC00000, v.view(np.uint32)) for v in (a, b))
-    return np.array_equal(bits_a, bits_b)
 
 
 def awkward(exponents, dtype):
@@ -32,9 +27,9 @@ def awkward(exponents, dtype):
     return jnp.asarray(x).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SERVED)
-def test_blocks_are_the_definition(name, dtype):
+def test_blocks_are_the_definition(name):
+    dtype = ("float32", "bfloat16")[SERVED.index(name) % 2]
     made, x = getattr(formats, name), awkward((-60, 60), dtype)
     scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
     assert serves(x.shape, x.dtype, made, Modes())

@@ -8,33 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from formats_oracles import EVERY_BFLOAT16, FLOATS, QUICK, awkward_inputs, jitted, quick, same
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
+from tcfp_jax.tcfp12 import quantize_tcfp12
 
-FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
-EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 MX = ("mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2")
-jitted = jax.jit(cast, static_argnames=("datatype", "roundmode", "scalemode", "saturate"))
-
-
-def same(a, b):
-    """Equal bit for bit, any NaN for any NaN."""
-    a, b = (np.asarray(v, np.float32) for v in (a, b))
-    bits_a, bits_b = (np.where(np.isnan(v), 0x7FC00000, np.ascontiguousarray(v).view(np.uint32)) for v in (a, b))
-    return np.array_equal(bits_a, bits_b)
-
-
-def awkward_inputs(name):
-    """Every bfloat16; every value of a number, every midpoint, and the float32 neighbours of all of them."""
-    line = np.array(number(name).number_line()[-(2**15) :], np.float64)
-    points = np.concatenate([line, (line[1:] + line[:-1]) / 2, [number(name).midmax]])
-    points = np.concatenate([points, -points])
-    with np.errstate(all="ignore"):
-        single = points.astype(np.float32)
-        every = np.concatenate(
-            [single, np.nextafter(single, np.float32(np.inf)), np.nextafter(single, np.float32(-np.inf))]
-        )
-        return np.concatenate([EVERY_BFLOAT16.astype(np.float32), every])
 
 
 def ml_dtypes_cast(x, name, saturate):
@@ -67,16 +46,16 @@ def test_values_of_a_number_come_back(name):
     line = np.array(number(name).number_line(), np.float32)
     line = line[line > 0] if number(name).kind == "exponent" else line
     for roundmode in ("even", "nearest", "zero"):
-        assert same(jitted(jnp.asarray(line), datatype(name), roundmode=roundmode), line)
+        assert same(quick(jnp.asarray(line), datatype(name), roundmode=roundmode), line)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
 def test_input_dtypes(dtype):
     wide = jax.random.normal(jax.random.key(0), (8, 64)).astype(dtype)
-    for name in ("mxfp8e4", "nvfp4", "uint8_ff", "e2m1fnuz"):
-        got = jitted(wide, getattr(formats, name))
+    for name in ("mxfp8e4", "int8_f"):
+        got = quick(wide, getattr(formats, name))
         assert got.dtype == wide.dtype
-        exact = jitted(wide.astype(jnp.float32), getattr(formats, name))
+        exact = quick(wide.astype(jnp.float32), getattr(formats, name))
         if dtype != "float8_e4m3fn":
             assert same(got.astype(jnp.float32), exact.astype(dtype).astype(jnp.float32))
 
@@ -115,19 +94,24 @@ def test_round_modes(code):
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
 def test_stochastic_rounding_is_unbiased(bits):
+    """Within 4 standard errors at each point over the whole range, and in the mean of a format's points."""
     codes = {4: ["e2m1f", "int4", "uint4", "e3m0f"], 5: ["e2m2f"], 6: ["e3m2f", "e2m3f", "int6"], 7: ["e3m3fnuz"],
              8: ["e4m3fn", "e5m2", "e3m4", "e4m3b8fnuz", "e5m2b16fnuz", "int8", "uint8"]}[bits]  # fmt: skip
     for code in codes:
         spec, draws = number(code), 1024
         points = np.concatenate([np.geomspace(spec.smallest_subnormal / 8, spec.max, 61), np.linspace(0, spec.max, 61)])
-        x = np.concatenate([-points, points] if spec.signed else [points]).astype(np.float32)
+        x = points * ((-1.0) ** np.arange(122) if spec.signed else 1)
         x = np.clip(x, spec.min, spec.max).astype(np.float32)
+        # A point so close to a value that it leaves it less than 20 times is no normal variable: moved to a quarter.
+        lower, upper = between(x.astype(np.float64), spec)
+        part = np.divide(x - lower, upper - lower, where=upper > lower, out=np.zeros(122))
+        rare = (np.minimum(part, 1 - part) < 20 / draws) & (upper > lower)
+        x = np.where(rare, lower + (upper - lower) / 4, x).astype(np.float32)
         wide = jnp.broadcast_to(jnp.asarray(x), (draws, x.size))
         got = np.asarray(jitted(wide, datatype(code), roundmode="stochastic", key=jax.random.key(bits)), np.float64)
-        lower, upper = between(x.astype(np.float64), spec)
         assert np.all((got == lower) | (got == upper))
         error = np.sqrt((x - lower) * (upper - x) / draws)
-        assert np.all(np.abs(got.mean(0) - x) <= 4.5 * error + 1e-6 * np.abs(x))
+        assert np.all(np.abs(got.mean(0) - x) <= 4 * error)
         # All points together: their errors, each in its own standard error, sum to one of unit variance.
         free = error > 0
         assert abs(np.sum((got.mean(0) - x)[free] / error[free])) <= 4 * np.sqrt(free.sum())
@@ -202,33 +186,33 @@ def test_scale_modes(name, scalemode):
 def test_largest_and_smallest_scales():
     huge = jnp.full((1, 32), np.finfo(np.float32).max)
     for scalemode in ("max", "midmax", "ceil"):
-        got = np.asarray(cast(huge, formats.mxfp8e4, scalemode=scalemode))
+        got = np.asarray(quick(huge, formats.mxfp8e4, scalemode=scalemode))
         assert np.all(np.isfinite(got)) and np.all(got == np.float32(1.75 * 2.0**127))
     tiny = np.zeros((1, 32), np.uint32)
     tiny[0, :3] = 64, 128, 192  # the smallest scale times e5m2's smallest value is 2**-143
-    got = cast(jax.lax.bitcast_convert_type(jnp.asarray(tiny), jnp.float32), formats.mxfp8e5)
+    got = quick(jax.lax.bitcast_convert_type(jnp.asarray(tiny), jnp.float32), formats.mxfp8e5)
     assert np.array_equal(np.asarray(got).view(np.uint32), tiny)
-    assert not np.asarray(cast(jnp.zeros((2, 40)), formats.mxfp4e2)).any()
+    assert not np.asarray(quick(jnp.zeros((2, 40)), formats.mxfp4e2)).any()
 
 
 def test_narrow_scales_are_clipped_to_their_range():
     made = datatype("e2m1f", "e3m0_t32")  # 2**-3 to 2**3
     x = jnp.zeros((3, 32)).at[:, 0].set(jnp.array([1000.0, 6.0, 0.01]))
-    assert cast(x, made)[:, 0].tolist() == [48.0, 6.0, 0.0]
+    assert quick(x, made)[:, 0].tolist() == [48.0, 6.0, 0.0]
 
 
 def test_integers_in_fixed_point():
     x = jax.random.normal(jax.random.key(0), (64, 64))
-    assert same(cast(x, formats.mxint8), cast(x, formats.e1m6b1_e32))
-    assert same(cast(x, formats.mxint4), cast(x, formats.e1m2b1_e32))
+    assert same(quick(x, formats.mxint8), quick(x, formats.e1m6b1_e32))
+    assert same(quick(x, formats.mxint4), quick(x, formats.e1m2b1_e32))
 
 
 def test_subtile_offsets_add_a_bit():
     x = np.zeros((1, 16), np.float32)
     x[0, :4] = 1.0, 0.3, 0.25 + 2**-8, 0.01  # mx6 has int5: steps of 1/8, half of that in a subtile below 1/2 ... 1
-    got = np.asarray(cast(jnp.asarray(x), formats.mx6))[0]
+    got = np.asarray(quick(jnp.asarray(x), formats.mx6))[0]
     assert got[:4].tolist() == [1.0, 0.25, 0.25, 0.0]
-    assert cast(jnp.asarray([[1.0, 0.3] + [0.3125, 0.01] * 7]), formats.mx6)[0, 2] == 0.3125
+    assert quick(jnp.asarray([[1.0, 0.3] + [0.3125, 0.01] * 7]), formats.mx6)[0, 2] == 0.3125
 
 
 # Scaled by floats -----------------------------------------------------------------------------------------------------
@@ -297,14 +281,14 @@ def test_products_of_cast_operands_correlate(name, least, spread):
     w = jax.random.normal(jax.random.key(1), (256, 1024)) * spread
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     made = getattr(formats, name)
-    got = np.asarray(cast(x, made), np.float64) @ np.asarray(cast(w, made), np.float64).T
+    got = np.asarray(quick(x, made), np.float64) @ np.asarray(quick(w, made), np.float64).T
     assert np.corrcoef(exact.ravel(), got.ravel())[0, 1] >= least
 
 
 def test_nvfp4_weights_in_square_tiles_serve_both_directions():
     w = jax.random.normal(jax.random.key(0), (64, 48))
-    assert same(cast(w, formats.nvfp4s).T, cast(w.T, formats.nvfp4s))
-    assert not same(cast(w, formats.nvfp4).T, cast(w.T, formats.nvfp4))
+    assert same(quick(w, formats.nvfp4s).T, quick(w.T, formats.nvfp4s))
+    assert not same(quick(w, formats.nvfp4).T, quick(w.T, formats.nvfp4))
 
 
 def test_nf4_takes_the_nearest_entry():
@@ -318,7 +302,7 @@ def test_nf4_takes_the_nearest_entry():
 def test_codebooks_select_the_best_table():
     x = jax.random.normal(jax.random.key(0), (32, 64))
     made, errors = formats.icb44fi3_e32s8, []
-    got = np.asarray(cast(x, made)).reshape(32, 8, 8)
+    got = np.asarray(quick(x, made)).reshape(32, 8, 8)
     amax = np.abs(np.asarray(x)).reshape(32, 2, 32).max(-1)
     scale = np.exp2(np.floor(np.log2(amax)) - 4).repeat(4, -1)[..., None]
     tables = np.array(made.number.tables)
@@ -332,16 +316,16 @@ def test_codebooks_select_the_best_table():
 
 
 def test_tcfp12_keeps_what_rounding_leaves():
-    from tcfp_jax.tcfp12 import quantize_tcfp12
-
+    """Its E4M3 values are those of the packed format, which has the better residual: docs/formats.md says why."""
     x = jax.random.normal(jax.random.key(0), (32, 64))
-    first = cast(x, formats.mxfp8e4, scalemode="ceil")
-    packed = quantize_tcfp12(x)
+    first = quick(x, formats.mxfp8e4, scalemode="ceil")
+    packed = jax.jit(quantize_tcfp12, compiler_options=QUICK)(x)
     scale = np.asarray(packed.scale).astype(np.float32)[..., None]
     assert same(first, (np.asarray(packed.values).astype(np.float32) * scale).reshape(32, 64))
-    both = cast(x, formats.tcfp12, scalemode="ceil")
-    assert same(both, first + cast(x - first, formats.mxint4, scalemode="ceil"))
-    assert float(jnp.sum((x - both) ** 2)) < 0.04 * float(jnp.sum((x - first) ** 2))
+    both = quick(x, formats.tcfp12, scalemode="ceil")
+    assert same(both, first + quick(x - first, formats.mxint4, scalemode="ceil"))
+    noise = lambda y: float(np.sum((np.asarray(x, np.float64) - np.asarray(y, np.float64)) ** 2))
+    assert noise(packed.dequantize()) < noise(quick(x, formats.tcfp12)) < noise(both) < 0.04 * noise(first)
 
 
 # Shapes, special values, transforms -----------------------------------------------------------------------------------
@@ -355,10 +339,10 @@ def test_any_axis_and_ragged_sizes(name, shape):
     axis = int(np.argmax(shape))
     turned = datatype(made.number, _turn(made, axis - len(shape)))
     x = jax.random.normal(jax.random.key(0), shape)
-    got = cast(x, turned)
+    got = quick(x, turned)
     rows = jnp.moveaxis(x, axis, -1)
     padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % size)])
-    expected = jnp.moveaxis(cast(padded, made)[..., : rows.shape[-1]], -1, axis)
+    expected = jnp.moveaxis(quick(padded, made)[..., : rows.shape[-1]], -1, axis)
     assert same(got, expected)
 
 
@@ -369,58 +353,56 @@ def _turn(made, dim):
 
 def test_two_dimensional_tiles_and_channels():
     x = jax.random.normal(jax.random.key(0), (40, 50))
-    got = np.asarray(cast(x, datatype("e4m3fn", "e8m0_t16_t32")))
-    one = cast(x[16:32, 32:].reshape(1, -1), datatype("e4m3fn", "e8m0_t0"))
+    got = np.asarray(quick(x, datatype("e4m3fn", "e8m0_t16_t32")))
+    one = quick(x[16:32, 32:].reshape(1, -1), datatype("e4m3fn", "e8m0_t0"))
     assert same(got[16:32, 32:], one.reshape(16, 18))
-    channel = cast(x, datatype("int8", "float32_t0d0"))
-    assert same(channel, cast(x.T, formats.int8_Fc).T)
-    assert same(cast(x, datatype("int8", "float32_t0d0_t0d1")), cast(x, formats.int8_F))
+    channel = quick(x, datatype("int8", "float32_t0d0"))
+    assert same(channel, quick(x.T, formats.int8_Fc).T)
+    assert same(quick(x, datatype("int8", "float32_t0d0_t0d1")), quick(x, formats.int8_F))
 
 
 def test_special_values():
     x = jnp.zeros((1, 32)).at[0, :4].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0]))
-    e5m2 = np.asarray(cast(x, formats.mxfp8e5))[0]  # of 3.0 alone: 2**(1 - 15)
+    e5m2 = np.asarray(quick(x, formats.mxfp8e5))[0]  # of 3.0 alone: 2**(1 - 15)
     assert np.isnan(e5m2[0]) and e5m2[1:4].tolist() == [3.5, -3.5, 3.0] and not e5m2[4:].any()
-    native = np.asarray(cast(x, formats.mxfp8e5, saturate=False))[0]
+    native = np.asarray(quick(x, formats.mxfp8e5, saturate=False))[0]
     assert native[1:4].tolist() == [np.inf, -np.inf, 3.0]
-    assert np.isnan(cast(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
+    assert np.isnan(quick(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
     for name in ("mxfp4e2", "mxint8", "nvfp4", "int8_f", "uint8_ff", "nf4", "icb44fi3_e32"):
         long = jnp.pad(x, ((0, 0), (0, 96)), constant_values=1.0)
-        got = np.asarray(cast(long, getattr(formats, name)))[0]
+        got = np.asarray(quick(long, getattr(formats, name)))[0]
         size = getattr(formats, name).scale.tiles[0].size if getattr(formats, name).scale.tiles else 128
         assert np.isnan(got[:size]).all() and np.isfinite(got[size:]).all(), name
-        clean = np.asarray(cast(long.at[0, 0].set(0.0), getattr(formats, name)))[0]
+        clean = np.asarray(quick(long.at[0, 0].set(0.0), getattr(formats, name)))[0]
         assert np.isfinite(clean).all() and clean[1] > 2 and (clean[2] <= -2.5 or name.startswith("uint")), name
 
 
 def test_signs_of_zero():
     small = jnp.array([-0.0, -1e-9, 1e-9])
     for code, signs in {"e4m3fn": [1, 1, 0], "e2m1f": [1, 1, 0], "e4m3b8fnuz": [0, 0, 0], "int8": [0, 0, 0]}.items():
-        assert np.signbit(cast(small, datatype(code))).tolist() == signs
+        assert np.signbit(quick(small, datatype(code))).tolist() == signs
 
 
-@pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32", "icb44fi2_e32s4"])
+@pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32", "nf4"])
 def test_jit_vmap_and_gradient(name):
     made = getattr(formats, name)
     x = jax.random.normal(jax.random.key(0), (3, 4, 64))
     one = cast(x, made)
     assert same(jitted(x, made), one)
-    assert same(jax.vmap(lambda row: cast(row, made))(x), one)
-    assert same(jax.vmap(lambda row: cast(row, made))(x)[1], cast(x[1], made))
+    assert same(jax.jit(jax.vmap(lambda row: cast(row, made)), compiler_options=QUICK)(x), one)
     g = jax.random.normal(jax.random.key(1), x.shape)
-    assert same(jax.vjp(lambda x: cast(x, made), x)[1](g)[0], g)
-    key = jax.random.key(2)
-    stochastic = cast(x, made, roundmode="stochastic", key=key)
-    assert same(stochastic, jitted(x, made, roundmode="stochastic", key=key))
-    assert not same(stochastic, one) and not same(
-        stochastic, cast(x, made, roundmode="stochastic", key=jax.random.key(3))
-    )
+    gradient = jax.jit(lambda x, g: jax.vjp(lambda x: cast(x, made), x)[1](g)[0], compiler_options=QUICK)
+    assert same(gradient(x, g), g)
+    stochastic = {"roundmode": "stochastic", "key": jax.random.key(2)}
+    drawn = quick(x, made, **stochastic)
+    assert same(drawn, cast(x, made, **stochastic))
+    assert not same(drawn, one) and not same(drawn, quick(x, made, roundmode="stochastic", key=jax.random.key(3)))
     assert cast(x[:0], made).shape == (0, 4, 64)
 
 
 def test_op_by_op_is_the_same():
-    x = jnp.asarray(random_blocks(1000)[:60])
-    for name in ("mxfp4e2", "mx6"):
+    x = jnp.asarray(random_blocks(1000)[:4])
+    for name in ("mx6",):
         compiled = cast(x, getattr(formats, name))
         with jax.disable_jit():
             assert same(cast(x, getattr(formats, name)), compiled)

@@ -8,18 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same_bits
 from tcfp_jax import formats
 from tcfp_jax.codes import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
-
-FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
-
-
-def same_bits(a, b):
-    assert a.dtype == b.dtype
-    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
-    return np.array_equal(np.asarray(a).view(unsigned), np.asarray(b).view(unsigned))
-
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_code_is_that_of_ml_dtypes(name):
@@ -27,10 +19,10 @@ def test_every_code_is_that_of_ml_dtypes(name):
     codes = np.arange(2**spec.bits, dtype=np.uint8 if spec.bits <= 8 else np.uint16)
     with np.errstate(invalid="ignore"):
         values = codes.view(np.dtype(getattr(ml_dtypes, name, name))).astype(np.float32)
-    got = np.asarray(jax.jit(decode, static_argnums=1)(jnp.asarray(codes, jnp.uint32), spec))
+    got = np.asarray(jax.jit(decode, static_argnums=1, compiler_options=QUICK)(jnp.asarray(codes, jnp.uint32), spec))
     nan = np.isnan(values)
     assert np.array_equal(got.view(np.uint32)[~nan], values.view(np.uint32)[~nan]) and np.isnan(got[nan]).all()
-    again = np.asarray(jax.jit(encode, static_argnums=1)(jnp.asarray(values), spec))
+    again = np.asarray(jax.jit(encode, static_argnums=1, compiler_options=QUICK)(jnp.asarray(values), spec))
     assert np.array_equal(again[~nan], codes[~nan]) and np.isin(again[nan], codes[nan]).all()
 
 
@@ -38,10 +30,11 @@ def test_every_code_is_that_of_ml_dtypes(name):
 def test_codes_fill_bytes_without_gaps(bits):
     random = np.random.default_rng(bits)
     codes = random.integers(0, 2**bits, 37, dtype=np.uint64).astype(np.uint32)
-    data = to_bytes(jnp.asarray(codes), bits)
+    both = lambda codes: (data := to_bytes(codes, bits), from_bytes(data, bits, 37))
+    data, again = jax.jit(both, compiler_options=QUICK)(codes)
     whole = sum(int(code) << (i * bits) for i, code in enumerate(codes))
     assert bytes(np.asarray(data)) == whole.to_bytes(-(-37 * bits // 8), "little")
-    assert np.array_equal(from_bytes(data, bits, 37), codes)
+    assert np.array_equal(again, codes)
 
 
 def expected_bytes(made, shape):
@@ -53,28 +46,32 @@ def expected_bytes(made, shape):
 DRAWN = sorted({made: name for name, made in CATALOG.items()}.values())
 
 
-# Each draw compiles programs of its own, for about a second: all 200 are a run by hand, with PACKING_DRAWS=200.
-DRAWS = int(os.environ.get("PACKING_DRAWS", "8"))
+# Draws share programs, which take longer to compile than to run. PACKING_PROGRAMS=200 gives every draw its own.
+PROGRAMS = int(os.environ.get("PACKING_PROGRAMS", "32"))
 
 
-@pytest.mark.parametrize("start", range(min(DRAWS, 4)))
+def random_program(seed):
+    """(datatype, shape, dtype) over the catalog, with tiles along any axis."""
+    random = np.random.default_rng(seed)
+    made = CATALOG[DRAWN[seed * 37 % len(DRAWN)]]
+    if made.scale is not None and len(made.scale.tiles) == 1:
+        dim = int(random.choice([-2, -1, 0]))
+        code = "_".join(p + f"d{dim}" if p[0] == "t" else p for p in made.scale.name.split("_"))
+        made = datatype(made.number, code, residual=made.residual)
+    least = max([2] + [tile.size for tile in made.scale.tiles] if made.scale else [2])
+    shape = (int(random.integers(least, 2 * least)), int(random.integers(max(least, 3), least + 40)))
+    return made, shape, str(random.choice(["float32", "bfloat16", "float16"]))
+
+
+@pytest.mark.parametrize("start", range(4))
 def test_unpack_is_the_cast_on_random_draws(start):
-    """(datatype, shape, axis, dtype) at random over the catalog."""
-    for draw in range(start, DRAWS, 4):
+    """200 of (datatype, shape, axis, dtype, values)."""
+    for draw in range(start, 200, 4):
+        made, shape, dtype = random_program(draw % PROGRAMS)
         random = np.random.default_rng(draw)
-        made = CATALOG[DRAWN[draw * 37 % len(DRAWN)]]
-        if made.scale is not None and len(made.scale.tiles) == 1:
-            dim = int(random.choice([-2, -1, 0]))
-            code = "_".join(p + f"d{dim}" if p[0] == "t" else p for p in made.scale.name.split("_"))
-            made = datatype(made.number, code, residual=made.residual)
-        least = max((tile.size for tile in made.scale.tiles), default=2) if made.scale else 2
-        least = max(least, 2)
-        shape = (int(random.integers(least, 2 * least)), int(random.integers(max(least, 3), least + 40)))
-        dtype = random.choice(["float32", "bfloat16", "float16"])
         x = random.standard_normal(shape) * 2.0 ** random.integers(-12, 12) * (random.random(shape) > 0.05)
-        x = jnp.asarray(x.astype(np.float32)).astype(dtype)
-        packed = pack(x, made)
-        assert same_bits(unpack(packed), cast(x, made)), (made.name, shape, dtype)
+        packed, unpacked, expected = packed_and_cast(x.astype(np.float32).astype(jnp.dtype(dtype)), made)
+        assert same_bits(unpacked, expected), (made.name, shape, dtype)
         assert packed.nbytes == expected_bytes(made, shape)
 
 
@@ -93,8 +90,9 @@ def test_nbytes_are_bits_per_value():
         "e3m2fnuz",
     ):
         made = getattr(formats, name)
-        assert pack(x, made).nbytes * 8 == made.bits_per_value(x.shape) * x.size
-    assert pack(x, formats.mxfp4e2).values.dtype == jnp.uint8 and pack(x, formats.nvfp4).scales.size == 512
+        packed = jax.eval_shape(lambda x, made=made: pack(x, made), x)
+        assert packed.nbytes * 8 == made.bits_per_value(x.shape) * x.size
+        assert {leaf.dtype for leaf in jax.tree.leaves(packed)} == {np.dtype(np.uint8)}
 
 
 def test_layout_is_that_of_the_hardware_formats():
@@ -113,8 +111,10 @@ def test_special_values_come_back():
     x = jnp.ones((2, 64)).at[0, :3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))
     for name in ("mxfp8e5", "nvfp4", "uint8_fi32", "e4m3b8fnuz"):
         made = getattr(formats, name)
-        assert same_bits(unpack(pack(x, made, saturate=False)), cast(x, made, saturate=False)), name
-    assert same_bits(unpack(pack(x, datatype("int8"))), cast(x, datatype("int8")))
+        _, unpacked, expected = packed_and_cast(x, made, saturate=False)
+        assert same_bits(unpacked, expected), name
+    _, unpacked, expected = packed_and_cast(x, datatype("int8"))
+    assert same_bits(unpacked, expected)
     with pytest.raises(ValueError, match="no code"):
         pack(x, datatype("e2m1f"))
 
@@ -122,10 +122,13 @@ def test_special_values_come_back():
 def test_modes_reach_packing():
     x = jax.random.normal(jax.random.key(0), (4, 64))
     key = jax.random.key(1)
-    for modes in ({"roundmode": "stochastic", "key": key}, {"scalemode": "ceil"}):
-        assert same_bits(unpack(pack(x, formats.mxfp4e2, **modes)), cast(x, formats.mxfp4e2, **modes))
     stochastic = {"roundmode": "stochastic", "key": key}
-    assert same_bits(unpack(pack(x, formats.tcfp12, **stochastic)), cast(x, formats.tcfp12, **stochastic))
+    for made, modes in (
+        (formats.mxfp4e2, stochastic), (formats.mxfp4e2, {"scalemode": "ceil"}), (formats.tcfp12, stochastic),
+    ):  # fmt: skip
+        _, unpacked, expected = packed_and_cast(x, made, **modes)
+        assert same_bits(unpacked, expected)
+        assert not same_bits(expected, quick(x, made))
     with formats.defaults(roundmode="zero"):
         assert same_bits(unpack(pack(x, formats.nvfp4)), cast(x, formats.nvfp4))
 
@@ -134,8 +137,8 @@ def test_modes_reach_packing():
 def test_masks_of_sparse_arrays_are_bits(name):
     x = jax.random.normal(jax.random.key(0), (8, 64))
     made = getattr(formats, name)
-    packed = pack(x, made, sparsity=(4, 2))
-    assert same_bits(unpack(packed), cast(formats.sparse(x, 4, 2), made))
+    packed, unpacked, _ = packed_and_cast(x, made, sparsity=(4, 2))
+    assert same_bits(unpacked, quick(formats.sparse(x, 4, 2), made))
     assert packed.mask.size == x.size // 8 and packed.values.size * 8 == x.size // 2 * made.number.bits
     for bad in ("nf4", "uint8_ff", "tcfp12"):
         with pytest.raises(ValueError, match="sparsity"):
