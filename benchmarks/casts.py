@@ -147,7 +147,7 @@ def measure_host(config: Config) -> list[Row]:
     function = jax.jit(functools.partial(formats.cast, datatype=made, roundmode="nearest"))
     check("mxfp8e4 on the CPU", function(x), eager(tensor).numpy())
     plain = jax.jit(functools.partial(formats.cast, datatype=made))
-    timed = {
+    timed: dict[str, tuple[Any, tuple[Any, ...]]] = {
         EAGER: (eager, (tensor,)), "mxfp8e4": (plain, (narrow,)), "mxfp8e4 of float32": (plain, (x,)),
         "mxfp8e4 of float32, ties away": (function, (x,)),
     }  # fmt: skip

@@ -3,8 +3,8 @@
 Such a cast costs memory traffic. XLA makes three kernels of it, reads x twice and writes int32 of the whole array in
 between. A Pallas-Triton program holds a block of tiles in registers: x is read once, the result written once.
 
-It computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations, because a GPU does not
-flush subnormals: a product by a power of two is a float multiplication there. Which arrays it serves is `serves`; every
+It computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does not flush
+subnormals, so a product by a power of two is a float multiplication there. Which arrays it serves is `serves`; every
 other cast, and every other device, takes the definition. There is no choice to make by hand, since results are equal.
 """
 

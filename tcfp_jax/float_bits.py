@@ -120,7 +120,7 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
     """|x| / |y| in float32 with `digits` mantissa bits, and the last bit set where that is not exact.
 
     A value rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. Long division in
-    integers, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as zero, as does x / 0.
+    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as zero, as does x / 0.
 
     >>> float(divide_to_odd(jnp.int32(0x40c00000), jnp.int32(0x40000000), 23))
     3.0
@@ -151,7 +151,7 @@ def _divide(magnitude: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.
     inverse = 1 / denominator.astype(jnp.float32)
     for place in range(0, digits, _DIGITS_AT_ONCE):
         count = min(digits - place, _DIGITS_AT_ONCE)
-        # The guess may be off by one, on a GPU as on a CPU; products that wrap around leave their small difference right.
+        # The guess may be off by one, anywhere; products that wrap around leave their small difference right.
         guess = (remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)).astype(jnp.int32)
         rest = (remainder << count) - guess * denominator
         change = (rest >= denominator).astype(jnp.int32) - (rest < 0).astype(jnp.int32)

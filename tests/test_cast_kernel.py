@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from formats_oracles import same
+
 from tcfp_jax import cast_kernel, formats
 from tcfp_jax.cast_kernel import cast_tiles, serves
 from tcfp_jax.formats import CATALOG, cast, datatype

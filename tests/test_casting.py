@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-
 from formats_oracles import EVERY_BFLOAT16, FLOATS, QUICK, awkward_inputs, jitted, quick, same
+
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
 from tcfp_jax.tcfp12 import quantize_tcfp12

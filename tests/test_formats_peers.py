@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from formats_oracles import awkward_inputs, same
 
 from benchmarks.eager_torch import cast_mx
-from formats_oracles import awkward_inputs, same
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
 
@@ -34,6 +34,34 @@ def test_gfloat_rounds_the_same(name, roundmode):
     assert np.array_equal(np.asarray(cast(jnp.asarray(x), datatype(name), roundmode=roundmode)), expected)
 
 
+@pytest.mark.parametrize("name", ["mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2"])
+def test_gfloat_quantizes_blocks_the_same(name):
+    """But for its log2 in floats, for NaN, and for E8M0 below its smallest value."""
+    gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
+    from gfloat import formats as infos
+
+    made = getattr(formats, name)
+    code = made.number.name.removesuffix("fn").removesuffix("f")
+    info = getattr(infos, f"format_info_mxfp{made.number.bits}_{code}")
+    quantize = lambda block: gfloat.quantize_block(info, block.astype(np.float64), gfloat.compute_scale_amax)
+    random = np.random.default_rng(0)
+    x = (random.standard_normal((32, 32)) * 2.0 ** random.integers(-60, 60, (32, 1))).astype(np.float32)
+    x[0] = 0
+    assert np.array_equal(np.stack([quantize(block) for block in x]), cast(jnp.asarray(x), made))
+    edge = np.full((1, 32), np.nextafter(np.float64(8), 0))
+    assert quantize(edge[0])[0] == 8 and float(cast(jnp.full((1, 32), np.nextafter(np.float32(8), 0)), made)[0, 0]) < 8
+    assert gfloat.round_float(infos.format_info_ocp_e8m0, 0.0) == 0
+    assert gfloat.round_float(infos.format_info_ocp_e8m0, 1.25 * 2.0**-127) == 2.0**-127
+    x[1, 0] = np.nan
+    ours = np.asarray(cast(jnp.asarray(x), made))[1]
+    if made.number.has_nan:
+        assert np.isnan(quantize(x[1])).all() and np.isnan(ours).sum() == 1
+    else:
+        assert np.isnan(ours).all()
+        with pytest.raises(ValueError, match="No NaN"):
+            quantize(x[1])
+
+
 NO_TORCH = "torch is not installed; the GPU machine has it"
 
 
@@ -47,7 +75,7 @@ def test_torch_casts_the_same(name):
     x = awkward_inputs(name)
     theirs = torch.from_numpy(x.copy()).to(getattr(torch, name)).float().numpy()
     ours = np.asarray(cast(jnp.asarray(x), datatype(name), saturate=False))
-    if name == "float8_e4m3fn":  # saturates since 2.12 or so; NaN above 464 before
+    if name == "float8_e4m3fn":  # some versions of torch saturate, others have NaN
         beyond = np.abs(x) > 464
         assert np.all(np.isnan(theirs[beyond]) | (np.abs(theirs[beyond]) == 448)) and np.isnan(ours[beyond]).all()
         theirs, ours, x = theirs[~beyond], ours[~beyond], x[~beyond]
@@ -55,6 +83,9 @@ def test_torch_casts_the_same(name):
         between = (x > 2.0**-127) & (x < 1.5 * 2.0**-127)
         assert np.all(theirs[between] == 2.0**-126) and np.all(ours[between] == 2.0**-127)
         assert np.isnan(ours[x <= 0]).all() and np.all(theirs[x == 0] == 2.0**-127)
+        negative = np.isfinite(x) & (x < 0)
+        turned = torch.from_numpy(-x[negative]).to(torch.float8_e8m0fnu).float().numpy()
+        assert same(theirs[negative], turned)
         keep = (x > 0) & ~between
         theirs, ours = theirs[keep], ours[keep]
     assert same(ours, theirs)

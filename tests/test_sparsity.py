@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from formats_oracles import QUICK
+
 from tcfp_jax.formats import rotate, sparse
 
 rotated = jax.jit(rotate, static_argnames=("size", "dim", "direction"), compiler_options=QUICK)

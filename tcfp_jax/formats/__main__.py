@@ -2,6 +2,7 @@
 
     python -m tcfp_jax.formats                     every datatype: bits, range, eps, SNR on N(0, 1)
     python -m tcfp_jax.formats mxfp4e2             one, with its number line
+    python -m tcfp_jax.formats --table             the best known as a Markdown table, for docs/formats.md
     python -m tcfp_jax.formats --plot PATH         a plot of SNR against bits (needs matplotlib)
 
 A name outside the catalog is read as the code of an unscaled number, such as e3m4.
@@ -21,6 +22,10 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.datatypes import DataType, datatype
 
 _SHAPE = (128, 1024)
+TABLE = (
+    "mx4", "mxint4", "mxfp4e2", "nvfp4", "nf4", "icb44fi4_e32s8", "mx6", "mxfp6e3", "mxfp6e2", "e4m3fn", "mxfp8e5",
+    "mxfp8e4", "mxint8", "mx9", "tcfp12",
+)  # fmt: skip
 _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
@@ -43,12 +48,28 @@ def describe(made: DataType) -> str:
     ['mxfp4e2', 'e2m1f_e8m0_t32', '4.25']
     """
     number = made.number
-    code = f"{number.name}_{made.scale.name}" if made.scale else number.name
-    code = code if made.residual is None else f"{code} + {made.residual.number.name}"
     return _LINE.format(
-        made.name, code, f"{made.bits_per_value(_SHAPE):.4g}", f"{number.min:.5g}", f"{number.max:.5g}",
+        made.name, _content(made), f"{made.bits_per_value(_SHAPE):.4g}", f"{number.min:.5g}", f"{number.max:.5g}",
         f"{number.eps:.3g}", f"{snr_db(made):.2f}",
     )  # fmt: skip
+
+
+def table(names: Sequence[str] = TABLE) -> str:
+    """Datatypes as a Markdown table.
+
+    >>> print(table(["mxfp4e2"]).splitlines()[-1])
+    | `mxfp4e2` | e2m1f_e8m0_t32 | 4.25 | 18.8 |
+    """
+    lines = ["| datatype | content | bits per value | SNR on N(0, 1), dB |", "|---|---|--:|--:|"]
+    for name in names:
+        made = CATALOG[name]
+        lines.append(f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {snr_db(made):.1f} |")
+    return "\n".join(lines)
+
+
+def _content(made: DataType) -> str:
+    code = f"{made.number.name}_{made.scale.name}" if made.scale else made.number.name
+    return code if made.residual is None else f"{code} + {_content(made.residual)}"
 
 
 def show(made: DataType) -> str:
@@ -133,10 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tcfp_jax.formats", description="List the catalog, or show one datatype."
     )
     parser.add_argument("name", nargs="?", help="a datatype of the catalog, or the code of a number")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/formats.md")
     parser.add_argument("--plot", type=Path, help="write a plot of SNR against bits to this file")
     options = parser.parse_args(arguments)
     if options.plot is not None:
         plot(options.plot)
+    elif options.table:
+        print(table())
     elif options.name is not None:
         try:
             made = CATALOG[options.name] if options.name in CATALOG else datatype(options.name)
