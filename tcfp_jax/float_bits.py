@@ -120,7 +120,8 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
     """|x| / |y| in float32 with `digits` mantissa bits, and the last bit set where that is not exact.
 
     A value rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. Long division in
-    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as zero, as does x / 0.
+    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as
+    zero, as does x / 0.
 
     >>> float(divide_to_odd(jnp.int32(0x40c00000), jnp.int32(0x40000000), 23))
     3.0

@@ -88,10 +88,11 @@ def test_formats_are_pure_data(path):
 
 def test_casts_and_quantization_share_no_code():
     others = ("pallas_kernels", "tcfp_jax.quantization", "tcfp_jax.tcfp12")
+    plumbing = ("pallas_kernels.dispatch", "pallas_kernels.partition")  # where a kernel runs, not what it computes
     casts = ORDER[: ORDER.index("casting") + 1]
     for module in casts:
         path = ROOT / "tcfp_jax" / f"{module.replace('.', '/')}.py"
-        assert not [name for name in imports(path) if name.startswith(others)]
+        assert not [name for name in imports(path) if name.startswith(others) and not name.startswith(plumbing)]
 
 
 def test_models_do_not_know_benchmarks():
