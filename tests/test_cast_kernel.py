@@ -28,9 +28,9 @@ def awkward(exponents, dtype):
     return jnp.asarray(x).astype(dtype)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED[::2])
 def test_blocks_are_the_definition(name):
-    dtype = ("float32", "bfloat16")[SERVED.index(name) % 2]
+    dtype = ("float32", "bfloat16")[SERVED.index(name) % 4 // 2]
     made, x = getattr(formats, name), awkward((-60, 60), dtype)
     scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
     assert serves(x.shape, x.dtype, made, Modes())

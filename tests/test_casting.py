@@ -45,8 +45,9 @@ def test_every_dtype_of_ml_dtypes(name, saturate):
 def test_values_of_a_number_come_back(name):
     line = np.array(number(name).number_line(), np.float32)
     line = line[line > 0] if number(name).kind == "exponent" else line
-    for roundmode in ("even", "nearest", "zero"):
-        assert same(quick(jnp.asarray(line), datatype(name), roundmode=roundmode), line)
+    modes = ("even", "nearest", "zero")
+    every = lambda line: [cast(line, datatype(name), roundmode=roundmode) for roundmode in modes]
+    assert all(same(got, line) for got in jax.jit(every, compiler_options=QUICK)(line))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
@@ -331,8 +332,7 @@ def test_tcfp12_keeps_what_rounding_leaves():
 # Shapes, special values, transforms -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, 33), (2, 50, 3)])
-@pytest.mark.parametrize("name", ["uint4_ff32", "mx6"])
+@pytest.mark.parametrize(("name", "shape"), [("uint4_ff32", (3, 33)), ("mx6", (2, 50, 3))])
 def test_any_axis_and_ragged_sizes(name, shape):
     made = getattr(formats, name)
     size = made.scale.tiles[0].size
@@ -383,7 +383,7 @@ def test_signs_of_zero():
         assert np.signbit(quick(small, datatype(code))).tolist() == signs
 
 
-@pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32", "nf4"])
+@pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32"])
 def test_jit_vmap_and_gradient(name):
     made = getattr(formats, name)
     x = jax.random.normal(jax.random.key(0), (3, 4, 64))
@@ -402,7 +402,7 @@ def test_jit_vmap_and_gradient(name):
 
 def test_op_by_op_is_the_same():
     x = jnp.asarray(random_blocks(1000)[:4])
-    for name in ("mx6",):
+    for name in ("mxfp8e4",):
         compiled = cast(x, getattr(formats, name))
         with jax.disable_jit():
             assert same(cast(x, getattr(formats, name)), compiled)

@@ -201,6 +201,14 @@ def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
     assert not [shape for kind in (*GATHERS, "all-reduce") for shape in split.results(kind)]
 
 
+def test_a_cast_is_one_kernel_under_vmap_and_grad():
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda x: formats.cast(x, formats.mxfp8e4))(x).astype(jnp.float32) ** 2)
+
+    compiled = compile_for(h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
+
+
 def test_an_unscaled_cast_is_one_fusion():
     compiled = compile_for(
         h200s(1), functools.partial(formats.cast, datatype=formats.e4m3fn), on(h200s(1), (M, K), jnp.bfloat16)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from formats_oracles import awkward_inputs, same
+from formats_oracles import awkward_inputs, quick, same
 
 from benchmarks.eager_torch import cast_mx
 from tcfp_jax import formats
@@ -31,7 +31,7 @@ def test_gfloat_rounds_the_same(name, roundmode):
     x = np.concatenate([EVERY_BFLOAT16[np.isfinite(EVERY_BFLOAT16)], ((line[1:] + line[:-1]) / 2).astype(np.float32)])
     mode = getattr(gfloat.RoundMode, ROUND[roundmode])
     expected = gfloat.round_ndarray(getattr(infos, GFLOAT[name]), x.astype(np.float64), mode, sat=True)
-    assert np.array_equal(np.asarray(cast(jnp.asarray(x), datatype(name), roundmode=roundmode)), expected)
+    assert np.array_equal(np.asarray(quick(jnp.asarray(x), datatype(name), roundmode=roundmode)), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2"])
@@ -45,7 +45,7 @@ def test_gfloat_quantizes_blocks_the_same(name):
     info = getattr(infos, f"format_info_mxfp{made.number.bits}_{code}")
     quantize = lambda block: gfloat.quantize_block(info, block.astype(np.float64), gfloat.compute_scale_amax)
     random = np.random.default_rng(0)
-    x = (random.standard_normal((32, 32)) * 2.0 ** random.integers(-60, 60, (32, 1))).astype(np.float32)
+    x = (random.standard_normal((12, 32)) * 2.0 ** random.integers(-60, 60, (12, 1))).astype(np.float32)
     x[0] = 0
     assert np.array_equal(np.stack([quantize(block) for block in x]), cast(jnp.asarray(x), made))
     edge = np.full((1, 32), np.nextafter(np.float64(8), 0))

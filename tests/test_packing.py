@@ -20,10 +20,10 @@ def test_every_code_is_that_of_ml_dtypes(name):
     codes = np.arange(2**spec.bits, dtype=np.uint8 if spec.bits <= 8 else np.uint16)
     with np.errstate(invalid="ignore"):
         values = codes.view(np.dtype(getattr(ml_dtypes, name, name))).astype(np.float32)
-    got = np.asarray(jax.jit(decode, static_argnums=1, compiler_options=QUICK)(jnp.asarray(codes, jnp.uint32), spec))
+    both = lambda codes, values: (decode(codes, spec), encode(values, spec))
+    got, again = map(np.asarray, jax.jit(both, compiler_options=QUICK)(codes.astype(np.uint32), values))
     nan = np.isnan(values)
     assert np.array_equal(got.view(np.uint32)[~nan], values.view(np.uint32)[~nan]) and np.isnan(got[nan]).all()
-    again = np.asarray(jax.jit(encode, static_argnums=1, compiler_options=QUICK)(jnp.asarray(values), spec))
     assert np.array_equal(again[~nan], codes[~nan]) and np.isin(again[nan], codes[nan]).all()
 
 
@@ -48,7 +48,7 @@ DRAWN = sorted({made: name for name, made in CATALOG.items()}.values())
 
 
 # Draws share programs, which take longer to compile than to run. PACKING_PROGRAMS=200 gives every draw its own.
-PROGRAMS = int(os.environ.get("PACKING_PROGRAMS", "32"))
+PROGRAMS = int(os.environ.get("PACKING_PROGRAMS", "20"))
 
 
 def random_program(seed):
@@ -110,7 +110,7 @@ def test_layout_is_that_of_the_hardware_formats():
 
 def test_special_values_come_back():
     x = jnp.ones((2, 64)).at[0, :3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))
-    for name in ("mxfp8e5", "nvfp4", "uint8_fi32", "e4m3b8fnuz"):
+    for name in ("mxfp8e5", "nvfp4", "uint8_fi32"):
         made = getattr(formats, name)
         _, unpacked, expected = packed_and_cast(x, made, saturate=False)
         assert same_bits(unpacked, expected), name
@@ -160,9 +160,9 @@ def test_orbax_saves_and_restores(tmp_path):
     import orbax.checkpoint as ocp
 
     x = jax.random.normal(jax.random.key(0), (4, 64)).astype(jnp.bfloat16)
-    state = {"w": pack(x, formats.tcfp12)}
+    state = {"w": jax.jit(lambda x: pack(x, formats.nvfp4), compiler_options=QUICK)(x)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, state))
-    assert same_bits(unpack(restored["w"]), cast(x, formats.tcfp12))
+    assert same_bits(unpack(restored["w"]), quick(x, formats.nvfp4))
