@@ -50,7 +50,7 @@ def test_values_of_a_number_come_back(name):
     assert all(same(got, line) for got in jax.jit(every, compiler_options=QUICK)(line))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_input_dtypes(dtype):
     wide = jax.random.normal(jax.random.key(0), (8, 64)).astype(dtype)
     for name in ("mxfp8e4", "int8_f"):
@@ -109,7 +109,7 @@ def test_stochastic_rounding_is_unbiased(bits):
         rare = (np.minimum(part, 1 - part) < 20 / draws) & (upper > lower)
         x = np.where(rare, lower + (upper - lower) / 4, x).astype(np.float32)
         wide = jnp.broadcast_to(jnp.asarray(x), (draws, x.size))
-        got = np.asarray(jitted(wide, datatype(code), roundmode="stochastic", key=jax.random.key(bits)), np.float64)
+        got = np.asarray(quick(wide, datatype(code), roundmode="stochastic", key=jax.random.key(bits)), np.float64)
         assert np.all((got == lower) | (got == upper))
         error = np.sqrt((x - lower) * (upper - x) / draws)
         assert np.all(np.abs(got.mean(0) - x) <= 4 * error)
