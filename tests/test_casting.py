@@ -36,7 +36,6 @@ def test_every_dtype_of_ml_dtypes(name, saturate):
         assert np.all(expected[between] == 2.0**-126)
         expected[between] = 2.0**-127
         expected[x > 2.0**127] = np.where(saturate | (x[x > 2.0**127] < 1.5 * 2.0**127), np.float32(2.0**127), np.nan)
-        expected[x <= 0] = np.nan
     got = np.asarray(jitted(jnp.asarray(x), datatype(name), saturate=saturate))
     assert same(got, expected), x[got != expected][:8]
 
