@@ -222,6 +222,23 @@ def time_interleaved(
     }
 
 
+def time_on_host(
+    candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 5, calls: int = 1
+) -> dict[str, Timing]:
+    """Time candidates that run on the CPU in turn, by the wall clock, whatever JAX's default device; each warmed up.
+
+    They need not be JAX's: a function that returns something else is done when it returns.
+    """
+    for function, args in candidates.values():
+        jax.block_until_ready(function(*args))
+    samples = _sample(candidates, _wall_times, rounds, calls)
+    assert samples is not None  # the wall clock always works
+    return {
+        name: Timing(statistics.median(values), min(values), max(values), len(values), "wall clock")
+        for name, values in samples.items()
+    }
+
+
 class Threaded:
     """A step `(state, *inputs) -> (state, result)` with its state, which it donates: a call is the next step.
 

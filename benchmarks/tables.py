@@ -70,8 +70,9 @@ def _gemm(result: Result) -> str:
     for name in lines:
         line = [name]
         for shape in shapes:
-            r = cells[name, shape]
-            line.append(f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**")
+            r = cells.get((name, shape))
+            figures = r and f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**"
+            line.append(figures or "–")
         table.append(line)
     titles = ["m × k × n", *(shape.replace("x", " × ") for shape in shapes)]
     timer = result.rows[0]["timer"]
@@ -181,7 +182,7 @@ def _quantizers(result: Result) -> str:
 
 
 def _train_step(result: Result) -> str:
-    names = list(dict.fromkeys(row["recipe"] for row in result.rows))
+    names = [n for n in dict.fromkeys(row["recipe"] for row in result.rows) if n not in train_step.COMPARED]
     cells = {(row["part"], row["shape"], row["recipe"]): row for row in result.rows}
     table = []
     for part, shape in dict.fromkeys((row["part"], row["shape"]) for row in result.rows):
@@ -200,6 +201,7 @@ def _train_step(result: Result) -> str:
         f"BF16's time over the recipe's in the same run ({result.rows[0]['timer']}). An MLP is two layers with a relu "
         "or a gelu between them, forward and backward with input gradients; a block is the GPT's; an optimizer step is "
         f"the first MLP's with AdamW and error feedback. No first compile took over {slowest:.0f} s.{memory_line}"
+        f"{_compared(result)}"
     )
 
 
@@ -220,6 +222,16 @@ def _scan(result: Result) -> str:
         f"gradients, SGD and error feedback ({result.rows[0]['timer']}). `bf16` is Flax's own model, not converted."
         f"{cpu if result.header['platform'] == 'cpu' else ''}"
     )
+
+
+def _compared(result: Result) -> str:
+    """The recipes with more scales than one a tensor, and the one that splits x."""
+    rows = [row for row in result.rows if row["recipe"] in train_step.COMPARED]
+    if not rows:
+        return ""
+    part, shape = rows[0]["part"], rows[0]["shape"].replace("x", " × ")
+    ratios = ", ".join(f"`{row['recipe']}` **{row['speed_over_bf16']:.2f}**" for row in rows)
+    return f"\n\nRecipes with other scales, {part}, {shape}: {ratios}."
 
 
 TABLES: dict[str, Callable[[Result], str]] = {

@@ -33,7 +33,7 @@ import optax
 
 import tcfp_jax
 from benchmarks import common
-from benchmarks.shapes import H200_SHAPES, GemmShape
+from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape
 from models.gpt import Block, GPTConfig
 from models.mlp import MLP, Activation
 from pallas_kernels.dispatch import Backend
@@ -48,7 +48,7 @@ VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": r
 # Those that differ in the optimizer's state only.
 ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
 VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}
-# Those that are measured in the first part only.
+# Those that are measured in the first part, at the middle shape only.
 COMPARED = ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")
 VARIANTS |= {name: recipe(name) for name in COMPARED}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
@@ -202,7 +202,7 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
-        if (name in ERROR_DTYPES and part != OPTIMIZER) or (name in COMPARED and part != PARTS[0]):
+        if not _belongs(name, part, shape):
             continue
         at = (shape, _recipe(name, config.backend), config.seed)
         if part == OPTIMIZER:
@@ -240,6 +240,13 @@ def measure(config: Config, save: Callable[[list[Row]], None] = lambda rows: Non
             rows += measure_part(part, shape, config)
             save(rows)
     return rows
+
+
+def _belongs(name: str, part: Part, shape: GemmShape) -> bool:
+    """Whether a recipe is measured in this part and at this shape."""
+    if name in COMPARED:
+        return part == PARTS[0] and (shape == MIDDLE or shape not in H200_SHAPES)
+    return name not in ERROR_DTYPES or part == OPTIMIZER
 
 
 def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:

@@ -33,6 +33,7 @@ from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
+Cases = Literal["all", "missing"]
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
 
@@ -52,11 +53,14 @@ class Case(NamedTuple):
     memory: Literal["keeps", "donates"] = "keeps"
 
 
-def run(budget_seconds: float = math.inf, only: str = "") -> list[Entry]:
-    """Time every case whose "op variant" contains `only`; entries are written as they are found."""
+def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") -> list[Entry]:
+    """Time every case whose "op variant" contains `only`; "missing" ones are those that `tuned.json` does not have.
+
+    Entries are written as they are found.
+    """
     started, entries = time.perf_counter(), []
     for case in itertools.chain(_products(), _quantizers(), _block_cases()):
-        if only not in f"{case.op} {case.variant}":
+        if only not in f"{case.op} {case.variant}" or (cases == "missing" and _is_timed(case)):
             continue
         if time.perf_counter() - started > budget_seconds:
             print(f"budget of {budget_seconds:g} s: stopped before {case.op} {case.variant} at {case.shape}")
@@ -66,6 +70,11 @@ def run(budget_seconds: float = math.inf, only: str = "") -> list[Entry]:
         write(case.op, entry)
         entries.append(entry)
     return entries
+
+
+def _is_timed(case: Case) -> bool:
+    entries = tuning.load().get(device_kind(), {}).get(case.op, ())
+    return any((entry.shape, entry.variant) == (case.shape, case.variant) for entry in entries)
 
 
 def time_case(case: Case) -> Entry:

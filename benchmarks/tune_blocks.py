@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
+from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic
 from pallas_kernels.block_matmul.api import block_matmul
@@ -21,7 +21,6 @@ from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.quantize.api import Orientation
 
 # Blocks of 64 and 32 are timed at the middle shape alone; which backend wins there does not depend on the size.
-MIDDLE = H200_SHAPES[1]
 Forms = Iterator[tuple[GemmShape, int, Tile, int, Any]]
 
 

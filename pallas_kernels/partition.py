@@ -33,7 +33,9 @@ class BlocksOf(NamedTuple):
     length: int
 
 
-def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None = None) -> Callable[..., Any]:
+def partitioned(
+    local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None = None, *, whole: Axes = ()
+) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
     Args:
@@ -42,6 +44,7 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
       blocks: of letters that count blocks, what they count. They are split as that axis is, which is split only where
         every part holds whole blocks.
+      whole: letters of axes that no mesh axis may split.
     """
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
@@ -54,7 +57,7 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
 
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
-        chosen = _choose_axes([*outputs, *inputs], given)
+        chosen = {x: axes for x, axes in _choose_axes([*outputs, *inputs], given).items() if x not in whole}
         for letter, of in blocks.items():
             parts = math.prod(mesh.shape[axis] for axis in chosen.get(of.letter, ()))
             if of.length % (parts * of.size):
@@ -79,7 +82,10 @@ def partitioned(local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None =
     # In the order in which the rule names them.
     of_kept = {letter for letter, of in blocks.items() if of.letter in kept}
     reduced = sorted(named - kept - of_kept - {"u"}, key=rule.index)
-    call.def_partition(partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), **sizes)
+    call.def_partition(
+        partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), need_replication_factors=whole,
+        **sizes,
+    )  # fmt: skip
     return _mapped_in_a_loop(call)
 
 

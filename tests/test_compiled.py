@@ -17,6 +17,7 @@ from pallas_kernels.blocks import Blocked, scales_shape
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.quantize.api import quantize
+from tcfp_jax import formats
 from tcfp_jax.quantization import quantize_weight
 
 REASON = h200.missing()
@@ -228,3 +229,30 @@ def test_kernels_serve_a_scanned_rematerialized_step():
     # Forward once in each loop; dgrad and wgrad in the second.
     assert compiled.targets.count("mosaic_gpu_v2") == 4
     assert set(compiled.targets) == {"mosaic_gpu_v2", "__gpu$xla.gpu.triton"}
+
+
+@pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
+def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
+    """One read of x, one write, nothing else of its size; and a device's own part under a mesh."""
+    call = functools.partial(formats.cast, datatype=getattr(formats, name))
+    alone = compile_for(h200s(1), call, on(h200s(1), (M, K), jnp.bfloat16))
+    assert alone.targets == ["__gpu$xla.gpu.triton"]
+    assert not alone.results("fusion") and not alone.results("copy") and "f64" not in alone.text
+    split = compile_for(h200s(2, 2), call, on(h200s(2, 2), (M, K), jnp.bfloat16, "a", "b"))
+    assert split.targets == ["__gpu$xla.gpu.triton"]
+    assert not [shape for kind in (*GATHERS, "all-reduce") for shape in split.results(kind)]
+
+
+def test_a_cast_is_one_kernel_under_vmap_and_grad():
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda x: formats.cast(x, formats.mxfp8e4))(x).astype(jnp.float32) ** 2)
+
+    compiled = compile_for(h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
+
+
+def test_an_unscaled_cast_is_one_fusion():
+    compiled = compile_for(
+        h200s(1), functools.partial(formats.cast, datatype=formats.e4m3fn), on(h200s(1), (M, K), jnp.bfloat16)
+    )
+    assert len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1 and "f64" not in compiled.text

@@ -11,13 +11,19 @@ import jax
 import pytest
 
 import tcfp_jax
+from tcfp_jax import formats
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
+    "formats.numbers", "formats.codebooks", "formats.scales", "formats.datatypes", "formats.catalog",
+    "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "cast_kernel", "casting", "codes",
+    "sparsity", "packing", "rotation", "formats.__main__",
     "recipe", "blocks", "quantization", "layout", "scaling", "tcfp12", "products", "gemm", "selection", "optim",
     "contraction", "adapters", "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement",
     "census", "conversion", "inference", "diagnosis",
 ]  # fmt: skip
+# What tcfp_jax.formats loads at first use.
+FORMATS_LATER = {"cast", "defaults", "pack", "unpack", "PackedArray", "sparse", "rotate"}
 KERNEL_ORDER = ["numerics", "dispatch", "tuning", "partition", "tiled", "blocks"]
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
@@ -60,9 +66,28 @@ def test_library_flows_one_way(path):
     names = set(imports(path))
     assert not {name.split(".")[0] for name in names} & {"models", "benchmarks", "tests"}
     if path.name != "__init__.py":
-        assert path.stem in ORDER, f"{path.name} has no place in the order; add it to ORDER"
-        later = ORDER[ORDER.index(path.stem) :]
-        assert not [name for name in names if any(name.startswith(f"tcfp_jax.{module}") for module in later)]
+        place = module_of(path).removeprefix("tcfp_jax.")
+        assert place in ORDER, f"{place} has no place in the order; add it to ORDER"
+        later = [f"tcfp_jax.{module}" for module in ORDER[ORDER.index(place) :]]
+        assert not [name for name in names if any(name == module or name.startswith(f"{module}.") for module in later)]
+
+
+@pytest.mark.parametrize("path", files("tcfp_jax/formats"), ids=module_of)
+def test_formats_are_pure_data(path):
+    if path.name not in ("__init__.py", "__main__.py"):
+        allowed = {"numpy", "ml_dtypes", "tcfp_jax", *sys.stdlib_module_names}
+        assert {name.split(".")[0] for name in imports(path)} <= allowed
+        inside = {name for name in imports(path) if name.startswith("tcfp_jax.")}
+        assert all(name.startswith("tcfp_jax.formats.") for name in inside)
+
+
+def test_casts_and_quantization_share_no_code():
+    others = ("pallas_kernels", "tcfp_jax.quantization", "tcfp_jax.tcfp12")
+    plumbing = ("pallas_kernels.dispatch", "pallas_kernels.partition")  # where a kernel runs, not what it computes
+    casts = ORDER[: ORDER.index("casting") + 1]
+    for module in casts:
+        path = ROOT / "tcfp_jax" / f"{module.replace('.', '/')}.py"
+        assert not [name for name in imports(path) if name.startswith(others) and not name.startswith(plumbing)]
 
 
 def test_models_do_not_know_benchmarks():
@@ -74,6 +99,21 @@ def test_public_names():
     assert set(tcfp_jax.__all__) == PUBLIC
     for name in PUBLIC:
         assert callable(getattr(tcfp_jax, name)), f"a module shadows {name}"
+
+
+def test_public_names_of_formats():
+    assert set(formats.__all__) >= FORMATS_LATER
+    for name in set(formats.__all__) - {"CATALOG"}:
+        assert callable(getattr(formats, name)), f"a module shadows {name}"
+    assert not set(formats.__all__) & set(formats.CATALOG)
+    with pytest.raises(AttributeError, match="lists the catalog"):
+        _ = formats.mxfp5
+
+
+@pytest.mark.parametrize("first", ["tcfp_jax.casting", "tcfp_jax.formats.catalog", "tcfp_jax.formats"])
+def test_formats_import_in_either_order(first):
+    script = f"import {first}\nfrom tcfp_jax import formats\nfrom tcfp_jax.formats import cast, defaults, mxfp4e2"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Number formats: numbers, scales and datatypes as pure data, casts and packed storage on them, and a catalog.
+
+Every name of the catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The modules are `numbers`, `scales`,
+`datatypes`, `codebooks` and `catalog`, so that none has the name of a function.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tcfp_jax.formats.catalog import CATALOG
+from tcfp_jax.formats.codebooks import CodebookSpec, codebook
+from tcfp_jax.formats.datatypes import DataType, datatype
+from tcfp_jax.formats.numbers import NumberSpec, number
+from tcfp_jax.formats.scales import ScaleSpec, scale
+
+if TYPE_CHECKING:
+    from tcfp_jax.casting import cast, defaults
+    from tcfp_jax.packing import PackedArray, pack, unpack
+    from tcfp_jax.rotation import rotate
+    from tcfp_jax.sparsity import sparse
+
+# Casts know the specs above; loading them at first use keeps imports free of a circle, whichever comes first.
+_LATER = {
+    "cast": "casting",
+    "defaults": "casting",
+    "PackedArray": "packing",
+    "pack": "packing",
+    "unpack": "packing",
+    "rotate": "rotation",
+    "sparse": "sparsity",
+}
+
+__all__ = [
+    "CATALOG",
+    "CodebookSpec",
+    "DataType",
+    "NumberSpec",
+    "PackedArray",
+    "ScaleSpec",
+    "cast",
+    "codebook",
+    "datatype",
+    "defaults",
+    "number",
+    "pack",
+    "rotate",
+    "scale",
+    "sparse",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in CATALOG:
+        return CATALOG[name]
+    if name in _LATER:
+        return getattr(importlib.import_module(f"tcfp_jax.{_LATER[name]}"), name)
+    raise AttributeError(f"tcfp_jax.formats has no {name!r}; `python -m tcfp_jax.formats` lists the catalog")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *CATALOG})

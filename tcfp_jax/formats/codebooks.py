@@ -1,0 +1,156 @@
+"""Numbers that are looked up in tables: NF4, tables of one's own, and TensorCast's implicit codebooks.
+
+A codebook has one table or several of 2**index_bits values; with several, each tile (or subtile) selects the one
+that fits it best, and stores which.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tcfp_jax.formats.numbers import NumberSpec, number
+
+CODEBOOK_GRAMMAR = "nf4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
+
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodebookSpec:
+    """A number whose codes index a table; made by `codebook`. Frozen and hashable.
+
+    Attributes:
+      name: of the codebook; equality is by tables.
+      tables: ascending float32 values, all of one length, a power of two.
+      maxfloat: the value that a scale maps the largest magnitude of a tile to.
+    """
+
+    name: str
+    tables: tuple[tuple[float, ...], ...]
+    maxfloat: float
+
+    kind = "codebook"
+    is_integer = False
+    has_nan = has_inf = has_negative_zero = False
+    signed = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of an index."""
+        return (len(self.tables[0]) - 1).bit_length()
+
+    @property
+    def selector_bits(self) -> int:
+        """Bits with which a tile or subtile selects its table; 0 for one table."""
+        return (len(self.tables) - 1).bit_length()
+
+    @property
+    def max(self) -> float:
+        """The largest value of any table."""
+        return max(table[-1] for table in self.tables)
+
+    @property
+    def min(self) -> float:
+        """The smallest value of any table."""
+        return min(table[0] for table in self.tables)
+
+    @property
+    def emax(self) -> int:
+        """floor(log2(maxfloat))."""
+        return math.frexp(self.maxfloat)[1] - 1
+
+    @property
+    def midmax(self) -> float:
+        """Maxfloat: what lies above it rounds to it, however far."""
+        return self.maxfloat
+
+    @property
+    def eps(self) -> float:
+        """The smallest distance between two neighbours of a table, over maxfloat."""
+        return min(b - a for table in self.tables for a, b in itertools.pairwise(table) if b > a) / self.maxfloat
+
+    @property
+    def dtype(self) -> None:
+        """No dtype is a codebook."""
+        return
+
+    def number_line(self) -> tuple[float, ...]:
+        """All values of all tables, ascending, each once."""
+        return tuple(sorted({value for table in self.tables for value in table}))
+
+
+def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: str | None = None) -> CodebookSpec:
+    """A codebook by its code, or of the values given.
+
+    Args:
+      tables: "nf4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several such tables.
+      name: of a codebook of one's own; "codebook" without it.
+
+    Raises:
+      ValueError: an unknown code, tables that are not ascending, finite, float32, or not 2**k values long each.
+
+    Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit codebooks).
+
+    >>> codebook([-1.0, 0.0, 0.5, 1.0]).bits, codebook("nf4").bits, codebook("icb44fi_e2m3fnuz").selector_bits
+    (2, 4, 4)
+    """
+    if isinstance(tables, str):
+        return _by_code(tables.lower())
+    nested = tables if tables and isinstance(tables[0], Sequence) else (tables,)
+    values = tuple(tuple(float(v) for v in table) for table in nested)  # type: ignore[union-attr, arg-type]
+    size = len(values[0])
+    if not 2 <= size <= 256 or size & (size - 1) or {len(table) for table in values} != {size}:
+        raise ValueError(f"tables hold {[len(table) for table in values]} values; use one power of two from 2 to 256")
+    for table in values:
+        if any(not a <= b for a, b in itertools.pairwise(table)) or not all(float(np.float32(v)) == v for v in table):
+            raise ValueError(f"table {table} is not ascending, finite and exact in float32; sort and round it")
+    largest = max(abs(value) for table in values for value in table)
+    if not 2.0**-60 <= largest <= 2.0**60:
+        raise ValueError(f"the largest magnitude {largest} of the tables is not within 2**-60 to 2**60; rescale them")
+    return CodebookSpec(name or "codebook", values, largest)
+
+
+@functools.cache
+def _by_code(code: str) -> CodebookSpec:
+    if code == "nf4":
+        return CodebookSpec("nf4", (tuple(float(np.float32(v)) for v in _NF4),), 1.0)
+    found = re.fullmatch(r"icb4(\d)(f|i|fi)_(\w+)", code)
+    if not found:
+        raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")
+    compute = number(found[3])
+    if compute.kind != "float" or not 5 <= compute.bits <= 8:
+        raise ValueError(f"{code!r}: {compute.name} is not a float of 5 to 8 bits, in whose steps patterns shift")
+    patterns = {"f": number("e2m1fnuz"), "i": number("e1m2b1fnuz")}
+    tables = [t for letter in found[2] for t in _shifted(patterns[letter], compute, 1 << int(found[1]))]
+    return CodebookSpec(code, tuple(tables), compute.max)
+
+
+def _shifted(pattern: NumberSpec, compute: NumberSpec, shifts: int) -> list[tuple[float, ...]]:
+    """The positive values of a 4-bit number, moved down the number line of `compute` from its top, code by code.
+
+    Mirrored, with 0 in the middle twice, so that a table has 16 entries.
+    """
+    # Codes of `compute` for the pattern's values, at the top binade; what is below is kept by distance from the top.
+    widened = [_code_of(value, pattern, compute) for value in pattern.number_line() if value > 0]
+    top = compute.largest_code
+    codes = [top - (widened[-1] - code) for code in widened]
+    tables = []
+    for shift in range(min(shifts, codes[0])):
+        positive = [compute.magnitude(code - shift) for code in codes]
+        tables.append((*(-v for v in reversed(positive)), 0.0, 0.0, *positive))
+    return tables
+
+
+def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
+    mantissa, exponent = math.frexp(math.ldexp(value, compute.emax - pattern.emax))
+    field = exponent - 1 - compute.emin + 1
+    return (field << compute.mbits) + int((2 * mantissa - 1) * (1 << compute.mbits))

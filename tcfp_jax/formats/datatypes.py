@@ -1,0 +1,167 @@
+"""A datatype is a number and how its values share scales: `datatype(number, scale)`; bits are counted exactly."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from numpy.typing import DTypeLike
+
+from tcfp_jax.formats.codebooks import CodebookSpec, codebook
+from tcfp_jax.formats.numbers import NumberSpec, number
+from tcfp_jax.formats.scales import ScaleSpec
+from tcfp_jax.formats.scales import scale as parse_scale
+
+
+@dataclass(frozen=True)
+class DataType:
+    """What an array can be cast to and packed as; made by `datatype`. Frozen, hashable, equal by content.
+
+    Attributes:
+      number: what a value is.
+      scale: how values share scales, or None.
+      residual: a datatype for what rounding leaves, which is added to the value, or None.
+      name: for people.
+    """
+
+    number: NumberSpec | CodebookSpec
+    scale: ScaleSpec | None
+    residual: "DataType | None"
+    name: str = field(compare=False)
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether values stand alone."""
+        return self.scale is None
+
+    def bits_per_value(self, shape: Sequence[int] | None = None) -> float:
+        """Bits stored a value, scales and all: of an array of this shape exactly, without one of a large array.
+
+        Scales of a tensor or a channel count only where the shape is known. Tables of a codebook never count.
+
+        >>> datatype("e2m1f", "e8m0_t32").bits_per_value(), datatype("int8", "float32").bits_per_value((4, 4))
+        (4.25, 10.0)
+        """
+        if shape is not None:
+            size = math.prod(shape)
+            return float(Fraction(sum(self.stored_bits(shape).values()), size)) if size else 0.0
+        bits = Fraction(self.number.bits)
+        if self.scale is not None and self.scale.is_tile and all(tile.size for tile in self.scale.tiles):
+            tile = math.prod(tile.size for tile in self.scale.tiles)
+            subtile = math.prod(tile.subtile or tile.size for tile in self.scale.tiles)
+            bits += Fraction(self.scale.number.bits + (self.scale.zero.bits if self.scale.zero else 0), tile)
+            bits += Fraction(self.scale.offset + self._selector_bits, subtile)
+        return float(bits) + (self.residual.bits_per_value() if self.residual else 0.0)
+
+    @property
+    def _selector_bits(self) -> int:
+        return self.number.selector_bits if isinstance(self.number, CodebookSpec) else 0
+
+    def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
+        """Bits of each part of an array of this shape: values, scales, zeros, offsets, selectors, outer, residual.
+
+        >>> datatype("e2m1f", "e8m0_t32").stored_bits((2, 40))
+        {'values': 320, 'scales': 32}
+        """
+        parts = {"values": math.prod(shape) * self.number.bits}
+        if self.scale is not None:
+            tiles, subtiles = self._counts(tuple(shape))
+            parts["scales"] = tiles * self.scale.number.bits
+            parts["zeros"] = tiles * self.scale.zero.bits if self.scale.zero else 0
+            parts["offsets"] = subtiles * self.scale.offset
+            parts["selectors"] = subtiles * self._selector_bits
+            parts["outer"] = self.scale.outer.bits if self.scale.outer else 0
+        if self.residual is not None:
+            parts["residual"] = sum(self.residual.stored_bits(shape).values())
+        return {name: bits for name, bits in parts.items() if bits}
+
+    def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many tiles and subtiles an array has; subtiles fill up the last tile."""
+        assert self.scale is not None
+        if self.scale.is_tensor:
+            return 1, 1
+        tiles = subtiles = math.prod(shape)
+        for tile in self.scale.tiles:
+            size = tile.size or shape[tile.dim]
+            count = -(-shape[tile.dim] // size)
+            tiles = tiles // shape[tile.dim] * count
+            subtiles = subtiles // shape[tile.dim] * count * (size // (tile.subtile or size))
+        return tiles, subtiles
+
+
+def datatype(
+    number: "str | DTypeLike | NumberSpec | CodebookSpec",
+    scale: str | ScaleSpec | None = None,
+    name: str | None = None,
+    *,
+    residual: DataType | None = None,
+) -> DataType:
+    """A number and, with `scale`, how its values share scales.
+
+    Args:
+      number: a number's code or spec, a codebook or its code.
+      scale: a scale's code or spec; None leaves the number unscaled.
+      name: for people; the codes joined by an underscore without it.
+      residual: a datatype for `x - cast(x)`, which is stored too and added.
+
+    Raises:
+      ValueError: a bad code, or a number and a scale that contradict each other.
+
+    >>> datatype("e4m3fn").name, datatype("e2m1f", "e8m0_t32").name
+    ('e4m3fn', 'e2m1f_e8m0_t32')
+    """
+    spec = _number(number)
+    shared = parse_scale(scale) if isinstance(scale, str) else scale
+    if shared is not None and not isinstance(shared, ScaleSpec):
+        raise ValueError(f"scale={scale!r} is neither a scale's code nor a ScaleSpec")
+    made = DataType(spec, shared, residual, name or (spec.name if shared is None else f"{spec.name}_{shared.name}"))
+    if shared is None:
+        _check_unscaled(made)
+    else:
+        _check_scaled(made, shared)
+    return made
+
+
+def _number(code: "str | DTypeLike | NumberSpec | CodebookSpec") -> NumberSpec | CodebookSpec:
+    if isinstance(code, CodebookSpec):
+        return code
+    if isinstance(code, str) and code.lower().startswith(("nf", "icb")):
+        return codebook(code)
+    return number(code)
+
+
+def _check_unscaled(made: DataType) -> None:
+    if isinstance(made.number, CodebookSpec) and made.number.selector_bits:
+        raise ValueError(f"{made.name}: a codebook of several tables is selected tile by tile; add a scale")
+    _check_width(made)
+
+
+def _check_width(made: DataType) -> None:
+    spec = made.number
+    if isinstance(spec, NumberSpec) and spec.is_integer and spec.mbits > 24:
+        raise ValueError(f"{made.name}: {spec.name} has more digits than float32's 24, in which casts work; use int25")
+
+
+def _check_scaled(made: DataType, shared: ScaleSpec) -> None:
+    spec, name = made.number, made.name
+    _check_width(made)
+    if isinstance(spec, CodebookSpec):
+        if shared.offset or shared.zero:
+            raise ValueError(f"{name}: a codebook takes neither subtile offsets nor a zero point")
+        if shared.is_subtile and not spec.selector_bits:
+            raise ValueError(f"{name}: subtiles select among tables, and {spec.name} has one; drop sS")
+        return
+    if spec.kind == "exponent":
+        raise ValueError(f"{name}: an exponent is a scale, not a scaled value; use a float or integer number")
+    if spec.kind == "uint" and shared.zero is None:
+        raise ValueError(f"{name}: unsigned integers need a zero point; add one, such as float16_int8")
+    if spec.kind != "uint" and shared.zero is not None:
+        raise ValueError(f"{name}: a zero point shifts unsigned integers, not {spec.name}; drop it, or use uint")
+    if shared.zero is not None and shared.zero.is_integer and shared.zero.bits < spec.bits:
+        raise ValueError(f"{name}: zero point {shared.zero.name} is narrower than {spec.name}; use int{spec.bits}")
+    if shared.is_subtile and not shared.offset:
+        raise ValueError(f"{name}: subtiles need an offset (oO) or a codebook to select from; drop sS")
+    if spec.kind == "float" and spec.smallest_subnormal < 2.0**-100:
+        raise ValueError(f"{name}: {spec.name} has float32's range, so a scale does nothing; drop it")
+    if made.residual is not None and made.residual.residual is not None:
+        raise ValueError(f"{name}: a residual has no residual of its own; use one level")

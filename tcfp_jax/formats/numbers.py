@@ -1,0 +1,288 @@
+"""What one number is: `number(code)` describes a float, an integer or an exponent by its bits; no arrays, no casts.
+
+Grammar of codes:
+
+    eXmY[bZ][f|fn|fnuz|inuz]   floats: a sign, X in 1..8 exponent bits, Y in 0..23 mantissa bits, bias Z
+    eXm0[bZ]                   exponents: unsigned powers of two, 2**(code - bias), the last code is NaN
+    intK, uintK                integers of K in 2..32 bits; signed ones are symmetric, -(2**(K-1) - 1) is the smallest
+    floatN, bfloatN            IEEE-like: N in 9..32 for float (e5 up to 16 bits, e8 above), N in 10..32 for bfloat (e8)
+    binary8pP                  IEEE P3109 with precision P in 1..7
+    a jax or numpy dtype, or its name
+
+The bias defaults to 2**(X-1) - 1, also after `fnuz`; a *dtype's* name has the bias that the dtype has, so
+`float8_e4m3fnuz` is `e4m3b8fnuz`. What a suffix says of the codes that are no finite numbers:
+
+    (none)  ieee: the largest exponent holds inf (mantissa 0) and NaN
+    fn      no inf; the one code with all ones is NaN
+    fnuz    no inf, no -0; the code of -0 is NaN
+    inuz    no -0; the code of -0 is NaN, and all ones are inf
+    f       every code is a finite number (OCP's FP4 and FP6, which ml_dtypes calls `float4_e2m1fn` and so on)
+"""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+Kind = Literal["float", "int", "uint", "exponent"]
+InfNan = Literal["ieee", "fn", "fnuz", "inuz", "f"]
+
+GRAMMAR = (
+    "eXmY[bZ][f|fn|fnuz|inuz] (X 1 to 8, Y 0 to 23), eXm0, intK and uintK (K 2 to 32), floatN (9 to 32), "
+    "bfloatN (10 to 32), binary8pP (P 1 to 7), or a jax or numpy dtype"
+)
+
+_DTYPE_CODES = {
+    "float32": "e8m23",
+    "float16": "e5m10",
+    "bfloat16": "e8m7",
+    "float8_e3m4": "e3m4",
+    "float8_e4m3": "e4m3",
+    "float8_e4m3b11fnuz": "e4m3b11fnuz",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e4m3fnuz": "e4m3b8fnuz",
+    "float8_e5m2": "e5m2",
+    "float8_e5m2fnuz": "e5m2b16fnuz",
+    "float8_e8m0fnu": "e8m0",
+    "float6_e2m3fn": "e2m3f",
+    "float6_e3m2fn": "e3m2f",
+    "float4_e2m1fn": "e2m1f",
+    **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32)},
+}
+_CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True)
+class NumberSpec:
+    """A number format; made by `number`. Frozen and hashable, equal where the bits mean the same.
+
+    Attributes:
+      name: the canonical code, such as "e4m3fn".
+      kind: "float", "int", "uint" or "exponent".
+      ebits, mbits: widths of exponent and mantissa; for integers 0 and the bits without the sign.
+      bias: of the exponent; 0 for integers.
+      infnan: which codes are not finite: "ieee", "fn", "fnuz", "inuz" or "f"; integers are "f".
+    """
+
+    name: str
+    kind: Kind
+    ebits: int
+    mbits: int
+    bias: int
+    infnan: InfNan
+
+    @property
+    def signed(self) -> bool:
+        """Whether it has a sign bit."""
+        return self.kind in ("float", "int")
+
+    @property
+    def bits(self) -> int:
+        """Bits of storage."""
+        return self.ebits + self.mbits + self.signed
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is intK or uintK."""
+        return self.kind in ("int", "uint")
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code is NaN."""
+        return self.infnan != "f"
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether a code is infinite."""
+        return self.kind == "float" and self.infnan in ("ieee", "inuz")
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether -0 is a number of its own."""
+        return self.kind == "float" and self.infnan in ("ieee", "fn", "f")
+
+    @functools.cached_property
+    def largest_code(self) -> int:
+        """The code of the largest finite number, without the sign bit."""
+        codes = 1 << (self.ebits + self.mbits)
+        if self.kind == "exponent":
+            return codes - 2
+        if self.infnan == "ieee":
+            return codes - (1 << self.mbits) - 1
+        return codes - 1 - (self.infnan in ("fn", "inuz"))
+
+    def magnitude(self, code: int) -> float:
+        """The value of a code without its sign bit, exact.
+
+        >>> number("e4m3fn").magnitude(1) == 2.0**-9
+        True
+        """
+        if self.is_integer:
+            return float(code)
+        if self.kind == "exponent":
+            return math.ldexp(1.0, code - self.bias)
+        field, mantissa = code >> self.mbits, code & ((1 << self.mbits) - 1)
+        return math.ldexp(mantissa + (field > 0) * (1 << self.mbits), max(field, 1) - self.bias - self.mbits)
+
+    @functools.cached_property
+    def max(self) -> float:
+        """The largest finite value."""
+        return self.magnitude(self.largest_code)
+
+    @property
+    def min(self) -> float:
+        """The smallest finite value: -max, 0 for unsigned integers, the smallest power of two for exponents."""
+        if self.kind == "exponent":
+            return self.magnitude(0)
+        return -self.max if self.signed else 0.0
+
+    @functools.cached_property
+    def maxfloat(self) -> float:
+        """Max, for integers in fixed point: below 2, as a shared power of two scales them (127/64 for int8)."""
+        return math.ldexp(self.max, -self._fixed_point)
+
+    @property
+    def _fixed_point(self) -> int:
+        return self.mbits - 1 if self.is_integer else 0
+
+    @property
+    def emax(self) -> int:
+        """floor(log2(maxfloat)): 8 for e4m3fn, 0 for integers."""
+        return math.frexp(self.maxfloat)[1] - 1
+
+    @property
+    def emin(self) -> int:
+        """log2(smallest_normal); 0 for integers."""
+        if self.kind == "exponent":
+            return -self.bias
+        return 0 if self.is_integer else 1 - self.bias
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next value above: 2**-mbits; of fixed point for integers."""
+        return math.ldexp(1.0, -self._precision)
+
+    @property
+    def _precision(self) -> int:
+        return self._fixed_point if self.is_integer else self.mbits
+
+    @property
+    def midmax(self) -> float:
+        """Maxfloat and half a step: what is above it would not round to maxfloat."""
+        return self.maxfloat + math.ldexp(1.0, self.emax - self._precision - 1)
+
+    @property
+    def smallest_normal(self) -> float:
+        """2**emin."""
+        return math.ldexp(1.0, self.emin)
+
+    @property
+    def tiny(self) -> float:
+        """smallest_normal, by the name that finfo has for it."""
+        return self.smallest_normal
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value; of fixed point for integers."""
+        return math.ldexp(1.0, self.emin - (0 if self.kind == "exponent" else self._precision))
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        """The jax or ml_dtypes dtype with exactly these values and codes, or None; integers leave the lowest unused."""
+        name = _CODE_DTYPES.get(self.name)
+        return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
+
+    def number_line(self) -> tuple[float, ...]:
+        """All finite values, ascending, zero once; for up to 16 bits.
+
+        Raises:
+          ValueError: it has more than 16 bits.
+
+        >>> number("e2m1f").number_line()[7:]
+        (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        """
+        if self.bits > 16:
+            raise ValueError(f"the number line of {self.name} has 2**{self.bits} values; ask for 16 bits or fewer")
+        line = [self.magnitude(code) for code in range(self.largest_code + 1)]
+        return tuple([-v for v in reversed(line[1:])] + line if self.signed else line)
+
+
+def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
+    """The number that a code describes; see the module's docstring for the grammar.
+
+    Args:
+      code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec, which is returned.
+
+    Raises:
+      ValueError: the code is outside the grammar, or describes no number, or one that float32 does not contain.
+
+    Source: TensorCast (AMD); IEEE P3109; OCP Microscaling Formats 1.0; ml_dtypes.
+
+    >>> number("e4m3fn").max, number("float8_e4m3fnuz").bias, number("int8").maxfloat
+    (448.0, 8, 1.984375)
+    """
+    if isinstance(code, NumberSpec):
+        return code
+    if isinstance(code, str):
+        name = code.lower()
+    else:
+        try:
+            if code is None:  # which NumPy takes for float64
+                raise TypeError
+            name = np.dtype(code).name
+        except TypeError as error:
+            raise ValueError(f"{code!r} is not a number code; use {GRAMMAR}") from error
+    return _parse(_DTYPE_CODES.get(name, name), name)
+
+
+@functools.cache
+def _parse(code: str, given: str) -> NumberSpec:
+    if found := re.fullmatch(r"e(\d+)m(\d+)(?:b(\d+))?(f|fn|fnuz|inuz)?", code):
+        ebits, mbits = int(found[1]), int(found[2])
+        return _float(ebits, mbits, None if found[3] is None else int(found[3]), found[4] or "ieee", given)
+    if found := re.fullmatch(r"(u?)int(\d+)", code):
+        bits = int(found[2])
+        if not 2 <= bits <= 32:
+            raise ValueError(f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}")
+        if found[1]:
+            return NumberSpec(f"uint{bits}", "uint", 0, bits, 0, "f")
+        return NumberSpec(f"int{bits}", "int", 0, bits - 1, 0, "f")
+    if found := re.fullmatch(r"(b?)float(\d+)", code):
+        bits = int(found[2])
+        if not (10 if found[1] else 9) <= bits <= 32:
+            raise ValueError(f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide; use {GRAMMAR}")
+        ebits = 8 if found[1] or bits > 16 else 5
+        return _float(ebits, bits - 1 - ebits, None, "ieee", given)
+    if found := re.fullmatch(r"binary8p([1-7])", code):
+        precision = int(found[1])
+        bias = 63 if precision == 1 else 1 << (7 - precision)
+        return _float(8 - precision, precision - 1, bias, "inuz", given)
+    raise ValueError(f"{given!r} is not a number code; use {GRAMMAR}")
+
+
+def _float(ebits: int, mbits: int, bias: int | None, infnan: InfNan | str, given: str) -> NumberSpec:
+    if not (1 <= ebits <= 8 and mbits <= 23):
+        raise ValueError(f"{given!r}: e{ebits}m{mbits} is outside X 1 to 8, Y 0 to 23; use {GRAMMAR}")
+    default = (1 << (ebits - 1)) - 1
+    bias = default if bias is None else bias
+    kind: Kind = "exponent" if mbits == 0 and infnan == "ieee" else "float"
+    suffix = "" if infnan == "ieee" else infnan
+    name = f"e{ebits}m{mbits}{'' if bias == default else f'b{bias}'}{suffix}"
+    spec = NumberSpec(name, kind, ebits, mbits, bias, infnan)  # type: ignore[arg-type]
+    if kind == "exponent":
+        if ebits < 2 or spec.largest_code - bias > 127 or bias > 127:
+            raise ValueError(f"{given!r}: exponents need 2 bits or more and a range within 2**-127 to 2**127")
+        return spec
+    if spec.largest_code < 1 << mbits:
+        raise ValueError(f"{given!r}: {infnan} leaves no normal number; add exponent bits, or use fnuz or f")
+    if spec.emin < -126 or spec.emax > 127:
+        raise ValueError(
+            f"{given!r} reaches from 2**{spec.emin} to 2**{spec.emax}, float32 only from 2**-126 to 2**127; "
+            "change the bias or use fewer exponent bits"
+        )
+    return spec

@@ -1,0 +1,169 @@
+"""How numbers share scales: `scale(code)` describes tiles, the number that a scale is, zero points and two levels.
+
+Grammar: segments joined by underscores, in this order.
+
+    NUMBER              the scale: an exponent (powers of two) or a float
+    [NUMBER]            a zero point, an integer or a float: asymmetric, for unsigned integers
+    [tX[sS][oO][dY]]    a tile of X values, X = 2, 4, ... 1024, or 0 for a whole channel, along axis Y (-1 without it)
+    [tX...]             the other side of a 2-D block; the two are the axes -2 and -1 unless they say otherwise
+    [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' (two levels)
+
+Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and `oO` gives each an offset of O bits
+by which its power of two is smaller than the tile's. A channel `t0dY` is a tile as long as axis Y: one scale for
+every index of the other axes.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+
+from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
+
+SCALE_GRAMMAR = "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER], such as e8m0_t32, float16_int8_t32 or float32"
+
+_TILES = (0, *(1 << power for power in range(1, 11)))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One side of a block: `size` values along axis `dim` (0: all of them), in subtiles of `subtile` (0: none)."""
+
+    size: int
+    dim: int
+    subtile: int = 0
+
+
+@dataclass(frozen=True)
+class ScaleSpec:
+    """How values share scales; made by `scale`. Frozen and hashable.
+
+    Attributes:
+      name: the code.
+      number: what a scale is stored as.
+      zero: what a zero point is stored as, or None.
+      tiles: the sides of a block, one or two; none for one scale a tensor.
+      offset: bits of a subtile's offset, 0 for none.
+      outer: what the tensor's scale above the tiles' is stored as, or None.
+    """
+
+    name: str
+    number: NumberSpec
+    zero: NumberSpec | None
+    tiles: tuple[Tile, ...]
+    offset: int
+    outer: NumberSpec | None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the whole tensor shares one scale."""
+        return not self.tiles
+
+    @property
+    def is_channel(self) -> bool:
+        """Whether every tile is a whole axis."""
+        return bool(self.tiles) and all(tile.size == 0 for tile in self.tiles)
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether a tile has a size."""
+        return any(tile.size for tile in self.tiles)
+
+    @property
+    def is_subtile(self) -> bool:
+        """Whether tiles have subtiles."""
+        return any(tile.subtile for tile in self.tiles)
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether a block has two sides."""
+        return len(self.tiles) == 2
+
+
+@functools.cache
+def scale(code: str) -> ScaleSpec:
+    """The scale that a code describes; see the module's docstring for the grammar.
+
+    Raises:
+      ValueError: the code is outside the grammar, or its parts contradict each other.
+
+    Source: TensorCast (AMD); OCP Microscaling Formats 1.0; Rouhani et al. 2023, "Shared Microexponents" (subtiles).
+
+    >>> spec = scale("e8m0_t32")
+    >>> spec.number.name, spec.tiles
+    ('e8m0', (Tile(size=32, dim=-1, subtile=0),))
+    """
+    if not isinstance(code, str):
+        raise ValueError(f"a scale code is text, not {code!r}; use {SCALE_GRAMMAR}")
+    text = code.lower()
+    for name in sorted((n for n in _DTYPE_CODES if "_" in n), key=len, reverse=True):
+        text = text.replace(name, _DTYPE_CODES[name])
+    numbers: list[NumberSpec] = []
+    found_tiles: list[re.Match[str]] = []
+    outer = None
+    for segment in text.split("_"):
+        if found := re.fullmatch(r"t(\d+)(?:s(\d+))?(?:o(\d+))?(?:d(-?\d+))?", segment):
+            if outer is not None:
+                raise ValueError(f"{code!r}: tile {segment!r} follows the tensor's scale; use {SCALE_GRAMMAR}")
+            found_tiles.append(found)
+            continue
+        try:
+            parsed = number(segment)
+        except ValueError as error:
+            raise ValueError(f"{code!r}: {segment!r} is neither a number nor a tile; use {SCALE_GRAMMAR}") from error
+        if found_tiles and numbers:
+            if outer is not None:
+                raise ValueError(f"{code!r} has two numbers after its tiles; use {SCALE_GRAMMAR}")
+            outer = parsed
+        else:
+            numbers.append(parsed)
+    if not 1 <= len(numbers) <= 2 or len(found_tiles) > 2:
+        raise ValueError(f"{code!r} needs one scale, at most one zero point and two tiles; use {SCALE_GRAMMAR}")
+    tiles, offset = _tiles(code, found_tiles)
+    spec = ScaleSpec(text, numbers[0], numbers[1] if len(numbers) == 2 else None, tiles, offset, outer)
+    _check(spec)
+    return spec
+
+
+def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[Tile, ...], int]:
+    dims = [None if match[4] is None else int(match[4]) for match in found]
+    free = [dim for dim in (-2, -1) if dim not in dims][-dims.count(None) :] if None in dims else []
+    offsets = {int(match[3]) for match in found if match[3]}
+    tiles = []
+    for match, dim in zip(found, dims, strict=True):
+        size, subtile = int(match[1]), int(match[2] or 0)
+        if size not in _TILES:
+            raise ValueError(f"{code!r}: a tile of {size} is not a power of two from 2 to 1024, nor 0 for a channel")
+        if match[2] and (size == 0 or subtile < 2 or size % subtile):
+            raise ValueError(
+                f"{code!r}: subtiles of {subtile} do not divide a tile of {size}; use a smaller power of two"
+            )
+        tiles.append(Tile(size, free.pop(0) if dim is None else dim, subtile))
+    if len({tile.dim for tile in tiles}) < len(tiles):
+        raise ValueError(
+            f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second another one, such as d-2"
+        )
+    if len(offsets) > 1 or not offsets <= {1, 2}:
+        raise ValueError(f"{code!r}: an offset has 1 or 2 bits and is given once, not {sorted(offsets)}")
+    if offsets and not any(tile.subtile for tile in tiles):
+        raise ValueError(f"{code!r}: an offset belongs to subtiles; add sS, such as t16s2o1")
+    return tuple(tiles), offsets.pop() if offsets else 0
+
+
+def _check(spec: ScaleSpec) -> None:
+    if spec.number.is_integer:
+        raise ValueError(f"{spec.name!r}: a scale is an exponent or a float, not {spec.number.name}")
+    for number_spec in (spec.number, spec.outer):
+        if number_spec is not None and not number_spec.has_nan:
+            raise ValueError(f"{spec.name!r}: {number_spec.name} has no NaN, which a scale needs; use another suffix")
+    if spec.zero is not None:
+        if spec.number.kind != "float":
+            raise ValueError(f"{spec.name!r}: a zero point needs a float scale, not {spec.number.name}; use float16")
+        if spec.zero.kind not in ("int", "float"):
+            raise ValueError(f"{spec.name!r}: a zero point is a signed integer or a float, not {spec.zero.name}")
+    if spec.outer is not None:
+        if spec.number.kind != "float" or spec.outer.kind != "float" or spec.zero is not None:
+            raise ValueError(f"{spec.name!r}: two levels are a float scale above float scales, without zero point")
+        if not spec.is_tile:
+            raise ValueError(f"{spec.name!r}: a tensor's scale needs tiles below it; add tX")
+    if spec.offset and spec.number.kind != "exponent":
+        raise ValueError(f"{spec.name!r}: offsets are steps of a power of two; use an exponent scale such as e8m0")

@@ -1,0 +1,80 @@
+"""Hadamard rotations: an orthonormal mix of neighbours that spreads outliers before a cast and can be undone."""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+Direction = Literal["forward", "inverse"]
+
+
+def rotate(
+    x: ArrayLike, size: int = 16, *, signs: ArrayLike | None = None, dim: int = -1, direction: Direction = "forward"
+) -> jax.Array:
+    """Every `size` values along `dim` times a Hadamard matrix over sqrt(size), with random signs where given.
+
+        forward: y = (x * signs) H / sqrt(size)        inverse: x = (y H / sqrt(size)) * signs
+
+    H is Sylvester's, symmetric, with entries 1 and -1. A product of two operands that are both rotated along the
+    contraction stays what it was; that is how training in NVFP4 rotates the operands of its weight gradients.
+
+    Args:
+      x: real floats of any shape; arithmetic is float32.
+      size: a power of two from 2 to 1024 that divides the axis. For powers of four, 1 / sqrt(size) is exact.
+      signs: `[size]` of 1 and -1, or None for all ones.
+      dim: the axis, negative or not.
+      direction: "forward" or "inverse".
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not real floating point.
+      ValueError: a size that is no power of two or does not divide the axis, signs of another shape, or an unknown
+        direction.
+
+    Source: Ashkboos et al. 2024, "QuaRot"; NVIDIA 2025, "Pretraining Large Language Models with NVFP4", section 4.2.
+
+    >>> rotate(jnp.array([4.0, 0.0, 0.0, 0.0]), 4).tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"x is {array.dtype}; rotations take real floats, such as x.astype(float32)")
+    if direction not in ("forward", "inverse"):
+        raise ValueError(f'direction={direction!r} is unknown; use "forward" or "inverse"')
+    if size not in [1 << power for power in range(1, 11)]:
+        raise ValueError(f"size={size} is not a power of two from 2 to 1024; use 16")
+    if not -array.ndim <= dim < array.ndim:
+        raise ValueError(f"dim={dim} is not an axis of shape {array.shape}; use one from {-array.ndim}")
+    if array.shape[dim] % size:
+        raise ValueError(f"size={size} does not divide axis {dim} of shape {array.shape}; use a smaller power of two")
+    rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
+    flips = _signs(signs, size)
+    groups = rows.reshape(*rows.shape[:-1], -1, size)
+    groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
+    return jnp.moveaxis(groups.reshape(rows.shape), -1, dim).astype(array.dtype)
+
+
+def _signs(signs: ArrayLike | None, size: int) -> jax.Array:
+    if signs is None:
+        return jnp.ones(size, jnp.float32)
+    flips = jnp.asarray(signs)
+    if flips.shape != (size,):
+        raise ValueError(f"signs have shape {flips.shape}; give {size} of them, each 1 or -1")
+    if not isinstance(flips, jax.core.Tracer) and not bool(jnp.all(jnp.abs(flips) == 1)):
+        raise ValueError("signs hold something else than 1 and -1; use jax.random.rademacher(key, (size,))")
+    return flips.astype(jnp.float32)
+
+
+def _hadamard(x: jax.Array, size: int) -> jax.Array:
+    """Butterflies along the last axis: log2(size) sums and differences in a fixed order, then the norm."""
+    half = 1
+    while half < size:
+        pairs = x.reshape(*x.shape[:-1], size // (2 * half), 2, half)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        half *= 2
+    return x * jnp.float32(1 / math.sqrt(size))

@@ -1,0 +1,75 @@
+"""What the tests of formats share: inputs that are hard to round, comparison by bits, and programs quick to compile."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from tcfp_jax.formats import cast, number, pack, unpack
+
+FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat"))] + ["float16"]
+EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+MODES = ("datatype", "roundmode", "scalemode", "saturate")
+
+# Programs as users compile them, with every optimization of XLA: what is compared with an oracle runs so.
+jitted = jax.jit(cast, static_argnames=MODES)
+
+
+def _quick_options():
+    """A third of the time to compile: for tests of shapes, axes and storage, which run many small programs once."""
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:  # jax 0.12 has no other emitters
+        options.pop("xla_cpu_use_fusion_emitters")
+    return options
+
+
+QUICK = _quick_options()
+quick = jax.jit(cast, static_argnames=MODES, compiler_options=QUICK)
+
+
+@functools.partial(jax.jit, static_argnames=(*MODES, "sparsity"), compiler_options=QUICK)
+def packed_and_cast(x, datatype, *, sparsity=None, **modes):
+    """(the packed array, what unpacking it gives, the cast) of an array."""
+    packed = pack(x, datatype, sparsity=sparsity, **modes)
+    return packed, unpack(packed), cast(x, datatype, **modes)
+
+
+def bits_of(x):
+    """uint32 bits of float32, one NaN for all."""
+    x = np.asarray(x, np.float32)
+    return np.where(np.isnan(x), 0x7FC00000, np.ascontiguousarray(x).view(np.uint32))
+
+
+def same(a, b):
+    """Equal bit for bit, any NaN for any NaN."""
+    return np.array_equal(bits_of(a), bits_of(b))
+
+
+def same_bits(a, b):
+    """Equal bit for bit in one dtype, NaN too."""
+    assert a.dtype == b.dtype
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]
+    return np.array_equal(np.asarray(a).view(unsigned), np.asarray(b).view(unsigned))
+
+
+@functools.cache
+def awkward_inputs(name):
+    """Every bfloat16; every value of a number, every midpoint, and the float32 neighbours of all of them."""
+    line = np.array(number(name).number_line()[-(2**15) :], np.float64)
+    points = np.concatenate([line, (line[1:] + line[:-1]) / 2, [number(name).midmax]])
+    points = np.concatenate([points, -points])
+    with np.errstate(all="ignore"):
+        single = points.astype(np.float32)
+        every = np.concatenate(
+            [single, np.nextafter(single, np.float32(np.inf)), np.nextafter(single, np.float32(-np.inf))]
+        )
+        return np.concatenate([EVERY_BFLOAT16.astype(np.float32), every])
+
+
+def float32(x):
+    """A JAX array of float32."""
+    return jnp.asarray(x, jnp.float32)

@@ -1,0 +1,154 @@
+"""Scales, datatypes and the catalog: codes, contradictions, exact bits, and names that say what they are."""
+
+import re
+
+import pytest
+
+from tcfp_jax import formats
+from tcfp_jax.formats import CATALOG, datatype, number, scale
+from tcfp_jax.formats.scales import Tile
+
+
+def test_scale_codes():
+    assert scale("float32").is_tensor and not scale("float32").is_tile
+    assert scale("float16_int8_t0d1").tiles == (Tile(0, 1),) and scale("e8m0_t0").is_channel
+    spec = scale("e8m0_t16s2o1")
+    assert spec.is_subtile and spec.offset == 1 and spec.tiles == (Tile(16, -1, 2),)
+    assert scale("e8m0_t32_t16").tiles == (Tile(32, -2), Tile(16, -1)) and scale("e8m0_t32_t16").is_2d
+    assert scale("e8m0_t32d0_t16").tiles == (Tile(32, 0), Tile(16, -1))
+    assert scale("e8m0_t32d-1_t16").tiles == (Tile(32, -1), Tile(16, -2))
+    two = scale("e4m3fn_t16_float32")
+    assert two.number == number("e4m3fn") and two.outer == number("float32") and two.zero is None
+    assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
+    assert hash(two) == hash(scale("e4m3fn_t16_float32"))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", "neither"), ("t32", "needs one scale"), ("e8m0_t33", "power of two"), ("e8m0_t2048", "power of two"),
+        ("e8m0_t32s3", "divide"), ("e8m0_t0s2", "divide"), ("e8m0_t32o1", "subtiles"), ("e8m0_t32s4o3", "1 or 2 bits"),
+        ("e8m0_t32d1_t32d1", "both tiles"), ("e8m0_int8", "float scale"), ("float16_uint8", "signed"),
+        ("float16_e8m0", "signed"), ("int8_t32", "exponent or a float"), ("float16_t32_t32_t32", "two tiles"),
+        ("e8m0_t16_float32", "two levels"), ("float16_int8_t16_float32", "two levels"), 
+        ("float16_float16_float16", "needs"),
+        ("e4m3fn_t0_float32", "tiles below"), ("float16_t16s2o1", "power of two"), ("e8m0_x", "neither"), (3, "text"),
+        ("e4m3fn_t16_float32_t16", "follows"), ("e4m3fn_t16_float32_float32", "two numbers"),
+    ],
+)  # fmt: skip
+def test_bad_scales_raise(code, why):
+    with pytest.raises(ValueError, match=why):
+        scale(code)
+
+
+@pytest.mark.parametrize(
+    ("codes", "why"),
+    [
+        (("uint8", "float16"), "zero point"), (("int8", "float16_int8"), "zero point"),
+        (("e4m3fn", "float16_float16"), "zero point"), (("e8m0", "float16"), "exponent"),
+        (("uint8", "float16_int4"), "narrower"), (("bfloat16", "e8m0_t32"), "range"), (("int32", "float32"), "24"),
+        (("uint32",), "24"), (("e2m1f", "e8m0_t32s4"), "offset"), (("nf4", "e8m0_t32s4"), "has one"),
+        (("nf4", "e8m0_t32s4o1"), "neither"), (("icb44fi_e4m3fn",), "add a scale"), (("e4m3fn", 3), "neither"),
+    ],
+)  # fmt: skip
+def test_contradictions_raise(codes, why):
+    with pytest.raises(ValueError, match=why):
+        datatype(*codes)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("mxfp8e5", 8.25), ("mxfp8e4", 8.25), ("mxfp6e3", 6.25), ("mxfp6e2", 6.25), ("mxfp4e2", 4.25), ("mxint8", 8.25),
+        ("mxint4", 4.25), ("bfp16", 9), ("mx9", 9), ("mx6", 6), ("mx4", 4), ("nvfp4", 4.5), ("tcfp12", 12.5),
+        ("nf4", 4.5), ("uint8_ff32", 9), ("uint4_bi32", 4.75), ("e4m3fn", 8), ("int8_f", 8), 
+        ("mxfp4s", 4 + 8 / 1024),        ("icb44fi4_e32s8", 4 + 8 / 32 + 5 / 8),
+    ],
+)  # fmt: skip
+def test_bits_per_value(name, bits):
+    assert getattr(formats, name).bits_per_value() == bits
+
+
+def test_bits_of_a_shape_count_every_scale():
+    assert datatype("int8", "float16_t0").bits_per_value((4, 8)) == 8 + 16 / 8
+    assert datatype("int8", "float32").bits_per_value((4, 8)) == 8 + 1
+    assert formats.mxfp4e2.bits_per_value((40,)) == 4 + 16 / 40
+    assert formats.nvfp4.stored_bits((4, 20)) == {"values": 320, "scales": 64, "outer": 32}
+    assert formats.nvfp4s.stored_bits((20, 17)) == {"values": 1360, "scales": 32, "outer": 32}
+    assert formats.tcfp12.bits_per_value((2, 64)) == 12.5 and formats.mxfp4e2.bits_per_value((0, 3)) == 0
+
+
+def test_equality_is_content():
+    assert formats.mxfp8 == formats.mxfp8e4 and hash(formats.mxfp8) == hash(formats.mxfp8e4)
+    assert formats.mxfp8 != formats.mxfp8t16 and formats.mxfp8.name == "mxfp8"
+
+
+LETTERS = {"F": "float32", "f": "float16", "b": "bfloat16", "n": "e4m3", "e": "e8m0", "i": "int8"}
+NUMBERS = {
+    "bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz", "bf6": "e3m2f", "fp6": "e2m3f",
+    "fp4": "e2m1f", "e5m2": "e5m2", "e4m3": "e4m3fn", "e5m2z": "e5m2fnuz", "e4m3z": "e4m3fnuz", "e3m2": "e3m2f",
+    "e2m3": "e2m3f", "e2m1": "e2m1f", "b8": "e5m2", "f8": "e4m3fn", "b6": "e3m2f", "f6": "e2m3f", "f4": "e2m1f",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_name_says_what_it_is(name):
+    made = CATALOG[name]
+    spec, shared = made.number, made.scale
+    assert made.name == name and getattr(formats, name) is made
+    if name in ("nf4", "nvfp4", "nvfp4s", "tcfp12", "uint4_f12i432"):
+        assert shared is not None
+    elif found := re.fullmatch(r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", name):
+        assert spec == number(NUMBERS.get(found[1], found[1]))
+        scales = [shared.number] + ([shared.zero] if shared.zero else [])
+        small = found[3] == "32" and found[2] == "f"  # a float of 8 to 9 bits, in tiles
+        assert scales == [number("e5m3" if small else LETTERS[letter]) for letter in found[2]]
+        assert shared.tiles == {None: (), "c": (Tile(0, -1),), "32": (Tile(32, -1),)}[found[3]]
+    elif found := re.fullmatch(r"mxfp(\d)e(\d)", name):
+        assert (spec.bits, spec.ebits, shared.name) == (int(found[1]), int(found[2]), "e8m0_t32")
+    elif found := re.fullmatch(r"mxint(\d)(t16)?(s)?|mx([bf][fp]\d)(t16)?(s16|s)?", name):
+        size = 16 if (found[2] or found[5] or found[6] == "s16") else 32
+        assert spec == number(f"int{found[1]}" if found[1] else NUMBERS[found[4]])
+        assert [tile.size for tile in shared.tiles] == [size] * (2 if found[3] or found[6] else 1)
+    elif found := re.fullmatch(r"nv([bf]\d)(s)?", name):
+        assert spec == number(NUMBERS[found[1]]) and shared.number == number("e4m3")
+        assert [tile.size for tile in shared.tiles] == [16] * (2 if found[2] else 1)
+    elif found := re.fullmatch(r"((?:bf|fp)8n?)([Ffb])32s", name):
+        assert spec == number(NUMBERS[found[1]]) and shared.number == number(LETTERS[found[2]])
+        assert shared.tiles == (Tile(32, -2), Tile(32, -1))
+    elif found := re.fullmatch(r"mx(\d)", name):
+        assert made.bits_per_value() == int(found[1]) and shared.tiles == (Tile(16, -1, 2),)
+    elif found := re.fullmatch(r"bfp16(t16)?", name):
+        assert spec == number("int8") and shared.tiles[0].size == (16 if found[1] else 8)
+    elif found := re.fullmatch(r"(e1m\d)b1_([ef])32", name):
+        assert spec == number(f"{found[1]}b1fnuz") and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
+    elif found := re.fullmatch(r"e2m1_e32s(\d)o(\d)", name):
+        assert (
+            spec == number("e2m1f")
+            and shared.tiles == (Tile(32, -1, int(found[1])),)
+            and shared.offset == int(found[2])
+        )
+    elif found := re.fullmatch(r"icb44fi(\d)_([ef])32(?:s(\d+))?", name):
+        assert f"_e{found[1]}m" in spec.name and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
+        assert shared.tiles == (Tile(32, -1, int(found[3] or 0)),)
+    else:
+        assert shared is None and spec == number(NUMBERS.get(name, name))
+
+
+def test_catalog_has_tensorcasts_names():
+    names = (
+        "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz e5m2 e5m2fnuz e5m2b16fnuz"
+    )
+    names += " binary8p3 e4m3fnuz e4m3fn e4m3b8fnuz binary8p4 binary8p5 e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz uint16_ff"
+    names += (
+        " uint16_bb int16_f int16_b int16_e uint8_ff uint8_bb uint8_fi uint8_bi int8_f int8_b int8_e e5m2_e e5m2z_e"
+    )
+    names += (
+        " e4m3_e e4m3z_e e3m2_e e2m3_e mxfp8e5 mxfp8e4 mxfp6e3 mxfp6e2 mxfp4e2 mxfp5e2 mxint8 mxint4 bfp16 uint4_ff32"
+    )
+    names += (
+        " uint4_fi32 uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32 e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32"
+    )
+    names += " e3m2_f32 e2m3_f32 e4m3_f32 mx9 mx6 mx4 e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2"
+    names += "".join(f" icb44fi{d}_{k}32{s}" for d in "432" for k in "ef" for s in ("", "s16", "s8", "s4"))
+    assert not set(names.split()) - set(CATALOG)

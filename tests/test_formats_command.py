@@ -1,0 +1,44 @@
+"""`python -m tcfp_jax.formats`, the docs that come from it, and the benchmark of casts."""
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import casts, common, eager_torch
+from tcfp_jax.formats import CATALOG, __main__
+
+DOCS = common.ROOT / "docs" / "formats.md"
+
+
+def test_one_datatype(capsys):
+    assert __main__.main(["mx6"]) == 0
+    assert "bits per value 6 " in capsys.readouterr().out
+    assert __main__.main(["e3m4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("15.5")
+    assert __main__.main(["mxfp5"]) == 2
+    assert "eXmY" in capsys.readouterr().err
+
+
+def test_the_list_has_every_name(capsys, monkeypatch):
+    monkeypatch.setattr(__main__, "snr_db", lambda made: 0.0)
+    assert __main__.main([]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["name", *CATALOG]
+
+
+def test_docs_say_what_the_code_says(capsys):
+    text = DOCS.read_text()
+    assert (DOCS.parent / "plots" / "formats.png").exists() and "plots/formats.png" in text
+    assert __main__.main(["--table"]) == 0
+    table = text.split("<!-- begin: formats -->\n")[1].split("<!-- end: formats -->")[0]
+    assert table == capsys.readouterr().out
+
+
+def test_casts_are_checked_and_timed(tmp_path):
+    rows = casts.main(["--smoke", "--out", str(tmp_path)])
+    on_device = [row for row in rows if row.over_copy is not None]
+    assert [row.name for row in on_device] == ["copy", *casts.DATATYPES]
+    assert all(row.terabytes_per_second > 0 and row.over_copy > 0 for row in on_device)
+    beside_torch = rows[len(on_device) :]
+    assert (len(beside_torch) > 0) == (eager_torch.missing() is None)
+    assert all(row.over_eager > 0 for row in beside_torch)
+    with pytest.raises(ArithmeticError, match="not timed"):
+        casts.check("mxfp8e4", jnp.ones(64), jnp.zeros(64))
