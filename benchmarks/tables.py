@@ -99,12 +99,21 @@ def _quality(result: Result) -> str:
     return (
         f"{markdown_table(['SNR in dB', 'bits/value', *quality.DISTRIBUTIONS], table)}\n\n"
         f"Output of a product (activation × weight) against float64, in dB: {outputs}. The activation limits it.\n\n"
+        f"{_outlier_channel(result)}"
         "Error feedback (its bits include a float32 error buffer): the mean of "
         f"{config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of one "
         f"step's RMS error; of a weight that moves, step {config['moving_steps']} alone has "
         f"{moving['snr_db']:.1f} dB. Tensors have {config['size']}² values, those of error feedback "
         f"{config['moving_size']}²; scales are per tensor, except TCFP-12's, so larger outliers cost more."
     )
+
+
+def _outlier_channel(result: Result) -> str:
+    rows = [row for row in result.rows if row["question"] == "outlier channel"]
+    if not rows:
+        return ""
+    figures = ", ".join(f"{row['name']} {row['snr_db']:.1f}" for row in rows)
+    return f"One channel a thousand times as large, what is left of the others, in dB: {figures}.\n\n"
 
 
 def _convergence(result: Result) -> str:
