@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, gemm, memory, plots, quality, quantizers, recipes, train_step
+from benchmarks import convergence, gemm, memory, plots, quality, quantizers, recipes, scan, train_step
 from benchmarks.common import RESULTS
 
 WORTH_A_COLUMN = (1, 7, 70)  # of the billions in the arithmetic of benchmarks.memory
@@ -226,6 +226,25 @@ def _recipes(result: Result) -> str:
     )
 
 
+def _scan(result: Result) -> str:
+    table = []
+    for row in result.rows:
+        other = next(r for r in result.rows if r["recipe"] == row["recipe"] and r["form"] == "unrolled")
+        compiled, unrolled = (r["trace_seconds"] + r["compile_seconds"] for r in (row, other))
+        numbers = [f"{compiled:.1f} s", f"{row['median_ms']:.2f} ms"]
+        ratios = [f"{compiled / unrolled:.2f}", f"{row['median_ms'] / other['median_ms']:.2f}"]
+        table.append([f"`{row['recipe']}`", row["form"], *numbers, *ratios])
+    c = result.config
+    titles = ["recipe", "layers", "trace and compile", "step", "compile / unrolled", "step / unrolled"]
+    cpu = " A CPU multiplies FP8 values in float32: its steps say nothing of a GPU's."
+    return (
+        f"{markdown_table(titles, table)}\n\n"
+        f"{c['layers']} Transformer blocks of width {c['width']}, {c['batch']} × {c['sequence']} tokens; loss, "
+        f"gradients, SGD and error feedback ({result.rows[0]['timer']}). `bf16` is Flax's own model, not converted."
+        f"{cpu if result.header['platform'] == 'cpu' else ''}"
+    )
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     gemm.NAME: _gemm,
     quantizers.NAME: _quantizers,
@@ -235,4 +254,5 @@ TABLES: dict[str, Callable[[Result], str]] = {
     quality.NAME: _quality,
     convergence.NAME: _convergence,
     memory.NAME: _memory,
+    scan.NAME: _scan,
 }

@@ -1,4 +1,4 @@
-"""Flax Linen layers: `TCFPDense`, a drop-in for `nn.Dense`, and `TCFPDotGeneral` for `nn.Dense(dot_general_cls=...)`.
+"""Flax Linen layers: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.LayerNorm` and `nn.Embed` with low precision.
 
 A layer creates `params` only, with the names and shapes of Flax's own, so checkpoints are interchangeable both ways.
 It reads its quantized kernel from the `tcfp` collection if the caller passes one (`tcfp_jax.layer_state`) and
@@ -9,18 +9,16 @@ writes a variable.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import canonicalize_dtype
 
-from pallas_kernels.quantize.api import check_real
-from tcfp_jax.gemm import matmul
-from tcfp_jax.quantization import Quantized
+from tcfp_jax import adapters
+from tcfp_jax.adapters import COLLECTION, RNG, check_unused, multiplier
 from tcfp_jax.recipe import Recipe
 from tcfp_jax.recipe import recipe as named_recipe
 
-COLLECTION = "tcfp"
-RNG = "tcfp"
+__all__ = [
+    "COLLECTION", "RNG", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm",
+]  # fmt: skip
 
 
 class TCFPDense(nn.Dense):
@@ -41,8 +39,8 @@ class TCFPDense(nn.Dense):
         product is computed, so they would be ignored.
 
     >>> layer = TCFPDense(4, recipe="tcfp12")
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 3)))
-    >>> jax.tree.map(jnp.shape, variables)
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 3)))
+    >>> jax.tree.map(jax.numpy.shape, variables)
     {'params': {'bias': (4,), 'kernel': (3, 4)}}
     """
 
@@ -51,14 +49,105 @@ class TCFPDense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[..., k]` to `[..., features]`."""
-        _check_unused(self)
-        inputs = jnp.asarray(inputs)
-        check_real("inputs", inputs)
-        kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        dtype = canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
-        y = _multiply(self, inputs.astype(dtype), kernel, named_recipe(self.recipe))
-        return y if bias is None else y + bias.astype(dtype)
+        check_unused(self, nn.Dense)
+        return adapters.dense(self, multiplier(self, named_recipe(self.recipe)), inputs)
+
+
+class TCFPDenseGeneral(nn.DenseGeneral):
+    """`nn.DenseGeneral` whose product follows a recipe; kernel `[*batch, *in, *features]`, a matrix a batch entry.
+
+    Fields, parameter names, shapes and initial values are those of `nn.DenseGeneral`, plus `recipe`, as in
+    `TCFPDense`. A kernel of more than two axes is stored as the matrix that it is only if
+    `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))` builds the state.
+
+    Raises:
+      TypeError: integer or complex inputs.
+      ValueError: a field is set that the recipe decides, as in `TCFPDense`.
+
+    >>> layer = TCFPDenseGeneral((2, 4), recipe="tcfp12")
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
+    >>> y.shape, variables["params"]["kernel"].shape
+    ((5, 2, 4), (3, 2, 4))
+    """
+
+    recipe: Recipe | str = "tcfp12"
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """`inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
+        check_unused(self, nn.DenseGeneral)
+        return adapters.dense_general(self, multiplier(self, named_recipe(self.recipe)), inputs)
+
+
+class TCFPEinsum(nn.Einsum):
+    """`nn.Einsum` whose product follows a recipe; letters shared by x, kernel and result have a scale each.
+
+    Fields, parameter names, shapes and initial values are those of `nn.Einsum`, plus `recipe`; state as in
+    `TCFPDenseGeneral`.
+
+    Raises:
+      TypeError: integer or complex inputs.
+      ValueError: a field is set that the recipe decides, or the equation does not fit.
+      NotImplementedError: an equation that is no stack of matrix products.
+
+    >>> layer = TCFPEinsum((3, 2, 4), "bk,khd->bhd", recipe="tcfp12")
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
+    >>> y.shape, variables["params"]["bias"].shape
+    ((5, 2, 4), (2, 4))
+    """
+
+    recipe: Recipe | str = "tcfp12"
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """The einsum of `inputs` and the kernel, plus the bias."""
+        check_unused(self, nn.Einsum)
+        return adapters.einsum(self, multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
+
+
+class TCFPLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, with a straight-through gradient.
+
+    Block scales come from amax: sigma scales would clip gains. Fields and parameters are those of `nn.LayerNorm`.
+
+    >>> layer = TCFPLayerNorm()
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 4)))
+    >>> sorted(variables["params"])
+    ['bias', 'scale']
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalize x; `mask` as in `nn.LayerNorm`."""
+        return adapters.layer_norm(self, x, mask=mask)
+
+
+class TCFPEmbed(nn.Embed):
+    """`nn.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
+
+    Fields and the parameter are those of `nn.Embed`, plus `recipe`, of `attend` only. The rounding has a
+    straight-through gradient.
+
+    Raises:
+      ValueError: tokens that are no integers, or `promote_dtype` is set.
+
+    >>> layer = TCFPEmbed(8, 4)
+    >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.arange(3))
+    >>> jax.eval_shape(lambda v: layer.apply(v, jax.numpy.ones((2, 4)), method="attend"), variables).shape
+    (2, 8)
+    """
+
+    recipe: Recipe | str = "tcfp12"
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Integer tokens `[...]` to `[..., features]`."""
+        check_unused(self, nn.Embed)
+        return adapters.embed(self, inputs)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """`query` `[..., features]` to scores `[..., num_embeddings]`."""
+        check_unused(self, nn.Embed)
+        return adapters.attend(self, multiplier(self, named_recipe(self.recipe)), query)
 
 
 class TCFPDotGeneral(nn.Module):
@@ -73,8 +162,8 @@ class TCFPDotGeneral(nn.Module):
 
     >>> import functools
     >>> layer = nn.Dense(4, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tensorwise"))
-    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3)))
-    >>> y.shape, jax.tree.map(jnp.shape, variables)
+    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 3)))
+    >>> y.shape, jax.tree.map(jax.numpy.shape, variables)
     ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
     """
 
@@ -102,25 +191,4 @@ class TCFPDotGeneral(nn.Module):
                 "leave them None"
             )
         owner = self.parent if isinstance(self.parent, nn.Module) else self
-        return _multiply(owner, lhs, rhs, named_recipe(self.recipe))
-
-
-def _multiply(owner: nn.Module, x: jax.Array, kernel: jax.Array, recipe: Recipe) -> jax.Array:
-    """The product of a layer: with its stored kernel if the caller passed one."""
-    quantized: Quantized | None = None
-    key = None
-    if owner.has_variable(COLLECTION, "kernel"):
-        quantized = owner.get_variable(COLLECTION, "kernel")
-    elif recipe.residual == "stochastic":
-        key = owner.make_rng(RNG) if owner.has_rng(RNG) else jax.random.key(0)
-    return matmul(x, kernel, recipe=recipe, quantized=quantized, key=key)
-
-
-def _check_unused(layer: TCFPDense) -> None:
-    default = nn.Dense(layer.features)
-    for name in ("precision", "dot_general", "dot_general_cls", "promote_dtype"):
-        if getattr(layer, name) is not getattr(default, name):
-            raise ValueError(
-                f"TCFPDense({name}={getattr(layer, name)!r}): the recipe decides how the product is computed; "
-                f"leave {name} unset, or use nn.Dense"
-            )
+        return multiplier(owner, named_recipe(self.recipe))("...k,kn->...n", lhs, rhs)

@@ -11,7 +11,7 @@ so that the mean of what layers multiply by converges to the weight like 1/t (te
 2014; Karimireddy et al. 2019). It never changes the updates. `layer_state` hands the stored weights to the layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.quantize.api import Orientation
-from tcfp_jax.quantization import Quantized, WithResidual, quantize_weight
+from tcfp_jax.layout import Weight
+from tcfp_jax.quantization import Quantized, WithResidual, as_quantized, quantize_weight
 from tcfp_jax.recipe import Recipe, TCFPMode
 from tcfp_jax.recipe import recipe as named_recipe
 from tcfp_jax.scaling import next_amax
@@ -39,7 +40,7 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def error_feedback(
-    recipe: Recipe | str,
+    recipe: Recipe | str | Mapping[str, Weight],
     *,
     key: jax.Array | None = None,
     error_dtype: DTypeLike = "float32",
@@ -52,6 +53,8 @@ def error_feedback(
     Args:
       recipe: how the layers multiply; the same recipe that they have. With `recipe.error_feedback=False` the weights
         are still quantized here, once per step, but no error buffer exists. With "bf16" it does nothing.
+        Or what `tcfp_jax.conversion.find_weights` found in a model: by path, each weight's recipe and which of its
+        axes are contracted; kernels of more than two axes are then stored as the matrices that they are.
       key: JAX random key, for `residual="stochastic"` only. It is part of the state from then on.
       error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
       mask: which leaves are weights: a tree of bools or a function from params to one. None takes every
@@ -59,34 +62,41 @@ def error_feedback(
 
     Raises:
       ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
-        parameters in which no leaf is a weight; `update` without params.
+        parameters in which no leaf is a weight, or which lack one of the mapping; a mapping and `mask=`; `update`
+        without params.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
     >>> float(layer_state(tx.init(params))["kernel"].dequantize()[0, 0])
     1.0
     """
-    recipe = named_recipe(recipe)
+    chosen: Recipe | Mapping[str, Weight] = recipe if isinstance(recipe, Mapping) else named_recipe(recipe)
+    if isinstance(chosen, Mapping) and mask is not None:
+        raise ValueError("the mapping says which leaves are weights, and mask= is given too; drop one of them")
     error_type = _error_dtype(error_dtype)
-    if recipe.residual == "stochastic" and key is None:
-        raise ValueError('residual="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
-    if recipe.residual != "stochastic" and key is not None:
-        raise ValueError(f"residual={recipe.residual!r} uses no random bits, but key= is given; drop the key")
+    _check_key(chosen, key)
     key_data, implementation = (None, None) if key is None else _key_data(key)
 
     def init(params: Any) -> ErrorFeedbackState:
-        weights = _Weights(params, recipe, mask)
-        step = _Step(recipe, error_type, weights.keys(key_data, implementation))
-        entries = [step.first(w, i) for i, w in weights.leaves]
+        weights = _Weights(params, chosen, mask)
+        key_of = weights.keys(key_data, implementation)
+        entries = [_Step(r, error_type, key_of).first(w, i) for i, w, r in weights.leaves]
         return weights.state(entries, _next_key(key_data, implementation))
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
-        weights = _Weights(optax.apply_updates(params, updates), recipe, mask)
-        step = _Step(recipe, error_type, weights.keys(state.key, implementation))
+        weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
+        key_of = weights.keys(state.key, implementation)
         stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
-        entries = [step.next(w, i, stored[i], errors[i], amax[i]) for i, w in weights.leaves]
+        entries = [
+            _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
+            for i, w, r in weights.leaves
+        ]
+        entries = [
+            entry._replace(weight=_as_it_came(entry.weight, stored[i]))
+            for entry, (i, *_) in zip(entries, weights.leaves, strict=True)
+        ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
 
     return optax.GradientTransformation(init, update)
@@ -110,7 +120,7 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
         if isinstance(state, ErrorFeedbackState):
             entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
             for path, weight in entries:
-                _insert(collection, [_entry_name(entry) for entry in path], weight)
+                _insert(collection, path_names(path), as_quantized(weight))
     return collection
 
 
@@ -121,16 +131,18 @@ class _Entry(NamedTuple):
 
 
 class _Weights:
-    """The leaves of a parameter tree that are weights, by position, and the way back to trees."""
+    """The leaves of a parameter tree that are weights, by position, as matrices; and the way back to trees."""
 
-    def __init__(self, params: Any, recipe: Recipe, mask: Any) -> None:
+    def __init__(self, params: Any, recipe: Recipe | Mapping[str, Weight], mask: Any) -> None:
         self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
-        chosen = [False] * len(paths)
-        if recipe.mode is not TCFPMode.BF16:
-            chosen = _chosen(params, paths, self.treedef, mask)
         self.count = len(paths)
-        self.leaves = [(i, leaf) for i, (_, leaf) in enumerate(paths) if chosen[i]]
+        self.leaves: list[tuple[int, jax.Array, Recipe]] = []
+        if isinstance(recipe, Mapping):
+            self.leaves = _mapped(paths, recipe)
+        elif recipe.mode is not TCFPMode.BF16:
+            chosen = _chosen(params, paths, self.treedef, mask)
+            self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
 
     def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
         """The random key of leaf i in this step."""
@@ -141,7 +153,7 @@ class _Weights:
 
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
         columns: list[list[Any]] = [[optax.MaskedNode()] * self.count for _ in range(3)]
-        for (i, _), entry in zip(self.leaves, entries, strict=True):
+        for (i, *_), entry in zip(self.leaves, entries, strict=True):
             for column, value in zip(columns, entry, strict=True):
                 column[i] = optax.MaskedNode() if value is None else value
         weights, errors, amax = (self.treedef.unflatten(column) for column in columns)
@@ -160,7 +172,7 @@ class _Step(NamedTuple):
         amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
         return self._quantize(w, i, error, amax, amax)
 
-    def next(self, w: jax.Array, i: int, stored: Quantized, kept: Any, carried: Any) -> _Entry:
+    def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
         error = self._read_error(kept, stored) if self.recipe.error_feedback else None
         if not self.recipe.delayed_scaling:
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
@@ -208,7 +220,7 @@ class _Step(NamedTuple):
 
 def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
     if mask is None:
-        chosen = [bool(path) and _entry_name(path[-1]) == "kernel" and jnp.ndim(leaf) >= 2 for path, leaf in paths]
+        chosen = [path_names(path)[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2 for path, leaf in paths]
     else:
         chosen = [bool(keep) for keep in treedef.flatten_up_to(mask(params) if callable(mask) else mask)]
     for keep, (path, leaf) in zip(chosen, paths, strict=True):
@@ -220,6 +232,31 @@ def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool
     if not any(chosen):
         raise ValueError("error_feedback found no weight: no leaf named 'kernel' with two axes; pass mask=")
     return chosen
+
+
+def _mapped(paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
+    """(position, matrix, recipe) of every leaf that the mapping names."""
+    found = {"/".join(path_names(path)): (i, leaf) for i, (path, leaf) in enumerate(paths)}
+    missing = sorted(set(weights) - set(found))
+    if missing:
+        raise ValueError(
+            f"the parameters lack {missing[0]} ({len(missing)} of {len(weights)} weights); pass the parameters of the "
+            "model that find_weights saw"
+        )
+    kept = [(*found[path], weight) for path, weight in weights.items() if weight.recipe.mode is not TCFPMode.BF16]
+    return sorted(
+        ((i, weight.layout.matrix(leaf), weight.recipe) for i, leaf, weight in kept), key=lambda entry: entry[0]
+    )
+
+
+def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> None:
+    recipes = [weight.recipe for weight in recipe.values()] if isinstance(recipe, Mapping) else [recipe]
+    stochastic = any(r.residual == "stochastic" for r in recipes)
+    if stochastic and key is None:
+        raise ValueError('residual="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
+    if not stochastic and key is not None:
+        used = sorted({r.residual for r in recipes})
+        raise ValueError(f"residual={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:
@@ -251,8 +288,23 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
     return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
 
 
+def _as_it_came(weight: Any, before: Any) -> Any:
+    """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
+    if not isinstance(before, Mapping):
+        return weight
+    kind: Any = type(before)
+    return kind({name: getattr(weight, name) for name in before})
+
+
 def _is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
+    return as_quantized(node) is not None
+
+
+def path_names(path: Any) -> list[str]:
+    """Names along a path, without the `value` of the box (`nn.Partitioned`, `nnx.Param`) that a leaf may be in."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return [_entry_name(entry) for entry in path]
 
 
 def _entry_name(entry: Any) -> str:
@@ -262,7 +314,7 @@ def _entry_name(entry: Any) -> str:
     raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
 
 
-def _insert(collection: dict[str, Any], path: list[str], weight: Quantized) -> None:
+def _insert(collection: dict[str, Any], path: list[str], weight: Quantized | None) -> None:
     if not path:
         raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
     node = collection

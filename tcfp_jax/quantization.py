@@ -5,7 +5,8 @@ what a recipe asks for.
 The arithmetic is that of `pallas_kernels`; this module adds names, pytrees and the orientations of a weight.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.blocks import Tile
+from pallas_kernels.blocks import BLOCKS, Tile
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.quantize.api import Orientation, Scale
 from pallas_kernels.quantize.api import quantize as quantize_values
@@ -102,6 +103,43 @@ class ResidualArray:
 
 Quantized = QArray | ResidualArray | BlockArray | ResidualBlockArray | RowArray
 WithResidual = ResidualArray | ResidualBlockArray
+
+
+def as_quantized(value: Any) -> Quantized | None:
+    """`value` if it is a quantized tensor, or one from the mapping of its fields, which `nnx.Optimizer` makes of it.
+
+    None where it is neither.
+
+    >>> q = split(jnp.ones(2))
+    >>> as_quantized({"hi": q.hi, "lo": q.lo, "scale": q.scale}).dequantize().tolist()
+    [1.0, 1.0]
+    """
+    if isinstance(value, Quantized):
+        return value
+    kind = _kind(value) if isinstance(value, Mapping) else None
+    if kind is None:
+        return None
+    options: dict[str, Any] = {}
+    if kind in (BlockArray, ResidualBlockArray):  # a mapping of arrays keeps neither; shapes say both
+        values, scales = value["hi" if kind is ResidualBlockArray else "values"], value["scales"]
+        sizes = [block for block in BLOCKS if -(-values.shape[-1] // block) == scales.shape[-1]]
+        square = values.ndim > 1 and scales.shape[-2] != values.shape[-2]
+        options = dict(block=max(sizes), tile="square" if square else "vector")
+    return kind(**dict(value), **options)
+
+
+def _kind(value: Mapping[str, Any]) -> Any:
+    """The type that has the fields of a mapping, or None."""
+    names = set(value)
+    if "scale" in names and names <= {field.name for field in fields(QArray)}:
+        return QArray
+    if "scale" in names and names <= {field.name for field in fields(ResidualArray)}:
+        return ResidualArray
+    if "residual_scales" in names:
+        return ResidualBlockArray
+    if {"values", "scales"} <= names:
+        return RowArray if value["scales"].ndim < value["values"].ndim else BlockArray
+    return None
 
 
 def _expand(scale: jax.Array, like: jax.Array) -> jax.Array:

@@ -326,6 +326,9 @@ _NAMED = {
 }
 
 
+NAMES = tuple(_NAMED)
+
+
 def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     """A named recipe, with fields replaced.
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 # A worker of pytest-xdist has other arguments, and inherits what its parent decided.
 if "PYTEST_XDIST_WORKER" not in os.environ and not {"gpu", "-mgpu"} & set(sys.argv):
@@ -21,3 +22,17 @@ hypothesis.settings.load_profile("repeatable")
 def _gpu_is_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
+
+
+@pytest.fixture
+def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """LLVM optimizes nothing, for tests that compile much and compute little; XLA's own passes run as ever.
+
+    Tests marked `optimized` compare bits of two programs as users compile them.
+    """
+    if request.node.get_closest_marker("optimized"):
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -9,7 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import common, convergence, digits, gemm, memory, plots, quality, quantizers, report, train_step, tune
+from benchmarks import (
+    common,
+    convergence,
+    digits,
+    gemm,
+    memory,
+    plots,
+    quality,
+    quantizers,
+    report,
+    scan,
+    train_step,
+    tune,
+)
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 
@@ -158,6 +171,16 @@ def test_digits_are_learned():
     assert result.heldout_accuracy > 0.9
     again = digits.run(digits.DigitsConfig(convergence.VARIANTS["tcfp12"], steps=150))
     assert np.array_equal(result.train_loss, again.train_loss)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_scan_compares_both_forms(tmp_path):
+    rows = scan.main(["--smoke", "--out", str(tmp_path)])
+    assert [(row.recipe, row.form) for row in rows] == [(r, f) for r in scan.RECIPES for f in ("unrolled", "scan")]
+    assert all(row.worst_snr_db > 100 for row in rows if row.form == "scan")  # float32: the same products
+    assert "2 Transformer blocks of width 32" in report.render_section("scan", tmp_path)
+    with pytest.raises(ArithmeticError, match="scan has 0"):
+        scan.check("tcfp12", jnp.ones(4), jnp.zeros(4))
 
 
 def test_smoke_never_overwrites_committed_numbers():

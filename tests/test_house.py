@@ -18,7 +18,9 @@ ORDER = [
     "formats.numbers", "formats.codebooks", "formats.scales", "formats.datatypes", "formats.catalog",
     "float_bits", "tiles", "codebook_search", "scale_choice", "parts", "cast_kernel", "casting", "codes",
     "sparsity", "packing", "rotation", "formats.__main__",
-    "recipe", "blocks", "quantization", "scaling", "tcfp12", "products", "gemm", "selection", "optim", "linen",
+    "recipe", "blocks", "quantization", "layout", "scaling", "tcfp12", "products", "gemm", "selection", "optim",
+    "contraction", "adapters", "linen", "nnx", "registry", "policy", "tracing", "report", "interception", "replacement",
+    "census", "conversion", "inference", "diagnosis",
 ]  # fmt: skip
 # What tcfp_jax.formats loads at first use.
 FORMATS_LATER = {"cast", "defaults", "pack", "unpack", "PackedArray", "sparse", "rotate"}
@@ -114,7 +116,9 @@ def test_formats_import_in_either_order(first):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.recipe", "pallas_kernels.matmul.api"])
+@pytest.mark.parametrize(
+    "first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.conversion", "tcfp_jax.recipe", "pallas_kernels.matmul.api"]
+)
 def test_public_names_import_in_either_order(first):
     script = (
         f"import {first}\nimport tcfp_jax, tcfp_jax.linen, pallas_kernels.matmul.api\n"
@@ -134,6 +138,7 @@ def test_rooms_are_small(path):
             assert len(arguments) <= limit, f"{node.name} takes {len(arguments)} arguments"
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("path", files("tcfp_jax", "pallas_kernels"), ids=module_of)
 def test_docstrings_are_there_and_their_examples_run(path):
     tree = ast.parse(path.read_text())

@@ -12,6 +12,7 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense, TCFPDotGeneral
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
 RECIPES = ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
 

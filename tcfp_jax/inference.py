@@ -1,0 +1,177 @@
+"""Weights for inference, in which the float kernels no longer exist.
+
+served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
+model.apply(served, x)                                  # Linen
+load_quantized(model, served)                           # NNX, in place
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from tcfp_jax import nnx, replacement
+from tcfp_jax.adapters import Stored
+from tcfp_jax.layout import Weight
+from tcfp_jax.optim import error_feedback, layer_state, path_names
+from tcfp_jax.recipe import Recipe, TCFPMode
+from tcfp_jax.recipe import recipe as named_recipe
+from tcfp_jax.tcfp12 import PackedTCFP12, quantize_tcfp12
+
+Storage = Literal["recipe", "packed"]
+
+
+def quantize_params(
+    params: Any, recipe: Recipe | str | Mapping[str, Weight], *, storage: Storage = "recipe"
+) -> dict[str, Any]:
+    """The variables of a model whose kernels are stored quantized: `{"params": ..., "tcfp": ...}`.
+
+    Kernels leave `params`; embeddings stay, because tokens are looked up in them, and so does everything else. A
+    converted Linen model, or one of `tcfp_jax.linen`'s layers, applies the result as it applies float variables; a
+    converted NNX model takes it by `load_quantized`. Orbax saves it. A stochastic residual is rounded to nearest here.
+
+    Args:
+      params: the parameters, nested dicts of arrays or an `nnx.State`; in the result, dicts by name.
+      recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
+        more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
+      storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `weight_copies`; "packed"
+        the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once.
+
+    Raises:
+      ValueError: an unknown `storage`, a recipe that does not quantize weights, or no weight among the parameters.
+
+    >>> import jax.numpy as jnp
+    >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")
+    >>> sorted(variables["params"]), type(variables["tcfp"]["kernel"]).__name__
+    (['bias'], 'QArray')
+    """
+    if storage not in ("recipe", "packed"):
+        raise ValueError(f'storage={storage!r} is unknown; use "recipe" or "packed"')
+    chosen: Any = _plain(named_recipe(recipe)) if not isinstance(recipe, Mapping) else _plain_weights(recipe)
+    quantized = layer_state(jax.eval_shape(error_feedback(chosen).init, params))
+    if not quantized:
+        raise ValueError('the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")')
+    if storage == "recipe":
+        quantized = layer_state(jax.jit(error_feedback(chosen).init)(params))
+    entries, _ = jax.tree_util.tree_flatten_with_path(params)
+    rest: dict[str, Any] = {}
+    for path, leaf in entries:
+        names = path_names(path)
+        node = _find(quantized, names)
+        if node is not None and storage == "packed":
+            _put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
+        if node is None or names[-1] != "kernel":
+            _put(rest, names, leaf)
+    return {"params": rest, "tcfp": quantized}
+
+
+def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:
+    """Variables of `storage="packed"` as those of `storage="recipe"`: after loading, once, instead of at every use.
+
+    Products have the same bits either way. Memory grows from 12.5 bits a value to 8 or 16, times `weight_copies`.
+
+    Args:
+      variables: from `quantize_params(..., storage="packed")`.
+      recipe: as given to `quantize_params`.
+
+    Raises:
+      ValueError: nothing in `variables` is packed.
+
+    >>> import jax.numpy as jnp
+    >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise", storage="packed")
+    >>> type(unpack(served, "tensorwise")["tcfp"]["kernel"]).__name__
+    'QArray'
+    """
+    packed = lambda node: isinstance(node, PackedTCFP12)
+    if not any(map(packed, jax.tree.leaves(variables["tcfp"], is_leaf=packed))):
+        raise ValueError('nothing is packed here; layers read storage="recipe" as it is')
+    floats = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.dequantize(), tree, is_leaf=packed))
+    return {**variables, "tcfp": quantize_params(floats(variables["tcfp"]), recipe)["tcfp"]}
+
+
+def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
+    """Let a converted NNX model run on inference weights alone; in place, and its float kernels are freed.
+
+    The model may hold no arrays at all (`nnx.eval_shape(lambda: Model(rngs))`, then `convert_to_tcfp`). In the place
+    of each float kernel stands its shape: what needs the kernel itself, such as training or `to_bf16`, raises.
+
+    Args:
+      model: converted by the recipe and rules of the weights.
+      variables: from `quantize_params` or `unpack`.
+
+    Raises:
+      TypeError: not an NNX model; a Linen model applies `variables` as they are.
+      ValueError: a weight whose layer is not low-precision here, or a parameter that the variables lack or the model
+        lacks.
+
+    >>> model = nnx.TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
+    >>> load_quantized(model, quantize_params(flax_nnx.state(model, flax_nnx.Param), "tcfp12"))
+    >>> model.kernel
+    Stored(shape=(4, 2), dtype=dtype('float32'))
+    """
+    if not isinstance(model, flax_nnx.Module):
+        kind = "; a Linen model applies the variables as they are" if isinstance(model, nn.Module) else ""
+        raise TypeError(f"{type(model).__name__} is no flax.nnx.Module{kind}")
+    stored, params = (_leaves(variables[name]) for name in ("tcfp", "params"))
+    planned = []
+    for path, module in replacement.layers(model):
+        if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
+            name = replacement.KERNELS.get(type(module), "kernel")
+            kernel_path = "/".join(filter(None, (path, name)))
+            if kernel_path in stored:
+                planned.append((module, name, kernel_path))
+    taken = {kernel_path for *_, kernel_path in planned}
+    nodes = flax_nnx.iter_graph(model)
+    held = {"/".join(map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
+    if set(stored) - taken:
+        raise ValueError(
+            f"no low-precision layer takes {min(set(stored) - taken)}; convert the model as that of the weights was"
+        )
+    wrong = (set(held) - taken) ^ (set(params) - taken)
+    if wrong:
+        has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
+        raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
+    for module, name, kernel_path in planned:
+        module.stored = flax_nnx.Variable(stored[kernel_path])
+        if kernel_path not in params:
+            kernel = getattr(module, name)
+            setattr(module, name, flax_nnx.static(Stored(tuple(kernel.shape), np.dtype(kernel.dtype))))
+    for path, value in params.items():
+        held[path].set_value(value)
+
+
+def _plain(recipe: Recipe) -> Recipe:
+    """The recipe without what only training needs."""
+    if recipe.mode is TCFPMode.BF16:
+        return recipe
+    residual = "nearest" if recipe.residual == "stochastic" else recipe.residual
+    return dataclasses.replace(recipe, residual=residual, error_feedback=False, delayed_scaling=False)
+
+
+def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {path: dataclasses.replace(weight, recipe=_plain(weight.recipe)) for path, weight in weights.items()}
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What nested dicts hold, by path."""
+    if not isinstance(tree, Mapping):
+        return {"/".join(path): tree}
+    return {found: leaf for name, value in tree.items() for found, leaf in _leaves(value, (*path, name)).items()}
+
+
+def _find(tree: Any, names: list[str]) -> Any:
+    for name in names:
+        if not isinstance(tree, Mapping) or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def _put(tree: dict[str, Any], names: list[str], value: Any) -> None:
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[names[-1]] = value

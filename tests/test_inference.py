@@ -1,0 +1,147 @@
+"""Inference weights: no float kernels, saved by orbax, run by Linen and NNX models that were converted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
+import pytest
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from tcfp_jax.adapters import Stored, kernel_of
+from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
+from tcfp_jax.inference import load_quantized, quantize_params, unpack
+from tcfp_jax.linen import TCFPDense
+from tcfp_jax.tcfp12 import PackedTCFP12
+from tests.arrays import nnx_model, same, variables_of
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
+TOKENS = jnp.arange(8).reshape(2, 4)
+convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((4, 8), name="heads")(x)
+        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(x)
+        return nn.Dense(8, name="lm_head")(x)
+
+
+class NNXModel(flax_nnx.Module):
+    """An embedding that is also the head, heads, and layers stacked for `nnx.scan`."""
+
+    def __init__(self, rngs):
+        self.embedding = flax_nnx.Embed(32, 32, rngs=rngs)
+        self.heads = flax_nnx.LinearGeneral(32, (4, 8), rngs=rngs)
+        self.out = flax_nnx.Einsum("bthd,hdn->btn", (4, 8, 32), (32,), rngs=rngs)
+        make = flax_nnx.vmap(lambda rngs: flax_nnx.Linear(32, 32, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = make(rngs.split(2))
+
+    def __call__(self, tokens):
+        x = self.out(self.heads(self.embedding(tokens)))
+        body = lambda x, layer: flax_nnx.tanh(layer(x))
+        x = flax_nnx.scan(body, in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)(x, self.layers)
+        return self.embedding.attend(x)
+
+
+def saved_and_loaded(served, path):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "served", served)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "served", jax.tree.map(np.empty_like, served))
+
+
+@pytest.mark.parametrize("recipe, storage", [("tcfp12", "recipe"), ("tensorwise", "recipe"), ("tcfp12_fast", "packed")])
+def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
+    params = variables_of(Model(), X)["params"]
+    model = convert(Model(), recipe, X)
+    weights = find_weights(model)
+    served = quantize_params(params, weights, storage=storage)
+    assert "kernel" not in served["params"]["heads"] and "kernel" in served["params"]["lm_head"]
+    apply = jax.jit(model.apply)
+    expected, y = apply({"params": params}, X), apply(served, X)
+    tolerance = 1e-6 if storage == "recipe" else 0.05 * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
+    assert same(apply(saved_and_loaded(served, tmp_path), X), y)
+    if storage == "packed":
+        assert isinstance(served["tcfp"]["heads"]["kernel"], PackedTCFP12)
+        np.testing.assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)  # quantized once
+
+
+@pytest.mark.parametrize("storage", ["recipe", "packed"])
+def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
+    forward = flax_nnx.jit(lambda model, tokens: model(tokens))
+    all_layers = functools.partial(convert, recipe="tcfp12_fast", include=("linear", "small", "head"))
+    model = all_layers(nnx_model(NNXModel))
+    expected, weights = forward(model, TOKENS), find_weights(model)
+    assert len(weights) == 4
+    served = quantize_params(flax_nnx.state(model, flax_nnx.Param), weights, storage=storage)
+    assert set(served["params"]["layers"]) == {"bias"} and set(served["params"]["embedding"]) == {"embedding"}
+    bare = all_layers(flax_nnx.eval_shape(lambda: NNXModel(flax_nnx.Rngs(0))))  # shapes: no float kernel ever exists
+    load_quantized(bare, saved_and_loaded(served, tmp_path))
+    floats = [leaf.size for leaf in jax.tree.leaves(flax_nnx.state(bare)) if leaf.dtype == jnp.float32]
+    assert max(floats) == 32 * 32 and sum(size > 100 for size in floats) == 1  # the embedding
+    y = forward(bare, TOKENS)
+    tolerance = 1e-6 if storage == "recipe" else 0.1 * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
+    if storage == "packed":
+        load_quantized(bare, unpack(served, weights))
+        np.testing.assert_allclose(forward(bare, TOKENS), y, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="quantized kernels only"):
+        export(bare)
+    with pytest.raises(NotImplementedError, match=r"quantized form only.*load the float parameters"):
+        to_bf16(bare, "heads")(TOKENS)
+
+
+class Transposed(nn.Module):
+    param_dtype: type = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.normal(), (8, x.shape[-1])).T
+
+
+def test_an_adapter_needs_kernel_of_for_inference_weights():
+    params = variables_of(Transposed(), X)["params"]
+    init = nn.initializers.normal()
+    reads = {
+        "float": lambda layer, x: layer.param("kernel", init, (8, x.shape[-1])),
+        "either": lambda layer, x: kernel_of(layer, "kernel", init, (8, x.shape[-1])),
+    }
+    for name, read in reads.items():
+        register_adapter(Transposed, lambda layer, multiply, x: multiply("...k,nk->...n", x, read(layer, x)))
+        model = convert(Transposed(), "tcfp12", X)
+        served = quantize_params(params, find_weights(model))
+        if name == "float":
+            with pytest.raises(NotImplementedError, match="kernel_of"):
+                jax.eval_shape(model.apply, served, X)
+        else:
+            apply = jax.jit(model.apply)
+            np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+
+
+def test_bad_input():
+    params = {"kernel": jnp.ones((32, 4))}
+    with pytest.raises(ValueError, match="storage"):
+        quantize_params(params, "tcfp12", storage="hi")
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        quantize_params(params, "bf16")
+    params["bias"] = jnp.zeros(4)
+    served = quantize_params(params, "tcfp12")
+    apply = jax.jit(TCFPDense(4).apply)
+    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="nothing is packed"):
+        unpack(served, "tcfp12")
+    with pytest.raises(TypeError, match="applies the variables as they are"):
+        load_quantized(TCFPDense(4), served)
+    make = lambda **options: flax_nnx.eval_shape(lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options))
+    with pytest.raises(ValueError, match="no low-precision layer takes kernel"):
+        load_quantized(make(), served)
+    model = convert(make(use_bias=False), "tcfp12")
+    with pytest.raises(ValueError, match="the variables has bias, which the model lacks"):
+        load_quantized(model, served)
+    assert not isinstance(model.kernel, Stored)  # nothing changed
