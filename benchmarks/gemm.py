@@ -38,7 +38,7 @@ from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.quantize.api import quantize
 
-NAME = "gemm"
+NAME, SCALED = "gemm", "gemm_scales"
 Kind = str  # "bf16", "fp8 single", "fp8 dual", and those of scaled_products.py
 Accumulation = Literal["fast", "full"]
 
@@ -102,15 +102,15 @@ class _Product:
         return f"{self.kind} {self.accumulation} {self.backend}"
 
 
-def measure(config: Config) -> list[Row]:
-    """Check and time every product at every shape.
+def measure(config: Config, scales: Literal["one", "more"] = "one") -> list[Row]:
+    """Check and time every product at every shape, of operands with one scale or with more.
 
     Raises:
       ArithmeticError: a product misses its bound; nothing is timed then.
     """
     rows = []
     for shape in config.shapes:
-        products = _products(shape, config)
+        products = (_products if scales == "one" else _scaled_products)(shape, config)
         used = {product.name: check_product(product, config) for product in products}
         times = time_interleaved(
             {p.name: (p.function, p.args) for p in products}, rounds=config.rounds, calls=config.calls
@@ -137,13 +137,11 @@ def measure(config: Config) -> list[Row]:
 
 def _products(shape: GemmShape, config: Config) -> list[_Product]:
     x, w = random_operands(shape, config.seed)
-    w_bf16 = w.astype(jnp.bfloat16)
     x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn))(x)
     w_q = jax.jit(dual_quantize)(w)
     # Powers of two, exact in bfloat16, which lets cuBLASLt apply them.
     scale = (x_q.scale * w_q.scale).astype(jnp.bfloat16)
-    bf16 = lambda: (x.astype(jnp.float32), w_bf16.astype(jnp.float32))
-    products = [_Product("bf16", "full", jax.jit(_dot_bf16), (x, w_bf16), bf16, 1, BF16_SUM_BOUND)]
+    products = [_baseline(x, w.astype(jnp.bfloat16))]
     for backend in config.backends:
         found: list[_Product] = []
         for accumulation in ("fast", "full"):
@@ -155,8 +153,13 @@ def _products(shape: GemmShape, config: Config) -> list[_Product]:
                 bound, args = SUM_BOUND[backend, accumulation], (x_q.values, *halves, scale)
                 found.append(_Product(kind, accumulation, call, args, values, len(halves), bound, backend))
         products += _possible(shape, found)
-    if shape in H200_SHAPES and shape != MIDDLE:
-        return products
+    return products
+
+
+def _scaled_products(shape: GemmShape, config: Config) -> list[_Product]:
+    """BF16, and operands with more scales than one a tensor."""
+    x, w = random_operands(shape, config.seed)
+    products = [_baseline(x, w.astype(jnp.bfloat16))]
     # Block products add float32 sums of blocks; the reference multiplies in BF16.
     for scaled in scaled_products.block_products(shape, config.backends, config.seed):
         bound = BF16_SUM_BOUND if scaled.backend == "xla" else SUM_BOUND[scaled.backend, "full"]
@@ -166,6 +169,11 @@ def _products(shape: GemmShape, config: Config) -> list[_Product]:
         bound = SUM_BOUND[scaled.backend, "fast"] + (2.0**-8 if scaled.gemms == 3 else 0)
         products += _possible(shape, [_scaled(scaled, "fast", bound)])
     return products
+
+
+def _baseline(x: jax.Array, w: jax.Array) -> _Product:
+    values = lambda: (x.astype(jnp.float32), w.astype(jnp.float32))
+    return _Product("bf16", "full", jax.jit(_dot_bf16), (x, w), values, 1, BF16_SUM_BOUND)
 
 
 def _scaled(scaled: scaled_products.Scaled, accumulation: Accumulation, bound: float) -> _Product:
@@ -230,6 +238,9 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--shapes", default=None, help="MxKxN,MxKxN,... (default: three of a Transformer's on a GPU)")
     parser.add_argument("--backends", default=None, help="of the FP8 products (default: xla, on a GPU xla,mosaic)")
+    parser.add_argument(
+        "--measure", default="products,scales,quantizers", help="of these (default: all); scales: products with more"
+    )
     parser.add_argument("--tune", action="store_true", help="time tile sizes, write pallas_kernels/tuned.json and stop")
     parser.add_argument("--only", default="", help="of --tune: cases whose op and variant contain this text")
     parser.add_argument("--cases", choices=["all", "missing"], default="all", help="of --tune: those not yet timed")
@@ -251,7 +262,26 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     print_header(NAME, header)
     if header.platform == "cpu":
         print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
-    rows = measure(config)
+    chosen = options.measure.split(",")
+    rows: list[Row] = []
+    if "products" in chosen:
+        rows = measure(config)
+        _show(rows)
+        write_result(path, NAME, header, config, rows)
+        announce(path)
+    if "scales" in chosen:
+        at = dataclasses.replace(config, shapes=(MIDDLE,) if shapes is H200_SHAPES else config.shapes)
+        scaled, path = measure(at, "more"), result_path(SCALED, options)
+        _show(scaled)
+        write_result(path, SCALED, header, at, scaled)
+        announce(path)
+        rows += scaled
+    if "quantizers" in chosen:
+        quantizers.report(options, config)
+    return rows
+
+
+def _show(rows: list[Row]) -> None:
     print_table(
         ["m x k x n", "product", "accumulation", "backend", "median ms", "min..max", "TFLOP/s", "BF16 / this"],
         [
@@ -261,10 +291,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         ],
     )  # fmt: skip
     print(f"timer: {rows[0].timer}")
-    write_result(path, NAME, header, config, rows)
-    announce(path)
-    quantizers.report(options, config)
-    return rows
 
 
 if __name__ == "__main__":

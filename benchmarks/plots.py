@@ -49,9 +49,7 @@ def gemm_line(row: dict[str, Any]) -> str:
 
 def _draw_gemm(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    lines = [gemm_line(row) for row in rows]
-    # Those of every shape; the others are in the table.
-    kinds = [line for line in dict.fromkeys(lines) if lines.count(line) == len(shapes)]
+    kinds = list(dict.fromkeys(map(gemm_line, rows)))
     axes = figure.add_subplot()
     width = 0.8 / len(kinds)
     for i, label in enumerate(kinds):
@@ -67,8 +65,7 @@ def _draw_gemm(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) 
 
 def _draw_train_step(figure: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     steps = list(dict.fromkeys((row["part"], row["shape"]) for row in rows))
-    recipes = [row["recipe"] for row in rows]
-    names = [name for name in dict.fromkeys(recipes) if name != "bf16" and recipes.count(name) > 1]
+    names = [name for name in dict.fromkeys(row["recipe"] for row in rows) if name != "bf16"]
     speed = {(row["part"], row["shape"], row["recipe"]): row["speed_over_bf16"] for row in rows}
     axes = figure.add_subplot()
     width = 0.8 / len(names)

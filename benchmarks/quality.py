@@ -2,9 +2,10 @@
 
     python -m benchmarks.quality --json
 
-`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Three more questions have rows of their own: what
+`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more questions have rows of their own: what
 arrives in the output of a product (the activation limits it, not the residual weight), what error feedback does to a
-weight that stands still, and to one that moves for 3000 steps.
+weight that stands still, and to one that moves for 3000 steps, and what one channel a thousand times as large as the
+others leaves of those, with one scale or one a block.
 """
 
 import functools
@@ -28,12 +29,14 @@ from benchmarks.common import (
     result_path,
     write_result,
 )
+from pallas_kernels.blocks import BLOCKS
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.quantization import quantize_weight
 from tcfp_jax.recipe import recipe
 
 NAME = "quality"
-Question = Literal["format", "output", "still weight", "moving weight"]
+Question = Literal["format", "output", "still weight", "moving weight", "outlier channel"]
+OUTLIER_FACTOR = 1000.0
 DISTRIBUTIONS = ("gaussian", "uniform", "heavy-tailed", "outlier-ridden")
 
 
@@ -214,7 +217,8 @@ def measure_outputs(config: Config) -> list[Row]:
     x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
     w = draw("gaussian", (config.size, config.size), config.seed + 3)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in ("tcfp12", "tensorwise", "bf16")}
+    names = ("tcfp12", "tensorwise", "bf16", "residual_activation")
+    multiply = {name: jax.jit(functools.partial(matmul, recipe=name)) for name in names}
     # A quantized activation times an unquantized weight: both fit in BF16, whose products are exact in float32.
     x_e4m3 = jax.jit(lambda x: quantize(x).dequantize())(x)
     pairs = {
@@ -222,8 +226,28 @@ def measure_outputs(config: Config) -> list[Row]:
         "E4M3 x E4M3": multiply["tensorwise"](x, w),
         "E4M3 x BF16": multiply["bf16"](x_e4m3, w),
         "BF16 x BF16": multiply["bf16"](x, w),
+        "hi+lo x hi+lo": multiply["residual_activation"](x, w),
     }
     return [Row("output", name, "gaussian", *compare(exact, out)) for name, out in pairs.items()]
+
+
+def measure_outlier_channel(config: Config) -> list[Row]:
+    """SNR of all channels but one, which is a thousand times as large; vectors of a block run along the channels."""
+    x = draw("gaussian", (config.tokens, config.size), config.seed + 4)
+    outlier = config.size // 3
+    x = x.at[:, outlier].mul(OUTLIER_FACTOR)
+    others = np.delete(np.asarray(x), outlier, axis=1)
+    rows = []
+    stores: dict[str, Callable[..., Any]] = {"E4M3": quantize, "hi+lo": split}
+    for name, store in stores.items():
+        forms: dict[str, dict[str, Any]] = {"one scale": {}}
+        forms |= {f"vectors of {block}": dict(block=block, tile="vector") for block in BLOCKS[::-1]}
+        forms |= {f"squares of {block}": dict(block=block, tile="square") for block in BLOCKS[::-1]}
+        for form, options in forms.items():
+            stored = jax.block_until_ready(jax.jit(functools.partial(store, **options))(x))
+            value = np.delete(np.asarray(jax.jit(lambda q: q.dequantize())(stored)), outlier, axis=1)
+            rows.append(Row("outlier channel", f"{name}, {form}", "gaussian", *compare(others, value)))
+    return rows
 
 
 def check(rows: list[Row]) -> None:
@@ -246,7 +270,7 @@ def measure(config: Config) -> list[Row]:
     check(rows)
     for distribution in DISTRIBUTIONS:
         rows += measure_moving(config, distribution)
-    return rows + measure_outputs(config) + measure_still(config)
+    return rows + measure_outputs(config) + measure_still(config) + measure_outlier_channel(config)
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

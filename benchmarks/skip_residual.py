@@ -133,6 +133,9 @@ def measure(config: Config) -> list[Row]:
         times = time_interleaved(
             {str(i): (p.function, p.args) for i, p in enumerate(products)}, rounds=config.rounds, calls=config.calls
         )
+        if config.configs == "every":
+            for i, product in enumerate(products):
+                print(f"{product.kind}: {times[str(i)].median_ms:.4f} ms, {product.config}")
         best: dict[Kind, int] = {}
         for i, product in enumerate(products):
             if product.kind not in best or times[str(i)].median_ms < times[str(best[product.kind])].median_ms:
@@ -179,7 +182,7 @@ def _configs(config: Config, blocks: ResidualBlocks) -> list[mosaic.Config | Non
     shape = config.shape
     if config.configs == "chosen" or config.backend != "mosaic":
         return [None]
-    return list(mosaic.candidates(shape.m, shape.k, shape.n, 2, BLOCK, blocks)[:6])
+    return list(mosaic.candidates(shape.m, shape.k, shape.n, 2, BLOCK, blocks))
 
 
 def _multiply(backend: Backend, blocks: ResidualBlocks, config: mosaic.Config | None) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, gemm, memory, plots, quality, quantizers, scan, train_step
+from benchmarks import convergence, gemm, memory, plots, quality, quantizers, recipes, scan, train_step
 from benchmarks.common import RESULTS
 
 WORTH_A_COLUMN = (1, 7, 70)  # of the billions in the arithmetic of benchmarks.memory
@@ -16,7 +16,7 @@ WORTH_A_COLUMN = (1, 7, 70)  # of the billions in the arithmetic of benchmarks.m
 
 def command(name: str) -> str:
     """What writes the JSON of a benchmark."""
-    return f"python -m benchmarks.{gemm.NAME if name == quantizers.NAME else name} --json"
+    return f"python -m benchmarks.{gemm.NAME if name in (quantizers.NAME, gemm.SCALED) else name} --json"
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ def _gemm(result: Result) -> str:
     for name in lines:
         line = [name]
         for shape in shapes:
-            r = cells.get((name, shape))
-            figures = r and f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**"
-            line.append(figures or "–")
+            r = cells[name, shape]
+            line.append(f"{r['median_ms']:.3f} ms · {r['tflops']:.4g} · **{r['speed_over_bf16']:.2f}**")
         table.append(line)
     titles = ["m × k × n", *(shape.replace("x", " × ") for shape in shapes)]
     timer = result.rows[0]["timer"]
@@ -100,12 +99,21 @@ def _quality(result: Result) -> str:
     return (
         f"{markdown_table(['SNR in dB', 'bits/value', *quality.DISTRIBUTIONS], table)}\n\n"
         f"Output of a product (activation × weight) against float64, in dB: {outputs}. The activation limits it.\n\n"
+        f"{_outlier_channel(result)}"
         "Error feedback (its bits include a float32 error buffer): the mean of "
         f"{config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of one "
         f"step's RMS error; of a weight that moves, step {config['moving_steps']} alone has "
         f"{moving['snr_db']:.1f} dB. Tensors have {config['size']}² values, those of error feedback "
         f"{config['moving_size']}²; scales are per tensor, except TCFP-12's, so larger outliers cost more."
     )
+
+
+def _outlier_channel(result: Result) -> str:
+    rows = [row for row in result.rows if row["question"] == "outlier channel"]
+    if not rows:
+        return ""
+    figures = ", ".join(f"{row['name']} {row['snr_db']:.1f}" for row in rows)
+    return f"One channel a thousand times as large, what is left of the others, in dB: {figures}.\n\n"
 
 
 def _convergence(result: Result) -> str:
@@ -182,7 +190,7 @@ def _quantizers(result: Result) -> str:
 
 
 def _train_step(result: Result) -> str:
-    names = [n for n in dict.fromkeys(row["recipe"] for row in result.rows) if n not in train_step.COMPARED]
+    names = list(dict.fromkeys(row["recipe"] for row in result.rows))
     cells = {(row["part"], row["shape"], row["recipe"]): row for row in result.rows}
     table = []
     for part, shape in dict.fromkeys((row["part"], row["shape"]) for row in result.rows):
@@ -201,7 +209,20 @@ def _train_step(result: Result) -> str:
         f"BF16's time over the recipe's in the same run ({result.rows[0]['timer']}). An MLP is two layers with a relu "
         "or a gelu between them, forward and backward with input gradients; a block is the GPT's; an optimizer step is "
         f"the first MLP's with AdamW and error feedback. No first compile took over {slowest:.0f} s.{memory_line}"
-        f"{_compared(result)}"
+    )
+
+
+def _recipes(result: Result) -> str:
+    rows, shape = result.rows, result.rows[0]["shape"].replace("x", " × ")
+    table = [
+        [f"`{r['recipe']}`", f"{r['median_ms']:.3f} ms", f"**{r['speed_over_bf16']:.2f}**",
+         "" if r["worst_snr_db"] is None else f"{r['worst_snr_db']:.1f}"]
+        for r in rows
+    ]  # fmt: skip
+    return (
+        f"{markdown_table([f'MLP, {shape}', 'forward + backward', 'BF16 ÷ this', 'dB'], table)}\n\n"
+        f"In one run ({rows[0]['timer']}); dB: the worst of output and gradients against BF16's, which chain two "
+        "products and cross relu's kink."
     )
 
 
@@ -224,20 +245,12 @@ def _scan(result: Result) -> str:
     )
 
 
-def _compared(result: Result) -> str:
-    """The recipes with more scales than one a tensor, and the one that splits x."""
-    rows = [row for row in result.rows if row["recipe"] in train_step.COMPARED]
-    if not rows:
-        return ""
-    part, shape = rows[0]["part"], rows[0]["shape"].replace("x", " × ")
-    ratios = ", ".join(f"`{row['recipe']}` **{row['speed_over_bf16']:.2f}**" for row in rows)
-    return f"\n\nRecipes with other scales, {part}, {shape}: {ratios}."
-
-
 TABLES: dict[str, Callable[[Result], str]] = {
     gemm.NAME: _gemm,
     quantizers.NAME: _quantizers,
+    gemm.SCALED: _gemm,
     train_step.NAME: _train_step,
+    recipes.NAME: _recipes,
     quality.NAME: _quality,
     convergence.NAME: _convergence,
     memory.NAME: _memory,

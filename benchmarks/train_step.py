@@ -33,7 +33,7 @@ import optax
 
 import tcfp_jax
 from benchmarks import common
-from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape
+from benchmarks.shapes import H200_SHAPES, GemmShape
 from models.gpt import Block, GPTConfig
 from models.mlp import MLP, Activation
 from pallas_kernels.dispatch import Backend
@@ -48,9 +48,8 @@ VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": r
 # Those that differ in the optimizer's state only.
 ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
 VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}
-# Those that are measured in the first part, at the middle shape only.
-COMPARED = ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")
-VARIANTS |= {name: recipe(name) for name in COMPARED}
+# Those that benchmarks.recipes compares with them.
+COMPARED = {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # The optimizer's part of a step does not grow with the tokens.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
@@ -202,7 +201,7 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
-        if not _belongs(name, part, shape):
+        if name in ERROR_DTYPES and part != OPTIMIZER:
             continue
         at = (shape, _recipe(name, config.backend), config.seed)
         if part == OPTIMIZER:
@@ -242,13 +241,6 @@ def measure(config: Config, save: Callable[[list[Row]], None] = lambda rows: Non
     return rows
 
 
-def _belongs(name: str, part: Part, shape: GemmShape) -> bool:
-    """Whether a recipe is measured in this part and at this shape."""
-    if name in COMPARED:
-        return part == PARTS[0] and (shape == MIDDLE or shape not in H200_SHAPES)
-    return name not in ERROR_DTYPES or part == OPTIMIZER
-
-
 def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:
     if part == "block":
         # The largest one's attention takes longer than all else, and is the same for every recipe.
@@ -267,7 +259,9 @@ def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | 
 
 def _recipe(name: str, backend: Backend | None) -> Recipe:
     """The recipe of a name, with the backend that the command line asked for, if the op has it."""
-    return recipe(VARIANTS[name], backend=backend, quantize_backend=None if backend == "mosaic" else backend)
+    return recipe(
+        (VARIANTS | COMPARED)[name], backend=backend, quantize_backend=None if backend == "mosaic" else backend
+    )
 
 
 def _peak_alone(*args: Any) -> int | None:
@@ -308,6 +302,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if header.platform == "cpu":
         print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
     rows = measure(config, lambda rows: common.write_result(path, NAME, header, config, rows))
+    show(rows)
+    common.announce(path)
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
     common.print_table(
         ["part", "tokens x d x d_ff", "recipe", "median ms", "min..max", "BF16/this", "dB", "compile s", "MB", "timer"],
         [(r.part, r.shape, r.recipe, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
@@ -315,8 +316,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
           f"{r.compile_seconds:.1f}", "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}", r.timer)
          for r in rows],
     )  # fmt: skip
-    common.announce(path)
-    return rows
 
 
 if __name__ == "__main__":
