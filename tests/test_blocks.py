@@ -21,6 +21,7 @@ from pallas_kernels.matmul import mosaic
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 KEYS = jax.random.split(jax.random.key(0), 6)
 TILES = ("vector", "square")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 OLD_JAX = jax.__version_info__[:2] < mosaic.SMALLEST_JAX
 needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 
@@ -84,8 +85,11 @@ class TestQuantize:
         assert same_bits((got.transposed.reshape(40, 64), got.transposed_scales), expected[:2])
 
     @pytest.mark.parametrize("tile", TILES)
-    @pytest.mark.parametrize("orientation", ["rows", "both"])
-    @pytest.mark.parametrize("block", BLOCKS)
+    @pytest.mark.parametrize(
+        "block, orientation",
+        # Powers of two scale exactly, so what LLVM fuses can change no bit; one size shows it.
+        [pytest.param(32, "both", marks=pytest.mark.optimized), (64, "both"), (128, "both"), (64, "rows")],
+    )
     def test_the_kernel_is_the_reference_bit_for_bit(self, block, orientation, tile):
         x = ragged_values((128, 256)).at[100, 200].set(jnp.nan).astype(jnp.bfloat16)
         call = functools.partial(block_quantize, x, E4M3, block=block, tile=tile, orientation=orientation)
@@ -207,8 +211,10 @@ class TestPartition:
 
     MESH = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
-    @pytest.mark.parametrize("tile", TILES)
-    @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
+    @pytest.mark.optimized
+    @pytest.mark.parametrize(
+        "spec, tile", [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")]
+    )
     def test_quantizers_move_nothing(self, spec, tile):
         x = jax.device_put(ragged_values((256, 256)), NamedSharding(self.MESH, spec))
         call = functools.partial(block_quantize, dtype=E4M3, block=32, tile=tile, orientation="both")
@@ -216,6 +222,7 @@ class TestPartition:
         assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
         assert same_bits(compiled(x), call(x, backend="xla"))
 
+    @pytest.mark.optimized
     def test_an_axis_is_not_split_inside_a_block(self):
         x = jax.device_put(ragged_values((256, 128)), NamedSharding(self.MESH, P("a", "b")))
         call = functools.partial(block_quantize, dtype=E4M3, block=64)

@@ -25,6 +25,7 @@ from pallas_kernels.matmul.mosaic import SMALLEST_JAX
 needs_mosaic = pytest.mark.skipif(jax.__version_info__[:2] < SMALLEST_JAX, reason="Mosaic's FP8 products need jax 0.11")
 needs_plugin = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 E4M3 = jnp.float8_e4m3fn
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 X_KEY, W_KEY = jax.random.split(jax.random.key(0))
 # Which blocks of 128 x 128 FP8 represents exactly: rows are n-tiles, columns k-blocks.
 EXACT = {
@@ -143,6 +144,7 @@ def abstract_operands(mesh, block, tile, x_axes=(), w_axes=()):
 
 
 @needs_plugin
+@pytest.mark.optimized
 @pytest.mark.parametrize(("block", "tile"), [(128, "square"), (128, "vector"), (64, "square"), (32, "square")])
 def test_the_kernel_stays_in_registers(block, tile, capfd):
     mesh = h200s(1)
@@ -154,6 +156,7 @@ def test_the_kernel_stays_in_registers(block, tile, capfd):
 
 
 @needs_plugin
+@pytest.mark.optimized
 @pytest.mark.parametrize(("x_axes", "w_axes"), [(("a",), ("b",)), (("a", "b"), (None, "b"))])
 def test_each_device_lists_its_own_work(x_axes, w_axes):
     mesh = h200s(2, 2)
