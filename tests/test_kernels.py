@@ -27,6 +27,7 @@ BACKENDS = [
     pytest.param("mosaic", marks=pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")),
 ]
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def same_bits(a, b):
@@ -44,6 +45,7 @@ def hard_values(shape, dtype=jnp.float32):
 
 
 class TestQuantize:
+    @pytest.mark.optimized
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
     @pytest.mark.parametrize("scale", ["pow2", "float32"])
     @pytest.mark.parametrize("orientation", ["rows", "both"])
@@ -52,6 +54,7 @@ class TestQuantize:
         call = functools.partial(quantize, dtype=dtype, scale=scale, orientation=orientation)
         assert same_bits(call(x, backend="triton"), call(x, backend="xla"))
 
+    @pytest.mark.optimized
     def test_leading_axes_and_a_given_amax(self):
         x = hard_values((32, 48)).reshape(2, 16, 48)
         call = functools.partial(quantize, dtype=E4M3, amax=jnp.float32(0.5), orientation="both")
@@ -74,6 +77,7 @@ class TestQuantize:
 class TestDualQuantize:
     W, E = hard_values((64, 32)) * 1e-2, jax.random.normal(KEYS[2], (64, 32)) * 1e-4
 
+    @pytest.mark.optimized
     @pytest.mark.parametrize("orientation", ["rows", "both"])
     @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
     @pytest.mark.parametrize("error", [None, jnp.float32, jnp.bfloat16])
@@ -87,6 +91,7 @@ class TestDualQuantize:
         assert same_bits(got, expected)
         assert np.count_nonzero(np.asarray(got.lo, np.float32)) > 0
 
+    @pytest.mark.optimized
     def test_under_jit_grad_scan_and_vmap(self):
         stack = jnp.stack([self.W, 3 * self.W])
         call = functools.partial(dual_quantize, orientation="both")
@@ -196,6 +201,7 @@ class TestPartition:
         assert self.collectives(compiled) == expected
         np.testing.assert_allclose(compiled(x, hi, lo), call(x, hi, lo, backend="xla"), rtol=1e-5, atol=1e-1)
 
+    @pytest.mark.optimized
     @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
     def test_quantizers_move_one_number(self, spec):
         w = self.put(hard_values((128, 128)), spec)
@@ -206,6 +212,7 @@ class TestPartition:
         assert "f32[128,128]{1,0} all-reduce" not in compiled.as_text()
         assert same_bits(compiled(w, error), call(w, error, backend="xla"))
 
+    @pytest.mark.optimized
     def test_parts_that_no_tile_divides(self):
         w = self.put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device
         call = functools.partial(dual_quantize, orientation="both")

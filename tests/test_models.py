@@ -12,6 +12,7 @@ from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, source_files
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture
@@ -73,7 +74,10 @@ def test_corpus_refuses_an_empty_tree(tmp_path):
 def test_gpt_gives_float32_logits(dtype):
     model = GPT(MICRO, dtype=dtype)
     tokens = jnp.zeros((2, 16), jnp.int32)
-    logits = jax.jit(lambda: model.apply(model.init(jax.random.key(0), tokens), tokens))()
+    draw = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    params = jax.tree.map(lambda leaf: draw.normal(0, 0.02, leaf.shape).astype(leaf.dtype), shapes)
+    logits = jax.jit(model.apply)(params, tokens)
     assert logits.shape == (2, 16, 256)
     assert logits.dtype == jnp.float32
     assert bool(jnp.isfinite(logits).all())

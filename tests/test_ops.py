@@ -13,12 +13,14 @@ from pallas_kernels.quantize.api import quantize
 
 X = jax.random.normal(jax.random.key(0), (32, 48)) * 3
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def same_bits(a, b):
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype, largest", [(ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)])
 def test_float32_rule_is_the_numpy_formula(dtype, largest):
     for x in (np.asarray(X), np.zeros((4, 4), np.float32), np.asarray(X) * np.float32(1e30)):
@@ -34,6 +36,7 @@ def test_transposed_copy_has_the_last_axis_first(shape):
     assert same_bits(transposed, np.moveaxis(np.asarray(values), -1, 0))
 
 
+@pytest.mark.optimized
 def test_dual_quantize_is_the_formula_and_loses_nothing():
     error = jax.random.normal(jax.random.key(1), X.shape) * 1e-4
     q = dual_quantize(X, error=error, orientation="both")
@@ -54,6 +57,7 @@ def test_what_a_stale_scale_clips_is_caught_by_lo():
         assert float(jnp.linalg.norm(left)) < 10 ** (-50 / 20) * float(jnp.linalg.norm(X))  # 50 dB
 
 
+@pytest.mark.optimized
 def test_transformations_change_no_bit():
     bits = jax.random.bits(jax.random.key(2), X.shape)
     for call in (lambda x: dual_quantize(x, error=x * jnp.float32(1e-3)), lambda x: dual_quantize(x, bits=bits)):

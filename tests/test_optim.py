@@ -16,6 +16,7 @@ PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
 GRADIENTS = jax.tree.map(lambda p: jnp.full_like(p, 0.01), PARAMS)
 NO_FEEDBACK = tcfp_jax.recipe("tcfp12", error_feedback=False)
 STOCHASTIC = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,7 @@ def test_mean_of_a_still_weight_converges(name):
     assert float(jnp.sqrt(jnp.mean((seen.mean(0) - W) ** 2))) <= 0.01 * float(one_step)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
 def test_moving_weight_stays_at_60_decibels(error_dtype):
     tx = tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
