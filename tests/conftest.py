@@ -33,6 +33,16 @@ def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("optimized"):
         yield
         return
+    yield from _without_optimizations()
+
+
+@pytest.fixture(scope="module")
+def quick_module() -> Iterator[None]:
+    """The same for a whole file, its module's fixtures too."""
+    yield from _without_optimizations()
+
+
+def _without_optimizations() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

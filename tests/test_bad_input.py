@@ -1,5 +1,7 @@
 """Bad input: a clear error or a loud NaN, never a clean number."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,10 @@ W = jax.random.normal(jax.random.key(1), (32, 16)) * 0.1
 G = jax.random.normal(jax.random.key(2), (8, 16))
 QUANTIZING = ("tcfp12", "tcfp12_fast", "tensorwise")
 RECIPES = ("bf16", *QUANTIZING)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run(recipe, x=X, w=W, g=G):
     y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe), x, w)
     return (y, *vjp(g.astype(y.dtype)))
@@ -83,7 +87,7 @@ def test_state_of_another_recipe_raises():
 def test_non_finite_values_stay_loud(recipe, bad, where):
     arguments = {"x": X, "w": W, "g": G}
     arguments[where] = arguments[where].at[3, 5].set(bad)
-    y, dx, dw = jax.jit(lambda a: run(recipe, **a))(arguments)
+    y, dx, dw = run(recipe, **arguments)
     poisoned = {"x": (y, dw), "w": (y, dx), "g": (dx, dw)}[where]
     for result in poisoned:
         if result is dw and recipe == "tcfp12":  # a BF16 product: inf stays inf, in the row or column of the bad token

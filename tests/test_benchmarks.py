@@ -26,6 +26,8 @@ from benchmarks import (
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 
+pytestmark = pytest.mark.usefixtures("quick_module")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def standard_promotion():
@@ -38,12 +40,15 @@ def standard_promotion():
 def smoke(tmp_path_factory):
     """(folder of results, rows by benchmark) of one smoke run of everything; `gemm` runs `quantizers`, too."""
     out = tmp_path_factory.mktemp("results")
-    rows = {module.NAME: module.main(["--smoke", "--out", str(out)]) for module in (gemm, quality, convergence, memory)}
-    train_step.main(["--smoke", "--out", str(out), "--parts", "mlp", "--recipes", "tcfp12_fast"])
+    options = ["--smoke", "--out", str(out)]
+    rows: dict = {module.NAME: module.main(options) for module in (quality, convergence, memory)}
+    rows[gemm.NAME] = gemm.main([*options, "--measure", "products,quantizers"])
+    rows[gemm.SCALED] = gemm.main([*options, "--measure", "scales"])
+    train_step.main([*options, "--parts", "mlp", "--recipes", "tcfp12_fast"])
     return out, rows
 
 
-@pytest.mark.parametrize("name", ["gemm", "quality", "convergence", "memory"])
+@pytest.mark.parametrize("name", ["gemm", gemm.SCALED, "quality", "convergence", "memory"])
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, rows = smoke
     content = json.loads((out / common.device_slug() / f"{name}.json").read_text())
@@ -88,7 +93,8 @@ def test_distributions_are_what_they_are_called(distribution):
 def test_gemm_does_not_time_a_wrong_product():
     x, w = random_operands(GemmShape(16, 32, 16))
     half = w.astype(jnp.bfloat16)
-    wrong = gemm._Product("bf16", "full", lambda x, w: gemm._dot_bf16(x, w).at[3, 5].add(1.0), (x, half), (half,), 1.0)
+    right = gemm._baseline(x, half)
+    wrong = dataclasses.replace(right, function=lambda x, w: gemm._dot_bf16(x, w).at[3, 5].add(1.0))
     with pytest.raises(ArithmeticError, match="not timed"):
         gemm.check_product(wrong, gemm.Config(shapes=()))
     with pytest.raises(ValueError, match="MxKxN"):
@@ -173,7 +179,6 @@ def test_digits_are_learned():
     assert np.array_equal(result.train_loss, again.train_loss)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_scan_compares_both_forms(tmp_path):
     rows = scan.main(["--smoke", "--out", str(tmp_path)])
     assert [(row.recipe, row.form) for row in rows] == [(r, f) for r in scan.RECIPES for f in ("unrolled", "scan")]
