@@ -51,6 +51,7 @@ class Config:
       still_steps, moving_steps: optimizer steps of the two questions about error feedback.
       move: standard deviation of a step of the moving weight, of which the first value has deviation 1.
       reported_steps: of the moving weight, in the table of formats.
+      blocks: sizes that are measured beside one scale a tensor.
     """
 
     size: int = 4096
@@ -60,6 +61,7 @@ class Config:
     moving_steps: int = 3000
     reported_steps: tuple[int, ...] = (1, 100, 1000)
     move: float = 1e-3
+    blocks: tuple[int, ...] = BLOCKS[::-1]
     seed: int = 0
 
 
@@ -241,8 +243,8 @@ def measure_outlier_channel(config: Config) -> list[Row]:
     stores: dict[str, Callable[..., Any]] = {"E4M3": quantize, "hi+lo": split}
     for name, store in stores.items():
         forms: dict[str, dict[str, Any]] = {"one scale": {}}
-        forms |= {f"vectors of {block}": dict(block=block, tile="vector") for block in BLOCKS[::-1]}
-        forms |= {f"squares of {block}": dict(block=block, tile="square") for block in BLOCKS[::-1]}
+        for tile in ("vector", "square"):
+            forms |= {f"{tile}s of {block}": dict(block=block, tile=tile) for block in config.blocks}
         for form, options in forms.items():
             stored = jax.block_until_ready(jax.jit(functools.partial(store, **options))(x))
             value = np.delete(np.asarray(jax.jit(lambda q: q.dequantize())(stored)), outlier, axis=1)
@@ -283,7 +285,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     config = Config(size=options.size, moving_size=moving_size)
     if options.smoke:
         config = Config(
-            size=256, tokens=32, moving_size=64, still_steps=200, moving_steps=300, reported_steps=(1, 10, 100)
+            size=256,
+            tokens=32,
+            moving_size=64,
+            still_steps=200,
+            moving_steps=300,
+            reported_steps=(1, 10, 100),
+            blocks=(32,),
         )
     header, path = make_header(), result_path(NAME, options)
     print_header(NAME, header)

@@ -18,6 +18,24 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+# Files that take longest. `--dist loadfile` hands out whole files: the long ones first, or one ends alone.
+LONGEST = (
+    "test_benchmarks", "test_train", "test_house", "test_blocks", "test_tcfp12", "test_kernels", "test_gemm",
+    "test_train_step", "test_scaled_recipes", "test_conversion", "test_models", "test_linen", "test_readme", "test_nnx",
+)  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist would hand out files with many tests first, whatever they take.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def _gpu_is_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
