@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, gemm, memory, plots, quality, quantizers, recipes, scan, train_step
+from benchmarks import (
+    casts,
+    convergence,
+    gemm,
+    memory,
+    plots,
+    quality,
+    quantizers,
+    recipes,
+    scan,
+    skip_residual,
+    train_step,
+)
 from benchmarks.common import RESULTS
 
 WORTH_A_COLUMN = (1, 7, 70)  # of the billions in the arithmetic of benchmarks.memory
@@ -245,6 +257,36 @@ def _scan(result: Result) -> str:
     )
 
 
+def _skip_residual(result: Result) -> str:
+    table = [
+        [r["kind"], f"{r['median_ms']:.3f} ms", f"**{r['speed_over_bf16']:.2f}**", f"{r['speed_over_all']:.2f}"]
+        for r in result.rows
+    ]
+    first = result.rows[0]
+    titles = [first["shape"].replace("x", " × "), "time", "BF16 ÷ this", "all blocks ÷ this"]
+    return (
+        f"{markdown_table(titles, table)}\n\n"
+        f"`residual_blocks` of a residual weight of which FP8 holds {100 * first['exact_part']:.0f} % of the blocks of "
+        f"128 exactly ({first['timer']}; of each the fastest tile sizes)."
+    )
+
+
+def _casts(result: Result) -> str:
+    def ratio(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    table = [
+        [r["name"], r["where"], f"{r['shape'].replace('x', ' × ')} {r['dtype']}", f"{r['median_ms']:.3f} ms",
+         ratio(r["over_copy"]), ratio(r["over_eager"])]
+        for r in result.rows
+    ]  # fmt: skip
+    return (
+        f"{markdown_table(['cast', 'where', 'of', 'time', 'copy ÷ this', 'eager ÷ this'], table)}\n\n"
+        "Against a copy of the array on the same device, and against microxcaling's operations in eager PyTorch on the "
+        "same CPU."
+    )
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     gemm.NAME: _gemm,
     quantizers.NAME: _quantizers,
@@ -255,4 +297,6 @@ TABLES: dict[str, Callable[[Result], str]] = {
     convergence.NAME: _convergence,
     memory.NAME: _memory,
     scan.NAME: _scan,
+    skip_residual.NAME: _skip_residual,
+    casts.NAME: _casts,
 }

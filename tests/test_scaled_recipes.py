@@ -17,6 +17,7 @@ from pallas_kernels.block_quantize.api import block_quantize
 from pallas_kernels.blocks import Blocked
 from pallas_kernels.row_quantize.api import row_quantize
 from tcfp_jax.linen import TCFPDense
+from tcfp_jax.products import quantize_operand
 from tcfp_jax.quantization import quantize_weight
 
 RECIPES = {
@@ -240,6 +241,13 @@ def test_nothing_is_written_that_the_backward_pass_does_not_read():
         return f"f8_e4m3fn[{K},{M}]" in text or f"float8_e4m3fn[{K},{M}]" in text
 
     assert shapes("fp8") and not shapes("bf16")
+    # In bytes: a value and a 32nd of a scale once, or in both directions (with 40 rows, two scales a column).
+    written = {}
+    for wgrad in ("bf16", "fp8"):
+        recipe = tcfp_jax.recipe("blockwise", block=32, wgrad=wgrad)
+        parts = jax.eval_shape(functools.partial(quantize_operand, dtype="float8_e4m3fn", recipe=recipe), X)
+        written[wgrad] = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(parts))
+    assert written == {"bf16": M * K + M * K // 32, "fp8": 2 * M * K + M * K // 32 + 2 * K}
 
 
 def test_mx_tensor_cores_are_named_where_there_are_none_and_mean_the_same():
