@@ -48,7 +48,7 @@ def candidates(
         for pipeline in ("steady", "drained")
         for cluster in (1, 2)
     ]
-    guesses += [Config(128, 128, tile_k=_tile_k(block), stages=4, cluster=cluster) for cluster in (1, 2)]
+    guesses += [Config(128, 128, tile_k=_tile_k(block), stages=5 - halves, cluster=cluster) for cluster in (1, 2)]
     return [config for config in guesses if misfit(config, m, k, n, halves) is None]
 
 
