@@ -1,6 +1,6 @@
 """Time of one product: BF16, one FP8 product, and the two of a residual weight, by every backend, in one run.
 
-    python -m benchmarks.gemm --json     # products, then quantizers (benchmarks.quantizers)
+    python -m benchmarks.gemm --json     # products, those with more scales than one a tensor, then quantizers
     python -m benchmarks.gemm --tune     # times tile sizes, writes pallas_kernels/tuned.json (benchmarks.tune)
 
 Operands are quantized beforehand: this is the tensor cores' time, not a layer's. Every product is compared with float64
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from benchmarks import quantizers, scaled_products, tune
 from benchmarks.common import (
@@ -32,7 +31,7 @@ from benchmarks.common import (
     time_interleaved,
     write_result,
 )
-from benchmarks.shapes import CPU_SHAPES, H200_SHAPES, MIDDLE, SMOKE_SHAPES, GemmShape, random_operands
+from benchmarks.shapes import CPU_SHAPES, H200_SHAPES, MIDDLE, SMOKE_SHAPES, GemmShape, dot_bf16, random_operands
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
@@ -173,7 +172,7 @@ def _scaled_products(shape: GemmShape, config: Config) -> list[_Product]:
 
 def _baseline(x: jax.Array, w: jax.Array) -> _Product:
     values = lambda: (x.astype(jnp.float32), w.astype(jnp.float32))
-    return _Product("bf16", "full", jax.jit(_dot_bf16), (x, w), values, 1, BF16_SUM_BOUND)
+    return _Product("bf16", "full", jax.jit(dot_bf16), (x, w), values, 1, BF16_SUM_BOUND)
 
 
 def _scaled(scaled: scaled_products.Scaled, accumulation: Accumulation, bound: float) -> _Product:
@@ -200,10 +199,6 @@ def _values(x: jax.Array, halves: tuple[jax.Array, ...], scale: jax.Array) -> tu
 def _peak(kind: Kind) -> float | None:
     rates = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
     return None if rates is None else rates["bf16" if kind == "bf16" else "fp8"]
-
-
-def _dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
 def check_product(product: _Product, config: Config) -> float:

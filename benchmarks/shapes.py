@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,8 @@ def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Arr
     x = jax.random.normal(x_key, (shape.m, shape.k), jnp.float32).astype(jnp.bfloat16)
     w = jax.random.normal(w_key, (shape.n, shape.k), jnp.float32) * 0.02
     return x, w
+
+
+def dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The baseline of every product: BF16 `x[m, k] @ w[n, k].T`, accumulated in float32."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from benchmarks.common import (
     Timer,
@@ -31,7 +30,7 @@ from benchmarks.common import (
     time_interleaved,
     write_result,
 )
-from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
+from benchmarks.shapes import H200_SHAPES, GemmShape, dot_bf16, random_operands
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic
 from pallas_kernels.block_matmul.api import block_matmul
@@ -170,7 +169,7 @@ def _products(config: Config, exact_part: float) -> tuple[list[_Product], float]
     args = (Blocked(*x_q[:2]), Blocked(w_q.hi, w_q.scales), Blocked(w_q.lo, w_q.residual_scales))
     count, order = mosaic.list_work(w_q.residual_scales, shape.n // BLOCK)
     skipped = 1 - float(count.sum()) / order.size
-    products = [_Product("bf16", None, jax.jit(_dot_bf16), (x, w.astype(jnp.bfloat16)))]
+    products = [_Product("bf16", None, jax.jit(dot_bf16), (x, w.astype(jnp.bfloat16)))]
     kinds: tuple[tuple[Kind, ResidualBlocks], ...] = (("all blocks", "all"), ("nonzero blocks", "nonzero"))
     for kind, blocks in kinds:
         for chosen in _configs(config, blocks):
@@ -192,10 +191,6 @@ def _multiply(backend: Backend, blocks: ResidualBlocks, config: mosaic.Config | 
         mosaic.block_matmul, block=BLOCK, tile="square", out_dtype=jnp.dtype(jnp.bfloat16), residual_blocks=blocks,
         config=config,
     )  # fmt: skip
-
-
-def _dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
 def _check(product: _Product, config: Config) -> float:

@@ -1,4 +1,4 @@
-"""Every kernel once, small: what NVIDIA's compute-sanitizer watches on a GPU.
+"""The kernels with one scale a tensor once, small: what NVIDIA's compute-sanitizer watches on a GPU.
 
     XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
 
