@@ -27,7 +27,7 @@ from benchmarks.common import announce, make_header, make_parser, print_header, 
 from models.gpt import MODELS, GPTConfig
 from models.train import RunResult, TrainConfig, corpus_of, preset
 from models.train import run as train
-from tcfp_jax.recipe import Recipe, recipe
+from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "convergence"
 Task = Literal["gpt", "digits"]

@@ -17,7 +17,7 @@ import optax
 import tcfp_jax
 from benchmarks.common import default_dtype
 from models.mlp import MLP
-from tcfp_jax.recipe import Recipe, recipe
+from tcfp_jax.recipes import Recipe, recipe
 
 FEATURES = (256, 256, 10)
 HELDOUT_PARTS = 5

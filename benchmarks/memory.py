@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from models.gpt import MODELS
 from models.train import TrainConfig, batch_key, corpus_of, init, make_train_step, preset
-from tcfp_jax.recipe import Recipe, recipe
+from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "memory"
 PARTS = ("parameters", "moments", "weights", "errors", "other")

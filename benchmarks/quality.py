@@ -31,8 +31,8 @@ from benchmarks.common import (
 )
 from pallas_kernels.blocks import BLOCKS
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
-from tcfp_jax.quantization import quantize_weight
-from tcfp_jax.recipe import recipe
+from tcfp_jax.recipes import recipe
+from tcfp_jax.weights.quantization import quantize_weight
 
 NAME = "quality"
 Question = Literal["format", "output", "still weight", "moving weight", "outlier channel"]

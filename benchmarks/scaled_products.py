@@ -13,10 +13,10 @@ from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
 from pallas_kernels.blocks import BLOCKS, Blocked, Tile
 from pallas_kernels.dispatch import Backend
-from tcfp_jax.blocks import BlockArray, ResidualBlockArray
-from tcfp_jax.products import Operand, product, quantize_operand, weight_operand
-from tcfp_jax.quantization import quantize_weight
-from tcfp_jax.recipe import Recipe, recipe
+from tcfp_jax.products.operands import Operand, product, quantize_operand, weight_operand
+from tcfp_jax.recipes import Recipe, recipe
+from tcfp_jax.weights.blocks import BlockArray, ResidualBlockArray
+from tcfp_jax.weights.quantization import quantize_weight
 
 
 class Scaled(NamedTuple):

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 import tcfp_jax
 from benchmarks import common
-from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 
 NAME = "scan"
 Form = Literal["unrolled", "scan"]

@@ -37,7 +37,7 @@ from benchmarks.shapes import H200_SHAPES, GemmShape
 from models.gpt import Block, GPTConfig
 from models.mlp import MLP, Activation
 from pallas_kernels.dispatch import Backend
-from tcfp_jax.recipe import Recipe, recipe
+from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "train_step"
 Part = Literal["mlp", "mlp gelu", "block", "optimizer step"]

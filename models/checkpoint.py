@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import tcfp_jax
 from models.gpt import GPTConfig, model_config
 from models.training import TrainConfig, TrainState
-from tcfp_jax.recipe import Recipe
+from tcfp_jax.recipes import Recipe
 
 Resume = Literal["never", "allowed"]
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.recipe import Recipe
+from tcfp_jax.recipes import Recipe
 
 BYTES = 256
 ComputeDtype = Literal["float32", "bfloat16"]

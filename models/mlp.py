@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.recipe import Recipe
+from tcfp_jax.recipes import Recipe
 
 Activation = Literal["gelu", "relu"]
 

@@ -21,7 +21,7 @@ import optax
 
 import tcfp_jax
 from models.gpt import GPT, ComputeDtype, GPTConfig, model_config
-from tcfp_jax.recipe import Recipe
+from tcfp_jax.recipes import Recipe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 

@@ -14,13 +14,14 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx, replacement
-from tcfp_jax.adapters import Stored
-from tcfp_jax.layout import Weight
-from tcfp_jax.optim import error_feedback, layer_state, path_names
-from tcfp_jax.recipe import Recipe, TCFPMode
-from tcfp_jax.recipe import recipe as named_recipe
-from tcfp_jax.tcfp12 import PackedTCFP12, quantize_tcfp12
+from tcfp_jax import nnx
+from tcfp_jax.conversion import replacement
+from tcfp_jax.layers import Stored
+from tcfp_jax.optim.feedback import error_feedback, layer_state, path_names
+from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
 
 Storage = Literal["recipe", "packed"]
 

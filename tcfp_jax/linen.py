@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from tcfp_jax import adapters
-from tcfp_jax.adapters import COLLECTION, RNG, check_unused, multiplier
-from tcfp_jax.recipe import Recipe
-from tcfp_jax.recipe import recipe as named_recipe
+from tcfp_jax import layers as adapters
+from tcfp_jax.layers import COLLECTION, RNG, check_unused, multiplier
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import recipe as named_recipe
 
 __all__ = [
     "COLLECTION", "RNG", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm",

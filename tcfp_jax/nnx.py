@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.quantize.api import check_real
-from tcfp_jax.adapters import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
-from tcfp_jax.contraction import contract
-from tcfp_jax.layout import Layout, parse
-from tcfp_jax.quantization import as_quantized
-from tcfp_jax.recipe import Recipe
-from tcfp_jax.recipe import recipe as named_recipe
-from tcfp_jax.tcfp12 import PackedTCFP12, fake_quantize
+from tcfp_jax.layers import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
+from tcfp_jax.products.contraction import contract
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.layout import Layout, parse
+from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
+from tcfp_jax.weights.quantization import as_quantized
 
 Products = Literal["recipe", "flax"]
 Lookup = Literal["packed", "float"]

@@ -1,4 +1,4 @@
-"""Bits of every quantizer and every recipe's step, as they were before the house was rebuilt. Removed after the last move.
+"""Bits of every quantizer and every recipe's step, as they were before the house was rebuilt..
 
 `GOLDEN_WRITE=1 pytest tests/test_golden.py` writes `tests/data/golden.json`.
 """
@@ -50,8 +50,9 @@ def quantizers():
             for block in (32, 64, 128):
                 for tile in ("vector", "square"):
                     q = block_quantize(X, dtype, block=block, tile=tile, orientation="both", backend=backend)
-                    yield f"block {backend} {dtype} {block} {tile}", dict(
-                        values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales
+                    yield (
+                        f"block {backend} {dtype} {block} {tile}",
+                        dict(values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales),
                     )
         for name, options in dict(
             plain={}, error=dict(error=E), bits=dict(bits=BITS), amax=dict(amax=jnp.float32(0.1)),
@@ -72,8 +73,9 @@ def quantizers():
                 )  # fmt: skip
     for scale in ("pow2", "float32"):
         q = row_quantize(X, "float8_e4m3fn", scale=scale, orientation="both")
-        yield f"row {scale}", dict(
-            values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales
+        yield (
+            f"row {scale}",
+            dict(values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales),
         )
 
 
@@ -124,7 +126,9 @@ def measured():
     found = {name: {k: digest(v) for k, v in arrays.items()} for name, arrays in quantizers()}
     for name, recipe in RECIPES.items():
         for dtype in ("float32", "bfloat16"):
-            found[f"step {name} {dtype}"] = {k: digest(v) for k, v in jax.jit(step, static_argnums=(0, 1))(recipe, dtype).items()}
+            found[f"step {name} {dtype}"] = {
+                k: digest(v) for k, v in jax.jit(step, static_argnums=(0, 1))(recipe, dtype).items()
+            }
         found[f"trained {name}"] = {k: digest(v) for k, v in trained(recipe).items()}
     return found
 

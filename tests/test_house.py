@@ -110,14 +110,14 @@ def test_public_names_of_formats():
         _ = formats.mxfp5
 
 
-@pytest.mark.parametrize("first", ["tcfp_jax.casting", "tcfp_jax.formats.catalog", "tcfp_jax.formats"])
+@pytest.mark.parametrize("first", ["tcfp_jax.formats.casting", "tcfp_jax.formats.catalog", "tcfp_jax.formats"])
 def test_formats_import_in_either_order(first):
     script = f"import {first}\nfrom tcfp_jax import formats\nfrom tcfp_jax.formats import cast, defaults, mxfp4e2"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
-    "first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.conversion", "tcfp_jax.recipe", "pallas_kernels.matmul.api"]
+    "first", ["tcfp_jax", "tcfp_jax.linen", "tcfp_jax.conversion", "tcfp_jax.recipes", "pallas_kernels.matmul.api"]
 )
 def test_public_names_import_in_either_order(first):
     script = (

@@ -10,11 +10,11 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax.adapters import Stored, kernel_of
-from tcfp_jax.conversion import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, unpack
+from tcfp_jax.layers import Stored, kernel_of
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.tcfp12 import PackedTCFP12
+from tcfp_jax.weights.packed import PackedTCFP12
 from tests.arrays import nnx_model, same, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)

@@ -4,31 +4,17 @@ Every name of the catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. T
 `datatypes`, `codebooks` and `catalog`, so that none has the name of a function.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tcfp_jax.formats.casting import cast, defaults
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.numbers import NumberSpec, number
+from tcfp_jax.formats.packing import PackedArray, pack, unpack
+from tcfp_jax.formats.rotation import rotate
 from tcfp_jax.formats.scales import ScaleSpec, scale
-
-if TYPE_CHECKING:
-    from tcfp_jax.casting import cast, defaults
-    from tcfp_jax.packing import PackedArray, pack, unpack
-    from tcfp_jax.rotation import rotate
-    from tcfp_jax.sparsity import sparse
-
-# Casts know the specs above; loading them at first use keeps imports free of a circle, whichever comes first.
-_LATER = {
-    "cast": "casting",
-    "defaults": "casting",
-    "PackedArray": "packing",
-    "pack": "packing",
-    "unpack": "packing",
-    "rotate": "rotation",
-    "sparse": "sparsity",
-}
+from tcfp_jax.formats.sparsity import sparse
 
 __all__ = [
     "CATALOG",
@@ -53,8 +39,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in CATALOG:
         return CATALOG[name]
-    if name in _LATER:
-        return getattr(importlib.import_module(f"tcfp_jax.{_LATER[name]}"), name)
     raise AttributeError(f"tcfp_jax.formats has no {name!r}; `python -m tcfp_jax.formats` lists the catalog")
 
 

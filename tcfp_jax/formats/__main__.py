@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tcfp_jax.casting import cast
+from tcfp_jax.formats.casting import cast
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.datatypes import DataType, datatype
 

@@ -1,0 +1,16 @@
+"""Conversion of existing models: convert, see what happened, switch layers off and on, take it back.
+
+    model = convert_to_tcfp(model, "tcfp12_fast", tokens)                    # Linen: a new model; NNX: in place
+    tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(model)))
+    model.apply({"params": params, "tcfp": layer_state(opt_state)}, tokens)  # Linen; NNX: sync(model, optimizer), once
+
+Parameters keep their names, shapes and values: a float checkpoint loads before and after.
+"""
+
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, sync, to_bf16
+from tcfp_jax.conversion.diagnosis import diagnose
+from tcfp_jax.conversion.registry import register_adapter
+
+__all__ = [
+    "convert_to_tcfp", "diagnose", "export", "find_weights", "register_adapter", "restore", "survey", "sync", "to_bf16",
+]  # fmt: skip

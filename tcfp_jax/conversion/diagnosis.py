@@ -1,0 +1,226 @@
+"""`diagnose`: what a recipe would do to each layer of a model, before anything is converted."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from tcfp_jax.conversion.convert import convert_to_tcfp, survey
+from tcfp_jax.conversion.policy import policy
+from tcfp_jax.conversion.report import Record, describe
+from tcfp_jax.optim.feedback import error_feedback, path_names
+from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.quantization import quantize_weight
+
+# Speed over jitted BF16, forward and backward, of an MLP with 2 m k n operations a product, on one NVIDIA H200:
+# benchmarks/results/nvidia-h200/train_step.json, part "mlp". tests/test_diagnosis.py compares.
+SHAPES = ((8192, 1024, 4096), (8192, 4096, 16384), (16384, 8192, 28672))
+MEASURED = {"tensorwise": (1.29, 1.70, 1.85), "tcfp12": (0.86, 0.97, 1.00), "tcfp12_fast": (1.13, 1.40, 1.45)}
+_SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer.
+
+    Attributes:
+      path, layer, shape: of the layer and its kernel.
+      eligible: whether `convert_to_tcfp` with this recipe converts it by default.
+      reason: why not.
+      parameters: values of the whole kernel, all layers of a stack.
+      bytes_bf16, bytes_fp32, bytes_stored, bytes_with_error: of the kernel: in BF16, in float32, as `error_feedback`
+        stores it for the layers, and that with its float32 error buffer; the float master is extra.
+      snr_db: of the quantized weight; None without parameters.
+      speed_up: predicted, of its forward and backward products over BF16; None where nothing was measured.
+    """
+
+    path: str
+    layer: str
+    shape: tuple[int, ...]
+    eligible: bool
+    reason: str
+    parameters: int
+    bytes_bf16: int
+    bytes_fp32: int
+    bytes_stored: int
+    bytes_with_error: int
+    snr_db: float | None
+    speed_up: float | None
+
+    def __str__(self) -> str:
+        """One line of the table."""
+        numbers = (self.bytes_bf16, self.bytes_fp32, self.bytes_stored, self.bytes_with_error)
+        text = f"{self.path or '(root)':36} {list(self.shape)!s:20} {self.parameters:>12,}"
+        text += "".join(f" {number:>13,}" for number in numbers)
+        text += f" {'-' if self.snr_db is None else format(self.snr_db, '.1f'):>6}"
+        text += f" {'-' if self.speed_up is None else format(self.speed_up, '.2f'):>6}"
+        return f"{text}  {'yes' if self.eligible else f'no: {self.reason}'}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Lines, and what could not be looked at; `str` of it is a table with totals."""
+
+    recipe: Recipe
+    lines: tuple[Line, ...]
+    unseen: tuple[str, ...]
+    break_even: float | None
+
+    def __str__(self) -> str:
+        """A header, a line a layer, totals, and the break-even."""
+        head = f"{'layer':36} {'kernel':20} {'parameters':>12} {'BF16':>13} {'FP32':>13} {'stored':>13} {'+ error':>13}"
+        lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
+        columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
+        for name, chosen in (("all", self.lines), ("eligible", [line for line in self.lines if line.eligible])):
+            sums = [sum(getattr(line, column) for line in chosen) for column in columns]
+            label = f"total, {name}: {len(chosen)} layers"
+            lines.append(f"{label:57} {sums[0]:>12,}" + "".join(f" {number:>13,}" for number in sums[1:]))
+        lines += [f"product that no adapter sees: {product}" for product in self.unseen]
+        at = "not reached at the sizes that were measured"
+        if self.break_even is not None:
+            at = f"{self.break_even:.1e} operations a product (2 m k n)"
+        lines.append(f"{describe(self.recipe)} is faster than BF16 on an NVIDIA H200 from: {at}")
+        return "\n".join(lines)
+
+
+def diagnose(
+    model: Any,
+    *inputs: Any,
+    recipe: Recipe | str = "tcfp12_fast",
+    params: Any = None,
+    options: dict[str, Any] | None = None,
+) -> Diagnosis:
+    """What `recipe` would do to every layer: eligibility, bytes, signal-to-noise ratio and predicted speed; printed.
+
+    Nothing is converted, and the model is traced, not run. Speed is interpolated in the number of operations between
+    what was measured on an H200 (`MEASURED`), and is that of the smallest or largest shape beyond them.
+
+    Args:
+      model: a Linen or NNX model that is not converted.
+      inputs: sample arguments, arrays or `jax.ShapeDtypeStruct`; their size is what the prediction is for.
+      recipe: a `Recipe` or the name of one.
+      params: of a Linen model, for the signal-to-noise ratio; an NNX model has its own.
+      options: keyword arguments for the call with `inputs`.
+
+    Returns:
+      A `Diagnosis`, whose `str` was printed.
+
+    Raises:
+      TypeError: not a Flax module.
+      ValueError: no inputs, an unknown recipe, or no layer that conversion knows.
+
+    >>> from flax import linen as nn
+    >>> found = diagnose(nn.Dense(4096), jax.ShapeDtypeStruct((8192, 1024), jnp.float32))  # doctest: +ELLIPSIS
+    layer ...
+    >>> found.lines[0].eligible, round(found.lines[0].speed_up, 2)
+    (True, 1.13)
+    """
+    if not inputs:
+        raise ValueError("diagnose needs sample inputs: diagnose(model, *inputs, recipe=...)")
+    chosen = named_recipe(recipe)
+    if isinstance(model, flax_nnx.Module):
+        params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
+        model = flax_nnx.clone(model)
+    converted = convert_to_tcfp(model, chosen, *inputs, include=("linear", "small", "head"), options=options)
+    report = survey(converted)
+    leaves = {} if params is None else _leaves(params)
+    lines = [_line(record, chosen, leaves.get(record.weight_path)) for record in report.converted]
+    lines += [_refused(record) for record in report.skipped if record.choice.reason.endswith("would override")]
+    diagnosis = Diagnosis(chosen, tuple(lines), tuple(map(str, report.unseen)), break_even(chosen))
+    print(diagnosis)
+    return diagnosis
+
+
+def predict(recipe: Recipe, operations: float) -> float | None:
+    """Speed over BF16 of products of this many operations; None for a recipe that was not measured.
+
+    >>> predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384)
+    1.7
+    """
+    speeds = MEASURED.get(describe(recipe)) if recipe.mode is not TCFPMode.BF16 else (1.0, 1.0, 1.0)
+    if speeds is None or operations <= 0:
+        return None
+    points = [math.log(2 * m * k * n) for m, k, n in SHAPES]
+    at = min(max(math.log(operations), points[0]), points[-1])
+    for (x, y), (x2, y2) in zip(zip(points, speeds), zip(points[1:], speeds[1:])):
+        if at <= x2:
+            return y + (y2 - y) * (at - x) / (x2 - x)
+    return speeds[-1]
+
+
+def break_even(recipe: Recipe) -> float | None:
+    """Operations of a product from which the recipe was measured to be faster than BF16, or None.
+
+    >>> break_even(named_recipe("tcfp12")) is None
+    True
+    """
+    speeds = MEASURED.get(describe(recipe))
+    if speeds is None:
+        return None
+    for shape, speed in zip(SHAPES, speeds):
+        if speed > 1:
+            return 2.0 * math.prod(shape)
+    return None
+
+
+def _line(record: Record, recipe: Recipe, kernel: Any) -> Line:
+    shape = record.shape if kernel is None else tuple(kernel.shape)
+    size = math.prod(shape)
+    group = "head" if record.layer in ("Embed", "TCFPEmbed") else "linear"
+    choice = policy(recipe).choose(record.path, None, group, math.prod(record.shape))
+    stored, error = _state_bytes(record, recipe, shape)
+    return Line(
+        record.path, record.layer, shape, choice.recipe is not None, choice.reason, size, 2 * size, 4 * size, stored,
+        stored + error, None if kernel is None else _snr(kernel, recipe),
+        predict(recipe, 2.0 * record.tokens * math.prod(record.shape)),
+    )  # fmt: skip
+
+
+def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(of the stored weight, of its error buffer), as `error_feedback` would make them."""
+    assert record.layout is not None
+    weights = {"kernel": Weight(recipe, record.layout.stacked(len(shape)))}
+    key = jax.random.key(0) if recipe.residual == "stochastic" else None
+    tx = error_feedback(weights, key=key)
+    state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
+    weight, error = (
+        sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        for tree in (state.weights, state.errors)
+    )
+    return weight, error
+
+
+def _refused(record: Record) -> Line:
+    size = math.prod(record.shape)
+    numbers = (size, 2 * size, 4 * size, 0, 0)
+    return Line(record.path, record.layer, record.shape, False, record.choice.reason, *numbers, None, None)
+
+
+def _snr(kernel: Any, recipe: Recipe) -> float:
+    """Signal over rounding noise in dB of the first values of a kernel, a scale for all of them."""
+    signal, noise = map(float, _powers(jnp.asarray(kernel).reshape(-1)[:_SAMPLE], recipe=recipe))
+    return 10 * math.log10(signal / noise) if noise and signal else math.inf
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    w = w.astype(jnp.float32)[None]
+    if recipe.mode is TCFPMode.BF16:
+        # As arithmetic: XLA on a GPU takes a cast there and back away.
+        error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+    else:
+        nearest = recipe if recipe.residual != "stochastic" else dataclasses.replace(recipe, residual="nearest")
+        error = w - quantize_weight(w, nearest)[0].dequantize()
+    return jnp.sum(w * w), jnp.sum(error * error)
+
+
+def _leaves(params: Any) -> dict[str, Any]:
+    entries, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {"/".join(path_names(path)): leaf for path, leaf in entries}

@@ -1,0 +1,170 @@
+"""The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded to nearest even, saturating.
+
+Such a cast costs memory traffic. XLA makes three kernels of it, reads x twice and writes int32 of the whole array in
+between. A Pallas-Triton program holds a block of tiles in registers: x is read once, the result written once.
+
+It computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does not flush
+subnormals, so a product by a power of two is a float multiplication there. Which arrays it serves is `serves`; every
+other cast, and every other device, takes the definition. There is no choice to make by hand, since results are equal.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels.dispatch import device_kind
+from pallas_kernels.partition import partitioned
+from tcfp_jax.formats import float_bits, scale_choice
+from tcfp_jax.formats.datatypes import DataType
+from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
+from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.parts import SIGN, Modes
+from tcfp_jax.formats.scale_choice import ScaleMode
+
+# 16 values a thread, as the quantizers of `pallas_kernels.tiled` have.
+VALUES = 4096
+WARPS = 8
+_LEAST_VALUES = 256
+
+
+def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes) -> bool:
+    """Whether the kernel computes this cast, on an NVIDIA GPU.
+
+    The tile must be one side, without subtiles, along the last axis and divide it; the smallest result must be a
+    float32 and the largest a `dtype`, so that no multiplication rounds.
+
+    >>> from tcfp_jax.formats.catalog import CATALOG
+    >>> [serves((8, 64), jnp.dtype("bfloat16"), CATALOG[name], Modes()) for name in ("mxfp8e4", "nvfp4")]
+    [True, False]
+    """
+    number, scale = datatype.number, datatype.scale
+    if scale is None or datatype.residual is not None or not isinstance(number, NumberSpec):
+        return False
+    if scale.number.kind != "exponent" or len(scale.tiles) != 1 or scale.is_subtile or number.kind == "uint":
+        return False
+    if modes.roundmode != "even" or not modes.saturate or number.mbits > 20:
+        return False
+    (tile,) = scale.tiles
+    if not shape or tile.dim % len(shape) != len(shape) - 1 or not tile.size or shape[-1] % tile.size:
+        return False
+    exact = number.smallest_subnormal * scale.number.min >= 2.0**-149
+    fits = dtype == jnp.float32 or (dtype == jnp.bfloat16 and number.mbits <= 7)
+    return exact and fits and _block(shape, tile.size) is not None
+
+
+def wanted() -> bool:
+    """Whether programs are traced for an NVIDIA GPU, and for a mesh under which kernels are partitioned."""
+    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return not explicit and device_kind().startswith("NVIDIA")
+
+
+def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:
+    """The cast of an array that `serves` accepts.
+
+    Args:
+      x: float32 or bfloat16.
+      interpret: run in Pallas's interpreter, on CPUs, where subnormals are flushed.
+    """
+    scale = datatype.scale
+    assert scale is not None
+    size = scale.tiles[0].size
+    tiles = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    return _by_tiles(datatype, scalemode, interpret)(tiles).reshape(x.shape)
+
+
+@functools.cache
+def _by_tiles(datatype: DataType, scalemode: ScaleMode, interpret: bool) -> Any:
+    """The kernel on `[..., tile]`: whole tiles stay on one device, and vmap adds one more leading axis."""
+
+    def local(tiles: jax.Array, *, summed_over: tuple[str, ...]) -> jax.Array:
+        rows = tiles.reshape(-1, tiles.shape[-1])
+        if _block(tiles.shape, tiles.shape[-1]) is None:  # a device's part that no block divides
+            return cast_block(rows, datatype, scalemode).reshape(tiles.shape)
+        return _call(rows, datatype, scalemode, interpret).reshape(tiles.shape)
+
+    @custom_vmap
+    def run(tiles: jax.Array) -> jax.Array:
+        axes = " ".join("abcdefghijklmnop"[: tiles.ndim - 1])
+        return partitioned(local, f"{axes} t -> {axes} t", whole=("t",))(tiles)
+
+    @run.def_vmap
+    def _rule(size: int, is_mapped: list[bool], tiles: jax.Array) -> tuple[jax.Array, bool]:
+        return run(tiles), True
+
+    return run
+
+
+def _block(shape: tuple[int, ...], size: int) -> int | None:
+    """How many tiles a program takes: the largest power of two up to 4096 values that divides them all, or None."""
+    count = functools.reduce(lambda a, b: a * b, shape, 1) // size
+    tiles = max(1, VALUES // size)
+    while tiles and count % tiles:
+        tiles //= 2
+    return tiles if count and tiles * size >= _LEAST_VALUES else None
+
+
+def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: bool) -> jax.Array:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    count, size = rows.shape
+    tiles = _block(rows.shape, size)
+    assert tiles is not None, "the caller checked"
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = cast_block(x[...], datatype, scalemode)
+
+    spec = pl.BlockSpec((tiles, size), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        grid=(count // tiles,),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, WARPS * tiles * size // VALUES), num_stages=1),
+        interpret=interpret,
+        name="cast",
+    )(rows)
+
+
+def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
+    """The cast of `[tiles, size]`, one scale a row, in arithmetic that keeps subnormals.
+
+    |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps: what is left of float32's
+    digits beside m is exactly the number's. Both sides of it are multiplied by a power of two in two factors, since
+    one may lie outside float32.
+
+    >>> from tcfp_jax.formats.catalog import CATALOG
+    >>> cast_block(jnp.array([[500.0, -1.06, 0.0, 3e-4]]), CATALOG["mxfp8e4"], "max").tolist()
+    [[448.0, -1.0, 0.0, 0.0]]
+    """
+    number, scale = datatype.number, datatype.scale
+    assert scale is not None and isinstance(number, NumberSpec)
+    value = x.astype(jnp.float32)
+    magnitude = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(~SIGN)
+    amax = jnp.max(scale_choice.finite_magnitude(magnitude), axis=1, keepdims=True)
+    exponent, _ = scale_choice.choose_exponent(amax, number, scale.number, scalemode)
+    grid = scale_choice.grid_of(number)
+    # Integers are counted in ones, and an exponent scale means them in steps of 2**-(mbits - 1).
+    exponent = exponent - (number.mbits - 1) if number.is_integer else exponent
+    half = exponent >> 1
+    down, down_again = float_bits.power_of_two(-half), float_bits.power_of_two(half - exponent)
+    up, up_again = float_bits.power_of_two(half), float_bits.power_of_two(exponent - half)
+    if not number.has_nan:
+        lost = jnp.max(magnitude, axis=1, keepdims=True) > INFINITY
+        up = jnp.where(lost, jnp.float32(jnp.nan), up)
+    scaled = jnp.clip(value * down * down_again, -grid.largest, grid.largest)
+    bits = lax.bitcast_convert_type(scaled, jnp.int32)
+    binade = jnp.maximum(bits & INFINITY, (grid.emin + 127) << MANTISSA_BITS)
+    steps = lax.bitcast_convert_type(binade + ((MANTISSA_BITS - grid.mbits) << MANTISSA_BITS), jnp.float32)
+    rounded = lax.bitcast_convert_type((jnp.abs(scaled) + steps) - steps, jnp.int32)
+    sign = bits & jnp.int32(SIGN)
+    if not number.has_negative_zero:
+        sign = jnp.where(rounded == 0, 0, sign)
+    result = lax.bitcast_convert_type(rounded | sign, jnp.float32) * up * up_again
+    # A NaN has lost its sign bit or gained one on the way; what the definition writes is one NaN.
+    return jnp.where(magnitude > INFINITY, jnp.float32(jnp.nan), result).astype(x.dtype)

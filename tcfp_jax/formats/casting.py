@@ -1,0 +1,203 @@
+"""Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold, in the dtype of `x`.
+
+A cast has two halves that packing shares: `quantize` finds each value's place on its number's grid and the scales
+(`Parts`), `assemble` multiplies them. All of it is integer work on the bits of float32 and float32 arithmetic that is
+exact or correctly rounded everywhere, never a cast to a small dtype and back, which XLA on a GPU would delete. So
+results are bit-identical on every backend, with and without jit.
+
+* Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as inputs and as results.
+* Float scales and zero points read subnormal inputs as zero and write results below 2**-126 as zero.
+* A NaN or inf has no part in its tile's scale. NaN stays NaN; where a scaled number has no code for it (FP4, FP6,
+  integers, codebooks) its tile's scale becomes NaN, and with it the tile, as OCP's MX specification has it.
+* `saturate=True`: inf and what is too large become the largest value. `saturate=False`: inf where the number has it,
+  else NaN where it has that, else the largest value, as ml_dtypes does (rounding "zero" overflows only from inf).
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from tcfp_jax.formats import cast_kernel, float_bits
+from tcfp_jax.formats.datatypes import DataType
+from tcfp_jax.formats.float_bits import TINY, RoundMode
+from tcfp_jax.formats.parts import Modes, assemble, flushed, layout_of, quantize
+from tcfp_jax.formats.scale_choice import ScaleMode
+
+_INITIAL = Modes()
+_DEFAULTS = contextvars.ContextVar("tcfp_jax.formats.defaults", default=_INITIAL)
+
+
+@contextlib.contextmanager
+def defaults(
+    *, roundmode: RoundMode | None = None, scalemode: ScaleMode | None = None, saturate: bool | None = None
+) -> Iterator[None]:
+    """What `cast` and `pack` do within a `with` block where they are not told; blocks nest.
+
+    A jitted function reads them when it is traced, once. A default `scalemode` concerns exponent scales only.
+
+    Raises:
+      ValueError: an unknown mode.
+
+    >>> from tcfp_jax import formats
+    >>> with defaults(roundmode="zero"):
+    ...     print(cast(jnp.float32(1.9), formats.datatype("int8")))
+    1.0
+    """
+    modes = _with_defaults(roundmode, scalemode, saturate)
+    token = _DEFAULTS.set(modes)
+    try:
+        yield
+    finally:
+        _DEFAULTS.reset(token)
+
+
+def cast(
+    x: ArrayLike,
+    datatype: DataType,
+    *,
+    roundmode: RoundMode | None = None,
+    scalemode: ScaleMode | None = None,
+    key: jax.Array | None = None,
+    saturate: bool | None = None,
+) -> jax.Array:
+    """`x` rounded to the values of a datatype: `round(x / scale) * scale`, with the gradient of the identity.
+
+    Args:
+      x: real floats of any shape; float64 is rounded to float32 first. Ragged last tiles are filled with zeros.
+      datatype: made by `formats.datatype`, or of the catalog.
+      roundmode: "even" (nearest, ties to even; the default), "nearest" (ties away from zero), "zero" (toward zero), or
+        "stochastic" (one of the two neighbours, by distance; E[result] = x).
+      scalemode: "max" (the default), "midmax", "ceil" or "auto", for exponent scales; see `tcfp_jax.formats.scale_choice`.
+      key: JAX random key, for "stochastic" only.
+      saturate: what happens to inf and what is too large; True by default. See the module's docstring.
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` is not real floating point, or `datatype` is not a DataType.
+      ValueError: an unknown mode, a key without "stochastic" or the reverse, a `scalemode` for a datatype without
+        exponent scale, or a tile that does not fit the shape.
+
+    Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
+
+    >>> from tcfp_jax import formats
+    >>> cast(jnp.array([1.0, -0.3, 0.07]), formats.datatype("e2m1f", "e8m0")).tolist()
+    [1.0, -0.25, 0.125]
+    """
+    array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
+    if array.size == 0:
+        return array
+    return _straight_through(array, _rounded(lax.stop_gradient(array), datatype, modes, key))
+
+
+@jax.custom_jvp
+def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    return rounded
+
+
+@_straight_through.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0]
+
+
+def _rounded(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
+    if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and cast_kernel.wanted():
+        return _in_one_pass(x, datatype, modes)
+    return _define(x, datatype, modes, key)
+
+
+@functools.partial(jax.jit, static_argnames=("datatype", "modes"))
+def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
+    """By the kernel where the program runs on an NVIDIA GPU; a default GPU does not say so of every program."""
+    kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.scalemode)
+    by_definition = functools.partial(_define, datatype=datatype, modes=modes)
+    return lax.platform_dependent(x, cuda=kernel, default=by_definition)
+
+
+def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None) -> jax.Array:
+    return float_bits.from_bits(_quantized_bits(float_bits.to_bits(x), datatype, modes, key), x.dtype)
+
+
+# One program a datatype and shape: op by op, the few hundred operations of a long division are compiled one by one.
+@functools.partial(jax.jit, static_argnames=("datatype", "modes"))
+def _quantized_bits(bits: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
+    """float32 bits of the cast of an array given by its bits."""
+    layout = layout_of(bits.shape, datatype)
+    parts = quantize(bits, datatype, layout, modes if datatype.residual is None else nearest(modes), key)
+    result = layout.join(assemble(parts, datatype))
+    if datatype.residual is None:
+        return result
+    rest = _quantized_bits(rest_of(bits, result), datatype.residual, modes, key)
+    return add_bits(result, rest)
+
+
+def nearest(modes: Modes) -> Modes:
+    """The modes of a value that has a residual: a stochastic residual alone makes the sum unbiased."""
+    return replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
+
+
+def rest_of(bits: jax.Array, rounded: jax.Array) -> jax.Array:
+    """Bits of x - rounded, subnormals as zero; 0 where the difference is not finite, which `rounded` already says."""
+    difference = flushed(bits) - flushed(rounded)
+    keep = jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
+    return lax.bitcast_convert_type(jnp.where(keep, difference, jnp.float32(0)), jnp.int32)
+
+
+def add_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Bits of a + b, subnormals as zero."""
+    total = flushed(a) + flushed(b)
+    return lax.bitcast_convert_type(jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total), jnp.int32)
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def check_arguments(
+    x: ArrayLike,
+    datatype: DataType,
+    roundmode: RoundMode | None,
+    scalemode: ScaleMode | None,
+    key: jax.Array | None,
+    saturate: bool | None,
+) -> tuple[jax.Array, Modes]:
+    """(`x` as an array, the modes), or the errors that `cast` documents."""
+    array = jnp.asarray(x)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"x is {array.dtype}, and casts take real floats; convert it first, such as x.astype(float32)")
+    if not isinstance(datatype, DataType):
+        raise TypeError(f"datatype is {type(datatype).__name__}; make a DataType with formats.datatype(number, scale)")
+    has_exponent = any(
+        part is not None and part.scale is not None and part.scale.number.kind == "exponent"
+        for part in (datatype, datatype.residual)
+    )
+    if scalemode not in (None, "max") and not has_exponent:
+        raise ValueError(f"scalemode={scalemode!r} chooses among powers of two, which {datatype.name} has not; drop it")
+    modes = _with_defaults(roundmode, scalemode, saturate)
+    if (key is None) != (modes.roundmode != "stochastic"):
+        missing = 'roundmode="stochastic" needs key=jax.random.key(seed)' if key is None else "drop key="
+        raise ValueError(f"roundmode={modes.roundmode!r} and key={'none' if key is None else 'given'}: {missing}")
+    return array, replace(modes, scalemode="midmax" if modes.scalemode == "auto" else modes.scalemode)
+
+
+def _with_defaults(roundmode: RoundMode | None, scalemode: ScaleMode | None, saturate: bool | None) -> Modes:
+    scoped = _DEFAULTS.get()
+    modes = Modes(
+        scoped.roundmode if roundmode is None else roundmode,
+        scoped.scalemode if scalemode is None else scalemode,
+        scoped.saturate if saturate is None else saturate,
+    )
+    for name, kind in (("roundmode", RoundMode), ("scalemode", ScaleMode)):
+        if getattr(modes, name) not in get_args(kind):
+            raise ValueError(f"{name}={getattr(modes, name)!r} is unknown; use one of {list(get_args(kind))}")
+    if not isinstance(modes.saturate, bool):
+        raise ValueError(f"saturate={modes.saturate!r} must be True or False")
+    return modes

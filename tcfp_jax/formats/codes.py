@@ -1,0 +1,157 @@
+"""Values as the codes that store them, codes as bytes, and back.
+
+Codes are uint32 with the layout that ml_dtypes has: sign, exponent, mantissa from the top; integers in two's
+complement. Bytes hold codes without gaps, the first code in the lowest bits: two 4-bit codes a byte, four 6-bit codes
+in three bytes. Only the last byte of an array is filled up.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tcfp_jax.formats import float_bits
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN
+from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.parts import SIGN, unit_shift
+from tcfp_jax.formats.scale_choice import is_wide
+
+
+def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
+    """uint32 codes of float32 values that a number holds; NaN without a code of its own is stored as 0.
+
+    A signed integer's lowest code, which no value has, stands for NaN.
+
+    >>> from tcfp_jax.formats.numbers import number
+    >>> [int(encode(jnp.float32(v), number("e4m3fn"))) for v in (1.0, -448.0)]
+    [56, 254]
+    """
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    magnitude = bits & ~jnp.int32(SIGN)
+    nan = magnitude > INFINITY
+    if number.is_integer:
+        lost = 1 << (number.bits - 1) if number.kind == "int" else 0
+        whole = jnp.where(nan, jnp.float32(0), value).astype(jnp.int32) & ((1 << number.bits) - 1)
+        return jnp.where(nan, lost, whole).astype(jnp.uint32)
+    if number.kind == "exponent":
+        exponent, _ = float_bits.normalize(magnitude)
+        return jnp.where(nan, (1 << number.bits) - 1, exponent + number.bias).astype(jnp.uint32)
+    if is_wide(number):
+        code = magnitude >> (MANTISSA_BITS - number.mbits)
+    else:
+        shift = unit_shift(number)
+        units = float_bits.scale_down(jnp.where(magnitude < INFINITY, magnitude, 0), jnp.int32(shift))
+        exponent = (lax.bitcast_convert_type(units, jnp.int32) >> MANTISSA_BITS) - 127
+        emin = number.emin - shift
+        steps = units * float_bits.power_of_two(number.mbits - jnp.maximum(exponent, emin))
+        code = steps.astype(jnp.int32) + (jnp.maximum(exponent - emin, 0) << number.mbits)
+    inf_code, nan_code = _special_codes(number)
+    code = jnp.where(magnitude == INFINITY, inf_code, code).astype(jnp.uint32)
+    code = code | ((bits < 0).astype(jnp.uint32) << (number.bits - 1))
+    return jnp.where(nan, jnp.uint32(nan_code), code)
+
+
+def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
+    """float32 values of uint32 codes.
+
+    >>> from tcfp_jax.formats.numbers import number
+    >>> decode(jnp.array([56, 254], jnp.uint32), number("e4m3fn")).tolist()
+    [1.0, -448.0]
+    """
+    if number.kind == "uint":
+        return code.astype(jnp.float32)
+    if number.kind == "int":
+        unused = 32 - number.bits
+        whole = lax.bitcast_convert_type(code << unused, jnp.int32) >> unused
+        lowest = jnp.int32(-(1 << (number.bits - 1)))
+        return jnp.where(whole == lowest, jnp.float32(jnp.nan), whole.astype(jnp.float32))
+    if number.kind == "exponent":
+        exponent = code.astype(jnp.int32) - number.bias
+        bits = jnp.where(exponent < -126, HIDDEN >> 1, (exponent + 127) << MANTISSA_BITS)
+        bits = jnp.where(code == (1 << number.bits) - 1, NAN, bits)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+    magnitude = (code & ((1 << (number.bits - 1)) - 1)).astype(jnp.int32)
+    if is_wide(number):
+        bits = magnitude << (MANTISSA_BITS - number.mbits)
+    else:
+        shift = unit_shift(number)
+        field, mantissa = magnitude >> number.mbits, magnitude & ((1 << number.mbits) - 1)
+        steps = mantissa + ((field > 0).astype(jnp.int32) << number.mbits)
+        step = float_bits.power_of_two(jnp.maximum(field, 1) - 1 + number.emin - shift - number.mbits)
+        bits = float_bits.scale_up(steps.astype(jnp.float32) * step, jnp.int32(shift))
+    inf_code, nan_code = _special_codes(number)
+    if number.has_inf:
+        bits = jnp.where(magnitude == inf_code, INFINITY, bits)
+    nan = jnp.zeros_like(magnitude, bool)
+    if number.infnan == "ieee":
+        nan = magnitude > inf_code
+    elif number.infnan == "fn":
+        nan = magnitude == nan_code
+    elif number.infnan in ("fnuz", "inuz"):
+        nan = code == nan_code
+    sign = lax.bitcast_convert_type((code >> (number.bits - 1)) << 31, jnp.int32)
+    return lax.bitcast_convert_type(jnp.where(nan, NAN, bits | sign), jnp.float32)
+
+
+def _special_codes(number: NumberSpec) -> tuple[int, int]:
+    """(the code of inf, of NaN); 0 where there is none."""
+    ones = (1 << (number.bits - 1)) - 1
+    if number.infnan == "ieee":
+        infinity = ((1 << number.ebits) - 1) << number.mbits
+        return infinity, infinity | (1 << (number.mbits - 1))
+    if number.infnan == "fn":
+        return 0, ones
+    if number.infnan == "f":
+        return 0, 0
+    return (ones if number.has_inf else 0), ones + 1
+
+
+def byte_count(count: int, bits: int) -> int:
+    """Bytes that hold `count` codes of `bits` bits.
+
+    >>> byte_count(5, 6)
+    4
+    """
+    return -(-count * bits // 8)
+
+
+def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
+    """uint8 of the codes of any shape, without gaps.
+
+    >>> to_bytes(jnp.array([1, 2, 3], jnp.uint32), 4).tolist()
+    [33, 3]
+    """
+    pieces = codes.reshape(-1).astype(jnp.uint32)
+    if bits in _WHOLE:
+        return lax.bitcast_convert_type(pieces.astype(_WHOLE[bits]), jnp.uint8).reshape(-1)
+    width = _piece(bits)
+    if width < bits:
+        pieces = ((pieces[:, None] >> jnp.arange(bits, dtype=jnp.uint32)) & 1).reshape(-1)
+    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
+    pieces = jnp.pad(pieces, (0, -pieces.size % places.size)).reshape(-1, places.size)
+    return jnp.sum(pieces << places, axis=-1, dtype=jnp.uint32).astype(jnp.uint8)
+
+
+def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
+    """The uint32 codes that `to_bytes` wrote, `[count]`.
+
+    >>> from_bytes(jnp.array([33, 3], jnp.uint8), 4, 3).tolist()
+    [1, 2, 3]
+    """
+    if bits in _WHOLE:
+        whole = data if bits == 8 else lax.bitcast_convert_type(data.reshape(count, bits // 8), _WHOLE[bits])
+        return whole.astype(jnp.uint32)
+    width = _piece(bits)
+    places = jnp.arange(0, 8, width, dtype=jnp.uint32)
+    pieces = (data[:, None].astype(jnp.uint32) >> places) & jnp.uint32((1 << width) - 1)
+    pieces = pieces.reshape(-1)[: count * bits // width]
+    if width == bits:
+        return pieces
+    return jnp.sum(pieces.reshape(count, bits) << jnp.arange(bits, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+_WHOLE = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+
+
+def _piece(bits: int) -> int:
+    """Bits of what is put into bytes at once: a code, or a bit of one where codes straddle bytes."""
+    return bits if 8 % bits == 0 else 1

@@ -1,0 +1,219 @@
+"""float32 taken apart: powers of two from integer bits, exact division, and rounding to any grid.
+
+The casts of `tcfp_jax.formats.casting` are made of these. They share no code with `pallas_kernels.numerics` on purpose: each
+is the other's oracle. Magnitudes are int32 with the bits of |x|, whose order is that of the values.
+
+XLA:CPU reads and writes subnormal float32 as zero, XLA:GPU does not. So no float operation here meets one: a subnormal
+is taken apart as an integer, and made as one. Products and quotients by powers of two are integer additions to the
+exponent; that is exact, and the same on every backend, with and without jit.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+RoundMode = Literal["nearest", "even", "zero", "stochastic"]
+
+MANTISSA_BITS = 23
+HIDDEN = 1 << MANTISSA_BITS
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+TINY = float(np.finfo(np.float32).tiny)
+_MANTISSA = HIDDEN - 1
+_DIGITS_AT_ONCE = 12
+
+
+class Grid(NamedTuple):
+    """Values a number has in its own units: steps of 2**(max(exponent, emin) - mbits), up to `largest`."""
+
+    emin: int
+    mbits: int
+    largest: float
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """int32 bits of float32(x), for any float dtype; exact but for float64, which is rounded to float32 first.
+
+    >>> hex(int(to_bits(jnp.bfloat16(1.0))))
+    '0x3f800000'
+    """
+    if x.dtype == jnp.bfloat16:  # by integers: a subnormal would be flushed in a conversion
+        half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return lax.bitcast_convert_type(half << 16, jnp.int32)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 bits as an array of `dtype`, rounded to nearest even; what is finite stays finite.
+
+    >>> float(from_bits(jnp.int32(0x3f800000), jnp.dtype("float16")))
+    1.0
+    """
+    if dtype == jnp.bfloat16:
+        magnitude = bits & ~jnp.int32(-(2**31))
+        rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
+        rounded = jnp.where(magnitude < INFINITY, jnp.minimum(rounded, 0x7F7FFFFF), magnitude)
+        half = lax.bitcast_convert_type(rounded | (bits & jnp.int32(-(2**31))), jnp.uint32) >> 16
+        return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
+    values = lax.bitcast_convert_type(bits, jnp.float32)
+    if dtype in (jnp.float32, jnp.float64):
+        return values.astype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    clipped = jnp.clip(values, -limit, limit)
+    return jnp.where(jnp.isfinite(values), clipped, values).astype(dtype)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above 127.
+
+    >>> float(power_of_two(jnp.int32(-3)))
+    0.125
+    """
+    biased = jnp.clip(exponent + 127, 0, 254)
+    return lax.bitcast_convert_type(biased << MANTISSA_BITS, jnp.float32)
+
+
+def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero.
+
+    >>> [int(v) for v in normalize(jnp.int32(1))]
+    [-149, 0]
+    """
+    leading = lax.clz(magnitude)
+    subnormal = magnitude < HIDDEN
+    exponent = jnp.where(subnormal, -118 - leading, (magnitude >> MANTISSA_BITS) - 127)
+    mantissa = jnp.where(subnormal, magnitude << jnp.clip(leading - 8, 0, 24), magnitude) & _MANTISSA
+    return exponent, mantissa
+
+
+def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
+    """|x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and it must stay below 2**128.
+
+    >>> float(scale_down(jnp.int32(1), jnp.int32(-149)))
+    1.0
+    """
+    shifted = magnitude - (exponent << MANTISSA_BITS)
+    shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
+    # Two factors: 2**-149 alone is subnormal.
+    fraction = magnitude.astype(jnp.float32) * jnp.float32(2.0**-MANTISSA_BITS)
+    subnormal = fraction * power_of_two(-126 - exponent)
+    return jnp.where(magnitude < HIDDEN, subnormal, lax.bitcast_convert_type(shifted, jnp.float32))
+
+
+def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Magnitude bits of value * 2**exponent, for a value >= 0; exact where float32 has it, subnormals included.
+
+    >>> int(scale_up(jnp.float32(1.0), jnp.int32(-149)))
+    1
+    """
+    bits = lax.bitcast_convert_type(value, jnp.int32) + (exponent << MANTISSA_BITS)
+    steps = (value * power_of_two(126 + exponent)) * jnp.float32(2.0**MANTISSA_BITS)
+    subnormal = jnp.minimum(steps, jnp.float32(HIDDEN)).astype(jnp.int32)
+    magnitude = jnp.where(bits < HIDDEN, subnormal, bits)
+    return jnp.where(value == 0, jnp.zeros_like(magnitude), magnitude)
+
+
+def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
+    """|x| / |y| in float32 with `digits` mantissa bits, and the last bit set where that is not exact.
+
+    A value rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. Long division in
+    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as
+    zero, as does x / 0.
+
+    >>> float(divide_to_odd(jnp.int32(0x40c00000), jnp.int32(0x40000000), 23))
+    3.0
+    """
+    exponent, quotient, remainder, _ = _divide(magnitude, divisor, digits)
+    quotient = (quotient << (MANTISSA_BITS - digits)) | (remainder != 0).astype(jnp.int32)
+    return _quotient(magnitude, divisor, exponent, quotient)
+
+
+def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
+    """|x| / |y| in float32, rounded to nearest; see `divide_to_odd`.
+
+    >>> float(divide(to_bits(jnp.float32(1)), to_bits(jnp.float32(3)))) == float(np.float32(1) / np.float32(3))
+    True
+    """
+    exponent, quotient, remainder, denominator = _divide(magnitude, divisor, MANTISSA_BITS)
+    # Two floats of 24 bits never have a quotient halfway between two of 24 bits: there is no tie.
+    quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
+    return _quotient(magnitude, divisor, exponent, quotient)
+
+
+def _divide(magnitude: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.Array, ...]:
+    numerator, denominator = ((bits & _MANTISSA) | HIDDEN for bits in (magnitude, divisor))
+    smaller = (numerator < denominator).astype(jnp.int32)
+    exponent = (magnitude >> MANTISSA_BITS) - (divisor >> MANTISSA_BITS) - smaller + 127
+    remainder = (numerator << smaller) - denominator
+    quotient = jnp.ones_like(remainder)
+    inverse = 1 / denominator.astype(jnp.float32)
+    for place in range(0, digits, _DIGITS_AT_ONCE):
+        count = min(digits - place, _DIGITS_AT_ONCE)
+        # The guess may be off by one, anywhere; products that wrap around leave their small difference right.
+        guess = (remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)).astype(jnp.int32)
+        rest = (remainder << count) - guess * denominator
+        change = (rest >= denominator).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
+        quotient = (quotient << count) + (guess + change)
+        remainder = rest - change * denominator
+    return exponent, quotient, remainder, denominator
+
+
+def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quotient: jax.Array) -> jax.Array:
+    # An exponent above 254 has no bits; capped, the sum stays an int32.
+    bits = (jnp.minimum(exponent, 254) << MANTISSA_BITS) + (quotient - HIDDEN)
+    bits = jnp.where(exponent > 254, INFINITY - 1, jnp.minimum(bits, INFINITY - 1))
+    nothing = (magnitude < HIDDEN) | (divisor < HIDDEN) | (exponent < 1)
+    return lax.bitcast_convert_type(jnp.where(nothing, 0, bits), jnp.float32)
+
+
+def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
+    """Values >= 0 rounded to a grid whose steps are normal float32; beyond `largest` the grid goes on.
+
+    `bits` are uniform uint32 for "stochastic": the upper neighbour with probability (value - lower) / step, to 2**-24.
+
+    >>> [float(round_to_grid(jnp.float32(2.5), Grid(0, 1, 6.0), mode, None)) for mode in ("even", "nearest", "zero")]
+    [2.0, 3.0, 2.0]
+    """
+    emax = int(np.frexp(grid.largest)[1]) - 1
+    # What is at least twice the largest binade is over the top whatever its digits; a step stays finite.
+    capped = jnp.minimum(value, jnp.float32(2.0 ** min(emax + 1, 127)))
+    exponent = lax.bitcast_convert_type(capped, jnp.int32) & INFINITY
+    step_bits = jnp.maximum(exponent, (grid.emin + 127) << MANTISSA_BITS) - (grid.mbits << MANTISSA_BITS)
+    step = lax.bitcast_convert_type(step_bits, jnp.float32)
+    units = capped * lax.bitcast_convert_type((254 << MANTISSA_BITS) - step_bits, jnp.float32)
+    if mode == "even":
+        return lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    if mode == "nearest":
+        return lax.round(units, lax.RoundingMethod.AWAY_FROM_ZERO) * step
+    lower = jnp.floor(units)
+    if mode == "stochastic":
+        assert bits is not None
+        uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+        lower = lower + (uniform < units - lower).astype(jnp.float32)
+    return lower * step
+
+
+def round_bits(magnitude: jax.Array, mbits: int, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
+    """Magnitudes with all but `mbits` bits of mantissa rounded away, for numbers with float32's own exponents.
+
+    >>> hex(int(round_bits(jnp.int32(0x3f808000), 7, "even", None)))
+    '0x3f800000'
+    """
+    drop = MANTISSA_BITS - mbits
+    if drop == 0:
+        return magnitude
+    rest = magnitude & ((1 << drop) - 1)
+    half = 1 << (drop - 1)
+    if mode == "even":
+        up = (rest > half) | ((rest == half) & (((magnitude >> drop) & 1) == 1))
+    elif mode == "nearest":
+        up = rest >= half
+    elif mode == "zero":
+        up = jnp.zeros_like(rest, bool)
+    else:
+        assert bits is not None
+        up = (bits >> (32 - drop)).astype(jnp.int32) < rest
+    return magnitude - rest + (up.astype(jnp.int32) << drop)

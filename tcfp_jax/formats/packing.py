@@ -1,0 +1,272 @@
+"""Real storage: `pack` keeps an array in the bits that its datatype says, `unpack` gives the virtual cast back.
+
+unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit
+pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size, each part filled up to a whole byte
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from tcfp_jax.formats import float_bits
+from tcfp_jax.formats.casting import add_bits, check_arguments, nearest, rest_of
+from tcfp_jax.formats.codebooks import CodebookSpec
+from tcfp_jax.formats.codes import decode, encode, from_bytes, to_bytes
+from tcfp_jax.formats.datatypes import DataType
+from tcfp_jax.formats.float_bits import RoundMode
+from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.parts import Modes, Parts, assemble, layout_of, quantize
+from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.sparsity import largest_mask
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedArray:
+    """An array in the bits of its datatype; made by `pack`. A pytree of uint8 vectors.
+
+    Attributes:
+      values: codes, in the order of the array; with `sparsity` those that were kept.
+      scales, zeros: one a tile, or None.
+      offsets, selectors: one a subtile, or None.
+      outer: the tensor's scale, or None.
+      mask: a bit a value, set where it was kept, or None.
+      residual: what the first rounding left, packed, or None.
+      datatype, shape, dtype: of the array it stands for.
+      sparsity: (n, m), of which every n values along the last axis m were kept, or None.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None
+    zeros: jax.Array | None
+    offsets: jax.Array | None
+    selectors: jax.Array | None
+    outer: jax.Array | None
+    mask: jax.Array | None
+    residual: "PackedArray | None"
+    datatype: DataType = field(metadata=dict(static=True))
+    shape: tuple[int, ...] = field(metadata=dict(static=True))
+    dtype: np.dtype = field(metadata=dict(static=True))
+    sparsity: tuple[int, int] | None = field(metadata=dict(static=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self))
+
+
+def pack(
+    x: ArrayLike,
+    datatype: DataType,
+    *,
+    roundmode: RoundMode | None = None,
+    scalemode: ScaleMode | None = None,
+    key: jax.Array | None = None,
+    saturate: bool | None = None,
+    sparsity: tuple[int, int] | None = None,
+) -> PackedArray:
+    """`x` rounded as `cast` rounds it, in the bits of the datatype.
+
+    Args:
+      x, datatype, roundmode, scalemode, key, saturate: those of `formats.cast`.
+      sparsity: (n, m) keeps the m largest of every n values along the last axis, as `formats.sparse` does, and stores
+        those and a bit for each value.
+
+    Raises:
+      TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero
+        point, a codebook or a residual; a NaN for an unscaled number without a code for it, where it can be seen
+        (under `jit` it is stored as 0).
+
+    >>> from tcfp_jax import formats
+    >>> packed = pack(jnp.linspace(-1.0, 1.0, 64), formats.mxfp4e2)
+    >>> packed.nbytes, packed.values.shape, packed.scales.shape
+    (34, (32,), (2,))
+    """
+    array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
+    _check(array, datatype, sparsity)
+    if sparsity is not None:
+        n, m = sparsity
+        kept = largest_mask(array, n, m, -1)
+        array = jnp.where(kept, array, jnp.zeros_like(array))
+    else:
+        kept = None
+    bits = float_bits.to_bits(array)
+    return _pack(bits, kept, datatype, modes, key, array.dtype, sparsity)
+
+
+def unpack(packed: PackedArray) -> jax.Array:
+    """The array that was packed, cast to its datatype: in its shape and dtype.
+
+    Raises:
+      TypeError: `packed` is not a PackedArray.
+
+    >>> from tcfp_jax import formats
+    >>> unpack(pack(jnp.array([1.0, -0.3, 0.07]), formats.datatype("e2m1f", "e8m0"))).tolist()
+    [1.0, -0.25, 0.125]
+    """
+    if not isinstance(packed, PackedArray):
+        raise TypeError(f"unpack takes what pack returned, not {type(packed).__name__}; use formats.pack first")
+    return float_bits.from_bits(_unpack(packed), packed.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("datatype", "modes", "dtype", "sparsity"))
+def _pack(
+    bits: jax.Array,
+    kept: jax.Array | None,
+    datatype: DataType,
+    modes: Modes,
+    key: jax.Array | None,
+    dtype: np.dtype,
+    sparsity: tuple[int, int] | None,
+) -> PackedArray:
+    layout = layout_of(bits.shape, datatype)
+    parts = quantize(bits, datatype, layout, modes if datatype.residual is None else nearest(modes), key)
+    residual = None
+    if datatype.residual is not None:
+        rest = rest_of(bits, layout.join(assemble(parts, datatype)))
+        residual = _pack(rest, None, datatype.residual, modes, key, np.dtype(np.float32), None)
+    codes = parts.value if isinstance(datatype.number, CodebookSpec) else encode(parts.value, datatype.number)
+    codes = layout.join(codes)
+    if kept is not None:
+        assert sparsity is not None
+        codes = _compress(codes, kept, *sparsity)
+    return PackedArray(
+        values=to_bytes(codes, datatype.number.bits),
+        **_pack_scales(parts, datatype),
+        mask=None if kept is None else to_bytes(kept, 1),
+        residual=residual,
+        datatype=datatype,
+        shape=bits.shape,
+        dtype=np.dtype(dtype),
+        sparsity=sparsity,
+    )
+
+
+def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None]:
+    fields: dict[str, jax.Array | None] = dict.fromkeys(("scales", "zeros", "offsets", "selectors", "outer"))
+    scale = datatype.scale
+    if scale is None:
+        return fields
+    if parts.exponent is not None:
+        code = parts.exponent + scale.number.bias
+        code = code if parts.nan is None else jnp.where(parts.nan, (1 << scale.number.bits) - 1, code)
+        fields["scales"] = to_bytes(code, scale.number.bits)
+    if parts.scale is not None:
+        fields["scales"] = to_bytes(encode(parts.scale, scale.number), scale.number.bits)
+    if parts.zero is not None:
+        assert scale.zero is not None and isinstance(datatype.number, NumberSpec)
+        # An integer zero point is one of the number's codes; less half of them, it fits a signed integer.
+        middle = jnp.float32(1 << (datatype.number.bits - 1)) if scale.zero.is_integer else jnp.float32(0)
+        # The lowest code would read as NaN, so an integer is written as such.
+        shifted = parts.zero - middle
+        whole = lax.bitcast_convert_type(shifted.astype(jnp.int32), jnp.uint32) & jnp.uint32((1 << scale.zero.bits) - 1)
+        fields["zeros"] = to_bytes(whole if scale.zero.is_integer else encode(shifted, scale.zero), scale.zero.bits)
+    if parts.offset is not None:
+        fields["offsets"] = to_bytes(parts.offset, scale.offset)
+    if parts.selector is not None:
+        assert isinstance(datatype.number, CodebookSpec)
+        fields["selectors"] = to_bytes(parts.selector, datatype.number.selector_bits)
+    if parts.outer is not None:
+        assert scale.outer is not None
+        fields["outer"] = to_bytes(encode(parts.outer, scale.outer), scale.outer.bits)
+    return fields
+
+
+@jax.jit
+def _unpack(packed: PackedArray) -> jax.Array:
+    datatype, shape = packed.datatype, packed.shape
+    layout = layout_of(shape, datatype)
+    count = math.prod(shape)
+    if packed.mask is not None:
+        assert packed.sparsity is not None
+        codes = _expand(packed, *packed.sparsity)
+    else:
+        codes = from_bytes(packed.values, datatype.number.bits, count).reshape(shape)
+    codes = layout.split(codes)
+    number = datatype.number
+    value = codes.astype(jnp.int32) if isinstance(number, CodebookSpec) else decode(codes, number)
+    parts = Parts(value)
+    scale = datatype.scale
+    if scale is not None:
+        parts = _unpack_scales(packed, parts, layout.scale_shape, layout.subscale_shape)
+    result = layout.join(assemble(parts, datatype))
+    return result if packed.residual is None else add_bits(result, _unpack(packed.residual))
+
+
+def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], subshape: tuple[int, ...]) -> Parts:
+    scale, number = packed.datatype.scale, packed.datatype.number
+    assert scale is not None and packed.scales is not None
+
+    def read(data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
+        return from_bytes(data, bits, math.prod(shape)).reshape(shape)
+
+    codes = read(packed.scales, scale.number.bits, shape)
+    if scale.number.kind == "exponent":
+        nan = codes == (1 << scale.number.bits) - 1
+        parts = parts._replace(exponent=codes.astype(jnp.int32) - scale.number.bias, nan=nan)
+    else:
+        parts = parts._replace(scale=decode(codes, scale.number))
+    if packed.zeros is not None:
+        assert scale.zero is not None
+        codes = read(packed.zeros, scale.zero.bits, shape)
+        if scale.zero.is_integer:
+            unused = 32 - scale.zero.bits
+            whole = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused
+            zero = (whole + (1 << (number.bits - 1))).astype(jnp.float32)
+        else:
+            zero = decode(codes, scale.zero)
+        parts = parts._replace(zero=zero)
+    if packed.offsets is not None:
+        parts = parts._replace(offset=read(packed.offsets, scale.offset, subshape).astype(jnp.int32))
+    if packed.selectors is not None:
+        assert isinstance(number, CodebookSpec)
+        parts = parts._replace(selector=read(packed.selectors, number.selector_bits, subshape).astype(jnp.int32))
+    if packed.outer is not None:
+        assert scale.outer is not None
+        parts = parts._replace(outer=decode(read(packed.outer, scale.outer.bits, ()), scale.outer))
+    return parts
+
+
+# M of N ---------------------------------------------------------------------------------------------------------------
+
+
+def _compress(codes: jax.Array, kept: jax.Array, n: int, m: int) -> jax.Array:
+    """The m kept codes of every n, in their order."""
+    groups, mask = codes.reshape(-1, n), kept.reshape(-1, n)
+    order = jnp.argsort(~mask, axis=-1, stable=True)[:, :m]
+    return jnp.take_along_axis(groups, order, axis=-1)
+
+
+def _expand(packed: PackedArray, n: int, m: int) -> jax.Array:
+    """Codes of the whole array, 0 where nothing was kept."""
+    assert packed.mask is not None
+    count = math.prod(packed.shape)
+    mask = from_bytes(packed.mask, 1, count).reshape(-1, n) == 1
+    kept = from_bytes(packed.values, packed.datatype.number.bits, count // n * m).reshape(-1, m)
+    place = jnp.clip(jnp.cumsum(mask.astype(jnp.int32), axis=-1) - 1, 0, m - 1)
+    codes = jnp.where(mask, jnp.take_along_axis(kept, place, axis=-1), jnp.uint32(0))
+    return codes.reshape(packed.shape)
+
+
+def _check(array: jax.Array, datatype: DataType, sparsity: tuple[int, int] | None) -> None:
+    number = datatype.number
+    if (
+        datatype.scale is None
+        and not number.has_nan
+        and number.kind != "int"
+        and not isinstance(array, jax.core.Tracer)
+        and bool(jnp.any(jnp.isnan(array.astype(jnp.float32))))
+    ):
+        raise ValueError(f"x holds NaN, for which {datatype.name} has no code; add a scale, or replace the NaN")
+    if sparsity is None:
+        return
+    if datatype.scale is not None and datatype.scale.zero is not None:
+        raise ValueError(f"sparsity={sparsity} drops zeros, which {datatype.name} stores as its zero point; drop one")
+    if isinstance(number, CodebookSpec) or number.kind == "exponent" or datatype.residual is not None:
+        raise ValueError(f"sparsity={sparsity} needs a number whose code 0 is zero, without residual; use mxfp4e2")

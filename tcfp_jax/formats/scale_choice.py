@@ -1,0 +1,111 @@
+"""Which scale a tile gets: powers of two from the bits of max |x|, float scales by exact division.
+
+For an exponent scale s = 2**e, with amax = max |x| over the finite values of the tile and a number's emax and maxfloat:
+
+    "max"       e = floor(log2(amax)) - emax                         OCP; the largest values of a tile may saturate
+    "midmax"    the same, + 1 where amax / s > midmax                only what would round beyond maxfloat is avoided
+    "auto"      "midmax", as in TensorCast
+    "ceil"      the smallest e with amax / 2**e <= maxfloat          nothing saturates; JAX, TE, DeepGEMM
+
+e is clipped to what the scale's number holds, and above so that no value of the number leaves float32. A tile of zeros
+gets the smallest e. A float scale is `amax / max` rounded to the scale's number, at least its smallest positive value.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tcfp_jax.formats import float_bits
+from tcfp_jax.formats.codebooks import CodebookSpec
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Grid
+from tcfp_jax.formats.numbers import NumberSpec
+
+ScaleMode = Literal["max", "midmax", "ceil", "auto"]
+
+_MANTISSA = HIDDEN - 1
+
+
+def is_wide(number: NumberSpec) -> bool:
+    """Whether its exponents are float32's own, so that rounding it is dropping bits."""
+    return number.kind == "float" and number.emin == -126
+
+
+def grid_of(number: NumberSpec) -> Grid:
+    """The values of a number: integers in steps of one, floats in their own units."""
+    if number.is_integer:
+        # One binade that begins below the largest value: every step is 1.
+        return Grid(number.mbits - 1, number.mbits - 1, number.max)
+    return Grid(number.emin, number.mbits, number.max)
+
+
+def finite_magnitude(magnitude: jax.Array) -> jax.Array:
+    """Magnitudes with 0 for inf and NaN, which have no part in a scale."""
+    return jnp.where(magnitude < INFINITY, magnitude, 0)
+
+
+def choose_exponent(
+    amax: jax.Array, number: NumberSpec | CodebookSpec, scale: NumberSpec, mode: ScaleMode
+) -> tuple[jax.Array, jax.Array]:
+    """(e, e before it is clipped) of the scale 2**e for magnitudes `amax`; see the module's docstring.
+
+    >>> from tcfp_jax.formats.numbers import number
+    >>> amax = float_bits.to_bits(jnp.float32(500.0))
+    >>> [int(choose_exponent(amax, number("e4m3fn"), number("e8m0"), mode)[0]) for mode in ("max", "midmax", "ceil")]
+    [0, 1, 1]
+    """
+    exponent, mantissa = float_bits.normalize(amax)
+    wanted = exponent - number.emax
+    if mode != "max":
+        limit = number.maxfloat if mode == "ceil" else number.midmax
+        wanted = wanted + (mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)).astype(jnp.int32)
+    return jnp.clip(wanted, scale.emin, largest_exponent(number, scale)), wanted
+
+
+def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> int:
+    """The largest e such that 2**e is a scale and 2**e * maxfloat a float32."""
+    return min(scale.emax, 127 - number.emax)
+
+
+def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
+    """A scale >= 0 in float32, rounded to its number (ties to even); 0 stays 0, what is positive stays positive."""
+    if is_wide(scale):
+        bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, "even", None)
+        rounded = lax.bitcast_convert_type(bits, jnp.float32)
+    else:
+        rounded = float_bits.round_to_grid(quotient, grid_of(scale), "even", None)
+    smallest = max(scale.smallest_subnormal, TINY)
+    return jnp.where(quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0))
+
+
+def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Array:
+    """Amax / largest as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 (or subnormal).
+
+    >>> from tcfp_jax.formats.numbers import number
+    >>> float(choose_scale(float_bits.to_bits(jnp.float32(12.0)), 6.0, number("e4m3fn")))
+    2.0
+    """
+    divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
+    quotient = float_bits.divide(amax, divisor)
+    # A quotient below the smallest normal is 0 by then, but its scale must not be.
+    quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
+    return round_scale(quotient, scale)
+
+
+def choose_two_levels(
+    amax: jax.Array, amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec
+) -> tuple[jax.Array, jax.Array]:
+    """(scales of the tiles, scale of the tensor): NVFP4's rule, and any pair of float scales like it.
+
+        tensor = amax_tensor / (largest * max(scale))
+        tile = round(amax / (largest * tensor))         which then is at most max(scale)
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C.
+    """
+    whole = choose_scale(amax_tensor, largest * scale.max, outer)
+    divisor = whole * jnp.float32(largest)
+    quotient = float_bits.divide_to_odd(amax, lax.bitcast_convert_type(divisor, jnp.int32), float_bits.MANTISSA_BITS)
+    quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
+    return round_scale(quotient, scale), whole

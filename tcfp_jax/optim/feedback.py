@@ -1,0 +1,325 @@
+"""Optax state that belongs to weights: their quantized form, what rounding left, delayed amax, the rounding key.
+
+Layers read, the optimizer writes. `error_feedback` stands last in an `optax.chain`, sees the final update, and
+quantizes the weights that the update will produce, once per step:
+
+    target  = (params + updates) + error
+    stored  = Q(target)                  two FP8 tensors and a scale per weight
+    error   = target - dequantize(stored)
+
+so that the mean of what layers multiply by converges to the weight like 1/t (textbook error feedback: Seide et al.
+2014; Karimireddy et al. 2019). It never changes the updates. `layer_state` hands the stored weights to the layers.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from pallas_kernels import numerics
+from pallas_kernels.quantize.api import Orientation
+from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.delayed import next_amax
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.quantization import Quantized, WithResidual, as_quantized, quantize_weight
+
+ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`; the trees mirror the parameters, with `optax.MaskedNode()` where nothing is kept."""
+
+    weights: Any  # what the recipe stores of every weight, such as ResidualArray
+    errors: Any  # what rounding left, in `error_dtype`; FP8 errors in units of the stored scale
+    amax: Any  # float32 scalars, only with delayed scaling
+    key: jax.Array | None  # raw key data (uint32), only with a stochastic residual
+
+
+def error_feedback(
+    recipe: Recipe | str | Mapping[str, Weight],
+    *,
+    key: jax.Array | None = None,
+    error_dtype: DTypeLike = "float32",
+    mask: Any | Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformation:
+    """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
+
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged.
+
+    Args:
+      recipe: how the layers multiply; the same recipe that they have. With `recipe.error_feedback=False` the weights
+        are still quantized here, once per step, but no error buffer exists. With "bf16" it does nothing.
+        Or what `tcfp_jax.conversion.find_weights` found in a model: by path, each weight's recipe and which of its
+        axes are contracted; kernels of more than two axes are then stored as the matrices that they are.
+      key: JAX random key, for `residual="stochastic"` only. It is part of the state from then on.
+      error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
+      mask: which leaves are weights: a tree of bools or a function from params to one. None takes every
+        leaf named `kernel` with two axes or more. Axes before the last two are a stack of layers with a scale each.
+
+    Raises:
+      ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
+        parameters in which no leaf is a weight, or which lack one of the mapping; a mapping and `mask=`; `update`
+        without params.
+
+    >>> params = {"kernel": jnp.ones((2, 2))}
+    >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
+    >>> float(layer_state(tx.init(params))["kernel"].dequantize()[0, 0])
+    1.0
+    """
+    chosen: Recipe | Mapping[str, Weight] = recipe if isinstance(recipe, Mapping) else named_recipe(recipe)
+    if isinstance(chosen, Mapping) and mask is not None:
+        raise ValueError("the mapping says which leaves are weights, and mask= is given too; drop one of them")
+    error_type = _error_dtype(error_dtype)
+    _check_key(chosen, key)
+    key_data, implementation = (None, None) if key is None else _key_data(key)
+
+    def init(params: Any) -> ErrorFeedbackState:
+        weights = _Weights(params, chosen, mask)
+        key_of = weights.keys(key_data, implementation)
+        entries = [_Step(r, error_type, key_of).first(w, i) for i, w, r in weights.leaves]
+        return weights.state(entries, _next_key(key_data, implementation))
+
+    def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
+        if params is None:
+            raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
+        weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
+        key_of = weights.keys(state.key, implementation)
+        stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
+        entries = [
+            _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
+            for i, w, r in weights.leaves
+        ]
+        entries = [
+            entry._replace(weight=_as_it_came(entry.weight, stored[i]))
+            for entry, (i, *_) in zip(entries, weights.leaves, strict=True)
+        ]
+        return updates, weights.state(entries, _next_key(state.key, implementation))
+
+    return optax.GradientTransformation(init, update)
+
+
+def layer_state(opt_state: Any) -> dict[str, Any]:
+    """The quantized weights in an optimizer's state, as the `tcfp` collection that layers read.
+
+    Finds every `error_feedback` in it, under `chain`, `masked`, `partition`, `MultiSteps` and the like.
+
+    Returns:
+      Nested dict by parameter name; `{}` where nothing is quantized. Use it as
+      `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
+
+    Raises:
+      ValueError: two transformations hold the same weight.
+    """
+    collection: dict[str, Any] = {}
+    states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
+    for state in states:
+        if isinstance(state, ErrorFeedbackState):
+            entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
+            for path, weight in entries:
+                _insert(collection, path_names(path), as_quantized(weight))
+    return collection
+
+
+class _Entry(NamedTuple):
+    weight: Quantized
+    error: jax.Array | None
+    amax: jax.Array | None
+
+
+class _Weights:
+    """The leaves of a parameter tree that are weights, by position, as matrices; and the way back to trees."""
+
+    def __init__(self, params: Any, recipe: Recipe | Mapping[str, Weight], mask: Any) -> None:
+        self.treedef: Any
+        paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
+        self.count = len(paths)
+        self.leaves: list[tuple[int, jax.Array, Recipe]] = []
+        if isinstance(recipe, Mapping):
+            self.leaves = _mapped(paths, recipe)
+        elif recipe.mode is not TCFPMode.BF16:
+            chosen = _chosen(params, paths, self.treedef, mask)
+            self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
+
+    def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
+        """The random key of leaf i in this step."""
+        if key_data is None:
+            return lambda i: None
+        use = jax.random.split(_wrap(key_data, implementation))[1]
+        return lambda i: jax.random.fold_in(use, i)
+
+    def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
+        columns: list[list[Any]] = [[optax.MaskedNode()] * self.count for _ in range(3)]
+        for (i, *_), entry in zip(self.leaves, entries, strict=True):
+            for column, value in zip(columns, entry, strict=True):
+                column[i] = optax.MaskedNode() if value is None else value
+        weights, errors, amax = (self.treedef.unflatten(column) for column in columns)
+        return ErrorFeedbackState(weights, errors, amax, key_data)
+
+
+class _Step(NamedTuple):
+    """Quantization of one weight in one step."""
+
+    recipe: Recipe
+    error_dtype: Any
+    key: Callable[[int], jax.Array | None]
+
+    def first(self, w: jax.Array, i: int) -> _Entry:
+        error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.error_feedback else None
+        amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
+        return self._quantize(w, i, error, amax, amax)
+
+    def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
+        error = self._read_error(kept, stored) if self.recipe.error_feedback else None
+        if not self.recipe.delayed_scaling:
+            # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
+            # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
+            known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.granularity == "tensor"
+            amax = _stacked_amax(w) if known else None
+            return self._quantize(w, i, error, amax, None)
+        target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
+        return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
+
+    def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
+        def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Quantized, Any]:
+            orientation: Orientation = "both" if self.recipe.weight_copies == "both" else "rows"
+            return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, orientation=orientation)
+
+        key, stack = self.key(i), w.shape[:-2]
+        if key is not None and stack:
+            key = jax.random.split(key, stack)
+        for _ in stack:
+            one = jax.vmap(one)
+        weight, left = one(w, error, amax, key)
+        return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
+
+    def _handed_dtype(self) -> Any:
+        """The dtype in which quantizers take and return errors: the kept one, but for FP8, which needs a scale."""
+        return jnp.float32 if self.error_dtype == jnp.float8_e5m2 else self.error_dtype
+
+    def _write_error(self, error: jax.Array, stored: Quantized) -> jax.Array:
+        if self.recipe.delayed_scaling:
+            error = error.astype(jnp.float32)
+            # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
+            # overshoot by as much. NaN compares false and stays.
+            halves = 2 if isinstance(stored, WithResidual) else 1
+            most = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
+            limit = most * stored.scale_of_values()
+            error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
+        if self.error_dtype == jnp.float8_e5m2:
+            return numerics.saturating_cast(error / stored.scale_of_values(), self.error_dtype)
+        return error.astype(self.error_dtype)
+
+    def _read_error(self, kept: jax.Array, stored: Quantized) -> jax.Array:
+        error = kept.astype(self._handed_dtype())
+        return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
+
+
+def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
+    if mask is None:
+        chosen = [path_names(path)[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2 for path, leaf in paths]
+    else:
+        chosen = [bool(keep) for keep in treedef.flatten_up_to(mask(params) if callable(mask) else mask)]
+    for keep, (path, leaf) in zip(chosen, paths, strict=True):
+        if keep and jnp.ndim(leaf) < 2:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"mask selects {name} of shape {jnp.shape(leaf)}; a weight has two axes or more, unselect it"
+            )
+    if not any(chosen):
+        raise ValueError("error_feedback found no weight: no leaf named 'kernel' with two axes; pass mask=")
+    return chosen
+
+
+def _mapped(paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
+    """(position, matrix, recipe) of every leaf that the mapping names."""
+    found = {"/".join(path_names(path)): (i, leaf) for i, (path, leaf) in enumerate(paths)}
+    missing = sorted(set(weights) - set(found))
+    if missing:
+        raise ValueError(
+            f"the parameters lack {missing[0]} ({len(missing)} of {len(weights)} weights); pass the parameters of the "
+            "model that find_weights saw"
+        )
+    kept = [(*found[path], weight) for path, weight in weights.items() if weight.recipe.mode is not TCFPMode.BF16]
+    return sorted(
+        ((i, weight.layout.matrix(leaf), weight.recipe) for i, leaf, weight in kept), key=lambda entry: entry[0]
+    )
+
+
+def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> None:
+    recipes = [weight.recipe for weight in recipe.values()] if isinstance(recipe, Mapping) else [recipe]
+    stochastic = any(r.residual == "stochastic" for r in recipes)
+    if stochastic and key is None:
+        raise ValueError('residual="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
+    if not stochastic and key is not None:
+        used = sorted({r.residual for r in recipes})
+        raise ValueError(f"residual={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
+
+
+def _stacked_amax(w: jax.Array) -> jax.Array:
+    return numerics.amax(w, axis=(-2, -1))
+
+
+def _error_dtype(dtype: DTypeLike) -> Any:
+    resolved = jnp.dtype(dtype)
+    if resolved.name not in ERROR_DTYPES:
+        raise ValueError(f"error_dtype={resolved.name} is not supported; use one of {list(ERROR_DTYPES)}")
+    return resolved
+
+
+def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
+    """Raw data and implementation of a new-style or old-style key: raw data survives checkpoints and `jnp.where`."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key), str(jax.random.key_impl(key))
+    return key, None
+
+
+def _wrap(key_data: jax.Array, implementation: str | None) -> jax.Array:
+    return jax.random.wrap_key_data(key_data, impl=implementation)
+
+
+def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Array | None:
+    """The key of the following step; this step's bits come from the other half of the split."""
+    if key_data is None:
+        return None
+    return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
+
+
+def _as_it_came(weight: Any, before: Any) -> Any:
+    """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
+    if not isinstance(before, Mapping):
+        return weight
+    kind: Any = type(before)
+    return kind({name: getattr(weight, name) for name in before})
+
+
+def _is_quantized(node: Any) -> bool:
+    return as_quantized(node) is not None
+
+
+def path_names(path: Any) -> list[str]:
+    """Names along a path, without the `value` of the box (`nn.Partitioned`, `nnx.Param`) that a leaf may be in."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return [_entry_name(entry) for entry in path]
+
+
+def _entry_name(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
+
+
+def _insert(collection: dict[str, Any], path: list[str], weight: Quantized | None) -> None:
+    if not path:
+        raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
+    node = collection
+    for name in path[:-1]:
+        node = node.setdefault(name, {})
+    if path[-1] in node:
+        raise ValueError(f"two error_feedback transformations hold {'/'.join(path)}; mask it out of one of them")
+    node[path[-1]] = weight

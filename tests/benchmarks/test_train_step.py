@@ -1,0 +1,109 @@
+"""The benchmark of training steps: rows of every part and recipe, its JSON, and no time for a wrong step."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tcfp_jax.products.operands
+from benchmarks import common, train_step
+from benchmarks.shapes import GemmShape
+
+SHAPE = GemmShape(32, 32, 48)
+# The wrong product below is of the others.
+VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if not name.startswith("tcfp12") or "fast" in name}
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """(folder of results, rows) of one smoke run."""
+    out = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_step, "VARIANTS", VARIANTS)
+        return out, train_step.main(["--smoke", "--out", str(out)])
+
+
+def test_every_part_has_every_recipe(smoke):
+    rows = smoke[1]
+    gradients = [name for name in VARIANTS if name not in train_step.ERROR_DTYPES]
+    expected = [(part, name) for part in train_step.PARTS[:-1] for name in gradients]
+    expected += [(train_step.PARTS[-1], name) for name in VARIANTS]
+    assert [(r.part, r.recipe) for r in rows] == expected
+    for row in rows:
+        assert row.shape == ("64x32x128" if row.part == "block" else "64x32x64")
+        assert 0 < row.min_ms <= row.median_ms <= row.max_ms
+        assert row.compile_seconds > 0
+        if row.recipe == "bf16":
+            assert row.speed_over_bf16 == 1
+            assert row.worst_snr_db is None
+        else:
+            assert row.speed_over_bf16 > 0
+            assert row.worst_snr_db >= train_step.LEAST_SNR_DB
+        if jax.default_backend() == "cpu":
+            assert row.peak_bytes is None
+
+
+def test_json_is_the_rows(smoke):
+    content = json.loads((smoke[0] / common.device_slug() / "train_step.json").read_text())
+    assert content["benchmark"] == "train_step"
+    assert content["rows"] == [dataclasses.asdict(row) for row in smoke[1]]
+    assert content["config"]["recipes"] == list(VARIANTS)
+
+
+@pytest.mark.parametrize("part", train_step.PARTS)
+def test_a_wrong_product_is_not_timed(part, monkeypatch):
+    right = tcfp_jax.products.matmul_fp8
+    monkeypatch.setattr(tcfp_jax.products, "matmul_fp8", lambda *args, **options: right(*args, **options) * 1.5)
+    monkeypatch.setattr(common, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
+    config = train_step.Config((SHAPE,), (SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
+    with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):
+        train_step.measure(config)
+
+
+def test_outputs_must_be_finite():
+    right = {"dx": jnp.arange(4.0), "dparams": {"kernel": jnp.ones((2, 2))}}
+    assert train_step.check_outputs("x", right, right) == float("inf")
+    wrong = {**right, "dparams": {"kernel": jnp.full((2, 2), jnp.nan)}}
+    with pytest.raises(ArithmeticError, match="tensorwise: dparams/kernel"):
+        train_step.check_outputs("tensorwise", right, wrong)
+
+
+def test_an_optimizer_step_continues_from_the_last_one():
+    step = train_step.make_optimizer_step(SHAPE, train_step.VARIANTS["tcfp12"]).function
+    assert isinstance(step, jax.stages.Wrapped)  # else a profiler would trace it
+    before = step.state[0]["dense_0"]["kernel"]
+    losses = [float(step()) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert before.is_deleted()  # donated
+
+
+def test_the_peak_of_a_process(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # so that it is as it was afterwards
+    peak = train_step._peak_alone("tcfp12", SHAPE, None)
+    assert peak is None if jax.default_backend() == "cpu" else peak > 0
+
+
+def test_options(monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_step, "measure", lambda config, save: asked.append(config) or [])
+    options = ["--parts", "mlp, optimizer step", "--shapes", str(SHAPE), "--recipes", "tcfp12_fast", "--backend", "xla"]
+    train_step.main(options)
+    assert asked == [train_step.Config((SHAPE,), (SHAPE,), ("bf16", "tcfp12_fast"), ("mlp", "optimizer step"), "xla")]
+    for wrong in (["--recipes", "tcfp13"], ["--parts", "layer"], ["--shapes", "8x16"]):
+        with pytest.raises(ValueError, match=wrong[1]):
+            train_step.main(wrong)
+
+
+def test_sequences_must_be_whole():
+    with pytest.raises(ValueError, match="1500 tokens are no multiple of sequence 1024"):
+        train_step.make_model("block", GemmShape(1500, 32, 64), train_step.VARIANTS["bf16"])

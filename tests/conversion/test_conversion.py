@@ -1,0 +1,571 @@
+"""Conversion of Linen models: the same parameters and bits as hand-written layers, a report, state that arrives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import tcfp_jax
+from tcfp_jax.conversion.convert import (
+    convert_to_tcfp,
+    export,
+    find_weights,
+    register_adapter,
+    restore,
+    survey,
+    to_bf16,
+)
+from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
+from tcfp_jax.recipes import NAMES
+from tests.arrays import same, variables_of
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
+TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
+convert = functools.partial(convert_to_tcfp, include=ALL)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+class MLP(nn.Module):
+    dense: type = nn.Dense
+    remat: str = "no"
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.remat(self.dense) if self.remat == "yes" else self.dense
+        return dense(16, use_bias=False, name="down")(nn.relu(dense(32, name="up")(x)))
+
+    @nn.compact
+    def features(self, x):
+        return self.dense(8, name="other")(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attention")(nn.LayerNorm(name="norm")(x))
+        hidden = nn.gelu(nn.DenseGeneral((4, 8), name="up")(x))
+        return x + nn.Einsum((4, 8, 16), "...hd,hdn->...n", name="down")(hidden), None
+
+
+class GPT(nn.Module):
+    layers: int = 2
+    form: str = "scan"
+
+    @nn.compact
+    def __call__(self, tokens):
+        embedding = nn.Embed(32, 16, name="embedding")
+        x = embedding(tokens)
+        if self.form == "scan":
+            axes = dict(variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            x, _ = nn.scan(nn.remat(Block), **axes)(name="blocks")(x, None)
+        else:
+            for layer in range(self.layers):
+                x, _ = Block(name=f"block_{layer}")(x)
+        return embedding.attend(nn.LayerNorm(name="norm")(x))
+
+
+def run(model, variables, *inputs, **options):
+    """A compiled call; the same model with the same options compiles once."""
+    if not options:
+        return jax.jit(model.apply)(variables, *inputs)
+    return jax.jit(lambda variables, *inputs: model.apply(variables, *inputs, **options))(variables, *inputs)
+
+
+def state_of(weights, params):
+    return jax.jit(lambda params: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(params)))(params)
+
+
+def low_precision_products(model, variables, *inputs):
+    """How many products of the traced model are this project's."""
+    return str(jax.make_jaxpr(lambda v: model.apply(v, *inputs))(variables)).count("custom_vjp_call[")
+
+
+def step(model, params, x, weights):
+    """One training step from the same parameters: (new parameters, optimizer state)."""
+    tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(weights))
+
+    @jax.jit
+    def run(params):
+        state = tx.init(params)
+        loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, x) ** 2)
+        updates, after = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), after
+
+    return run(params)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "recipe, remat", [("bf16", "no"), ("tcfp12", "yes"), ("tcfp12_fast", "no"), ("tensorwise", "yes")]
+)
+def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
+    base = MLP(remat=remat)
+    params = variables_of(base, X)["params"]
+    dense = type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}})
+    converted, by_hand = convert(base, recipe), MLP(dense=dense, remat=remat)
+    assert isinstance(converted, MLP)
+    assert same(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
+
+
+@pytest.mark.parametrize("recipe", sorted(set(NAMES) - {"bf16", "tcfp12", "tcfp12_fast", "tensorwise"}))
+def test_every_recipe_converts_with_its_state(recipe):
+    model = convert(MLP(), recipe, X, strict=True)
+    params = variables_of(MLP(), X)["params"]
+    if recipe != "residual_activation":
+        after, _ = jax.eval_shape(lambda params: step(model, params, X, find_weights(model)), params)
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, params)
+
+
+def test_initial_parameters_are_those_of_the_base_model():
+    init = lambda model: jax.jit(model.init)(jax.random.key(1), X)
+    assert same(init(convert(MLP(), "tcfp12")), init(MLP()))
+
+
+def test_base_model_is_untouched_and_order_of_tracing_never_matters():
+    outputs, variables = [], variables_of(MLP(), X)
+    for first in ("base", "converted"):
+        base = MLP()
+        models = {"base": base, "converted": convert(base, "tcfp12")}
+        order = sorted(models, key=lambda name: name != first)
+        result = {name: jax.jit(lambda v, name=name: models[name].apply(v, X))(variables) for name in order}
+        counts = {name: low_precision_products(models[name], variables, X) for name in order}
+        assert counts == {"base": 0, "converted": 2}
+        outputs.append(result)
+    assert same(outputs[0], outputs[1])
+    assert not same(outputs[0]["base"], outputs[0]["converted"])
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(x)
+
+
+class Cached(nn.Module):
+    """Layers behind caches of traced functions, which do not know of interceptors."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(Inner)(name="jit")(nn.remat(Inner)(name="remat")(x))
+
+
+@pytest.mark.parametrize("first", ["base", "converted"])
+def test_caches_of_traced_functions_know_the_conversion(first):
+    base = Cached()
+    variables = variables_of(base, X)
+    models = {"base": base, "converted": convert(base, "tensorwise")}
+    order = sorted(models, key=lambda name: name != first)
+    found = {name: low_precision_products(models[name], variables, X) for name in [*order, *order]}
+    assert found == {"base": 0, "converted": 2}
+    results = {name: run(models[name], variables, X) for name in [*order, *order]}
+    kernels = [variables["params"][name]["Dense_0"] for name in ("remat", "jit")]
+
+    @jax.jit
+    def by_hand(x):
+        layer = TCFPDense(16, recipe="tensorwise")
+        exact = nn.Dense(16).apply({"params": kernels[1]}, nn.Dense(16).apply({"params": kernels[0]}, x))
+        return exact, layer.apply({"params": kernels[1]}, layer.apply({"params": kernels[0]}, x))
+
+    for name, expected in zip(("base", "converted"), by_hand(X), strict=True):
+        np.testing.assert_allclose(results[name], expected, rtol=0, atol=1e-5)
+    assert len(survey(models["converted"], X).converted) == 2
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """(base model, its variables, the converted model, its weights)."""
+    model = convert(GPT(), "tcfp12_fast", TOKENS, strict=True)
+    return GPT(), variables_of(GPT(), TOKENS), model, find_weights(model)
+
+
+def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
+    base, variables, model, weights = gpt
+    before = run(base, variables, TOKENS)
+    assert len(survey(model).converted) == 7 and not survey(model).unseen
+    assert len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted) == 13
+    params, state = step(model, variables["params"], TOKENS, weights)
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+    stored = tcfp_jax.layer_state(state)
+    assert stored["blocks"]["attention"]["query"]["kernel"].hi.shape == (2, 16, 16)
+    assert stored["blocks"]["down"]["kernel"].scale.shape == (2,)
+    assert same(jax.jit(lambda v: base.apply(v, TOKENS))(variables), before)
+    assert same(run(export(model), variables, TOKENS), before)
+
+
+def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
+    _, variables, model, weights = gpt
+    tx = tcfp_jax.error_feedback(weights)
+
+    @jax.jit
+    def outputs(params):
+        """With no state, and with the state of these parameters beside the original ones."""
+        state = tcfp_jax.layer_state(tx.init(params))
+        return model.apply({**variables, "tcfp": state}, TOKENS)
+
+    fresh = run(model, variables, TOKENS)
+    np.testing.assert_allclose(outputs(variables["params"]), fresh, rtol=0, atol=1e-5)
+    for path in weights:  # state of other weights changes the result: none is dropped
+        changed = jax.tree_util.tree_map_with_path(
+            lambda p, leaf: leaf + 0.1 * np.sign(leaf) if "/".join(entry.key for entry in p) == path else leaf,
+            variables["params"],
+        )
+        assert not jnp.allclose(outputs(changed), fresh, atol=1e-4), path
+
+
+def test_scan_and_unrolled_multiply_alike(gpt):
+    _, variables, model, _ = gpt
+    unrolled = {name: value for name, value in variables["params"].items() if name != "blocks"}
+    blocks = variables["params"]["blocks"]
+    unrolled |= {f"block_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(2)}
+    y = run(convert(GPT(form="unrolled"), "tcfp12_fast"), {"params": unrolled}, TOKENS)
+    np.testing.assert_allclose(y, run(model, variables, TOKENS), rtol=0, atol=2e-2)
+
+
+class Shared(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(16)
+        self.experts = nn.vmap(
+            nn.Dense, in_axes=0, out_axes=0, variable_axes={"params": 0}, split_rngs={"params": True}
+        )(16)
+
+    def __call__(self, x):
+        return self.encode(self.dense(x))
+
+    def encode(self, x):
+        return self.experts(self.dense(x))
+
+
+def test_shared_modules_vmap_and_other_methods():
+    base = Shared()
+    variables = variables_of(base, X)
+    model = convert(base, "tensorwise", X, strict=True)
+    weights = find_weights(model)
+    assert {path: weight.layout.stack for path, weight in weights.items()} == {
+        "dense/kernel": (),
+        "experts/kernel": (0,),
+    }
+    params, state = step(model, variables["params"], X, weights)
+    collection = {"params": params, "tcfp": tcfp_jax.layer_state(state)}
+    methods = ("encode", Shared.encode, model.encode, lambda m, x: m.encode(x))
+
+    @jax.jit
+    def outputs(collection):
+        bound = model.bind({"params": collection["params"]}).encode(X)
+        alone = model.apply({"params": collection["params"]}, X, method="encode")
+        flax = base.apply({"params": collection["params"]}, X, method="encode")
+        return [model.apply(collection, X, method=method) for method in methods], flax, bound, alone
+
+    results, flax, bound, alone = outputs(collection)
+    assert all(same(y, results[0]) and not same(y, flax) for y in results) and same(bound, alone)
+
+
+class Outer(nn.Module):
+    model: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="own")(self.model(x))
+
+
+def test_a_converted_model_inside_another():
+    outer = Outer(convert(MLP(), "tensorwise"))
+    params = variables_of(outer, X)["params"]
+
+    @jax.jit
+    def by_hand(params):
+        inner = convert(MLP(), "tensorwise").apply({"params": params["model"]}, X)
+        return nn.Dense(16).apply({"params": params["own"]}, inner)
+
+    assert same(run(outer, {"params": params}, X), by_hand(params))
+
+
+def test_state_that_a_lifted_transform_would_drop_raises(gpt):
+    _, variables, model, weights = gpt
+    state = jax.eval_shape(
+        lambda p: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(p)), variables["params"]
+    )
+    with pytest.raises(ValueError, match=r'add "tcfp": 0 to variable_axes'):
+        jax.eval_shape(lambda state: model.bind({**variables, "tcfp": state})(TOKENS), state)
+
+
+def test_state_without_layouts_names_the_repair():
+    model = convert(nn.DenseGeneral((4, 8)), "tcfp12")
+    variables = variables_of(model, X)
+
+    def apply(variables):
+        state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(variables["params"]))
+        return model.apply({**variables, "tcfp": state}, X)
+
+    with pytest.raises(ValueError, match="find_weights"):
+        jax.eval_shape(apply, variables)
+
+
+class Conv1D(nn.Module):
+    """A kernel stored transposed."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
+
+
+class TwoKinds(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Conv1D(16, name="conv")(nn.Dense(16, name="dense")(x))
+
+
+def test_strict_finds_what_no_adapter_saw_and_register_adapter_teaches():
+    class Known(Conv1D):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
+
+    def forward(layer, multiply, x):
+        kernel = layer.param("kernel", nn.initializers.normal(), (layer.features, x.shape[-1]))
+        return multiply("...k,nk->...n", x, kernel)
+
+    report = survey(convert(TwoKinds(), "tcfp12", X))
+    assert [product.parameters for product in report.unseen] == [("conv/kernel",)] and "no adapter saw" in str(report)
+    with pytest.raises(ValueError, match=r"conv/kernel.*register_adapter"):
+        convert(TwoKinds(), "tcfp12", X, strict=True)
+    register_adapter(Known, forward)
+    model = convert(Known(16), "tcfp12", X, strict=True)
+    variables = variables_of(model, X)
+    by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
+    y = run(model, variables, X)
+    assert same(y, jax.jit(by_hand)(variables["params"]["kernel"]))
+    for weights in ("tcfp12", find_weights(model)):  # a transposed kernel is stored as it is, and read transposed
+        state = state_of(weights, variables["params"])
+        np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
+
+
+class TiedByHand(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embedding = nn.Embed(32, 16, name="embedding")
+        return nn.Dense(16, name="dense")(embedding(tokens)) @ embedding.embedding.T
+
+
+def test_a_head_that_is_tied_by_hand_is_listed():
+    report = survey(convert(TiedByHand(), "tcfp12", TOKENS))
+    assert [product.parameters for product in report.unseen] == [("embedding/embedding",)]
+
+
+def test_rules_first_match_wins_and_unmatched_are_listed():
+    by_module = lambda path, module: "tensorwise" if getattr(module, "features", 0) == 32 else None
+    rules = [("up", "bf16"), by_module, ("down", None), ("never", "tcfp12")]
+    report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules[1:]))
+    assert [(r.path, r.recipe) for r in report.converted] == [("up", tcfp_jax.recipe("tensorwise"))]
+    assert [(r.path, r.choice.reason) for r in report.skipped] == [("down", "rule 'down'")]
+    assert report.unmatched_rules == ("'never'",)
+    report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules))
+    assert report.converted[0].recipe == tcfp_jax.recipe("bf16") and "<lambda>" in report.unmatched_rules
+
+
+def test_default_leaves_head_and_small_layers_and_says_so():
+    report = survey(convert_to_tcfp(GPT(), "tcfp12", TOKENS, rules={"up": "tcfp12"}))
+    reasons = {record.path: record.choice.reason for record in report.skipped if record.parameter != "scale"}
+    assert "too small" in reasons["blocks/down"] and [record.path for record in report.converted] == ["blocks/up"]
+    assert any("output head" in record.choice.reason for record in report.skipped)
+
+
+def test_layers_that_are_switched_off_are_flax_bit_for_bit():
+    base = MLP()
+    variables = variables_of(base, X)
+    exact, model = run(base, variables, X), convert(base, "tcfp12", X)
+    low, off = run(model, variables, X), to_bf16(model, "up", "down")
+    assert same(run(off, variables, X), exact)
+    assert [record.path for record in survey(to_bf16(model, "up")).converted] == ["down"]
+    half = restore(off, "up")
+    assert not same(run(half, variables, X), exact) and same(run(restore(half, "down"), variables, X), low)
+    state = state_of("tcfp12", variables["params"])
+    assert same(run(off, {**variables, "tcfp": state}, X), exact)
+    with pytest.raises(ValueError, match="'block' finds no low-precision layer"):
+        to_bf16(model, "block")
+    with pytest.raises(ValueError, match="'up' was not switched off"):
+        restore(model, "up")
+
+
+def test_models_written_by_hand_are_switched_and_surveyed_too():
+    model, variables = MLP(dense=TCFPDense), variables_of(MLP(), X)
+    off = to_bf16(model, "up")
+    assert [record.path for record in survey(off, X).converted] == ["down"]
+    assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == ["down/kernel", "up/kernel"]
+    assert same(run(to_bf16(off, "down"), variables, X), run(MLP(), variables, X))
+    assert same(run(restore(off, "up"), variables, X), run(model, variables, X))
+    assert export(TCFPDense(4, use_bias=False)) == nn.Dense(4, use_bias=False)
+    for hand_written in (model, off):
+        with pytest.raises(ValueError, match=r"MLP was not converted.*write Flax's own.*to_bf16"):
+            export(hand_written)
+    with pytest.raises(ValueError, match="MLP is not converted"):
+        survey(MLP(), X)
+    with pytest.raises(ValueError, match="no layer of MLP was converted"):
+        jax.eval_shape(to_bf16(MLP(), "up").apply, variables, X)
+
+
+@pytest.mark.parametrize(
+    "theirs, mine",
+    [
+        (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
+        (nn.DenseGeneral(8, axis=(1, -1), use_bias=False), TCFPDenseGeneral(8, axis=(1, -1), use_bias=False)),
+        (nn.DenseGeneral(8, batch_dims=(0,)), TCFPDenseGeneral(8, batch_dims=(0,))),
+        (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
+        (nn.Einsum((8, 16), "...k,nk->...n"), TCFPEinsum((8, 16), "...k,nk->...n")),
+        (nn.Einsum((4, 16, 8), "btk,tkn->btn"), TCFPEinsum((4, 16, 8), "btk,tkn->btn")),
+        (nn.LayerNorm(), TCFPLayerNorm()),
+    ],
+    ids=lambda layer: str(type(layer).__name__),
+)
+def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
+    variables = variables_of(theirs, X)
+    shapes = jax.eval_shape(mine.init, jax.random.key(1), X)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
+    models = [mine] if isinstance(mine, nn.LayerNorm) else [mine, convert(theirs, "tcfp12")]
+
+    @jax.jit
+    def results(variables):
+        gradients = jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2))(variables)
+        return theirs.apply(variables, X), [model.apply(variables, X) for model in models], gradients
+
+    exact, (y, *converted), gradients = results(variables)
+    assert y.shape == exact.shape and float(jnp.sum((y - exact) ** 2) / jnp.sum(exact**2)) < 1e-2
+    assert all(same(other, y) for other in converted)
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
+
+
+def test_parameters_of_layers_are_initialized_as_flax_does():
+    pairs = [
+        (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
+        (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
+    ]
+    made = jax.jit(lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs])(jax.random.key(1))
+    assert all(same(*pair) for pair in made)
+
+
+def test_embed_rounds_rows_and_attends():
+    theirs, mine = nn.Embed(32, 16), TCFPEmbed(32, 16)
+    variables = variables_of(theirs, TOKENS)
+
+    @jax.jit
+    def results(variables):
+        table = variables["params"]["embedding"]
+        expected = tcfp_jax.fake_quantize(table)[TOKENS], tcfp_jax.matmul(X, table.T, recipe="tcfp12")
+        gradient = jax.grad(lambda v: mine.apply(v, TOKENS).sum())(variables)["params"]["embedding"]
+        return expected, (mine.apply(variables, TOKENS), mine.apply(variables, X, method="attend")), gradient
+
+    expected, found, gradient = results(variables)
+    assert same(expected, found) and same(gradient[:8], jnp.ones((8, 16)))  # straight-through
+
+
+def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
+    gains = {"params": {"scale": jnp.full(16, 1.0).at[3].set(100.0), "bias": jnp.zeros(16)}}
+    model = convert_to_tcfp(nn.LayerNorm(), "tcfp12", X, include="layer_norm")
+    layers = (TCFPLayerNorm(), model, nn.LayerNorm())
+    y, converted, exact = jax.jit(lambda v: [layer.apply(v, X) for layer in layers])(gains)
+    np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
+    assert same(y, converted)
+
+
+class Annotated(nn.Module):
+    """Partitioned parameters, and a collection that the model writes."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.sow("intermediates", "x", x)
+        return nn.Dense(16, kernel_init=nn.with_partitioning(nn.initializers.normal(), ("k", "n")), name="dense")(x)
+
+
+def test_boxed_parameters_and_mutable_collections():
+    base = Annotated()
+    variables = variables_of(base, X)
+    model = convert(base, "tcfp12", X, strict=True)
+    state = state_of(find_weights(model), variables["params"])
+    assert state["dense"]["kernel"].hi.shape == (16, 16)
+    y, written = run(model, {"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
+    assert set(written) == {"intermediates", "params"}
+    assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
+    assert same(y, run(model, {"params": variables["params"]}, X))
+    with pytest.raises(ValueError, match="parameters lack other/kernel"):
+        tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
+    with pytest.raises(ValueError, match="mask"):
+        tcfp_jax.error_feedback(find_weights(model), mask=lambda params: params)
+
+
+def test_accumulation_feeds_one_state():
+    base = MLP()
+    params = variables_of(base, X)["params"]
+    model = convert(base, "tcfp12")
+    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")), 2)
+    state = jax.jit(tx.init)(params)
+    first = tcfp_jax.layer_state(state)
+
+    @jax.jit
+    def update(state):
+        loss = lambda p: jnp.mean(model.apply({"params": p, "tcfp": tcfp_jax.layer_state(state)}, X) ** 2)
+        return tx.update(jax.grad(loss)(params), state, params)[1]
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = update(state)
+        assert same(tcfp_jax.layer_state(state), first)
+        state = update(state)
+    assert not same(tcfp_jax.layer_state(state), first)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, message",
+    [
+        ((object(), "tcfp12"), {}, TypeError, "neither a flax.linen.Module"),
+        ((MLP(), "tcfp13"), {}, ValueError, "tcfp12_fast"),
+        ((MLP(), "tcfp12"), {"rules": {"(": "bf16"}}, ValueError, "no regular expression"),
+        ((MLP(), "tcfp12"), {"rules": {"up": "tcfp13"}}, ValueError, "tcfp12_fast"),
+        ((MLP(), "tcfp12"), {"rules": [3]}, ValueError, "neither a .regex, recipe. pair"),
+        ((MLP(), "tcfp12"), {"include": "heads"}, ValueError, "heads.*linear"),
+        ((MLP(), "tcfp12"), {"strict": True}, ValueError, "sample inputs"),
+        ((nn.relu, "tcfp12"), {}, TypeError, "neither"),
+        ((MLP(), "tcfp12", X), {}, ValueError, "no layer of MLP.*too small.*register_adapter"),
+        ((nn.Dense(4, precision="highest"), "tcfp12", X), {"include": ALL}, ValueError, "precision='highest'"),
+        ((nn.Dropout(0.5, deterministic=True), "tcfp12", X), {}, ValueError, "no layer that is known"),
+    ],
+)  # fmt: skip
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        convert_to_tcfp(*arguments, **options)
+
+
+def test_nothing_converted_is_an_error_when_it_shows():
+    model = convert_to_tcfp(MLP(), "tcfp12")
+    with pytest.raises(ValueError, match="no layer of MLP"):
+        jax.eval_shape(model.apply, variables_of(model, X), X)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((object, lambda *a: 0), TypeError, "no subclass"),
+        ((nn.Dense, 3), TypeError, "not callable"),
+        ((nn.Dense, lambda layer: 0), TypeError, "does not fit"),
+    ],
+)
+def test_adapters_that_do_not_fit(arguments, error, message):
+    with pytest.raises(error, match=message):
+        register_adapter(*arguments)
+    with pytest.raises(ValueError, match="no method"):
+        register_adapter(Inner, lambda layer, multiply, x: x, method="attend")
+
+
+def test_an_adapter_that_multiplies_nothing_raises():
+    class Lazy(Conv1D):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
+
+    register_adapter(Lazy, lambda layer, multiply, x: x)
+    with pytest.raises(ValueError, match="never called multiply"):
+        convert(Lazy(16), "tcfp12", X)

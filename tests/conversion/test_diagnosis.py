@@ -1,0 +1,55 @@
+"""`diagnose`: what it says of each layer, and where its predictions come from."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from tcfp_jax.conversion.diagnosis import MEASURED, SHAPES, diagnose
+from tests.arrays import nnx_model, variables_of
+
+X = jnp.zeros((4, 32))
+ROOT = Path(__file__).parents[2]
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((4, 8), name="heads")(x)
+        x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(x)
+        return nn.Dense(8, name="lm_head")(x) @ self.param("extra", nn.initializers.normal(), (8, 8))
+
+
+def test_diagnose_says_what_would_happen(capsys):
+    params = variables_of(Model(), X)["params"]
+    found = diagnose(Model(), X, recipe="tcfp12_fast", params=params)
+    text = capsys.readouterr().out
+    assert str(found) in text and "product that no adapter sees" in text and "total, eligible" in text
+    lines = {line.path: line for line in found.lines}
+    assert set(lines) == {"heads", "out", "lm_head"} and "too small" in lines["out"].reason
+    assert "output head" in lines["lm_head"].reason and 60 < lines["heads"].snr_db < 68
+    out = lines["out"]
+    sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
+    assert sizes == (1024, 2048, 4096, 4 * 1024 + 4, 8 * 1024 + 4)
+
+
+def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):
+    model = nnx_model(lambda rngs: flax_nnx.Linear(32, 8, rngs=rngs))
+    found = diagnose(model, X, recipe="tensorwise")
+    assert type(model) is flax_nnx.Linear and found.lines[0].snr_db > 25
+    assert found.lines[0].speed_up == MEASURED["tensorwise"][0]  # that of the smallest shape measured
+    with pytest.raises(ValueError, match="sample inputs"):
+        diagnose(model)
+
+
+def test_predictions_are_what_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/nvidia-h200/train_step.json").read_text())["rows"]
+    found = {(r["recipe"], r["shape"]): r["speed_over_bf16"] for r in rows if r["part"] == "mlp"}
+    for recipe, speeds in MEASURED.items():
+        for shape, speed in zip(SHAPES, speeds, strict=True):
+            key = (recipe, "x".join(map(str, shape)))
+            if key in found:
+                assert abs(found[key] - speed) < 0.1, f"measured {found[key]:.2f}: update diagnosis.MEASURED"

@@ -1,0 +1,83 @@
+"""The one-pass cast is the definition, bit for bit; in Pallas's interpreter here, on a GPU by `-m gpu`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from formats_oracles import same
+
+from tcfp_jax import formats
+from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
+from tcfp_jax.formats.cast_kernel import cast_tiles, serves
+from tcfp_jax.formats.parts import Modes
+
+SERVED = ("mxfp8e4", "mxfp8e5", "mxfp6e3", "mxfp6e2", "mxfp4e2", "mxint8", "mxint4", "bfp16", "e1m6b1_e32")
+BFLOAT16 = jnp.dtype("bfloat16")
+LONG = {name for name, made in CATALOG.items() if made.scale and any(tile.size > 64 for tile in made.scale.tiles)}
+
+
+def awkward(exponents, dtype):
+    """Rows of many magnitudes, with zeros, NaN, infinities and the largest values."""
+    random = np.random.default_rng(0)
+    x = np.ldexp(random.standard_normal((128, 64)), random.integers(*exponents, (128, 1)))
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32)
+    x[0], x[1] = 0.0, -0.0
+    x[2, 3], x[3, 5], x[4, 0], x[5, ::3] = np.nan, np.inf, -np.inf, 0.0
+    x[6, 0], x[7] = np.finfo(np.float32).max, 2.0**127
+    return jnp.asarray(x).astype(dtype)
+
+
+@pytest.mark.parametrize("name", SERVED[::2])
+def test_blocks_are_the_definition(name):
+    dtype = ("float32", "bfloat16")[SERVED.index(name) % 4 // 2]
+    made, x = getattr(formats, name), awkward((-60, 60), dtype)
+    scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
+    assert serves(x.shape, x.dtype, made, Modes())
+    got = jax.jit(cast_kernel.cast_block, static_argnums=(1, 2))(
+        x.reshape(-1, made.scale.tiles[0].size), made, scalemode
+    )
+    assert same(got.reshape(x.shape), cast(x, made, scalemode=scalemode))
+
+
+def test_the_kernel_runs_blocks_and_maps():
+    x = awkward((-60, 60), "bfloat16")
+    made = formats.mxfp8e4
+    expected = cast(x, made)
+    assert same(cast_tiles(x, made, "max", interpret=True), expected)
+    mapped = jax.vmap(lambda x: cast_tiles(x, made, "max", interpret=True), in_axes=1, out_axes=1)
+    assert same(mapped(x.reshape(8, 16, 64)), expected.reshape(8, 16, 64))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": jnp.dtype("float16")}, {"shape": (8, 60)}, {"shape": (1, 32)}, {"shape": ()},
+        {"modes": Modes("stochastic")}, {"modes": Modes("zero")}, {"modes": Modes(saturate=False)},
+        *({"made": CATALOG[name]} for name in ("nvfp4", "mx6", "tcfp12", "icb44fi4_e32", "mxfp4s", "e4m3fn", "int8_e")),
+        {"made": datatype("e4m3fn", "e8m0_t32d0")}, {"made": datatype("e5m10", "e8m0_t32")},
+        {"made": datatype("e2m9f", "e8m0_t32")}, {"made": datatype("e2m1f", "e8m0_t0")},
+    ],
+)  # fmt: skip
+def test_what_is_not_served(change):
+    usual = {"shape": (8, 64), "dtype": BFLOAT16, "made": formats.mxfp8e4, "modes": Modes()}
+    assert serves(*usual.values())
+    assert not serves(*(usual | change).values())
+
+
+NAMES = sorted({made: name for name, made in CATALOG.items()}.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, "bfloat16") for name in NAMES] + [(name, "float32") for name in (*SERVED, "nvfp4")]
+)
+def test_a_gpu_casts_as_a_cpu(name, dtype):
+    """Every datatype of the catalog, with subnormals, NaN and infinities."""
+    made, cpu = CATALOG[name], jax.devices("cpu")[0]
+    x = awkward((-149, 127), dtype)
+    x = x if name not in LONG else x.reshape(64, 128)
+    with jax.default_device(cpu):
+        expected = cast(jax.device_put(x, cpu), made)
+    assert same(cast(x, made), expected)

@@ -1,0 +1,278 @@
+"""NNX layers and conversion in place: the same `Param`s, the optimizer's own variables, and the way back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx as flax_nnx
+
+import tcfp_jax
+from tcfp_jax.conversion.convert import (
+    convert_to_tcfp,
+    export,
+    find_weights,
+    register_adapter,
+    restore,
+    survey,
+    sync,
+    to_bf16,
+)
+from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
+from tcfp_jax.weights.quantization import as_quantized
+from tests.arrays import nnx_model, same
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
+TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+class Block(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.norm = flax_nnx.LayerNorm(16, rngs=rngs)
+        self.attention = flax_nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+        self.up = flax_nnx.Linear(16, 32, rngs=rngs)
+        self.down = flax_nnx.Einsum("btk,kn->btn", (32, 16), (16,), rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(flax_nnx.gelu(self.up(x)))
+
+
+class GPT(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = flax_nnx.Embed(32, 16, rngs=rngs)
+        self.blocks = flax_nnx.List([Block(rngs) for _ in range(1)])
+
+    def __call__(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = flax_nnx.remat(lambda block, x: block(x))(block, x)
+        return self.embedding.attend(x)
+
+
+def pure(model):
+    return flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
+
+
+@flax_nnx.jit
+def forward(model, x):
+    return model(x)
+
+
+TRACES = []
+
+
+@flax_nnx.jit
+def train(model, optimizer, tokens):
+    TRACES.append(type(model))
+    loss, gradients = flax_nnx.value_and_grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def test_a_gpt_converts_in_place_trains_and_comes_back():
+    model, float_model = nnx_model(GPT), nnx_model(GPT)
+    before, params = forward(model, TOKENS), pure(model)
+    converted = convert_to_tcfp(model, "tcfp12_fast", TOKENS, include=ALL, strict=True, rules={"nothing": "bf16"})
+    report = survey(model)
+    assert converted is model and len(report.converted) == 7 and report.unmatched_rules == ("'nothing'",)
+    assert {record.path for record in report.skipped} == {"embedding", "blocks/0/norm"}
+    assert same(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
+    assert jnp.array_equal(forward(float_model, TOKENS), before)
+    tx = optax.chain(optax.sgd(0.01), tcfp_jax.error_feedback(find_weights(model)))
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    TRACES.clear()
+    losses = [float(train(model, optimizer, TOKENS)) for _ in range(3)]
+    assert len(TRACES) == 1  # state before and after the first update has one structure
+    assert losses[2] < losses[0] and all(np.isfinite(losses))
+    # The layer reads what the optimizer wrote last: the weight of now, rounded.
+    layer = model.blocks[0].up
+    stored = layer.stored.get_value()
+    values = jax.jit(lambda stored: as_quantized(stored).dequantize())(stored)
+    np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
+    trained = pure(model)
+    flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
+    assert export(model) is model and type(model.blocks[0].up) is flax_nnx.Linear and same(pure(model), trained)
+    assert jnp.array_equal(forward(model, TOKENS), forward(float_model, TOKENS))
+    assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(flax_nnx.state(float_model))
+
+
+@pytest.mark.parametrize(
+    "theirs, mine",
+    [
+        (lambda r: flax_nnx.Linear(16, 8, rngs=r), lambda r: TCFPLinear(16, 8, rngs=r)),
+        (lambda r: flax_nnx.LinearGeneral(16, (2, 4), rngs=r), lambda r: TCFPLinearGeneral(16, (2, 4), rngs=r)),
+        (
+            lambda r: flax_nnx.Einsum("btk,nk->btn", (8, 16), (8,), rngs=r),
+            lambda r: TCFPEinsum("btk,nk->btn", (8, 16), (8,), rngs=r),
+        ),
+        (lambda r: flax_nnx.LayerNorm(16, rngs=r), lambda r: TCFPLayerNorm(16, rngs=r)),
+    ],
+    ids=["linear", "linear_general", "einsum", "layer_norm"],
+)
+def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
+    layer, exact = nnx_model(mine), nnx_model(theirs)
+    assert same(pure(layer), pure(exact))
+    y, wanted = flax_nnx.jit(lambda layer, exact: (layer(X), exact(X)))(layer, exact)
+    assert y.shape == wanted.shape and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
+
+
+def test_embed_rounds_rows_and_attends():
+    layer = nnx_model(lambda rngs: TCFPEmbed(32, 16, rngs=rngs))
+    model = nnx_model(lambda rngs: flax_nnx.Embed(32, 16, rngs=rngs))
+    convert_to_tcfp(model, "tcfp12", include=("head", "small"))
+
+    @flax_nnx.jit
+    def results(layer, model):
+        table = layer.embedding[...]
+        scores = tcfp_jax.matmul(X, table.T, recipe="tcfp12")
+        rounded = tcfp_jax.fake_quantize(table)[TOKENS]
+        return (rounded, table[TOKENS], scores, scores), (
+            layer(TOKENS),
+            model(TOKENS),
+            layer.attend(X),
+            model.attend(X),
+        )
+
+    assert same(*results(layer, model))
+    with pytest.raises(ValueError, match="lookup"):
+        TCFPEmbed(32, 16, lookup="none", rngs=flax_nnx.Rngs(0))
+
+
+def test_layers_that_are_switched_off_are_flax_bit_for_bit():
+    model = nnx_model(lambda rngs: flax_nnx.Sequential(flax_nnx.Linear(16, 16, rngs=rngs)))
+    exact = forward(model, X)
+    convert_to_tcfp(model, "tensorwise", include=ALL)
+    low, weights = forward(model, X), find_weights(model)
+    assert same(forward(to_bf16(model, "layers"), X), exact) and not same(low, exact)
+    assert not survey(model).converted and "switched off" in str(survey(model)) and find_weights(model) == weights
+    assert same(forward(restore(model, "layers"), X), low)
+    with pytest.raises(ValueError, match="finds no"):
+        to_bf16(model, "blocks")
+
+
+class Stack(flax_nnx.Module):
+    """Layers with stacked parameters, run by `nnx.scan`."""
+
+    def __init__(self, rngs):
+        make = flax_nnx.vmap(lambda rngs: flax_nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = make(rngs.split(2))
+
+    def __call__(self, x):
+        return flax_nnx.scan(
+            lambda x, layer: flax_nnx.tanh(layer(x)), in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry
+        )(x, self.layers)
+
+
+def test_stacked_layers_read_their_own_state():
+    model = convert_to_tcfp(nnx_model(Stack), "tcfp12", X, include=ALL, strict=True)
+    weights = find_weights(model)
+    assert weights["layers/kernel"].layout.stack == (0,)
+    fresh = forward(model, X)
+    optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(weights), wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
+    model.layers.kernel[...] = model.layers.kernel[...] * 2  # the stored weights are still those of before
+    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
+
+
+class Conv1D(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = flax_nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...].T
+
+
+def test_register_adapter_teaches_and_strict_finds():
+    with pytest.raises(ValueError, match="no layer of Conv1D"):
+        convert_to_tcfp(nnx_model(Conv1D), "tcfp12", X, include=ALL)
+    both = lambda rngs: flax_nnx.Sequential(Conv1D(rngs), flax_nnx.Linear(8, 4, rngs=rngs))
+    with pytest.raises(ValueError, match="layers/0/kernel"):
+        convert_to_tcfp(nnx_model(both), "tcfp12", X, include=ALL, strict=True)
+    register_adapter(Conv1D, lambda layer, multiply, x: multiply("...k,nk->...n", x, layer.kernel[...]))
+    model = convert_to_tcfp(nnx_model(Conv1D), "tcfp12", X, include=ALL, strict=True)
+    by_hand = flax_nnx.jit(lambda model, x: tcfp_jax.matmul(x, model.kernel[...].T, recipe="tcfp12"))
+    assert same(forward(model, X), by_hand(model, X))
+    assert find_weights(model)["kernel"].layout.transposed and type(export(model)) is Conv1D
+
+
+class TiedByHand(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = flax_nnx.Embed(32, 16, rngs=rngs)
+        self.dense = flax_nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.dense(self.embedding(tokens)) @ self.embedding.embedding[...].T
+
+
+def test_a_head_that_is_tied_by_hand_is_listed():
+    model = convert_to_tcfp(nnx_model(TiedByHand), "tcfp12", TOKENS, include=ALL)
+    assert [product.parameters for product in survey(model).unseen] == [("embedding/embedding",)]
+
+
+class MLP(flax_nnx.Module):
+    def __init__(self, rngs, linear=flax_nnx.Linear):
+        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(flax_nnx.relu(self.up(x)))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
+def test_a_step_is_that_of_the_model_written_by_hand(recipe):
+    linear = lambda *sizes, rngs: TCFPLinear(*sizes, recipe=recipe, rngs=rngs)
+    models = [nnx_model(MLP), nnx_model(lambda rngs: MLP(rngs, linear))]
+    convert_to_tcfp(models[0], recipe, include=ALL)
+    results = []
+    for model in models:
+        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model)))
+        optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+        sync(model, optimizer)
+        results.append((train(model, optimizer, X), pure(model), flax_nnx.as_pure(flax_nnx.state(optimizer))))
+    assert same(*results) and not survey(models[1]).skipped
+
+
+def test_bad_input():
+    layer = TCFPLinear(16, 8, rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="precision"):
+        TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match="unknown"):
+        TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="out_sharding"):
+        layer(X, out_sharding="x")
+    with pytest.raises(ValueError, match="holds no quantized weight"):
+        sync(layer, flax_nnx.Optimizer(layer, optax.sgd(0.1), wrt=flax_nnx.Param))
+    with pytest.raises(ValueError, match="no low-precision layer"):
+        export(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="not converted"):
+        survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
+
+
+class Shared(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.first = flax_nnx.Linear(16, 16, rngs=rngs)
+        self.second = self.first
+
+    def __call__(self, x):
+        return self.second(flax_nnx.tanh(self.first(x)))
+
+
+def test_shared_layers_and_accumulation_have_one_state():
+    model = convert_to_tcfp(nnx_model(Shared), "tensorwise", X, include=ALL, strict=True)
+    assert list(find_weights(model)) == ["first/kernel"]
+    tx = optax.MultiSteps(optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model))), 2)
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    assert model.second.stored is model.first.stored
+    values = lambda: np.asarray(as_quantized(model.first.stored.get_value()).values)
+    stored, TRACES[:] = [values()], []
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(2):
+            train(model, optimizer, X)
+            stored.append(values())
+    assert len(TRACES) == 1 and same(stored[0], stored[1]) and not same(stored[1], stored[2])

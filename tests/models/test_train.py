@@ -1,0 +1,289 @@
+"""The training run: repeatable, resumable after a kill at any moment, and careful with folders that hold a run."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from models import train
+from models.checkpoint import RunDirectory, read_config
+from models.gpt import MODELS, GPTConfig
+from models.train import TrainConfig, preset, run
+
+MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
+CONFIG = TrainConfig(
+    model=MICRO, steps=60, batch=4, sequence=32, steps_per_call=5, heldout_windows=16, corpus_bytes=1_000_000,
+    learning_rate=1e-2,
+)  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses; the models are strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, run(CONFIG, out=out, checkpoint_every=5)
+
+
+def final_state(path, config=CONFIG):
+    with RunDirectory(path, config, train.corpus_of(config).digest, resume="allowed") as directory:
+        return directory.restore(train.init(config))[0]
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+def test_it_learns(uninterrupted):
+    _, result = uninterrupted
+    assert result.train_loss[0] > 5.0
+    assert result.heldout_loss < 3.5
+    assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
+    assert result.heldout_loss_bf16 != result.heldout_loss
+    assert result.heldout_perplexity == pytest.approx(np.exp(result.heldout_loss))
+
+
+def test_same_config_same_bits(uninterrupted):
+    _, result = uninterrupted
+    again = run(CONFIG)
+    assert np.array_equal(again.train_loss, result.train_loss)
+    assert again.heldout_loss == result.heldout_loss
+
+
+def test_recipes_share_initial_weights_and_batches():
+    states = [train.init(dataclasses.replace(CONFIG, recipe=name)) for name in ("bf16", "tcfp12")]
+    assert same(states[0].params, states[1].params)
+    other = train.init(dataclasses.replace(CONFIG, seed=1))
+    assert not same(states[0].params, other.params)
+
+
+@pytest.mark.parametrize("saves", ["between checkpoints", "inside a checkpoint"])
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted, saves):
+    whole, expected = uninterrupted
+    out = tmp_path / "killed"
+    process = subprocess.Popen([sys.executable, "-c", _program(out)], cwd=ROOT, env=_environment())
+    try:
+        if saves == "between checkpoints":
+            _wait_for(lambda: len(_lines(out)) >= 20, process)
+        else:
+            _wait_for(lambda: any("tmp" in path.name for path in (out / "checkpoints").glob("1*")), process)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < len(_lines(out)) < CONFIG.steps
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')  # a line that a kill cut short
+
+    resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=5)
+    assert np.array_equal(resumed.train_loss, expected.train_loss)
+    assert resumed.heldout_loss == expected.heldout_loss
+    assert [json.loads(line)["step"] for line in _lines(out)] == list(range(1, CONFIG.steps + 1))
+    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert same(final_state(out), final_state(whole))
+
+
+STOCHASTIC = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", STOCHASTIC], ids=["bf16", "tensorwise", "stochastic"])
+def test_every_kind_of_state_is_restored(tmp_path, recipe):
+    path, config = tmp_path / "run", dataclasses.replace(CONFIG, recipe=recipe)
+    state, digest = train.init(dataclasses.replace(config, seed=5)), "digest"
+    with RunDirectory(path, config, digest, resume="never") as directory:
+        directory.append(1, np.ones(5))
+        directory.save(state, 5)
+    with RunDirectory(path, config, digest, resume="allowed") as directory:
+        restored, losses = directory.restore(train.init(config))
+    assert losses == [1.0] * 5
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert same(restored, state)
+    assert read_config(path) == dataclasses.replace(config, dtype=config.compute_dtype)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
+    out, _ = uninterrupted
+    before = (out / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileExistsError, match=r"holds a run .* --resume"):
+        run(CONFIG, out=out)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 7}, "seed=0 in the folder but 7 now"),
+        ({"recipe": "bf16"}, "recipe='tcfp12' in the folder but 'bf16' now"),
+        ({"steps": 80}, "steps=60 in the folder but 80 now"),
+        ({"model": dataclasses.replace(MICRO, layers=2)}, "layers=1 in the folder but 2 now"),
+    ],
+)
+def test_another_run_is_not_resumed(uninterrupted, change, message):
+    out, _ = uninterrupted
+    with pytest.raises(ValueError, match=message):
+        run(dataclasses.replace(CONFIG, **change), out=out, resume="allowed")
+
+
+def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
+    out = tmp_path / "copy"
+    shutil.copytree(uninterrupted[0], out)
+    (out / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="does not hold steps 1 to 60"):
+        run(CONFIG, out=out, resume="allowed")
+    (out / "config.json").unlink()
+    with pytest.raises(FileExistsError, match="belongs to no run"):
+        run(CONFIG, out=out)
+
+
+def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
+    with RunDirectory(tmp_path, CONFIG, "digest", resume="never") as directory:
+        directory.append(1, np.array([np.nan]))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "huge"}, "model 'huge' is unknown"),
+        ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"sequence": 33}, "sequence=33 exceeds the context"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"final_fraction": 1.5}, "final_fraction=1.5 must be in 0 to 1"),
+        ({"dtype": "float16"}, "dtype='float16' is unknown"),
+        ({"error_dtype": "float16"}, "error_dtype='float16' is unknown"),
+    ],
+)
+def test_config_names_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_checkpoints_fall_on_calls():
+    with pytest.raises(ValueError, match="checkpoint_every=7 is not a multiple of steps_per_call=5; use 5"):
+        run(CONFIG, checkpoint_every=7)
+
+
+def test_too_little_text():
+    with pytest.raises(ValueError, match="one window needs 33"):
+        train.evaluate(CONFIG, train.init(CONFIG), jnp.zeros(32, jnp.uint8))
+
+
+def test_jitter_perturbs_the_initial_weights():
+    plain, moved = train.init(CONFIG).params, train.init(dataclasses.replace(CONFIG, initial_jitter=1e-6)).params
+    kernel, jittered = plain["embedding"]["embedding"], moved["embedding"]["embedding"]
+    assert 0 < float(jnp.max(jnp.abs(jittered / kernel - 1))) < 1e-5
+
+
+class TestCommand:
+    """`python -m models.train`, called in this process on a model that compiles in seconds."""
+
+    NAMES = ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes", "learning_rate")
+    ARGUMENTS = ("--model=micro", *(f"--{name.replace('_', '-')}={getattr(CONFIG, name)}" for name in NAMES))
+
+    @pytest.fixture(autouse=True)
+    def micro(self, monkeypatch, tmp_path):
+        monkeypatch.setitem(MODELS, "micro", MICRO)
+        monkeypatch.chdir(tmp_path)
+
+    def test_it_prints_both_losses_and_their_ratio(self, capsys):
+        assert train.main(self.ARGUMENTS) == 0
+        out = Path("runs/micro-tcfp12-0")
+        printed = capsys.readouterr().out
+        summary = json.loads((out / "summary.json").read_text())
+        assert f"perplexity ratio tcfp12 / bf16: {summary['perplexity_ratio']:.4f}" in printed
+        for part in ("run", "baseline_bf16"):
+            assert f"{summary[part]['heldout_loss']:.4f}" in printed
+        assert summary["run"]["heldout_loss"] != summary["baseline_bf16"]["heldout_loss"]
+        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert len(_lines(out)) == len(_lines(out / "compare_bf16")) == 60
+
+        # Again: a new folder. Resumed without settings: the same numbers, and the newest run.
+        assert train.main([*self.ARGUMENTS, "--compare", "none"]) == 0
+        assert not Path("runs/micro-tcfp12-1/compare_bf16").exists()
+        assert train.main(["--resume", "--out", str(out)]) == 0
+        again = json.loads((out / "summary.json").read_text())
+        assert again["perplexity_ratio"] == summary["perplexity_ratio"]
+        capsys.readouterr()
+
+        # Another run in the folder, with and without --resume.
+        assert train.main([*self.ARGUMENTS, "--out", str(out)]) == 2
+        assert "holds a run" in capsys.readouterr().err
+        assert train.main(["--resume", "--out", str(out), "--seed", "3"]) == 2
+        assert "seed=0 in the folder but 3 now" in capsys.readouterr().err
+
+    def test_the_baseline_has_no_baseline_by_default(self, capsys):
+        assert train.main([*self.ARGUMENTS, "--recipe", "bf16", "--out", "plain"]) == 0
+        assert "ratio" not in capsys.readouterr().out
+        assert not Path("plain/compare_bf16").exists()
+
+    def test_nothing_to_resume(self, capsys):
+        assert train.main(["--resume"]) == 2
+        assert "found no run under runs" in capsys.readouterr().err
+
+    def test_unknown_recipe(self, capsys):
+        assert train.main([*self.ARGUMENTS, "--recipe", "fp7"]) == 2
+        assert "recipe 'fp7' is unknown" in capsys.readouterr().err
+        assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
+def test_steps_add_nothing_atomically(recipe):
+    """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""
+    config = dataclasses.replace(CONFIG, recipe=recipe, dtype="bfloat16")
+    state, key = jax.eval_shape(lambda: train.init(config)), train.batch_key(config)
+    step = train.make_train_step(config)
+    lowered = step.trace(state, jnp.zeros(100, jnp.uint8), key).lower(lowering_platforms=("cuda",))
+    assert "scatter" not in lowered.as_text()
+
+
+def test_presets():
+    assert preset("small").sequence == 256
+    assert preset("tiny", seed=3).seed == 3
+    assert preset("gpt2").bytes_per_step == 16 * 1024
+
+
+def _lines(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, f"the run ended with status {process.returncode} before it could be killed"
+        assert time.monotonic() < deadline, "the run did not get far enough in a minute"
+        time.sleep(0.002)
+
+
+def _program(out):
+    return textwrap.dedent(f"""
+        from pathlib import Path
+        from models.gpt import GPTConfig
+        from models.train import TrainConfig, run
+        run({CONFIG!r}, out=Path({str(out)!r}), checkpoint_every=5)
+    """)
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}

@@ -1,0 +1,203 @@
+"""The optimizer's state: what error feedback converges to, under every optax wrapper, and delayed scaling."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import tcfp_jax
+from tcfp_jax.weights.quantization import ResidualArray, quantize_weight
+
+W = jax.random.normal(jax.random.key(0), (64, 32)) * 0.02
+PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
+GRADIENTS = jax.tree.map(lambda p: jnp.full_like(p, 0.01), PARAMS)
+NO_FEEDBACK = tcfp_jax.recipe("tcfp12", error_feedback=False)
+STOCHASTIC = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    # Optax mixes weak and strong dtypes itself; the project's own arithmetic is strict in the other tests.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def decibels(x, y):
+    return 10 * jnp.log10(jnp.sum(x**2) / jnp.sum((x - y) ** 2))
+
+
+def stored(state):
+    return tcfp_jax.layer_state(state)["dense"]["kernel"]
+
+
+def same(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+
+
+@pytest.mark.parametrize("name", ["tcfp12", "tensorwise"])
+def test_mean_of_a_still_weight_converges(name):
+    tx = tcfp_jax.error_feedback(tcfp_jax.recipe(name, error_feedback=True))
+    still = jax.tree.map(jnp.zeros_like, PARAMS)
+
+    def step(state, _):
+        return tx.update(still, state, PARAMS)[1], stored(state).dequantize()
+
+    _, seen = jax.lax.scan(step, tx.init(PARAMS), None, length=200)
+    one_step = jnp.sqrt(jnp.mean((seen[0] - W) ** 2))
+    assert float(jnp.sqrt(jnp.mean((seen.mean(0) - W) ** 2))) <= 0.01 * float(one_step)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
+def test_moving_weight_stays_at_60_decibels(error_dtype):
+    tx = tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype)
+
+    def step(carry, key):
+        params, state = carry
+        updates = {"kernel": 1e-5 * jax.random.normal(key, W.shape)}
+        _, state = tx.update(updates, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), decibels(params["kernel"], tcfp_jax.layer_state(state)["kernel"].dequantize())
+
+    params = {"kernel": W}
+    carry = (params, tx.init(params))
+    (_, state), quality = jax.jit(lambda c: jax.lax.scan(step, c, jax.random.split(jax.random.key(1), 3000)))(carry)
+    assert float(quality[-1]) >= 60
+    assert state.errors["kernel"].dtype == jnp.dtype(error_dtype)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("growth", ["2x", "5x", "jump"])
+def test_delayed_scaling_is_above_50_decibels_after_a_step(feedback, growth):
+    recipe = tcfp_jax.recipe("tcfp12", delayed_scaling=True, error_feedback=feedback)
+    tx = tcfp_jax.error_feedback(recipe)
+    steps = np.arange(301)
+    factor = {"2x": 2 ** (steps / 300), "5x": 5 ** (steps / 300), "jump": np.where(steps < 150, 1.0, 3.0)}[growth]
+    factor = jnp.asarray(factor, jnp.float32)
+
+    def step(state, i):
+        params = {"kernel": W * factor[i]}
+        updates = {"kernel": W * (factor[i + 1] - factor[i])}
+        _, state = tx.update(updates, state, params)
+        return state, decibels(W * factor[i + 1], tcfp_jax.layer_state(state)["kernel"].dequantize())
+
+    _, quality = jax.lax.scan(step, tx.init({"kernel": W}), jnp.arange(300))
+    low = np.flatnonzero(np.asarray(quality) < 50)
+    assert len(low) <= (1 if growth == "jump" else 0)
+
+
+def chain(*inner):
+    return optax.chain(*inner, tcfp_jax.error_feedback("tcfp12"))
+
+
+WRAPPERS = {
+    "chain": chain(optax.adamw(1e-2)),
+    "named_chain": optax.named_chain(("adam", optax.adam(1e-2)), ("tcfp", tcfp_jax.error_feedback("tcfp12"))),
+    "masked": optax.masked(chain(optax.sgd(1e-2)), {"dense": {"kernel": True, "bias": False}}),
+    "partition": optax.partition(
+        {"w": chain(optax.sgd(1e-2)), "b": optax.sgd(1e-2)}, {"dense": {"kernel": "w", "bias": "b"}}
+    ),
+    "MultiSteps": optax.MultiSteps(chain(optax.sgd(1e-2)), every_k_schedule=2),
+    "inject_hyperparams": chain(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)),
+    "inject_around": optax.inject_hyperparams(lambda learning_rate: chain(optax.sgd(learning_rate)))(
+        learning_rate=1e-2
+    ),
+    "apply_if_finite": optax.apply_if_finite(chain(optax.sgd(1e-2)), 3),
+}
+
+
+@pytest.mark.parametrize("tx", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_state_follows_the_weights_under_every_wrapper(tx):
+    params, state = PARAMS, tx.init(PARAMS)
+    first = stored(state)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(GRADIENTS, state, params)
+        params = optax.apply_updates(params, updates)
+    kernel = params["dense"]["kernel"]
+    assert set(tcfp_jax.layer_state(state)) == {"dense"} and isinstance(stored(state), ResidualArray)
+    assert not same(stored(state).hi, first.hi)
+    assert float(decibels(kernel, stored(state).dequantize())) > 50
+
+
+def test_updates_pass_unchanged_and_bias_is_left_alone():
+    tx = tcfp_jax.error_feedback("tcfp12")
+    updates, state = tx.update(GRADIENTS, tx.init(PARAMS), PARAMS)
+    assert updates is GRADIENTS and state.weights["dense"]["bias"] == optax.MaskedNode()
+
+
+def test_update_is_the_textbook_rule():
+    tx = tcfp_jax.error_feedback("tcfp12")
+    state = tx.init(PARAMS)
+    error = state.errors["dense"]["kernel"]
+    assert jnp.array_equal(error, W - tcfp_jax.split(W).dequantize())
+    _, state = tx.update(GRADIENTS, state, PARAMS)
+    target = (W + GRADIENTS["dense"]["kernel"]) + error
+    assert jnp.array_equal(stored(state).dequantize(), tcfp_jax.split(target).dequantize())
+    assert jnp.array_equal(state.errors["dense"]["kernel"], target - stored(state).dequantize())
+
+
+def test_stack_of_layers_has_a_scale_each():
+    stack = jnp.stack([W, 100 * W, W / 100])
+    state = tcfp_jax.error_feedback("tcfp12").init({"kernel": stack})
+    stacked = tcfp_jax.layer_state(state)["kernel"]
+    alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
+    assert stacked.scale.shape == (3,)
+    assert same(stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
+
+
+def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
+    def run(seed):
+        tx = tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(seed))
+        states = [tx.init(PARAMS)]
+        for _ in range(2):
+            states.append(tx.update(jax.tree.map(jnp.zeros_like, PARAMS), states[-1], PARAMS)[1])
+        return states
+
+    one, again, other = run(1), run(1), run(2)
+    assert same(one, again) and not same(stored(one[0]), stored(other[0]))
+    assert not same(stored(one[0]).lo, stored(one[1]).lo) and not same(stored(one[1]).lo, stored(one[2]).lo)
+    assert not jax.tree.leaves(one[0].errors)
+
+
+@pytest.mark.parametrize("copies, values", [("one", 2), ("both", 4)])
+def test_bytes_of_the_state(copies, values):
+    recipe = tcfp_jax.recipe(NO_FEEDBACK, weight_copies=copies)
+    state = tcfp_jax.error_feedback(recipe).init(PARAMS)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == values * W.size + 4
+
+
+def test_mask_chooses_the_weights():
+    params = {"a": {"kernel": W}, "table": W}
+    for mask in ({"a": {"kernel": False}, "table": True}, lambda p: {"a": {"kernel": False}, "table": True}):
+        assert set(tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12", mask=mask).init(params))) == {"table"}
+
+
+def test_bfloat16_parameters_and_bf16_recipe():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    tx = tcfp_jax.error_feedback("tcfp12")
+    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert float(decibels(params["dense"]["kernel"].astype(jnp.float32), stored(state).dequantize())) > 60
+    assert tcfp_jax.layer_state(tcfp_jax.error_feedback("bf16").init(PARAMS)) == {}
+
+
+def test_bad_calls_raise():
+    make = functools.partial(tcfp_jax.error_feedback, "tcfp12")
+    with pytest.raises(ValueError, match="opt_state, params"):
+        make().update(GRADIENTS, make().init(PARAMS))
+    with pytest.raises(ValueError, match="found no weight"):
+        make().init({"scale": jnp.ones(3)})
+    with pytest.raises(ValueError, match="error_dtype=float16"):
+        make(error_dtype="float16")
+    with pytest.raises(ValueError, match=r"key=jax.random.key"):
+        tcfp_jax.error_feedback(STOCHASTIC)
+    with pytest.raises(ValueError, match="drop the key"):
+        make(key=jax.random.key(0))
+    with pytest.raises(ValueError, match="two axes"):
+        make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS)
+    with pytest.raises(ValueError, match="two error_feedback"):
+        tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS))

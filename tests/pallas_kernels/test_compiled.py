@@ -1,0 +1,258 @@
+"""What a GPU would run, without one: programs compiled for an H200 and read. They are never executed here."""
+
+import functools
+import re
+
+import compile_for_h200 as h200
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from compile_for_h200 import compile_for, h200s, on
+
+import tcfp_jax
+from pallas_kernels.block_matmul.api import block_matmul
+from pallas_kernels.block_quantize.api import block_quantize
+from pallas_kernels.blocks import Blocked, scales_shape
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.quantize.api import quantize
+from tcfp_jax import formats
+from tcfp_jax.weights.quantization import quantize_weight
+
+REASON = h200.missing()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+F8 = jnp.float8_e4m3fn
+M, K, N = 8192, 4096, 16384
+# Registers that do not fit go to the stack. What is allowed is spilled around the loop over k, not inside its products.
+LARGEST_STACK = 128
+CUBLAS_F8 = "__cublas$lt$matmul$f8"
+GATHERS = ("all-gather", "all-to-all", "collective-permute")
+
+
+@pytest.mark.parametrize("accumulation", ["fast", "full"])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("x_dtype", [F8, jnp.float8_e5m2])
+def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd):
+    mesh = h200s(1)
+    weight = on(mesh, (N, K), F8)
+
+    def product(x, hi, lo, scale):
+        lo = lo if halves == 2 else None
+        return matmul(x, hi, lo, scale=scale, accumulation=accumulation, backend="mosaic")
+
+    compiled = compile_for(mesh, product, on(mesh, (M, K), x_dtype), weight, weight, on(mesh, (), jnp.bfloat16))
+    assert compiled.targets == ["mosaic_gpu_v2"]
+    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
+    assert stacks, "ptxas said nothing of the kernel"
+    assert max(map(int, stacks)) <= LARGEST_STACK
+
+
+def block_operands(mesh, block, tile, x_axes=(), w_axes=()):
+    """x, w and the residual of w, as `block_matmul` takes them."""
+    scales = [on(mesh, scales_shape(shape, block, form), jnp.float8_e8m0fnu, *axes)
+              for shape, form, axes in (((M, K), "vector", x_axes), ((N, K), tile, w_axes))]  # fmt: skip
+    x, w = on(mesh, (M, K), F8, *x_axes), on(mesh, (N, K), F8, *w_axes)
+    return Blocked(x, scales[0]), Blocked(w, scales[1]), Blocked(w, scales[1])
+
+
+@pytest.mark.parametrize(
+    ("block", "tile", "halves"),
+    [(128, "square", 1), (128, "square", 2), (64, "square", 2), (32, "square", 2), (128, "vector", 1)],
+)
+def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
+    mesh = h200s(1)
+    call = functools.partial(block_matmul, block=block, tile=tile, backend="mosaic")
+    compiled = compile_for(mesh, call, *block_operands(mesh, block, tile)[: 1 + halves])
+    assert compiled.targets == ["mosaic_gpu_v2"]
+    stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
+    assert stacks and max(map(int, stacks)) <= LARGEST_STACK
+
+
+@pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
+def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
+    mesh = h200s(2, 2)
+    call = functools.partial(block_matmul, block=128, backend="mosaic")
+    compiled = compile_for(mesh, call, *block_operands(mesh, 128, "square", x_axes, w_axes))
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
+    mesh = h200s(1)
+    call = functools.partial(block_quantize, dtype=F8, block=block, orientation="both", backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert not compiled.results("reduce") and not compiled.results("transpose")
+
+
+@pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_the_epilogue_is_part_of_the_product(backend, bias):
+    mesh = h200s(1)
+    operands = [on(mesh, shape, F8) for shape in ((M, K), (N, K), (N, K))]
+
+    def product(x, hi, lo, scale, bias):
+        return matmul(x, hi, lo, scale=scale, bias=bias, out_dtype=bias.dtype, backend=backend)
+
+    compiled = compile_for(mesh, product, *operands, on(mesh, (), jnp.float32), on(mesh, (N,), bias))
+    assert len(compiled.targets) == 1
+    assert not [shape for shape in compiled.results("fusion") if f"[{M},{N}]" in shape]
+
+
+@pytest.mark.parametrize("feedback", ["error", "no error"])
+def test_a_weight_is_split_in_one_kernel_after_its_amax(feedback):
+    mesh = h200s(1)
+    w = on(mesh, (K, N), jnp.float32)
+
+    def split(w, error):
+        return dual_quantize(w, error=error if feedback == "error" else None, orientation="both", backend="triton")
+
+    compiled = compile_for(mesh, split, w, w)
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    # The rest is the amax and scalars: nothing of the weight's size is written besides.
+    assert not [shape for shape in compiled.results("fusion") if f"[{K},{N}]" in shape]
+    assert not compiled.results("transpose")
+
+
+def test_activations_are_quantized_in_one_kernel_after_their_amax():
+    mesh = h200s(1)
+    call = functools.partial(quantize, dtype=F8, orientation="both", backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (8, 1024, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert not compiled.results("transpose")
+
+
+@pytest.mark.parametrize(("name", "products"), [("tcfp12", 4), ("tcfp12_fast", 4), ("tensorwise", 3)])
+@pytest.mark.parametrize("backend", ["xla", None])
+def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend):
+    """Forward and backward with weights that the optimizer quantized: no transpose of a weight, no float32 product."""
+    mesh, recipe = h200s(1), tcfp_jax.recipe(name, backend=backend)
+    m, k, n = 2048, 1024, 4096
+    w = jax.ShapeDtypeStruct((k, n), jnp.float32)
+    stored = jax.eval_shape(lambda w: quantize_weight(w, recipe)[0], w)
+    arguments = jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), (w, stored))
+
+    def step(x, g, w, stored):
+        y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored), x, w)
+        return y, vjp(g)
+
+    x, g = on(mesh, (m, k), jnp.bfloat16), on(mesh, (m, n), jnp.bfloat16)
+    compiled = compile_for(mesh, step, x, g, *arguments)
+    by_kernel = compiled.targets.count("mosaic_gpu_v2")  # one call for both halves of a weight
+    if backend == "xla":
+        assert (compiled.targets.count(CUBLAS_F8), by_kernel) == (products, 0)
+    else:
+        assert by_kernel > 0
+        assert compiled.targets.count(CUBLAS_F8) + by_kernel in (products, products - 1, products - 2)
+    assert not [t for t in compiled.results("transpose") if f"[{k},{n}]" in t or f"[{n},{k}]" in t]
+    assert f"f32[{m},{n}]" not in compiled.text.split("ENTRY")[1]
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
+@pytest.mark.parametrize(
+    ("x_axes", "w_axes", "sums"), [(("a",), (), 0), (("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)]
+)
+def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
+    mesh = h200s(2, 2)
+    weight = on(mesh, (N, K), F8, *w_axes)
+    call = functools.partial(matmul, backend=backend)
+    compiled = compile_for(
+        mesh, lambda x, hi, lo, s: call(x, hi, lo, scale=s),
+        on(mesh, (M, K), F8, *x_axes), weight, weight, on(mesh, (), jnp.bfloat16),
+    )  # fmt: skip
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_quantizers_under_a_mesh_move_one_number(backend):
+    mesh = h200s(2, 2)
+    call = functools.partial(dual_quantize, orientation="both", backend=backend)
+    compiled = compile_for(mesh, call, on(mesh, (K, N), jnp.float32, "a", "b"))
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert set(compiled.results("all-reduce")) == {"f32[]"}
+
+
+@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
+def test_an_optimizer_step_writes_errors_in_place(error_dtype):
+    """Donated errors are neither copied nor read for the amax: only the kernel touches them."""
+    mesh, recipe = h200s(1), tcfp_jax.recipe("tcfp12_fast", quantize_backend="triton")
+    tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback(recipe, error_dtype=error_dtype))
+    params = {"kernel": jax.ShapeDtypeStruct((K, N), jnp.float32)}
+    state, params = (
+        jax.tree.map(lambda a: on(mesh, a.shape, a.dtype), tree) for tree in (jax.eval_shape(tx.init, params), params)
+    )
+
+    def step(state, params, gradients):
+        updates, state = tx.update(gradients, state, params)
+        return state, optax.apply_updates(params, updates)
+
+    compiled = compile_for(mesh, step, state, params, params, donate_argnums=(0, 1))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"]
+    assert not [shape for shape in compiled.results("copy") if f"[{K},{N}]" in shape]
+    whole = [line for line in compiled.text.split("ENTRY")[1].splitlines() if f"[{K},{N}]" in line]
+    assert len([line for line in whole if " fusion(" in line]) == 1  # w, its update and max |w|
+
+
+def test_a_rematerialized_gelu_after_a_product_of_xla_compiles():
+    mesh = h200s(1)
+    recipe = tcfp_jax.recipe("tensorwise", backend="xla")
+
+    def loss(w, v, x):
+        hidden = jax.checkpoint(jax.nn.gelu)(tcfp_jax.matmul(x, w, recipe=recipe))
+        return jnp.sum(tcfp_jax.matmul(hidden, v, recipe=recipe).astype(jnp.float32))
+
+    arguments = [on(mesh, shape, jnp.float32) for shape in ((512, 1024), (1024, 512))]
+    compiled = compile_for(mesh, jax.grad(loss, (0, 1)), *arguments, on(mesh, (1024, 512), jnp.bfloat16))
+    assert compiled.targets.count(CUBLAS_F8) == 4  # the second product and x's gradient are dead code
+
+
+def test_kernels_serve_a_scanned_rematerialized_step():
+    """Kernels by name through jit, grad, remat and scan: four products of a layer, and no cuBLAS."""
+    mesh = h200s(1)
+    recipe = tcfp_jax.recipe("tcfp12_fast", backend="mosaic", quantize_backend="triton")
+    layers, m, k = 3, 1024, 1024
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: (jax.nn.gelu(tcfp_jax.matmul(x, w, recipe=recipe)), None))
+        return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+    x, w = on(mesh, (m, k), jnp.bfloat16), on(mesh, (layers, k, k), jnp.float32)
+    compiled = compile_for(mesh, jax.grad(loss), w, x)
+    # Forward once in each loop; dgrad and wgrad in the second.
+    assert compiled.targets.count("mosaic_gpu_v2") == 4
+    assert set(compiled.targets) == {"mosaic_gpu_v2", "__gpu$xla.gpu.triton"}
+
+
+@pytest.mark.parametrize("name", ["mxfp8e4", "mxfp4e2"])
+def test_a_cast_with_a_scale_a_tile_is_one_kernel(name):
+    """One read of x, one write, nothing else of its size; and a device's own part under a mesh."""
+    call = functools.partial(formats.cast, datatype=getattr(formats, name))
+    alone = compile_for(h200s(1), call, on(h200s(1), (M, K), jnp.bfloat16))
+    assert alone.targets == ["__gpu$xla.gpu.triton"]
+    assert not alone.results("fusion") and not alone.results("copy") and "f64" not in alone.text
+    split = compile_for(h200s(2, 2), call, on(h200s(2, 2), (M, K), jnp.bfloat16, "a", "b"))
+    assert split.targets == ["__gpu$xla.gpu.triton"]
+    assert not [shape for kind in (*GATHERS, "all-reduce") for shape in split.results(kind)]
+
+
+def test_a_cast_is_one_kernel_under_vmap_and_grad():
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda x: formats.cast(x, formats.mxfp8e4))(x).astype(jnp.float32) ** 2)
+
+    compiled = compile_for(h200s(1), jax.value_and_grad(loss), on(h200s(1), (4, 1024, K), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] and " while(" not in compiled.text
+
+
+def test_an_unscaled_cast_is_one_fusion():
+    compiled = compile_for(
+        h200s(1), functools.partial(formats.cast, datatype=formats.e4m3fn), on(h200s(1), (M, K), jnp.bfloat16)
+    )
+    assert len(re.findall(r" fusion\(", compiled.text.split("ENTRY")[1])) == 1 and "f64" not in compiled.text

@@ -1,0 +1,254 @@
+"""`matmul`: values and gradients against float64 within bounds computed from the data, under every transformation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.weights.quantization import QArray, ResidualArray, quantize_weight
+
+RECIPES = {
+    "bf16": tcfp_jax.recipe("bf16"),
+    "tcfp12": tcfp_jax.recipe("tcfp12"),
+    "tcfp12_fast": tcfp_jax.recipe("tcfp12_fast"),
+    "five_fp8": tcfp_jax.recipe("tcfp12", wgrad="fp8"),
+    "tensorwise": tcfp_jax.recipe("tensorwise"),
+    "float32_scale": tcfp_jax.recipe("tensorwise", scale="float32"),
+    "e5m2_gradients": tcfp_jax.recipe("tcfp12_fast", gradient_dtype="float8_e5m2"),
+    "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
+}
+FLOAT32_EPS = 2.0**-23
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+M, K, N = 24, 32, 16
+
+
+@pytest.fixture(scope="module")
+def data():
+    kx, kw, kg = jax.random.split(jax.random.key(0), 3)
+    return jax.random.normal(kx, (M, K)), jax.random.normal(kw, (K, N)) * 0.1, jax.random.normal(kg, (M, N))
+
+
+def every_recipe(test):
+    return pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())(test)
+
+
+def every_kind(test):
+    """One recipe of each form of program; the others differ in a field that values and gradients show."""
+    kinds = ("bf16", "tcfp12", "tcfp12_fast", "float32_scale")
+    return pytest.mark.parametrize("recipe", [RECIPES[name] for name in kinds], ids=kinds)(test)
+
+
+def operand(x, dtype, recipe):
+    """The values that a product sees for x, in float64."""
+    if dtype == "bfloat16":
+        return np.asarray(x.astype(jnp.bfloat16), np.float64)
+    return np.asarray(tcfp_jax.quantize(x, dtype, scale=recipe.scale).dequantize(), np.float64)
+
+
+def weight(w, recipe, form):
+    if recipe.mode is tcfp_jax.TCFPMode.BF16:
+        return operand(w, "bfloat16", recipe)
+    stored, _ = quantize_weight(w, recipe)
+    if form == "single" and isinstance(stored, ResidualArray):
+        stored = QArray(stored.hi, stored.scale)
+    dtype = jnp.bfloat16 if recipe.activation_dtype == "bfloat16" else jnp.float32
+    return np.asarray(stored.dequantize(dtype), np.float64)
+
+
+def assert_product(got, a, b, eps=FLOAT32_EPS):
+    """|got - a @ b| <= 4 eps sqrt(k) (|a| @ |b|): float32 accumulation of k addends, rounded once."""
+    bound = 4 * np.sqrt(a.shape[1]) * eps * (np.abs(a) @ np.abs(b)) + 1e-30
+    assert np.all(np.abs(np.asarray(got, np.float64) - a @ b) <= bound)
+
+
+def value_and_gradients(recipe, x, w, g, **options):
+    y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe, **options), x, w)
+    return (y, *vjp(g.astype(y.dtype)))
+
+
+@every_recipe
+def test_forward_is_the_product_of_the_quantized_operands(recipe, data):
+    x, w, _ = data
+    y = jax.jit(functools.partial(tcfp_jax.matmul, recipe=recipe))(x, w)
+    assert y.dtype == x.dtype
+    assert_product(y, operand(x, recipe.activation_dtype, recipe), weight(w, recipe, recipe.forward_weight))
+
+
+@every_recipe
+def test_gradients_are_those_of_the_straight_through_reference(recipe, data):
+    x, w, g = data
+    _, dx, dw = jax.jit(functools.partial(value_and_gradients, recipe))(x, w, g)
+    g_q = operand(g, recipe.gradient_dtype, recipe)
+    assert_product(dx, g_q, weight(w, recipe, recipe.dgrad_weight).T)
+    saved, g_w = (x, g)
+    if recipe.wgrad == "fp8":
+        assert_product(dw, operand(saved, recipe.activation_dtype, recipe).T, g_q)
+    else:
+        assert_product(dw, operand(saved, "bfloat16", recipe).T, operand(g_w, "bfloat16", recipe))
+
+
+def test_gradients_equal_jax_grad_of_a_straight_through_model(data):
+    """The same, said with jax.grad: rounding replaced by x + stop_gradient(Q(x) - x)."""
+    x, w, g = data
+    recipe = tcfp_jax.recipe("tcfp12", wgrad="fp8")
+    through = lambda value, rounded: value + lax.stop_gradient(rounded - value)
+    g_q = tcfp_jax.quantize(g).dequantize()
+
+    def loss(x, w):
+        x_q = through(x, tcfp_jax.quantize(x).dequantize())
+        w_q = through(w, tcfp_jax.split(w).dequantize())
+        return jnp.vdot(g_q, jnp.matmul(x_q, w_q, precision="highest"))
+
+    expected = jax.grad(loss, argnums=(0, 1))(x, w)
+    _, *got = value_and_gradients(recipe, x, w, g)
+    bounds = (np.abs(g_q) @ np.abs(w.T), np.abs(x.T) @ np.abs(g_q))
+    for a, b, bound in zip(got, expected, bounds, strict=True):
+        assert np.all(np.abs(np.asarray(a) - np.asarray(b)) <= 16 * np.sqrt(K) * FLOAT32_EPS * bound)
+
+
+def test_abd_leaves_the_forward_product_bit_identical(data):
+    x, w, _ = data
+    full, abd = (tcfp_jax.recipe("tcfp12", dgrad_weight=form) for form in ("dual", "single"))
+    assert jnp.array_equal(tcfp_jax.matmul(x, w, recipe=full), tcfp_jax.matmul(x, w, recipe=abd))
+
+
+@every_recipe
+def test_stored_weights_give_the_result_of_fresh_ones(recipe, data):
+    x, w, g = data
+    if recipe.mode is tcfp_jax.TCFPMode.BF16:
+        pytest.skip("a BF16 recipe stores no weights")
+    for orientation in ("rows", "both"):
+        stored, _ = quantize_weight(w, recipe, orientation=orientation)
+        fresh = value_and_gradients(recipe, x, w, g)
+        for a, b in zip(value_and_gradients(recipe, x, w, g, quantized=stored), fresh, strict=True):
+            assert jnp.array_equal(a, b)
+    y, vjp = jax.vjp(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe), x)
+    assert jnp.array_equal(y, fresh[0]) and jnp.array_equal(vjp(g)[0], fresh[1])
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_dtypes_in_are_dtypes_out(recipe, dtype, data):
+    x, w, g = data
+    y, dx, dw = value_and_gradients(recipe, x.astype(dtype), w, g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+    a = operand(x.astype(dtype), recipe.activation_dtype, recipe)
+    assert_product(y, a, weight(w, recipe, recipe.forward_weight), eps=max(float(jnp.finfo(dtype).eps), FLOAT32_EPS))
+
+
+@every_kind
+def test_leading_axes(recipe, data):
+    x, w, g = data
+    flat = value_and_gradients(recipe, x, w, g)
+    y, dx, dw = value_and_gradients(recipe, x.reshape(2, 3, 4, K), w, g.reshape(2, 3, 4, N))
+    assert jnp.array_equal(y.reshape(M, N), flat[0]) and jnp.array_equal(dx.reshape(M, K), flat[1])
+    np.testing.assert_allclose(dw, flat[2], rtol=0, atol=1e-5)
+    vector = tcfp_jax.matmul(x[0], w, recipe=recipe)
+    assert vector.shape == (N,) and jnp.array_equal(vector, tcfp_jax.matmul(x[:1], w, recipe=recipe)[0])
+
+
+@every_kind
+def test_jit_scan_and_remat_change_no_bit(recipe, data):
+    x, w, g = data
+    run = functools.partial(value_and_gradients, recipe)
+    expected = run(x, w, g)
+    jitted = jax.jit(run)(x, w, g)
+    scanned = lax.scan(lambda c, _: (c, run(x, w, g)), 0, None, length=2)[1]
+    product = jax.checkpoint(functools.partial(tcfp_jax.matmul, recipe=recipe))
+    y, vjp = jax.vjp(product, x, w)
+    for a, b, c, d in zip(expected, jitted, scanned, (y, *vjp(g)), strict=True):
+        # Products may be summed in another order when they are fused differently; quantization may not change.
+        for other in (b, c[1], d):
+            np.testing.assert_allclose(a, other, rtol=0, atol=1e-5)
+
+
+def test_remat_policy_by_name_keeps_the_quantized_operands(data):
+    x, w, g = data
+
+    def backward_program(policy):
+        product = jax.checkpoint(functools.partial(tcfp_jax.matmul, recipe="tcfp12_fast"), policy=policy)
+        return str(jax.make_jaxpr(lambda x, w: jax.vjp(product, x, w)[1](g))(x, w))
+
+    policies = jax.checkpoint_policies
+    kept = backward_program(policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME))
+    dropped = backward_program(policies.nothing_saveable)
+    # round_to's integer rounding appears once per quantization of the weight: again where nothing was saved.
+    assert kept.count("round[") < dropped.count("round[")
+
+
+@every_kind
+def test_vmap_quantizes_each_example_by_itself(recipe, data):
+    x, w, g = data
+    xs, gs = x.reshape(3, 8, K), g.reshape(3, 8, N)
+    together = jax.vmap(functools.partial(value_and_gradients, recipe), in_axes=(0, None, 0))(xs, w, gs)
+    alone = [value_and_gradients(recipe, a, w, b) for a, b in zip(xs, gs, strict=True)]
+    for got, expected in zip(together, zip(*alone, strict=True), strict=True):
+        np.testing.assert_allclose(got, jnp.stack(expected), rtol=0, atol=1e-5)
+
+
+def test_gradient_of_vmap_over_stacked_weights(data):
+    x, w, _ = data
+    ws = jnp.stack([w, 4 * w])
+    product = functools.partial(tcfp_jax.matmul, recipe="tcfp12_fast")
+    gradient = jax.grad(lambda ws: jnp.sum(jax.vmap(product, in_axes=(None, 0))(x, ws) ** 2))(ws)
+    for i in range(2):
+        alone = jax.grad(lambda w: jnp.sum(product(x, w) ** 2))(ws[i])
+        np.testing.assert_allclose(gradient[i], alone, rtol=1e-6)
+
+
+@every_kind
+def test_export_roundtrip(recipe, data):
+    x, w, _ = data
+    product = jax.jit(functools.partial(tcfp_jax.matmul, recipe=recipe))
+    exported = jax.export.deserialize(jax.export.export(product, platforms=["cpu"])(x, w).serialize())
+    np.testing.assert_allclose(exported.call(x, w), product(x, w), rtol=0, atol=1e-5)
+    for_gpu = jax.export.export(product, platforms=["cuda"])(x, w)
+    assert ("f8E4M3FN>, tensor" in for_gpu.mlir_module()) == (recipe.activation_dtype != "bfloat16")
+
+
+@every_kind
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes_give_the_result_of_one_device(recipe, axis_type, data):
+    if jax.device_count() < 4:
+        pytest.skip(f"needs 4 devices, this process has {jax.device_count()}")
+    x, w, g = data
+    expected = value_and_gradients(recipe, x.reshape(4, 6, K), w, g.reshape(4, 6, N))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+        arguments = (
+            place(x.reshape(4, 6, K), "data", None, None), place(w, None, "model"),
+            place(g.reshape(4, 6, N), "data", None, "model"),
+        )  # fmt: skip
+        got = jax.jit(functools.partial(value_and_gradients, recipe))(*arguments)
+        assert got[1].sharding.is_equivalent_to(arguments[0].sharding, 3)
+        assert got[2].sharding.is_equivalent_to(arguments[1].sharding, 2)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_backward_keeps_the_activation_in_one_byte(data):
+    x, w, _ = data
+    kept = {name: jax.eval_shape(lambda x, w, r=r: jax.vjp(functools.partial(tcfp_jax.matmul, recipe=r), x, w)[1], x, w)
+            for name, r in RECIPES.items()}  # fmt: skip
+    has = lambda name, shape, dtype: any(a.shape == shape and a.dtype == dtype for a in jax.tree.leaves(kept[name]))
+    assert has("tcfp12_fast", (K, M), jnp.float8_e4m3fn) and not has("tcfp12_fast", (M, K), jnp.bfloat16)
+    assert has("tcfp12", (M, K), jnp.bfloat16)
+    assert not any(a.dtype == jnp.float32 and a.size > 1 for a in jax.tree.leaves(kept["tcfp12_fast"]))
+
+
+def test_stochastic_residual_needs_a_key_and_repeats_with_it(data):
+    x, w, _ = data
+    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    with pytest.raises(ValueError, match="needs key="):
+        tcfp_jax.matmul(x, w, recipe=recipe)
+    one, again, other = (tcfp_jax.matmul(x, w, recipe=recipe, key=jax.random.key(i)) for i in (1, 1, 2))
+    assert jnp.array_equal(one, again) and not jnp.array_equal(one, other)
