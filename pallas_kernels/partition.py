@@ -75,8 +75,8 @@ def partitioned(
     sizes = {}
     for letter, of in blocks.items():
         # The rule says that an axis of values is (blocks) x (values of a block), so that a sharding of one implies that
-        # of the other. It may say so only where every mesh of these devices divides the blocks: otherwise XLA splits one
-        # mesh axis between the two factors, and JAX cannot read such a sharding.
+        # of the other. It may say so only where every mesh of these devices divides the blocks, or XLA splits one
+        # mesh axis between the two factors, which JAX cannot read.
         if of.length % (of.size * _device_count()) == 0:
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size

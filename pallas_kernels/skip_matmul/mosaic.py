@@ -26,7 +26,7 @@ BUFFERS = {
 _HALVES = 2
 
 
-def candidates(m: int, k: int, n: int, block: int) -> list[Config]:
+def candidates(m: int, k: int, n: int, block: Any) -> list[Config]:
     """Configs that this shape divides into, the best guess first."""
     # Their pipeline runs ahead whatever `pipeline` says; "drained" is what asks nothing of the shape.
     make: Any = functools.partial(Config, tile_n=128, tile_k=block)
