@@ -22,8 +22,8 @@ from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import SIGN, Modes
-from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.rounding import SIGN, Modes
+from tcfp_jax.formats.scales import ScaleMode
 
 # 16 values a thread, as the quantizers of `pallas_kernels.tiled` have.
 VALUES = 4096
@@ -46,7 +46,7 @@ def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes)
         return False
     if scale.number.kind != "exponent" or len(scale.tiles) != 1 or scale.is_subtile or number.kind == "uint":
         return False
-    if modes.roundmode != "even" or not modes.saturate or number.mbits > 20:
+    if modes.of_scale(scale) == "mse" or modes.roundmode != "even" or not modes.saturate or number.mbits > 20:
         return False
     (tile,) = scale.tiles
     if not shape or tile.dim % len(shape) != len(shape) - 1 or not tile.size or shape[-1] % tile.size:

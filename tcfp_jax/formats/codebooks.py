@@ -15,7 +15,7 @@ import numpy as np
 
 from tcfp_jax.formats.numbers import NumberSpec, number
 
-CODEBOOK_GRAMMAR = "nf4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
+CODEBOOK_GRAMMAR = "nf4, linear4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -123,6 +123,8 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
 def _by_code(code: str) -> CodebookSpec:
     if code == "nf4":
         return CodebookSpec("nf4", (tuple(float(np.float32(v)) for v in _NF4),), 1.0)
+    if code == "linear4":
+        return CodebookSpec("linear4", (tuple(float(v) for v in range(-8, 8)),), 7.0)
     found = re.fullmatch(r"icb4(\d)(f|i|fi)_(\w+)", code)
     if not found:
         raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")

@@ -12,7 +12,7 @@ from jax import lax
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import SIGN, unit_shift
+from tcfp_jax.formats.rounding import SIGN, unit_shift
 from tcfp_jax.formats.scale_choice import is_wide
 
 

@@ -125,7 +125,7 @@ def datatype(
 def _number(code: "str | DTypeLike | NumberSpec | CodebookSpec") -> NumberSpec | CodebookSpec:
     if isinstance(code, CodebookSpec):
         return code
-    if isinstance(code, str) and code.lower().startswith(("nf", "icb")):
+    if isinstance(code, str) and code.lower().startswith(("nf", "linear", "icb")):
         return codebook(code)
     return number(code)
 

@@ -104,13 +104,14 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Magnitude bits of value * 2**exponent, for a value >= 0; exact where float32 has it, subnormals included.
+    """Magnitude bits of value * 2**exponent, for a value >= 0: exact, or a subnormal rounded to nearest even.
 
     >>> int(scale_up(jnp.float32(1.0), jnp.int32(-149)))
     1
     """
     bits = lax.bitcast_convert_type(value, jnp.int32) + (exponent << MANTISSA_BITS)
     steps = (value * power_of_two(126 + exponent)) * jnp.float32(2.0**MANTISSA_BITS)
+    steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
     subnormal = jnp.minimum(steps, jnp.float32(HIDDEN)).astype(jnp.int32)
     magnitude = jnp.where(bits < HIDDEN, subnormal, bits)
     return jnp.where(value == 0, jnp.zeros_like(magnitude), magnitude)
