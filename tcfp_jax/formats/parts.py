@@ -112,7 +112,7 @@ def _quantize_value(
         parts = _exponent_scales(magnitude, amax, datatype, layout, modes.of_scale(scale))
         parts = parts._replace(nan=jnp.zeros_like(parts.exponent, bool) if lost is None else lost)
         at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) + fixed_point(number)))
-        if modes.of_scale(scale) != "mse":
+        if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
             return at(parts)
         return _better_half(at, parts, magnitude, sign, datatype, layout)
     parts, effective = _float_scales(magnitude, amax, datatype, lost)

@@ -29,9 +29,8 @@ class Modes:
     saturate: bool = True
 
     def of_scale(self, scale: ScaleSpec) -> ScaleMode:
-        """The rule for an exponent scale: its own where it names one; no search for a stochastic result."""
-        mode = scale.mode or self.scalemode
-        return "ceil" if mode == "mse" and self.roundmode == "stochastic" else mode
+        """The rule for an exponent scale: its own where it names one."""
+        return scale.mode or self.scalemode
 
 
 def fixed_point(number: NumberSpec | CodebookSpec) -> int:

@@ -13,8 +13,8 @@ gets the smallest e, which "mse" gives to no other tile. A float scale is `amax 
 at least its smallest positive value.
 
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
-step for all of them is worth more than what clipping the few costs. Stochastic rounding takes "ceil" instead, because
-clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any order of
+step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
+because clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any order of
 summation.
 """
 
