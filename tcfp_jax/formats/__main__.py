@@ -5,8 +5,8 @@
     python -m tcfp_jax.formats --table             the best known as a Markdown table, for docs/formats.md
     python -m tcfp_jax.formats --plot PATH         a plot of SNR against bits (needs matplotlib)
 
-A name outside the catalog is read as the code of an unscaled number, such as e3m4. SNR is the signal-to-noise ratio of a
-cast of 128 x 1024 normal values, and bits are counted per value, scales and all.
+A name outside the catalog is read as the code of an unscaled number, such as e3m4. SNR is the signal-to-noise ratio of
+a cast of 128 x 1024 normal values, and bits are counted per value, scales and all.
 """
 
 import argparse

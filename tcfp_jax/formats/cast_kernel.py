@@ -1,11 +1,13 @@
 """The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded to nearest even, saturating.
 
-Such a cast costs memory traffic. XLA makes three kernels of it, reads x twice and writes int32 of the whole array in
-between. A Pallas-Triton program holds a block of tiles in registers: x is read once, the result written once.
+The time of such a cast is that of its memory traffic. XLA compiles it to three kernels, which read x twice and write an
+int32 array of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and
+the result is written once.
 
-It computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does not flush
-subnormals, so a product by a power of two is a float multiplication there. Which arrays it serves is `serves`; every
-other cast, and every other device, takes the definition. There is no choice to make by hand, since results are equal.
+The kernel computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does
+not flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the
+kernel takes; every other cast, and every other device, takes the definition. Nobody has to choose, because the results
+are equal.
 """
 
 import functools
@@ -32,10 +34,11 @@ _LEAST_VALUES = 256
 
 
 def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes) -> bool:
-    """Whether the kernel computes this cast, on an NVIDIA GPU.
+    """Whether the kernel computes this cast on an NVIDIA GPU.
 
-    The tile must be one side, without subtiles, along the last axis and divide it; the smallest result must be a
-    float32 and the largest a `dtype`, so that no multiplication rounds.
+    The scale must be a power of two for tiles with one side, without subtiles, that run along the last axis and divide
+    it; its rule must depend on the largest value of a tile alone. The smallest result must be a float32 and the
+    largest a `dtype`, so that no multiplication rounds.
 
     >>> from tcfp_jax.formats.catalog import CATALOG
     >>> [serves((8, 64), jnp.dtype("bfloat16"), CATALOG[name], Modes()) for name in ("mxfp8e4", "nvfp4")]
@@ -63,7 +66,7 @@ def wanted() -> bool:
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:
-    """The cast of an array that `serves` accepts.
+    """The cast of an array that `serves` accepts, in its shape and dtype.
 
     Args:
       x: float32 or bfloat16.
@@ -132,7 +135,7 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
 
 
 def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
-    """The cast of `[tiles, size]`, one scale a row, in arithmetic that keeps subnormals.
+    """The cast of `[tiles, size]`, one scale per row, in arithmetic that keeps subnormals.
 
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps: what is left of float32's
     digits beside m is exactly the number's. Both sides of it are multiplied by a power of two in two factors, since

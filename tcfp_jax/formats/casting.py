@@ -1,8 +1,8 @@
 """Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold, in the dtype of `x`.
 
 A cast has two halves that packing shares: `quantize` finds each value's place on its number's grid and the scales
-(`Parts`), and `assemble` multiplies them. All of it is integer work on the bits of float32 and float32 arithmetic that is
-exact or correctly rounded everywhere, never a cast to a small dtype and back, which XLA on a GPU would delete. So
+(`Parts`), and `assemble` multiplies them. Both are integer work on the bits of float32, and float32 arithmetic that is
+exact or correctly rounded everywhere; they never cast to a small dtype and back, which XLA on a GPU would delete. So
 results are bit-identical on every backend, with and without jit.
 
 * Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as inputs and as results.
@@ -40,9 +40,10 @@ _DEFAULTS = contextvars.ContextVar("tcfp_jax.formats.defaults", default=_INITIAL
 def defaults(
     *, roundmode: RoundMode | None = None, scalemode: ScaleMode | None = None, saturate: bool | None = None
 ) -> Iterator[None]:
-    """What `cast` and `pack` do within a `with` block where they are not told; blocks nest.
+    """The modes that `cast` and `pack` use within a `with` block where their arguments name none; blocks nest.
 
-    A jitted function reads them when it is traced, once. A default `scalemode` concerns exponent scales only.
+    A jitted function reads the defaults once, when it is traced. A default `scalemode` concerns only exponent scales
+    that do not name a mode of their own.
 
     Raises:
       ValueError: an unknown mode.
@@ -120,6 +121,7 @@ def _rounded(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | No
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
     """By the kernel where the program runs on an NVIDIA GPU; a default GPU does not say so of every program."""
+    assert datatype.scale is not None, "the kernel serves scaled numbers only"
     kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.of_scale(datatype.scale))
     by_definition = functools.partial(_define, datatype=datatype, modes=modes)
     return lax.platform_dependent(x, cuda=kernel, default=by_definition)
@@ -129,7 +131,8 @@ def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | Non
     return float_bits.from_bits(_quantized_bits(float_bits.to_bits(x), datatype, modes, key), x.dtype)
 
 
-# One program a datatype and shape: op by op, the few hundred operations of a long division are compiled one by one.
+# Jitted here, so that a call outside jit is one program per datatype and shape: op by op, the few hundred operations of
+# a long division would be compiled one by one.
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _quantized_bits(bits: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
     """float32 bits of the cast of an array given by its bits."""

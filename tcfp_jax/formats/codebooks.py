@@ -1,7 +1,10 @@
-"""Numbers that are looked up in tables: NF4, tables of one's own, and TensorCast's implicit codebooks.
+"""Numbers that are looked up in tables: NF4, linear4, tables that a user gives, and TensorCast's implicit codebooks.
 
-A codebook has one table or several of 2**index_bits values; with several, each tile (or subtile) selects the one
-that fits it best, and stores which.
+A codebook has one table, or several, of 2**index_bits values. Where there are several, each tile (or subtile) selects
+the table that fits it best, and stores which one that is.
+
+`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8 to 7, which the residual of
+TCFP-12 uses: int4 leaves -8 unused, and a scale maps the largest magnitude to 7 in both.
 """
 
 import functools
@@ -50,7 +53,7 @@ class CodebookSpec:
 
     @property
     def selector_bits(self) -> int:
-        """Bits with which a tile or subtile selects its table; 0 for one table."""
+        """Bits with which a tile or subtile selects its table, 0 where there is only one table."""
         return (len(self.tables) - 1).bit_length()
 
     @property
@@ -70,7 +73,7 @@ class CodebookSpec:
 
     @property
     def midmax(self) -> float:
-        """Maxfloat: what lies above it rounds to it, however far."""
+        """Equal to maxfloat, since everything above rounds to it."""
         return self.maxfloat
 
     @property
@@ -92,7 +95,7 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
     """A codebook by its code, or of the values given.
 
     Args:
-      tables: "nf4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several such tables.
+      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables.
       name: of a codebook of one's own; "codebook" without it.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Real storage: `pack` keeps an array in the bits that its datatype says, `unpack` gives the virtual cast back.
+"""Real storage: `pack` keeps an array in the bits that its datatype says, and `unpack` gives the virtual cast back.
 
 unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit
-pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size, each part filled up to a whole byte
+pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      where each part fills whole bytes
 """
 
 import functools
@@ -34,10 +34,10 @@ class PackedArray:
 
     Attributes:
       values: codes, in the order of the array; with `sparsity` those that were kept.
-      scales, zeros: one a tile, or None.
-      offsets, selectors: one a subtile, or None.
-      outer: the tensor's scale, or None.
-      mask: a bit a value, set where it was kept, or None.
+      scales, zeros: one code per tile, or None.
+      offsets, selectors: one code per subtile, or None.
+      outer: the code of the tensor's scale, or None.
+      mask: one bit per value, set where the value was kept, or None.
       residual: what the first rounding left, packed, or None.
       datatype, shape, dtype: of the array it stands for.
       sparsity: (n, m), of which every n values along the last axis m were kept, or None.
@@ -77,7 +77,7 @@ def pack(
     Args:
       x, datatype, roundmode, scalemode, key, saturate: those of `formats.cast`.
       sparsity: (n, m) keeps the m largest of every n values along the last axis, as `formats.sparse` does, and stores
-        those and a bit for each value.
+        those and one bit per value.
 
     Raises:
       TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero

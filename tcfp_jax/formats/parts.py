@@ -29,17 +29,17 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Parts(NamedTuple):
-    """A quantized array, split into tiles: what is stored, not yet as bits.
+    """A quantized array, split into tiles: what a datatype stores, before it is written as bits.
 
     Attributes:
       value: float32 values of the number in its own units; int32 indices for a codebook.
-      exponent: int32, of an exponent scale, one a tile.
-      scale: float32, a float scale, one a tile.
+      exponent: int32, the exponent scales, one per tile.
+      scale: float32, the float scales, one per tile.
       nan: bool, whether a tile with an exponent scale is NaN.
-      zero: float32, a zero point, one a tile.
-      offset: int32, one a subtile.
-      selector: int32, which table, one a subtile.
-      outer: float32, the tensor's scale.
+      zero: float32, the zero points, one per tile.
+      offset: int32, one per subtile.
+      selector: int32, the index of the table, one per subtile.
+      outer: float32, the scale of the tensor above those of its tiles.
       residual: the parts of what rounding left, or None.
     """
 
@@ -110,7 +110,7 @@ def _quantize_value(
     )
     if scale.number.kind == "exponent":
         parts = _exponent_scales(magnitude, amax, datatype, layout, modes.of_scale(scale))
-        parts = parts._replace(nan=jnp.zeros_like(parts.exponent, bool) if lost is None else lost)
+        parts = parts._replace(nan=jnp.zeros_like(amax, bool) if lost is None else lost)
         at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) + fixed_point(number)))
         if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
             return at(parts)
@@ -143,7 +143,7 @@ def _round_scaled(
 def _exponent_scales(
     magnitude: jax.Array, amax: jax.Array, datatype: DataType, layout: Tiling, mode: ScaleMode
 ) -> Parts:
-    """Parts with the exponents of the tiles, and with the offsets of subtiles; values are yet to come."""
+    """Parts with the exponents of the tiles and the offsets of their subtiles; the values are yet to be rounded."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
     exponent, wanted = scale_choice.choose_exponent(amax, number, scale.number, mode)
@@ -169,21 +169,21 @@ def _better_half(
     datatype: DataType,
     layout: Tiling,
 ) -> Parts:
-    """The parts with each tile's exponent, or one less where that leaves the smaller squared error; "mse"."""
+    """What `at` rounds with each tile's exponent, or with one less where that leaves the smaller squared error."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None and parts.exponent is not None
-    finite = magnitude < INFINITY
-    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), parts.exponent + fixed_point(number))
+    covering, finite = parts.exponent, magnitude < INFINITY
+    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering + fixed_point(number))
     x = jnp.where(sign < 0, -x, x)
     largest = number.maxfloat if isinstance(number, CodebookSpec) else scale_choice.grid_of(number).largest
 
     def error(rounded: Parts) -> jax.Array:
-        value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - parts.exponent)
+        value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
         return scale_choice.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
 
     wide = at(parts)
-    # Not the smallest exponent, which says that a tile is zero.
-    narrow = at(parts._replace(exponent=jnp.maximum(parts.exponent - 1, scale.number.emin + 1)))
+    # The smallest exponent stays what says that a tile is zero.
+    narrow = at(parts._replace(exponent=jnp.maximum(covering - 1, scale.number.emin + 1)))
     better = error(narrow) < error(wide)
     return jax.tree.map(lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide)
 

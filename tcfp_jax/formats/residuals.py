@@ -1,11 +1,11 @@
 """What rounding leaves of a value: how it is formed, and how it is added again.
 
-It is counted in units of the value's exponent scale, as the packed TCFP-12 format counts it, and in those of x where
-there is no such scale:
+The rest is counted in units of the value's exponent scale 2**unit, as the packed TCFP-12 format counts it. Where there
+is no exponent scale, unit is 0 and the rest is counted in units of x:
 
     rest = x / 2**unit - value             result = (value + round(rest)) * 2**unit
 
-So the rest of a tile is a normal float32 whatever the magnitude of x, and the sum is rounded to float32 once.
+So the rest is a normal float32 however small x is, and the sum is rounded to float32 once.
 """
 
 import jax
@@ -18,7 +18,12 @@ from tcfp_jax.formats.rounding import SIGN, flushed, scaled_up
 
 
 def rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
-    """Bits of (x - rounded) / 2**unit, subnormals as zero; 0 where that is not finite, which `rounded` already says."""
+    """Bits of (x - rounded) / 2**unit; 0 for a subnormal, and where `x` or `rounded` is not finite.
+
+    >>> bits = rest_of(*map(float_bits.to_bits, jnp.float32([[17], [16]])), jnp.int32(2))
+    >>> lax.bitcast_convert_type(bits, jnp.float32)
+    Array([0.25], dtype=float32)
+    """
     difference = _in_units(bits, unit) - _in_units(rounded, unit)
     infinite = jnp.maximum(bits & ~jnp.int32(SIGN), rounded & ~jnp.int32(SIGN)) >= INFINITY
     keep = ~infinite & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
@@ -26,7 +31,12 @@ def rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
 
 
 def add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
-    """Bits of rounded + rest * 2**unit, of which what is finite stays finite; `rounded` alone where that is not."""
+    """Bits of rounded + rest * 2**unit, at most the largest float32; `rounded` alone where it is not finite.
+
+    >>> bits = add_rest(*map(float_bits.to_bits, jnp.float32([[16], [0.25]])), jnp.int32(2))
+    >>> lax.bitcast_convert_type(bits, jnp.float32)
+    Array([17.], dtype=float32)
+    """
     total = _in_units(rounded, unit) + flushed(rest)
     total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
     bits = lax.bitcast_convert_type(scaled_up(total, unit), jnp.int32)

@@ -1,7 +1,8 @@
-"""How values are rounded to a number's grid, and what becomes of those that lie beyond it.
+"""How values are rounded to a number's grid, and what becomes of values that lie beyond it.
 
-`round_unscaled` takes magnitudes as they are, `round_units` those that a scale has divided. Signs travel beside
-magnitudes as bits, since an integer of a magnitude orders as the value does.
+`round_unscaled` takes magnitudes of x, and `round_units` takes those that a scale has divided. Magnitudes and signs are
+int32 with the bits of |x| and the sign bit alone, because integer operations mean the same on every backend, also for
+subnormals, which float operations of XLA:CPU read as zero.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ SIGN = -(2**31)
 
 @dataclass(frozen=True)
 class Modes:
-    """How a cast rounds, scales and treats what is too large."""
+    """How a cast rounds, chooses exponent scales, and treats what is too large; see `formats.cast`."""
 
     roundmode: RoundMode = "even"
     scalemode: ScaleMode = "max"
@@ -34,11 +35,16 @@ class Modes:
 
 
 def fixed_point(number: NumberSpec | CodebookSpec) -> int:
-    """Integers are kept in steps of one, and exponent scales mean them in steps of 2**-(bits - 2)."""
+    """The exponent of an integer's step under an exponent scale: -(bits - 2), where values are kept in steps of one.
+
+    OCP's MXINT8 is a fixed-point number below 2, so that a scale has the magnitude of the tile's largest value. For
+    floats and codebooks, which are kept in their own units, it is 0.
+    """
     return 1 - number.mbits if isinstance(number, NumberSpec) and number.is_integer else 0
 
 
 def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
+    """How many mantissa bits a quotient needs so that rounding it to the number is rounding it once."""
     if isinstance(number, CodebookSpec) or modes.roundmode == "stochastic":
         return float_bits.MANTISSA_BITS
     # One digit to round by, and the sticky one below it.
@@ -48,6 +54,7 @@ def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
 def round_unscaled(
     magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
 ) -> jax.Array:
+    """float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
     if number.kind == "exponent":
         return _round_exponent(magnitude, sign, number, modes, random)
     if scale_choice.is_wide(number):
@@ -94,6 +101,13 @@ def round_units(
     random: jax.Array | None,
     shift: int = 0,
 ) -> jax.Array:
+    """float32 values of a number in its own units, times 2**-shift.
+
+    Args:
+      units: float32 |x| / scale, or |x| * 2**-shift for an unscaled number.
+      magnitude, sign: the bits of |x| and the sign bit of x, for NaN, inf and the sign of the result.
+      random: uniform uint32, for stochastic rounding only.
+    """
     assert isinstance(number, NumberSpec)
     grid = scale_choice.grid_of(number)
     grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)

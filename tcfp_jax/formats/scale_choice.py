@@ -14,8 +14,8 @@ at least its smallest positive value.
 
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
 step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
-because clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any order of
-summation.
+because clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any
+order of summation.
 """
 
 import math
@@ -36,12 +36,12 @@ _STEPS_OF_ERROR = 256.0
 
 
 def is_wide(number: NumberSpec) -> bool:
-    """Whether its exponents are float32's own, so that rounding it is dropping bits."""
+    """Whether a number has float32's own exponents, so that rounding to it is dropping bits of the mantissa."""
     return number.kind == "float" and number.emin == -126
 
 
 def grid_of(number: NumberSpec) -> Grid:
-    """The values of a number: integers in steps of one, floats in their own units."""
+    """The values of a number as a grid: integers in steps of one, floats in their own units."""
     if number.is_integer:
         # One binade that begins below the largest value: every step is 1.
         return Grid(number.mbits - 1, number.mbits - 1, number.max)
@@ -56,7 +56,9 @@ def finite_magnitude(magnitude: jax.Array) -> jax.Array:
 def choose_exponent(
     amax: jax.Array, number: NumberSpec | CodebookSpec, scale: NumberSpec, mode: ScaleMode
 ) -> tuple[jax.Array, jax.Array]:
-    """(e, e before it is clipped) of the scale 2**e for magnitudes `amax`; see the module's docstring.
+    """(e, e before it is clipped) of the scale 2**e that covers magnitudes `amax`; the module has the formulas.
+
+    For "mse" it is the larger of the two candidates, which only the values of a tile can decide between.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> amax = float_bits.to_bits(jnp.float32(500.0))
@@ -94,7 +96,7 @@ def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> in
 
 
 def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
-    """A scale >= 0 in float32, rounded to its number (ties to even); 0 stays 0, what is positive stays positive."""
+    """A scale >= 0 in float32, rounded to its number (ties to even): 0 stays 0, and a positive one stays positive."""
     if is_wide(scale):
         bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, "even", None)
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
@@ -105,7 +107,7 @@ def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
 
 
 def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Array:
-    """Amax / largest as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 (or subnormal).
+    """`amax / largest` as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 or subnormal.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> float(choose_scale(float_bits.to_bits(jnp.float32(12.0)), 6.0, number("e4m3fn")))
@@ -113,7 +115,7 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Arra
     """
     divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
     quotient = float_bits.divide(amax, divisor)
-    # A quotient below the smallest normal is 0 by then, but its scale must not be.
+    # `divide` gives 0 for a quotient below the smallest normal, but a tile that is not zero needs a positive scale.
     quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
     return round_scale(quotient, scale)
 

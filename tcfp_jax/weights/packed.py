@@ -43,7 +43,7 @@ Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
 
 VALUE_DTYPE = jnp.float8_e4m3fn
-LARGEST_BLOCK = 1024  # sums of _fixed_point_square stay below 2**31
+LARGEST_BLOCK = 1024  # sums of squares in steps of 1/256 stay below 2**31
 _FIXED_POINT = 256.0
 _BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
 LEVELS: dict[str, np.ndarray] = {name: np.array(book.tables[0], np.float32) for name, book in _BOOKS.items()}
@@ -56,7 +56,7 @@ class PackedTCFP12:
 
     Attributes:
       values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
-      codes: uint8 `[..., blocks, block / 2]`, two residual codes a byte, the even position in the low half.
+      codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even position in the low half.
       scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is exactly zero has code 0 as its
         residual scale.
       length: size of the last axis of the tensor it stands for.
@@ -103,12 +103,12 @@ def quantize_tcfp12(
     """`x` in the packed TCFP-12 format; see the module's docstring for the formula.
 
     Args:
-      x: real floats `[..., length]`; arithmetic is float32. Any length: a short last block is padded.
-      block: values that share two scales, an even number up to 1024; bits a value are 12 + 16 / block.
+      x: real floats `[..., length]` of any length, since a short last block is padded; arithmetic is float32.
+      block: values that share two scales, an even number up to 1024; it takes 12 + 16 / block bits per value.
       residual: "linear" or "nf4", the table of levels.
       scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3
         on the bulk of a block and leaves what lies beyond to the residual, or clips it.
-      sigma: for `scale="sigma"`, positive.
+      sigma: how many times the RMS of a block, for `scale="sigma"`; positive.
       key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
 
     Returns:

@@ -148,9 +148,7 @@ def test_mse_searches_no_tile_of_zeros_and_no_stochastic_one():
     tiny.view(np.uint32)[0, 0] = 1
     assert np.asarray(zeros(jnp.asarray(tiny)).scales).tolist() == [1]
     x, key = jax.random.normal(jax.random.key(0), (64, 64)), jax.random.key(1)
-    drawn = [
-        quick(x, formats.mxint4, roundmode="stochastic", scalemode=mode, key=key) for mode in ("mse", "ceil")
-    ]
+    drawn = [quick(x, formats.mxint4, roundmode="stochastic", scalemode=mode, key=key) for mode in ("mse", "ceil")]
     assert same(*drawn) and not same(*(quick(x, formats.mxint4, scalemode=mode) for mode in ("mse", "ceil")))
 
 
