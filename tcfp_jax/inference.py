@@ -14,10 +14,10 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx
+from tcfp_jax import nnx, paths
 from tcfp_jax.conversion import replacement
-from tcfp_jax.layers import Stored
-from tcfp_jax.optim.feedback import error_feedback, layer_state, path_names
+from tcfp_jax.layers import Absent
+from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -61,12 +61,12 @@ def quantize_params(
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
     for path, leaf in entries:
-        names = path_names(path)
-        node = _find(quantized, names)
+        names = paths.path_names(path)
+        node = paths.find(quantized, names)
         if node is not None and storage == "packed":
-            _put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
+            paths.put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
         if node is None or names[-1] != "kernel":
-            _put(rest, names, leaf)
+            paths.put(rest, names, leaf)
     return {"params": rest, "tcfp": quantized}
 
 
@@ -112,22 +112,22 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
     >>> model = nnx.TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
     >>> load_quantized(model, quantize_params(flax_nnx.state(model, flax_nnx.Param), "tcfp12"))
     >>> model.kernel
-    Stored(shape=(4, 2), dtype=dtype('float32'))
+    Absent(shape=(4, 2), dtype=dtype('float32'))
     """
     if not isinstance(model, flax_nnx.Module):
         kind = "; a Linen model applies the variables as they are" if isinstance(model, nn.Module) else ""
-        raise TypeError(f"{type(model).__name__} is no flax.nnx.Module{kind}")
-    stored, params = (_leaves(variables[name]) for name in ("tcfp", "params"))
+        raise TypeError(f"{type(model).__name__} is not a flax.nnx.Module{kind}")
+    stored, params = (paths.entries(variables[name]) for name in ("tcfp", "params"))
     planned = []
     for path, module in replacement.layers(model):
         if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
             name = replacement.KERNELS.get(type(module), "kernel")
-            kernel_path = "/".join(filter(None, (path, name)))
+            kernel_path = paths.join(path, name)
             if kernel_path in stored:
                 planned.append((module, name, kernel_path))
     taken = {kernel_path for *_, kernel_path in planned}
     nodes = flax_nnx.iter_graph(model)
-    held = {"/".join(map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
+    held = {paths.join(*map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
     if set(stored) - taken:
         raise ValueError(
             f"no low-precision layer takes {min(set(stored) - taken)}; convert the model as that of the weights was"
@@ -137,10 +137,10 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
     for module, name, kernel_path in planned:
-        module.stored = flax_nnx.Variable(stored[kernel_path])
+        nnx.store(module, stored[kernel_path])
         if kernel_path not in params:
             kernel = getattr(module, name)
-            setattr(module, name, flax_nnx.static(Stored(tuple(kernel.shape), np.dtype(kernel.dtype))))
+            setattr(module, name, flax_nnx.static(Absent(tuple(kernel.shape), np.dtype(kernel.dtype))))
     for path, value in params.items():
         held[path].set_value(value)
 
@@ -155,24 +155,3 @@ def _plain(recipe: Recipe) -> Recipe:
 
 def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     return {path: dataclasses.replace(weight, recipe=_plain(weight.recipe)) for path, weight in weights.items()}
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What nested dicts hold, by path."""
-    if not isinstance(tree, Mapping):
-        return {"/".join(path): tree}
-    return {found: leaf for name, value in tree.items() for found, leaf in _leaves(value, (*path, name)).items()}
-
-
-def _find(tree: Any, names: list[str]) -> Any:
-    for name in names:
-        if not isinstance(tree, Mapping) or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
-
-
-def _put(tree: dict[str, Any], names: list[str], value: Any) -> None:
-    for name in names[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[names[-1]] = value

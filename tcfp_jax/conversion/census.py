@@ -15,7 +15,7 @@ from tcfp_jax.conversion.interception import Conversion
 from tcfp_jax.conversion.policy import SWITCHED_OFF, Choice, by_hand, rule_name
 from tcfp_jax.conversion.report import Record, Report
 from tcfp_jax.conversion.tracing import Origin, Product, arrays_of, parameter_products
-from tcfp_jax.optim.feedback import path_names
+from tcfp_jax.paths import path_names
 
 # What is known of converted NNX models; a Linen model's class holds its own.
 REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
@@ -119,7 +119,7 @@ def _unseen(jaxpr: Any, variables: Any, arrays: Any) -> tuple[Product, ...]:
     """Parameter products that ran outside every adapter."""
     origins = []
     for path, _ in jax.tree_util.tree_flatten_with_path((variables, arrays))[0]:
-        names = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
+        names = path_names(path)
         from_params = names[0] == "0" and names[1] == "params"
         origins.append(Origin(frozenset({"/".join(names[2:])})) if from_params else Origin(from_input=True))
     return tuple(dict.fromkeys(product for product in parameter_products(jaxpr, origins) if not product.seen))
@@ -140,9 +140,3 @@ def outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
 def _call(function: Any, rngs: Any, arguments: Any) -> Any:
     args, kwargs = arguments
     return function(rngs, *args, **kwargs)
-
-
-def flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    """Leaves by path."""
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {"/".join(path_names(path)): leaf for path, leaf in entries}

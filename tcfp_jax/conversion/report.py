@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tcfp_jax.conversion.policy import Choice
 from tcfp_jax.conversion.tracing import Product
+from tcfp_jax.paths import join
 from tcfp_jax.recipes import NAMES, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout
@@ -39,7 +40,7 @@ class Record:
     @property
     def weight_path(self) -> str:
         """Path of the parameter."""
-        return "/".join(filter(None, (self.path, self.parameter)))
+        return join(self.path, self.parameter)
 
     def __str__(self) -> str:
         """One line."""

@@ -120,41 +120,6 @@ def swap(quantized: Quantized) -> Quantized:
     return ResidualArray(hi, lo, quantized.scale, hi_transposed, lo_transposed)
 
 
-def parse(equation: str, x_ndim: int) -> tuple[str, str, str, Layout]:
-    """(letters of x, of the kernel, of the result, the kernel's layout) of a two-operand einsum; x comes first.
-
-    Raises:
-      ValueError: the equation is not `x,kernel->result`.
-      NotImplementedError: a product that is no stack of matrix products.
-
-    >>> parse("...k,kn->...n", 2)
-    ('Ak', 'kn', 'An', Layout(inputs=(0,), outputs=(1,), stack=()))
-    """
-    text = equation.replace(" ", "")
-    if text.count("->") != 1 or text.split("->")[0].count(",") != 1:
-        raise ValueError(f"equation {equation!r} is not 'x,kernel->result' with two operands; write it out")
-    operands, result = text.split("->")
-    x, kernel = operands.split(",")
-    explicit = len(x.replace("...", ""))
-    if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
-        raise ValueError(f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim} axes")
-    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][: x_ndim - explicit]
-    x, result = (part.replace("...", "".join(free)) for part in (x, result))
-    repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
-    lost = set(x) - set(kernel) - set(result) or set(kernel) - set(x) - set(result)
-    unknown = set(result) - set(x) - set(kernel)
-    if "..." in kernel or repeated or lost or unknown:
-        raise NotImplementedError(
-            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has an FP8 form, without diagonals "
-            "and plain sums; keep the float layer"
-        )
-    axes = lambda keep: tuple(i for i, letter in enumerate(kernel) if keep(letter in x, letter in result))
-    inputs, outputs = axes(lambda x, out: x and not out), axes(lambda x, out: out and not x)
-    if not inputs or not outputs:
-        raise NotImplementedError(f"equation {equation!r} contracts nothing or is no matrix product; keep the layer")
-    return x, kernel, result, Layout(inputs, outputs, axes(lambda x, out: x and out))
-
-
 def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str) -> None:
     """Raise unless `quantized` is a kernel of this shape, stored by this layout.
 

@@ -18,8 +18,7 @@ from tcfp_jax.conversion.convert import (
     sync,
     to_bf16,
 )
-from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
-from tcfp_jax.weights.quantization import as_quantized
+from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral, stored_weight
 from tests.arrays import nnx_model, same
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
@@ -90,8 +89,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     assert losses[2] < losses[0] and all(np.isfinite(losses))
     # The layer reads what the optimizer wrote last: the weight of now, rounded.
     layer = model.blocks[0].up
-    stored = layer.stored.get_value()
-    values = jax.jit(lambda stored: as_quantized(stored).dequantize())(stored)
+    values = jax.jit(lambda stored: stored.dequantize())(stored_weight(layer))
     np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
     trained = pure(model)
     flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
@@ -269,7 +267,7 @@ def test_shared_layers_and_accumulation_have_one_state():
     optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
     sync(model, optimizer)
     assert model.second.stored is model.first.stored
-    values = lambda: np.asarray(as_quantized(model.first.stored.get_value()).values)
+    values = lambda: np.asarray(jax.tree.leaves(stored_weight(model.first))[0])
     stored, TRACES[:] = [values()], []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):
