@@ -131,7 +131,7 @@ def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str
     scale = quantized.scale if hasattr(quantized, "scale") else quantized.scales
     if quantized.shape != wanted or scale.shape[: len(wanted) - 2] != wanted[:-2]:
         raise ValueError(
-            f"the stored {name} is {list(quantized.shape)} with scales {list(scale.shape)}, but its layer "
-            f"multiplies {list(wanted)} with scales {list(wanted[:-2])} (kernel {list(shape)}); build the state with "
-            "error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
+            f"the stored {name} is {list(quantized.shape)} with scales {list(scale.shape)}, but its layer multiplies "
+            f"{list(wanted)}, quantized on its own for each of the stack {list(wanted[:-2])} (kernel {list(shape)}); "
+            "build the state with error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
         )

@@ -548,7 +548,7 @@ def test_nothing_converted_is_an_error_when_it_shows():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ((object, lambda *a: 0), TypeError, "no subclass"),
+        ((object, lambda *a: 0), TypeError, "not a subclass"),
         ((nn.Dense, 3), TypeError, "not callable"),
         ((nn.Dense, lambda layer: 0), TypeError, "does not fit"),
     ],

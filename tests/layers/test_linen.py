@@ -116,6 +116,20 @@ def test_training_with_stochastic_residual():
     assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return TCFPDense(32, name="dense")(nn.RMSNorm(name="norm")(x))
+
+
+def test_a_parameter_named_scale_is_no_weight():
+    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a quantized weight."""
+    losses, params, opt_state = train(Normed(), "tcfp12")
+    assert losses[-1] < losses[0] and set(params) == {"dense", "norm"}
+    state = tcfp_jax.layer_state(opt_state)
+    assert set(state) == {"dense"} and set(state["dense"]) == {"kernel"}
+
+
 def test_remat_changes_nothing():
     losses, *_ = train(Network("tcfp12_fast"), "tcfp12_fast")
     with_remat, *_ = train(Network("tcfp12_fast", remat="yes"), "tcfp12_fast")
