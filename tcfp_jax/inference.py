@@ -73,7 +73,7 @@ def quantize_params(
 def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:
     """Variables of `storage="packed"` as those of `storage="recipe"`: after loading, once, instead of at every use.
 
-    Products have the same bits either way. Memory grows from 12.5 bits a value to 8 or 16, times `weight_copies`.
+    Products have the same bits either way. Memory grows from 12.5 bits per value to 8 or 16 per copy.
 
     Args:
       variables: from `quantize_params(..., storage="packed")`.

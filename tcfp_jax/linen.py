@@ -97,30 +97,26 @@ def check_unused(layer: Any, kind: type) -> None:
         )
 
 
-class Reader:
+def read(layer: Any) -> layers.Reader:
     """A bound Linen layer as `tcfp_jax.layers` reads it; parameters are made with Flax's names and initial values."""
+    return _Reader(layer)
 
+
+class _Reader:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self.dtype = layer.dtype
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The sizes of the output's last axes."""
         return _as_tuple(self._layer.features)
 
     @property
     def axis(self) -> tuple[int, ...]:
-        """The axes of the input that are contracted."""
         return _as_tuple(self._layer.axis)
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """The axes of the input that are kept apart.
-
-        Raises:
-          ValueError: they are not the leading ones.
-        """
         batch = _as_tuple(self._layer.batch_dims)
         if batch != tuple(range(len(batch))):
             raise ValueError(f"batch_dims={batch} must be consecutive leading axes from 0")
@@ -128,33 +124,26 @@ class Reader:
 
     @property
     def kernel_shape(self) -> tuple[int, ...]:
-        """The shape of an einsum's kernel."""
         return self._layer.shape
 
     def equation(self, given: str | None) -> str:
-        """The einsum equation of the call or of the layer, whichever there is."""
         return nn.merge_param("einsum_str", self._layer.einsum_str, given)
 
     def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        """The parameter, or `Absent`."""
         return kernel_of(self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape)
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
-        """The parameter, or None."""
         if not self._layer.use_bias:
             return None
         return self._layer.param("bias", _reshaping(self._layer.bias_init, flat), shape, self._layer.param_dtype)
 
     def embedding(self) -> Any:
-        """The table of an embedding."""
         return self._layer.embedding
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        """`nn.LayerNorm` with the attributes of `layer`."""
         return body(nn.LayerNorm, "__call__")(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        """The layer's attribute of this name; what `param` gives is changed."""
         value = getattr(self._layer, name)
         return (lambda *args, **options: change(value(*args, **options))) if name == "param" else value
 
@@ -206,7 +195,7 @@ class TCFPDense(nn.Dense):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[..., k]` to `[..., features]`."""
         check_unused(self, nn.Dense)
-        return layers.dense(Reader(self), multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
 
 class TCFPDenseGeneral(nn.DenseGeneral):
@@ -232,7 +221,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
         check_unused(self, nn.DenseGeneral)
-        return layers.dense_general(Reader(self), multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense_general(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
 
 class TCFPEinsum(nn.Einsum):
@@ -258,7 +247,7 @@ class TCFPEinsum(nn.Einsum):
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of `inputs` and the kernel, plus the bias."""
         check_unused(self, nn.Einsum)
-        return layers.einsum(Reader(self), multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
+        return layers.einsum(read(self), multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
 
 
 class TCFPLayerNorm(nn.LayerNorm):
@@ -275,7 +264,7 @@ class TCFPLayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nn.LayerNorm`."""
-        return layers.layer_norm(Reader(self), x, mask=mask)
+        return layers.layer_norm(read(self), x, mask=mask)
 
 
 class TCFPEmbed(nn.Embed):
@@ -298,12 +287,12 @@ class TCFPEmbed(nn.Embed):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Integer tokens `[...]` to `[..., features]`."""
         check_unused(self, nn.Embed)
-        return layers.embed(Reader(self), inputs)
+        return layers.embed(read(self), inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
         check_unused(self, nn.Embed)
-        return layers.attend(Reader(self), multiplier(self, named_recipe(self.recipe)), query)
+        return layers.attend(read(self), multiplier(self, named_recipe(self.recipe)), query)
 
 
 class TCFPDotGeneral(nn.Module):

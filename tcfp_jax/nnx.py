@@ -145,71 +145,60 @@ def layout(layer: Any) -> Layout | None:
     return None
 
 
-class Reader:
+def read(layer: Any) -> layers.Reader:
     """An NNX layer as `tcfp_jax.layers` reads it; its parameters are there, so shapes are not looked at."""
+    return _Reader(layer)
 
+
+class _Reader:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self.dtype = layer.dtype
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The sizes of the output's last axes."""
         sizes = self._layer.out_features
         return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
     @property
     def axis(self) -> tuple[int, ...]:
-        """The axes of the input that are contracted."""
         return tuple(self._layer.axis)
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """The axes of the input that are kept apart."""
         return tuple(self._layer.batch_axis)
 
     @property
     def kernel_shape(self) -> tuple[int, ...]:
-        """The shape of an einsum's kernel."""
         return self._layer.kernel_shape
 
     def equation(self, given: str | None) -> str:
-        """The einsum equation of the call, or that of the layer.
-
-        Raises:
-          ValueError: there is neither.
-        """
         equation = given or self._layer.einsum_str
         if equation is None:
             raise ValueError("Einsum has no einsum_str, neither in the layer nor in the call; pass one")
         return equation
 
     def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        """The parameter, or `Absent`."""
         return self._layer.kernel[...]
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
-        """The parameter, or None."""
         return None if self._layer.bias is None else self._layer.bias[...]
 
     def embedding(self) -> Any:
-        """The table of an embedding."""
         return self._layer.embedding[...]
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        """`nnx.LayerNorm` with the attributes of `layer`."""
         return nnx.LayerNorm.__call__(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        """The layer's attribute of this name; a `Param` is changed."""
         value = getattr(self._layer, name)
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
 FORWARDS: dict[type, Callable[..., jax.Array]] = {
-    nnx.Linear: forward_of(layers.dense, Reader),
-    nnx.LinearGeneral: forward_of(layers.dense_general, Reader),
-    nnx.Einsum: forward_of(layers.einsum, Reader),
+    nnx.Linear: forward_of(layers.dense, read),
+    nnx.LinearGeneral: forward_of(layers.dense_general, read),
+    nnx.Einsum: forward_of(layers.einsum, read),
 }
 
 
@@ -276,7 +265,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nnx.LayerNorm`."""
-        return layers.layer_norm(Reader(self), x, mask=mask)
+        return layers.layer_norm(read(self), x, mask=mask)
 
 
 class TCFPEmbed(nnx.Embed):
@@ -313,7 +302,7 @@ class TCFPEmbed(nnx.Embed):
             return super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise NotImplementedError("out_sharding with packed rows: constrain the result instead")
-        return layers.embed(Reader(self), inputs)
+        return layers.embed(read(self), inputs)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
@@ -321,7 +310,7 @@ class TCFPEmbed(nnx.Embed):
             return super().attend(query, out_sharding)
         if out_sharding is not None:
             raise NotImplementedError("out_sharding: the product follows the sharding of query; constrain its result")
-        return layers.attend(Reader(self), multiplier(self), query)
+        return layers.attend(read(self), multiplier(self), query)
 
 
 TYPES: dict[type, type] = {

@@ -77,7 +77,7 @@ class Diagnosis:
     break_even: float | None
 
     def __str__(self) -> str:
-        """A header, a line a layer, totals, and the break-even."""
+        """A header, one line per layer, totals, and the break-even."""
         head = f"{'layer':36} {'kernel':20} {'parameters':>12} {'BF16':>13} {'FP32':>13} {'stored':>13} {'+ error':>13}"
         lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
         columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
@@ -213,7 +213,7 @@ def _refused(record: Record) -> Line:
 
 
 def _snr(kernel: Any, recipe: Recipe) -> float:
-    """Signal over rounding noise in dB of the first values of a kernel, a scale for all of them."""
+    """Signal over rounding noise, in dB, of the first values of a kernel, quantized as one tensor."""
     signal, noise = map(float, _powers(jnp.asarray(kernel).reshape(-1)[:_SAMPLE], recipe=recipe))
     return 10 * math.log10(signal / noise) if noise and signal else math.inf
 
@@ -222,7 +222,7 @@ def _snr(kernel: Any, recipe: Recipe) -> float:
 def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     w = w.astype(jnp.float32)[None]
     if recipe.mode is TCFPMode.BF16:
-        # As arithmetic: XLA on a GPU takes a cast there and back away.
+        # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     else:
         nearest = recipe if recipe.residual != "stochastic" else dataclasses.replace(recipe, residual="nearest")

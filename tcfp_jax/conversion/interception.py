@@ -27,6 +27,8 @@ from tcfp_jax.layers import as_contraction
 from tcfp_jax.products.contraction import Contraction
 from tcfp_jax.recipes import recipe as named_recipe
 
+# Part of the key of every cache of traced functions: without it a function that was traced inside one model would be
+# replayed inside another one, past the interceptor.
 TRACE_KEY = jax.make_user_context(None)
 _NUMBERS = itertools.count(1)
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("tcfp_linen_run", default=None)
@@ -55,6 +57,7 @@ class Run:
 
     def __call__(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Run one method of one module, as `nn.intercept_methods` asks."""
+        # Flax hands over a method, or a partial of one where a lifted transform wrapped it.
         module, function = context.module, getattr(context.orig_method, "func", context.orig_method)
         if module.scope is None or context.method_name == "setup":
             return next_fun(*args, **kwargs)
@@ -62,6 +65,7 @@ class Run:
         self.stack.append((path, type(module), module.scope.path))
         try:
             adapter = linen_adapter(function)
+            # `init` runs Flax's own code, so that parameters are those of the float model.
             if adapter is None or module.is_initializing():
                 return next_fun(*args, **kwargs)
             return self._layer(adapter, module, path, next_fun, args, kwargs)
@@ -71,6 +75,7 @@ class Run:
     def _path(self, module: nn.Module) -> str:
         """The module's path; one that is applied by itself inside another (a tied head) is named below that one."""
         path = "/".join(module.scope.path) if module.scope is not None else ""
+        # `layer.apply(...)` inside of a model has a root scope, whose path is empty; the stack knows who called it.
         if self.stack and not path:
             parent, kind, scope_path = self.stack[-1]
             if scope_path or type(module) is not kind:
@@ -91,7 +96,7 @@ class Run:
                 return self._converted(adapter, module, record, args, kwargs)
             self.skipped[path] = choice.reason
             self._note(record)
-            if adapter.base is not None:
+            if adapter.base is not None:  # our own layer switched off: the method that it overrides is Flax's
                 return linen.body(adapter.base, adapter.method)(module, *args, **kwargs)
             return next_fun(*args, **kwargs)
 
@@ -117,6 +122,7 @@ class Run:
             called.append(contraction)
             tokens = contraction.tokens(x.shape)
             self._note(dataclasses.replace(record, layout=contraction.layout, tokens=tokens))
+            # Multiplying by the float kernel instead would be silently slower and another model than the one trained.
             if record.weight_path in self.state and linen.stored_weight(module, name) is None:
                 raise ValueError(
                     f"the state holds {record.weight_path}, but a lifted transform keeps it from the layer; pass it to "
@@ -199,6 +205,11 @@ def without_state(variables: Any) -> Any:
 
 
 def _beside(params: Any, state: Any) -> dict[str, Any]:
+    """Parameters with each stored weight beside the parameter that it is made of, under a name of its own.
+
+    A lifted transform is told which collections it maps, and no model names `tcfp`; but every one names `params`, and
+    stacks, slices and broadcasts what is beside a kernel exactly as it does the kernel.
+    """
     merged = dict(params)
     for name, value in state.items():
         if not isinstance(value, Mapping):

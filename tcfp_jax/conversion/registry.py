@@ -113,9 +113,9 @@ def own_base(module_type: type) -> type | None:
 
 
 def _register_flax() -> None:
-    of = lambda function: layers.forward_of(function, linen.Reader)
-    norm = lambda layer, multiply, x, **options: layers.layer_norm(linen.Reader(layer), x, **options)
-    rows = lambda layer, multiply, inputs: layers.embed(linen.Reader(layer), inputs)
+    of = lambda function: layers.forward_of(function, linen.read)
+    norm = lambda layer, multiply, x, **options: layers.layer_norm(linen.read(layer), x, **options)
+    rows = lambda layer, multiply, inputs: layers.embed(linen.read(layer), inputs)
     for adapter in (
         Adapter(nn.Dense, of(layers.dense)),
         Adapter(nn.DenseGeneral, of(layers.dense_general)),

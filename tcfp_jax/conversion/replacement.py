@@ -1,4 +1,4 @@
-"""NNX conversion: layers change their class in place, so that every reference to them and to their `Param`s holds."""
+"""NNX conversion: layers change their class in place, so that references to them and to their `Param`s stay valid."""
 
 import contextlib
 import re
