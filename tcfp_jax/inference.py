@@ -18,7 +18,7 @@ from tcfp_jax import nnx, paths
 from tcfp_jax.conversion import replacement
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
@@ -39,7 +39,7 @@ def quantize_params(
       params: the parameters, nested dicts of arrays or an `nnx.State`; in the result, dicts by name.
       recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
-      storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `weight_copies`; "packed"
+      storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
         the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once.
 
     Raises:
@@ -48,7 +48,7 @@ def quantize_params(
     >>> import jax.numpy as jnp
     >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")
     >>> sorted(variables["params"]), type(variables["tcfp"]["kernel"]).__name__
-    (['bias'], 'QArray')
+    (['bias'], 'Stored')
     """
     if storage not in ("recipe", "packed"):
         raise ValueError(f'storage={storage!r} is unknown; use "recipe" or "packed"')
@@ -85,7 +85,7 @@ def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Wei
     >>> import jax.numpy as jnp
     >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise", storage="packed")
     >>> type(unpack(served, "tensorwise")["tcfp"]["kernel"]).__name__
-    'QArray'
+    'Stored'
     """
     packed = lambda node: isinstance(node, PackedTCFP12)
     if not any(map(packed, jax.tree.leaves(variables["tcfp"], is_leaf=packed))):
@@ -147,10 +147,7 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
 
 def _plain(recipe: Recipe) -> Recipe:
     """The recipe without what only training needs."""
-    if recipe.mode is TCFPMode.BF16:
-        return recipe
-    residual = "nearest" if recipe.residual == "stochastic" else recipe.residual
-    return dataclasses.replace(recipe, residual=residual, error_feedback=False, delayed_scaling=False)
+    return recipe if recipe.weight is None else named_recipe(recipe, remainder="dropped", amax="fresh")
 
 
 def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:

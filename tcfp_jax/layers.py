@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
-from pallas_kernels.quantize.api import check_real
+from pallas_kernels.checks import check_real
 from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
@@ -142,7 +142,7 @@ def product(
         kernel, shape = None, kernel.shape[len(kernel.shape) - contraction.layout.ndim :]
     if isinstance(stored, PackedTCFP12):
         stored, kernel = None, stored.dequantize()
-    drawn = key() if stored is None and recipe.residual == "stochastic" else None
+    drawn = key() if stored is None and recipe.stochastic else None
     return contract(contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape)
 
 

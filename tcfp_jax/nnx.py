@@ -90,9 +90,10 @@ def store(layer: Any, weight: Any) -> None:
     """Let a layer multiply by a stored weight; arrays that are not variables yet become some.
 
     >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
-    >>> store(layer, (jnp.ones(2),))
-    >>> stored_weight(layer)
-    (Array([1., 1.], dtype=float32),)
+    >>> from tcfp_jax.weights.quantization import quantize_weight
+    >>> store(layer, quantize_weight(jnp.ones((4, 2)), layer.recipe)[0])
+    >>> stored_weight(layer).shape
+    (4, 2)
     """
     variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
     layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))

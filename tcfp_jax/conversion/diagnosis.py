@@ -1,6 +1,5 @@
 """`diagnose`: what a recipe would do to each layer of a model, before anything is converted."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -17,7 +16,7 @@ from tcfp_jax.conversion.policy import policy
 from tcfp_jax.conversion.report import Record, describe
 from tcfp_jax.optim.feedback import error_feedback
 from tcfp_jax.paths import leaves
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
@@ -196,7 +195,7 @@ def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tupl
     """(of the stored weight, of its error buffer), as `error_feedback` would make them."""
     assert record.layout is not None
     weights = {"kernel": Weight(recipe, record.layout.stacked(len(shape)))}
-    key = jax.random.key(0) if recipe.residual == "stochastic" else None
+    key = jax.random.key(0) if recipe.stochastic else None
     tx = error_feedback(weights, key=key)
     state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
     weight, error = (
@@ -221,10 +220,10 @@ def _snr(kernel: Any, recipe: Recipe) -> float:
 @functools.partial(jax.jit, static_argnames="recipe")
 def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     w = w.astype(jnp.float32)[None]
-    if recipe.mode is TCFPMode.BF16:
+    if recipe.weight is None:
         # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     else:
-        nearest = recipe if recipe.residual != "stochastic" else dataclasses.replace(recipe, residual="nearest")
+        nearest = named_recipe(recipe, remainder="dropped") if recipe.stochastic else recipe
         error = w - quantize_weight(w, nearest)[0].dequantize()
     return jnp.sum(w * w), jnp.sum(error * error)

@@ -79,8 +79,8 @@ class Report:
 def describe(recipe: Recipe) -> str:
     """The name of a recipe, or the fields in which it differs from "tcfp12".
 
-    >>> describe(Recipe(wgrad="fp8"))
-    "tcfp12 with wgrad='fp8'"
+    >>> describe(named_recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
+    "tcfp12 with weight.dgrad='hi', wgrad='full'"
     """
     for name in NAMES:
         if named_recipe(name) == recipe:

@@ -21,12 +21,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.quantize.api import Orientation
-from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.quantization import Quantized, WithResidual, quantize_weight
+from tcfp_jax.weights.quantization import Quantized, WithResidual, as_quantized, quantize_weight
 
 ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
 
@@ -89,9 +88,15 @@ def error_feedback(
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
         key_of = weights.keys(state.key, implementation)
-        errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[1:3])
-        stored = weights.by_position(state.weights)
-        entries = [_Step(r, error_type, key_of).next(w, i, stored[i], errors[i], amax[i]) for i, w, r in weights.leaves]
+        stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
+        entries = [
+            _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
+            for i, w, r in weights.leaves
+        ]
+        entries = [
+            entry._replace(weight=_as_it_came(entry.weight, stored[i]))
+            for entry, (i, *_) in zip(entries, weights.leaves, strict=True)
+        ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
 
     return optax.GradientTransformation(init, update)
@@ -113,8 +118,9 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
     for state in states:
         if isinstance(state, ErrorFeedbackState):
-            for path, weight in entries(state.weights).items():
-                _insert(collection, path.split("/"), weight)
+            entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
+            for path, weight in entries:
+                _insert(collection, path_names(path), as_quantized(weight))
     return collection
 
 
@@ -131,16 +137,12 @@ class _Weights:
         self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
         self.count = len(paths)
-        self.names = [path_names(path) for path, _ in paths]
         self.leaves: list[tuple[int, jax.Array, Recipe]] = []
         if isinstance(recipe, Mapping):
             self.leaves = _mapped(paths, recipe)
         elif recipe.mode is not TCFPMode.BF16:
             chosen = _chosen(params, paths, self.treedef, mask)
             self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
-
-    def by_position(self, weights: Any) -> dict[int, Any]:
-        return {i: find(weights, self.names[i]) for i, *_ in self.leaves}
 
     def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
         """The random key of leaf i in this step."""
@@ -154,10 +156,7 @@ class _Weights:
         for (i, *_), entry in zip(self.leaves, entries, strict=True):
             for column, value in zip(columns, entry, strict=True):
                 column[i] = optax.MaskedNode() if value is None else value
-        _, errors, amax = (self.treedef.unflatten(column) for column in columns)
-        weights: dict[str, Any] = {}
-        for (i, *_), entry in zip(self.leaves, entries, strict=True):
-            put(weights, self.names[i], entry.weight)
+        weights, errors, amax = (self.treedef.unflatten(column) for column in columns)
         return ErrorFeedbackState(weights, errors, amax, key_data)
 
 
@@ -287,6 +286,32 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
     if key_data is None:
         return None
     return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
+
+
+def _as_it_came(weight: Any, before: Any) -> Any:
+    """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
+    if not isinstance(before, Mapping):
+        return weight
+    kind: Any = type(before)
+    return kind({name: getattr(weight, name) for name in before})
+
+
+def _is_quantized(node: Any) -> bool:
+    return as_quantized(node) is not None
+
+
+def path_names(path: Any) -> list[str]:
+    """Names along a path, without the `value` of the box (`nn.Partitioned`, `nnx.Param`) that a leaf may be in."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return [_entry_name(entry) for entry in path]
+
+
+def _entry_name(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
 
 
 def _insert(collection: dict[str, Any], path: list[str], weight: Quantized | None) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import jax
 
+from pallas_kernels.operands import Operand
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Layout, check_fits, swap
-from tcfp_jax.weights.quantization import Quantized
+from tcfp_jax.weights.layout import Layout, check_fits
+from tcfp_jax.weights.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def contract(
     kernel: jax.Array | None,
     *,
     recipe: Recipe,
-    quantized: Quantized | None = None,
+    quantized: Stored | Operand | None = None,
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
@@ -165,7 +166,7 @@ def contract(
       x: real floats.
       kernel: real floats, or None where only `quantized` exists.
       recipe: how to multiply.
-      quantized: the kernel as `error_feedback` stored it: `layout.matrix` of it.
+      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that.
       key: random key for a stochastic residual where the kernel is quantized here.
       shape: of the kernel where it is None.
 
@@ -180,11 +181,12 @@ def contract(
     shape = tuple(shape or ()) if kernel is None else kernel.shape
     contraction.check(x.shape, shape)
     matrix = None if kernel is None else layout.matrix(kernel)
-    if quantized is not None:
-        check_fits(quantized, layout, shape, "kernel")
+    stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
+    if stored is not None:
+        check_fits(stored, layout, shape)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
-        quantized = None if quantized is None else swap(quantized)
+        stored = None if stored is None else stored.swap()
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack = x.shape[: len(layout.stack)]
     kept = x.shape[: len(layout.stack) + len(contraction.rest)]
@@ -193,15 +195,15 @@ def contract(
     leading = (*stack, -1) if layout.transposed else kept
     x = x.reshape(*leading, math.prod(shape[axis] for axis in layout.inputs))
 
-    def multiply(x: jax.Array, w: jax.Array | None, quantized: Quantized | None, key: jax.Array | None) -> jax.Array:
+    def multiply(x: jax.Array, w: jax.Array | None, stored: Stored | None, key: jax.Array | None) -> jax.Array:
         if w is None:
-            return matmul(x, quantized, recipe=recipe)
-        return matmul(x, w, recipe=recipe, quantized=quantized, key=key)
+            return matmul(x, stored, recipe=recipe)
+        return matmul(x, w, recipe=recipe, quantized=stored, key=key)
 
     if key is not None and stack:
         key = jax.random.split(key, stack)  # each matrix of the stack is rounded with bits of its own
     for _ in stack:
         multiply = jax.vmap(multiply)
-    y = multiply(x, matrix, quantized, key)
+    y = multiply(x, matrix, stored, key)
     y = y.reshape(*kept, *(shape[axis] for axis in layout.outputs))
     return y if contraction.order is None else y.transpose(contraction.order)

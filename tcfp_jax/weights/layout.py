@@ -5,18 +5,17 @@
     einsum("...k,nk->...n", x, w):    inputs (1,), outputs (0,)                       [n, k], read transposed
     einsum("...ek,ekn->...en", x, w): stack (0,), inputs (1,), outputs (2,)           [e, k, n], a scale each
 
-The matrix keeps the order of the kernel's axes where it can, so that it is a view and not a copy.
+The matrix keeps the order of the kernel's axes where it can, so that it is a view and not a copy. A matrix `[n, k]` is
+stored as it is, and its layer multiplies by `Stored.swap()` of it.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.quantization import QArray, Quantized, ResidualArray
+from tcfp_jax.weights.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Layout:
 
     @property
     def ndim(self) -> int:
-        """Axes of the kernel."""
+        """How many axes the kernel has."""
         return len(self.stack) + len(self.inputs) + len(self.outputs)
 
     def stacked(self, ndim: int) -> "Layout":
@@ -73,7 +72,7 @@ class Layout:
         return Layout(shift(self.inputs), shift(self.outputs), tuple(range(extra)) + shift(self.stack))
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`.
+        """The shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`.
 
         Raises:
           ValueError: the kernel has another number of axes.
@@ -95,43 +94,27 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """How one parameter is stored and multiplied: what `tcfp_jax.error_feedback` needs to know of it."""
+    """How one parameter is stored and multiplied: what `tcfp_jax.error_feedback` needs to know of it.
+
+    Attributes:
+      recipe: of the layer that multiplies by it.
+      layout: which of its axes that layer contracts.
+    """
 
     recipe: Recipe
     layout: Layout
 
 
-def swap(quantized: Quantized) -> Quantized:
-    """The transposed weight: `[..., n, k]` from `[..., k, n]`; nothing moves where both orientations are stored.
+def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise unless `stored` is the matrix, or the stack of matrices, that a kernel of this shape is.
 
     Raises:
-      NotImplementedError: a kind of weight that has no transposed form.
-    """
-    turn = lambda half, copy: (jnp.swapaxes(half, -1, -2) if copy is None else copy, half)
-    if isinstance(quantized, QArray):
-        values, transposed = turn(quantized.values, quantized.transposed)
-        return QArray(values, quantized.scale, transposed)
-    if not isinstance(quantized, ResidualArray):
-        raise NotImplementedError(
-            f"a {type(quantized).__name__} cannot be read transposed; leave layers with kernels [n, k] out by rules"
-        )
-    hi, hi_transposed = turn(quantized.hi, quantized.hi_transposed)
-    lo, lo_transposed = turn(quantized.lo, quantized.lo_transposed)
-    return ResidualArray(hi, lo, quantized.scale, hi_transposed, lo_transposed)
-
-
-def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless `quantized` is a kernel of this shape, stored by this layout.
-
-    Raises:
-      ValueError: another shape, or scales that do not fit; the repair is in the message.
+      ValueError: it has another shape, or its stack was quantized as one tensor; the repair is in the message.
     """
     wanted = layout.matrix_shape(shape)
-    # A scale each stack entry, and whatever the recipe has within one: a scale, one a row, one a block.
-    scale = quantized.scale if hasattr(quantized, "scale") else quantized.scales
-    if quantized.shape != wanted or scale.shape[: len(wanted) - 2] != wanted[:-2]:
+    if stored.shape != wanted or stored.stack != wanted[:-2]:
         raise ValueError(
-            f"the stored {name} is {list(quantized.shape)} with scales {list(scale.shape)}, but its layer multiplies "
-            f"{list(wanted)}, quantized on its own for each of the stack {list(wanted[:-2])} (kernel {list(shape)}); "
-            "build the state with error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
+            f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
+            f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
+            f"{list(shape)}); build the state with error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
         )

@@ -120,7 +120,7 @@ def test_bad_input():
     recipe = tcfp_jax.recipe("tensorwise")
     for shape in ((4, 3), (2, 4, 3)):  # the transpose, and a stack of such
         stored = jax.eval_shape(lambda shape=shape: quantize_weight(jnp.ones(shape), recipe)[0])
-        with pytest.raises(ValueError, match=r"the stored kernel is .*find_weights"):
+        with pytest.raises(ValueError, match=r"the stored weight is .*find_weights"):
             contract(matrix_product(2), x, jnp.ones((3, 4)), recipe=recipe, quantized=stored)
     stack, stored = jnp.ones((2, 3, 4)), jax.eval_shape(lambda: quantize_weight(jnp.ones((2, 3, 4)), recipe)[0])
     with pytest.raises(ValueError, match="on its own for each of the stack"):

@@ -110,7 +110,7 @@ def test_training_learns_and_repeats_bit_for_bit(recipe):
 
 
 def test_training_with_stochastic_residual():
-    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     losses, *state = train(Network(recipe), recipe, key=jax.random.key(3))
     again, *same_state = train(Network(recipe), recipe, key=jax.random.key(3))
     assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
@@ -152,7 +152,7 @@ def test_scan_over_layers_reads_the_stacked_state():
     network = Stack()
     params = network.init(jax.random.key(1), X)["params"]
     state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
-    assert state["layer"]["kernel"].scale.shape == (3,)
+    assert state["layer"]["kernel"].stack == (3,)
     fresh = network.apply({"params": params}, X)
     np.testing.assert_allclose(network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5)
 
@@ -175,7 +175,7 @@ def test_dot_general_reads_the_kernel_of_its_owner():
 
 
 def test_stochastic_layer_takes_the_rng_stream():
-    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     layer = TCFPDense(16, recipe=recipe)
     variables = layer.init(jax.random.key(1), X)
     run = lambda **rngs: layer.apply(variables, X, rngs=rngs)
