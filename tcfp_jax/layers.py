@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
-from pallas_kernels.checks import check_real
 
+from pallas_kernels.checks import check_real
 from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 import jax
-from pallas_kernels.operands import Operand
 
+from pallas_kernels.operands import Operand
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
