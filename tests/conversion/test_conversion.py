@@ -523,7 +523,7 @@ def test_accumulation_feeds_one_state():
     [
         ((object(), "tcfp12"), {}, TypeError, "neither a flax.linen.Module"),
         ((MLP(), "tcfp13"), {}, ValueError, "tcfp12_fast"),
-        ((MLP(), "tcfp12"), {"rules": {"(": "bf16"}}, ValueError, "no regular expression"),
+        ((MLP(), "tcfp12"), {"rules": {"(": "bf16"}}, ValueError, "not a regular expression"),
         ((MLP(), "tcfp12"), {"rules": {"up": "tcfp13"}}, ValueError, "tcfp12_fast"),
         ((MLP(), "tcfp12"), {"rules": [3]}, ValueError, "neither a .regex, recipe. pair"),
         ((MLP(), "tcfp12"), {"include": "heads"}, ValueError, "heads.*linear"),
