@@ -32,7 +32,21 @@ BESIDE = "@tcfp"  # no Python identifier holds it, so no layer has a parameter o
 
 
 def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
-    """The layer's parameter, or `Absent` where inference weights took its place; for adapters to pass to `multiply`."""
+    """The layer's parameter, or `Absent` where inference weights took its place; for adapters to pass to `multiply`.
+
+    Args:
+      layer: a bound Linen layer.
+      name: of the parameter.
+      init: its initializer.
+      shape: its shape.
+
+    >>> class Transposed(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return kernel_of(self, "kernel", nn.initializers.normal(), (4, x.shape[-1])).shape
+    >>> Transposed().init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0]
+    (4, 3)
+    """
     dtype = getattr(layer, "param_dtype", jnp.float32)
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:

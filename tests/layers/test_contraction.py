@@ -87,6 +87,26 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
     close(*both(x, w), 1e-6)  # the same FP8 operands; only the order of sums may differ
 
 
+@pytest.mark.parametrize("recipe", ["tcfp12", "blockwise", "tcfp12_blockwise"])
+def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
+    recipe = tcfp_jax.recipe(recipe)
+    x, w = normal(16, 80), normal(48, 80, seed=1)
+
+    @jax.jit
+    def both(x, w):
+        results = []
+        for copies in ("one", "both"):
+            stored = quantize_weight(w, recipe, copies=copies)[0]
+            read = lambda x, stored=stored: contract(
+                matrix_product(2, transposed=True), x, None, recipe=recipe, quantized=stored, shape=w.shape
+            )
+            y, back = jax.vjp(read, x)
+            results.append((y, back(y)))
+        return results
+
+    close(*both(x, w), 1e-6)
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"])
 def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
     table, query = normal(48, 32), normal(4, 32, seed=1)
