@@ -105,10 +105,11 @@ def main(name: str, arguments: list[str] | None = None) -> list[Any]:
     """
     benchmark = importlib.import_module(f"benchmarks.{name}")
     options = _parse(benchmark, arguments)
-    header, rows = make_header(), []
-    for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (benchmark,):
-        options.path = result_path(chosen.NAME, options)
-        rows += _run(chosen, header, options)
+    header = make_header()
+    rows: list[Any] = []
+    for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):
+        options.path = result_path(chosen, options)
+        rows += _run(importlib.import_module(f"benchmarks.{chosen}"), header, options)
     return rows
 
 

@@ -36,9 +36,9 @@ USE_IT_WHEN = {
     "tensorwise": "speed matters most and one FP8 weight is good enough",
     "rowwise": "single rows or channels are much larger than the others",
     "blockwise": "outliers are local, as in DeepSeek-V3's recipe",
-    "tcfp12_fast": "weights should keep 16 bits in FP8 and steps should be faster",
-    "tcfp12": "weights and gradients should be as good as BF16's",
-    "tcfp12_blockwise": "the same, and outliers are local",
+    "tcfp12_fast": "weights should keep 16 bits and steps should be faster than BF16's",
+    "tcfp12": "weights should keep 16 bits in both passes and BF16's speed is enough",
+    "tcfp12_blockwise": "weights should keep 16 bits and outliers are local",
     "mxfp8": "you train for hardware that multiplies OCP MX",
     "residual_activation": "outputs, too, should be as good as BF16's",
 }

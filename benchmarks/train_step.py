@@ -310,13 +310,14 @@ def plot(figure: Any, result: Result) -> None:
     shapes = {part: list(dict.fromkeys(r["shape"] for r in result.rows if r["part"] == part)) for part in parts}
     figure.set_size_inches(11, 4.4)
     panels = figure.subplots(1, len(parts), sharey=True, squeeze=False, width_ratios=[len(shapes[p]) for p in parts])
-    rows, width = result.by("part", "shape", "recipe"), 0.84 / len(names)
+    rows, legend = result.by("part", "shape", "recipe"), dict[str, Any]()
     for axes, part in zip(panels[0], parts, strict=True):
-        for i, name in enumerate(names):
-            found = [rows.get((part, shape, name)) for shape in shapes[part]]
-            heights = [np.nan if row is None else row["speed_over_bf16"] for row in found]
+        shown = [name for name in names if (part, shapes[part][0], name) in rows]
+        width = 0.84 / len(shown)
+        for i, name in enumerate(shown):
+            heights = [rows[part, shape, name]["speed_over_bf16"] for shape in shapes[part]]
             at = np.arange(len(heights)) + (i + 0.5) * width - 0.42
-            axes.bar(at, heights, width * 0.92, label=name, color=f"C{i}")
+            legend[name] = axes.bar(at, heights, width * 0.92, color=f"C{names.index(name)}")
         axes.axhline(1.0, color="black", linewidth=0.8)
         # One size a line: side by side the shapes would lie on each other.
         axes.set_xticks(range(len(shapes[part])), [shape.replace("x", "\n× ") for shape in shapes[part]], fontsize=8)
@@ -326,9 +327,7 @@ def plot(figure: Any, result: Result) -> None:
         axes.set_axisbelow(True)
     panels[0, 0].set_ylabel("speed over BF16")
     figure.suptitle("Training steps at tokens × d × d_ff", fontsize=11)
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(), ncols=len(names), loc="outside lower center", frameon=False
-    )
+    figure.legend(legend.values(), legend.keys(), ncols=len(names), loc="outside lower center", frameon=False)
 
 
 main = functools.partial(common.main, NAME)
