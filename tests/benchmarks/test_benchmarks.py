@@ -34,13 +34,6 @@ SMOKES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """(folder of results, rows by benchmark) of one smoke run of those that need no model of their own."""
@@ -68,7 +61,7 @@ def test_smoke_rows_are_finite_and_written(smoke, name):
 @pytest.mark.parametrize("name", report.BENCHMARKS)
 def test_every_benchmark_has_the_same_shape(name):
     module = report.benchmark(name)
-    assert module.NAME == name
+    assert name == module.NAME
     assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(module.Row)
     assert all(callable(getattr(module, part)) for part in ("configure", "measure", "show", "table", "main"))
 

@@ -1,6 +1,8 @@
 """The pages say what the JSON says, and how old it is."""
 
 import dataclasses
+import doctest
+import importlib
 import json
 import shutil
 
@@ -129,6 +131,11 @@ def test_sections_without_numbers_name_the_command(tmp_path):
 
 def test_the_pages_agree_with_the_committed_numbers():
     assert report.find_differences() == []
+
+
+@pytest.mark.parametrize("name", ["common", "memory", "report", "shapes", "casts", "timing"])
+def test_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
 
 def test_numbers_of_an_accelerator_are_preferred(root):

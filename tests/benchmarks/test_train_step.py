@@ -17,13 +17,6 @@ VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if not name
 pytestmark = pytest.mark.usefixtures("quick_module")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """(folder of results, rows) of one smoke run."""
