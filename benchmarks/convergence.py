@@ -45,22 +45,21 @@ VARIANTS: dict[str, Recipe] = {
     "tcfp12": recipe("tcfp12"),
     "tcfp12_fast": recipe("tcfp12_fast"),
     "tensorwise": recipe("tensorwise"),
-    "tcfp12_no_feedback": recipe("tcfp12", error_feedback=False),
-    "tcfp12_srr": recipe("tcfp12", residual="stochastic", error_feedback=False),
-    "tcfp12_gradients_e5m2": recipe("tcfp12", gradient_dtype="float8_e5m2"),
-    "tcfp12_gradients_e4m3": recipe("tcfp12", gradient_dtype="float8_e4m3fn"),
-    "tcfp12_wgrad_fp8": recipe("tcfp12", wgrad="fp8"),
+    "tcfp12_no_feedback": recipe("tcfp12", remainder="dropped"),
+    "tcfp12_srr": recipe("tcfp12", remainder="stochastic"),
+    "tcfp12_gradients_e5m2": recipe("tcfp12", gradient="float8_e5m2"),
+    "tcfp12_gradients_e4m3": recipe("tcfp12", gradient="float8_e4m3fn"),
+    "tcfp12_wgrad_fp8": recipe("tcfp12", wgrad="full"),
     "tcfp12_wgrad_bf16": recipe("tcfp12", wgrad="bf16"),
-    "tcfp12_fast_no_feedback": recipe("tcfp12_fast", error_feedback=False),
-    "tcfp12_fast_gradients_e5m2": recipe("tcfp12_fast", gradient_dtype="float8_e5m2"),
-    "tcfp12_fast_gradients_e4m3": recipe("tcfp12_fast", gradient_dtype="float8_e4m3fn"),
-    "tensorwise_gradients_e4m3": recipe("tensorwise", gradient_dtype="float8_e4m3fn"),
+    "tcfp12_fast_no_feedback": recipe("tcfp12_fast", remainder="dropped"),
+    "tcfp12_fast_gradients_e5m2": recipe("tcfp12_fast", gradient="float8_e5m2"),
+    "tcfp12_fast_gradients_e4m3": recipe("tcfp12_fast", gradient="float8_e4m3fn"),
+    "tensorwise_gradients_e4m3": recipe("tensorwise", gradient="float8_e4m3fn"),
 }
 for _base in ("tcfp12", "tcfp12_fast"):
     for _kind in ("fast", "full"):
-        VARIANTS[f"{_base}_{_kind}_accumulation"] = recipe(
-            _base, forward_accumulation=_kind, dgrad_accumulation=_kind, wgrad_accumulation=_kind
-        )
+        _in_fp8 = [how for how in ("forward", "dgrad", "wgrad") if getattr(recipe(_base), how) != "bf16"]
+        VARIANTS[f"{_base}_{_kind}_accumulation"] = recipe(_base, **dict.fromkeys(_in_fp8, _kind))
 DEFAULT_RECIPES = (BASELINE, RERUN, "tcfp12", "tcfp12_fast", "tensorwise", "tcfp12_no_feedback", "tcfp12_srr")
 
 

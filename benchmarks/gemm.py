@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -23,10 +23,11 @@ from benchmarks.common import Result, markdown_table, times
 from benchmarks.products import Form, Product
 from benchmarks.shapes import CPU_SHAPES, H200_SHAPES, SMOKE_SHAPES, GemmShape, parse_shapes, random_operands
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.matmul.api import Accumulation
+from pallas_kernels.operands import Accumulation
 
 NAME = "gemm"
 MEASURES = {"products": NAME, "scales": "scaled_products", "quantizers": "quantizers"}
+KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
 BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
 # Dense tensor-core rates, NVIDIA's data sheets.
 PEAK_TFLOPS = {name: {"bf16": 989.5, "fp8": 1979.0} for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
@@ -126,11 +127,11 @@ def measure_products(config: Config, find: Callable[[GemmShape, Config], list[Pr
 
 def _find_products(shape: GemmShape, config: Config) -> list[Product]:
     x, w = random_operands(shape, config.seed)
-    arrays = {kind: Form(halves).quantize(x, w) for halves, kind in ((1, "fp8 single"), (2, "fp8 dual"))}
+    pairs = {kind: Form(halves).quantize(x, w) for kind, halves in KINDS.items()}
     found = [products.bf16_product(x, w)]
     for backend in config.backends:
-        forms = [(kind, Form(2 if "dual" in kind else 1, kept)) for kept in ("fast", "full") for kind in arrays]
-        found += products.possible([products.fp8_product(kind, form, arrays[kind], backend) for kind, form in forms])
+        forms = [(kind, Form(halves, how)) for how in get_args(Accumulation) for kind, halves in KINDS.items()]
+        found += products.possible([products.fp8_product(kind, form, pairs[kind], backend) for kind, form in forms])
     return found
 
 

@@ -41,7 +41,7 @@ class Setting:
     error_dtype: Literal["float32", "bfloat16", "float8_e5m2"] = "float32"
 
 
-_STOCHASTIC = recipe("tcfp12", residual="stochastic", error_feedback=False)
+_STOCHASTIC = recipe("tcfp12", remainder="stochastic")
 SETTINGS = (
     Setting("BF16", recipe("bf16")),
     Setting("tcfp12, error float32", recipe("tcfp12")),
@@ -49,7 +49,7 @@ SETTINGS = (
     Setting("tcfp12, error float8_e5m2", recipe("tcfp12"), "float8_e5m2"),
     Setting("tcfp12, stochastic lo, no error buffer", _STOCHASTIC),
     Setting(
-        "tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, weight_copies="one")
+        "tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, copies="one")
     ),
 )  # fmt: skip
 BILLIONS = (1, 7, 13, 30, 70)

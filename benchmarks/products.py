@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,127 +16,120 @@ from jax import lax
 
 from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
-from pallas_kernels.block_dual_quantize.api import block_dual_quantize
-from pallas_kernels.block_matmul import mosaic as block_mosaic
-from pallas_kernels.block_matmul.api import block_matmul
-from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.blocks import Blocked, ResidualBlocks, Tile
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.matmul import mosaic
-from pallas_kernels.matmul.api import SUM_BOUND, Accumulation, matmul
+from pallas_kernels.hopper.plan import Config, block_candidates, candidates
+from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul.api import SUM_BOUND, matmul
+from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
+from pallas_kernels.operands import Product as Options
 from pallas_kernels.quantize.api import quantize
-from tcfp_jax.products.operands import Operand, product, quantize_operand, weight_operand
-from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.blocks import BlockArray, ResidualBlockArray
-from tcfp_jax.weights.quantization import quantize_weight
+from pallas_kernels.skip_matmul import mosaic as skip_mosaic
+from pallas_kernels.skip_matmul.api import skip_matmul
+from tcfp_jax.products.operands import product
+from tcfp_jax.recipes import recipe
 
 E4M3 = jnp.float8_e4m3fn
 # Of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have bounds of their own, `SUM_BOUND`.
 BF16_SUM_BOUND = 2.0**-16
-Arrays = tuple[jax.Array, ...]
-Config = Any  # tile sizes of a Mosaic kernel
+Pair = tuple[Operand, Operand]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the operands of a product are scaled, and how it adds.
+    """How the operands of a product are stored, and how it adds.
 
     Attributes:
       halves: 2 for a residual weight, 1 for a single one.
       accumulation: of the sum; products of blocks are always "full".
-      block, tile: size and form of the weight's blocks; None is one scale a tensor. Those of x are vectors.
+      scaling: of the weight; that of x is the same along its rows.
       out_dtype: of the result.
       residual_blocks: the blocks of the residual that are multiplied.
+      activation_halves: 2 for x = hi + lo, whose product with W = hi + lo leaves out lo times lo.
     """
 
-    halves: int
+    halves: Literal[1, 2]
     accumulation: Accumulation = "full"
-    block: int | None = None
-    tile: Tile = "square"
+    scaling: Scaling = Tensor()
     out_dtype: str = "bfloat16"
-    residual_blocks: ResidualBlocks = "all"
+    residual_blocks: Literal["all", "nonzero"] = "all"
+    activation_halves: Literal[1, 2] = 1
+
+    @property
+    def gemms(self) -> int:
+        """How many FP8 products it is made of."""
+        return self.halves if self.activation_halves == 1 else 3
 
     @property
     def op(self) -> str:
         """How `tuned.json` names the op."""
-        return "matmul" if self.block is None else "block_matmul"
+        return "block_matmul" if isinstance(self.scaling, Block) else "matmul"
 
     @property
     def variant(self) -> str:
         """How `tuned.json` names the variant."""
-        if self.block is None:
-            return mosaic.variant(self.halves == 2, self.accumulation, self.out_dtype)
-        return block_mosaic.variant(self.halves, **self._block_options())
+        if not isinstance(self.scaling, Block):
+            return mosaic.variant(self.halves, self._options)
+        one: Any = jax.ShapeDtypeStruct((1, 1), E4M3)
+        weight = Operand(one, one, one if self.halves == 2 else None, scaling=self.scaling)
+        return mosaic_blocks.variant(weight, self._options)
+
+    @property
+    def _options(self) -> Options:
+        return Options(jnp.dtype(self.out_dtype), self.accumulation)
 
     def bound(self, backend: Backend) -> float:
         """The product's own: largest error of a sum per unit of |x| @ |w|."""
-        return SUM_BOUND[backend, self.accumulation]
+        # What the three products of two residual operands leave out is below 2**-8 of both.
+        return SUM_BOUND[backend, self.accumulation] + (2.0**-8 if self.activation_halves == 2 else 0)
 
     def candidates(self, shape: GemmShape) -> list[Config]:
         """The tile sizes that the Mosaic kernel has for a shape, best guess first."""
-        sizes = (shape.m, shape.k, shape.n, self.halves)
-        if self.block is None:
-            return list(mosaic.candidates(*sizes, self.accumulation))
-        return list(block_mosaic.candidates(*sizes, self.block, self.residual_blocks))
+        sizes = (shape.m, shape.k, shape.n)
+        if not isinstance(self.scaling, Block):
+            return candidates(*sizes, self.halves, self.accumulation)
+        if self.residual_blocks == "nonzero":
+            return skip_mosaic.candidates(*sizes, self.scaling.size)
+        return block_candidates(*sizes, self.halves, self.scaling.size)
 
-    def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Arrays:
-        """The arrays of x `[m, k]` and W `[n, k]` as `multiply` takes them."""
+    def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
+        """The operands of x `[m, k]` and W `[n, k]`."""
         return _quantize(x, w, self, backend)
 
-    def multiply(self, *arrays: jax.Array, backend: Backend | None, config: Config = None) -> jax.Array:
+    def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
         """The product by a backend, or by the Mosaic kernel with these tile sizes."""
-        if self.block is None:
-            x, w, *lo, scale = arrays
-            options: Any = dict(scale=scale, accumulation=self.accumulation, out_dtype=jnp.dtype(self.out_dtype))
+        out_dtype = jnp.dtype(self.out_dtype)
+        if self.activation_halves == 2:
+            chosen = recipe("residual_activation", backend=backend)
+            return product(x, w, chosen, self.accumulation, out_dtype=out_dtype)
+        if self.residual_blocks == "nonzero":
             if config is None:
-                return matmul(x, w, *lo, backend=backend, **options)
-            return mosaic.matmul(x, w, lo[0] if lo else None, bias=None, out_sharding=None, config=config, **options)
-        x_q, w_q, *w_lo = (Blocked(*arrays[i : i + 2]) for i in range(0, len(arrays), 2))
-        residual = w_lo[0] if w_lo else None
+                return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
+            return skip_mosaic.skip_matmul(self._options, x, w, None, config=config)
         if config is None:
-            return block_matmul(x_q, w_q, residual, backend=backend, **self._block_options())
-        return block_mosaic.block_matmul(x_q, w_q, residual, config=config, **self._block_options())
+            return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
+        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
+        return kernel.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
 
-    def values(self, arrays: Arrays) -> Arrays:
-        """The float32 values of x and of each half of W that the arrays stand for."""
-        if self.block is None:
-            x, *halves, scale = (value.astype(jnp.float32) for value in arrays)
-            return (x, *(half * scale for half in halves))
-        x, of_x, w, of_w, *lo = arrays
-        hi = BlockArray(w, of_w, block=self.block, tile=self.tile).dequantize()
-        parts = [BlockArray(x, of_x, block=self.block).dequantize(), hi]
-        if lo:
-            both = ResidualBlockArray(w, lo[0], of_w, lo[1], block=self.block, tile=self.tile).dequantize()
-            parts.append(both - hi)
-        return tuple(parts)
-
-    def agree(self, arrays: Arrays, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
+    def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
         """Whether a result is within its own bound and XLA's of XLA's result."""
         wide = dataclasses.replace(self, accumulation="full", out_dtype="float32", residual_blocks="all")
-        magnitude = wide.multiply(*map(_magnitude, arrays), backend="xla")
+        magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
         result, xla = (value.astype(jnp.float32) for value in (got, expected))
         # Each result is rounded to its dtype once more, XLA's sum of two products twice.
         rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
         bound = (self.bound(backend) + self.bound("xla")) * magnitude + rounding * abs(xla)
         return bool(np.asarray(jnp.all(jnp.abs(result - xla) <= bound)))
 
-    def _block_options(self) -> dict[str, Any]:
-        return dict(
-            block=self.block, tile=self.tile, out_dtype=jnp.dtype(self.out_dtype), residual_blocks=self.residual_blocks
-        )
-
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -> Arrays:
-    if form.block is None:
-        x_q, w_q = quantize(x, E4M3, backend=backend), dual_quantize(w, backend=backend)
-        # Powers of two, exact in bfloat16, which lets cuBLASLt apply them.
-        return (x_q.values, *(w_q.hi, w_q.lo)[: form.halves], (x_q.scale * w_q.scale).astype(jnp.bfloat16))
-    of_x = block_quantize(x, E4M3, block=form.block, backend=backend)
-    of_w = block_dual_quantize(w, block=form.block, tile=form.tile, backend=backend)
-    arrays = (of_x.values, of_x.scales, of_w.hi, of_w.scales, of_w.lo, of_w.residual_scales)
-    return arrays[: 2 + 2 * form.halves]
+def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -> Pair:
+    def operand(value: jax.Array, scaling: Scaling, halves: int) -> Operand:
+        if halves == 2:
+            return dual_quantize(value, scaling, backend=backend).rows
+        return quantize(value, E4M3, scaling, backend=backend).rows
+
+    return operand(x, form.scaling.along_rows, form.activation_halves), operand(w, form.scaling, form.halves)
 
 
 def _magnitude(value: jax.Array) -> jax.Array:
@@ -144,6 +137,13 @@ def _magnitude(value: jax.Array) -> jax.Array:
     if value.dtype not in (E4M3, jnp.float8_e5m2):
         return value
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype)
+
+
+def halves_of(w: Operand) -> tuple[jax.Array, ...]:
+    """The float32 values of each half of a weight."""
+    hi = w.drop_residual().dequantize()
+    # Not from `lo_scale`, which says only where the residual is zero.
+    return (hi,) if w.lo is None else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ class Product:
     backend: Backend
     function: Callable[..., jax.Array]
     args: tuple[Any, ...]
-    values: Callable[[], Arrays]
+    values: Callable[[], tuple[jax.Array, ...]]
     gemms: int
     bound: float
-    config: Config = None
+    config: Config | None = None
 
     @property
     def name(self) -> str:
@@ -182,38 +182,12 @@ def bf16_product(x: jax.Array, w: jax.Array) -> Product:
     return Product("bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND)
 
 
-def fp8_product(kind: str, form: Form, arrays: Arrays, backend: Backend, config: Config = None) -> Product:
-    """A product of arrays that `form.quantize` made."""
+def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None) -> Product:
+    """A product of operands that `form.quantize` made."""
     function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
-    values = functools.partial(form.values, arrays)
+    values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
     bound = form.bound(backend)
-    return Product(kind, form.accumulation, backend, function, arrays, values, form.halves, bound, config)
-
-
-def recipe_product(kind: str, x: jax.Array, w: jax.Array, recipe: Recipe, gemms: int, backend: Backend) -> Product:
-    """The forward product of a recipe, with fast accumulation."""
-    x_q, w_q = _quantize_for(x, w, recipe)
-    call = functools.partial(product, recipe=recipe, accumulation="fast", out_dtype=jnp.bfloat16)
-    # What three products of two residual operands leave out, x_lo w_lo, is below 2**-8 of both.
-    bound = SUM_BOUND[backend, "fast"] + (2.0**-8 if gemms == 3 else 0)
-    values = functools.partial(_operand_values, x_q, w_q)
-    return Product(kind, "fast", backend, jax.jit(call), (x_q, w_q), values, gemms, bound)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _quantize_for(x: jax.Array, w: jax.Array, chosen: Recipe) -> tuple[Operand, Operand]:
-    stored, _ = quantize_weight(w.T, chosen)
-    x_q = quantize_operand(x, "float8_e4m3fn", chosen, form=chosen.forward_activation)
-    return x_q.rows, weight_operand(stored, "dual", "k")
-
-
-def _operand_values(x: Operand, w: Operand) -> Arrays:
-    def wide(operand: Operand, values: jax.Array) -> jax.Array:
-        scale = operand.scale[:, None] if operand.scale.ndim else operand.scale
-        return values.astype(jnp.float32) * scale
-
-    both = wide(x, x.values) if x.lo is None else wide(x, x.values) + wide(x, x.lo)
-    return (both, wide(w, w.values)) if w.lo is None else (both, wide(w, w.values), wide(w, w.lo))
+    return Product(kind, form.accumulation, backend, function, pair, values, form.gemms, bound, config)
 
 
 def possible(found: list[Product]) -> list[Product]:
@@ -262,8 +236,8 @@ def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple
     """`split(w, error)` as a step that writes the new error in place of the old one, and its arguments."""
 
     def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-        parts = split(w, error)
-        return parts.error, parts._replace(error=None)
+        quantized = split(w, error)
+        return quantized.error, quantized._replace(error=None)
 
     return threaded(step, error, w), ()
 

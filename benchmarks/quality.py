@@ -21,7 +21,7 @@ from jax import lax
 
 from benchmarks import common
 from benchmarks.common import Result, compare, markdown_table
-from pallas_kernels.blocks import BLOCKS
+from pallas_kernels.operands import BLOCK_SIZES
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.quantization import quantize_weight
@@ -53,7 +53,7 @@ class Config:
     moving_steps: int = 3000
     reported_steps: tuple[int, ...] = (1, 100, 1000)
     move: float = 1e-3
-    blocks: tuple[int, ...] = BLOCKS[::-1]
+    blocks: tuple[int, ...] = BLOCK_SIZES[::-1]
     seed: int = 0
 
 
@@ -148,7 +148,7 @@ def measure_formats(config: Config) -> list[Row]:
 
 def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """(what layers multiply by, the error that is left) of one step: the rule of `tcfp_jax.error_feedback`."""
-    stored, left = quantize_weight(w, recipe("tcfp12"), error=error, orientation="rows")
+    stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
 

@@ -11,22 +11,24 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Literal
 
 from benchmarks import common, gemm, products
 from benchmarks.gemm import Config, Row, show, table
 from benchmarks.products import Form, Product
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
-from pallas_kernels.blocks import BLOCKS
-from tcfp_jax.recipes import recipe
+from pallas_kernels.operands import BLOCK_SIZES, Block
+from pallas_kernels.operands import Row as RowScaling
 
 __all__ = ["NAME", "Config", "Row", "add_options", "configure", "measure", "show", "table"]
 
 NAME = "scaled_products"
-FORMS = {
-    f"block {b} {('single', 'dual')[halves - 1]}": Form(halves, block=b) for b in BLOCKS[::-1] for halves in (1, 2)
-} | {"mx single": Form(1, block=32, tile="vector")}
-# kind: (recipe, the FP8 products that its forward product is made of)
-RECIPES = {"row single": ("rowwise", 1), "x = hi + lo, dual": ("residual_activation", 3)}
+_NAMES: dict[Literal[1, 2], str] = {1: "single", 2: "dual"}
+FORMS = {f"block {b} {name}": Form(n, scaling=Block(b)) for b in BLOCK_SIZES[::-1] for n, name in _NAMES.items()} | {
+    "mx single": Form(1, scaling=Block(32, "vector")),
+    "row single": Form(1, "fast", RowScaling()),
+    "x = hi + lo, dual": Form(2, "fast", activation_halves=2),
+}
 add_options = gemm.add_shape_options
 
 
@@ -45,13 +47,9 @@ def _find_products(shape: GemmShape, config: Config) -> list[Product]:
     x, w = random_operands(shape, config.seed)
     found = [products.bf16_product(x, w)]
     for kind, form in FORMS.items():
-        arrays = form.quantize(x, w)
+        pair = form.quantize(x, w)
         for backend in config.backends:
-            found += products.possible([products.fp8_product(kind, form, arrays, backend)])
-    for kind, (name, gemms) in RECIPES.items():
-        for backend in config.backends:
-            chosen = recipe(name, backend=backend, quantize_backend="xla", wgrad="bf16", forward_accumulation="fast")
-            found += products.possible([products.recipe_product(kind, x, w, chosen, gemms, backend)])
+            found += products.possible([products.fp8_product(kind, form, pair, backend)])
     return found
 
 

@@ -24,11 +24,14 @@ from benchmarks.common import Result, markdown_table, times
 from benchmarks.products import Form, Product
 from benchmarks.shapes import MIDDLE, GemmShape, parse_shapes, random_operands
 from pallas_kernels.dispatch import Backend
+from pallas_kernels.operands import Block
 
 NAME = "skip_residual"
 BLOCK = 128
-Kind = Literal["bf16", "all blocks", "nonzero blocks"]
-FORMS = {f"{blocks} blocks": Form(2, block=BLOCK, residual_blocks=blocks) for blocks in ("all", "nonzero")}
+FORMS = {
+    "all blocks": Form(2, scaling=Block(BLOCK)),
+    "nonzero blocks": Form(2, scaling=Block(BLOCK), residual_blocks="nonzero"),
+}
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,8 @@ def configure(options: argparse.Namespace) -> Config:
 
 def round_blocks(w: jax.Array, exact: jax.Array) -> jax.Array:
     """`w`, rounded to what FP8 represents in those blocks of 128 x 128 that `exact` says."""
-    form = Form(1, block=BLOCK)
-    _, rounded = form.values(form.quantize(w[:1], w))
-    return jnp.where(jnp.repeat(jnp.repeat(exact, BLOCK, 0), BLOCK, 1), rounded, w)
+    _, rounded = Form(1, scaling=Block(BLOCK)).quantize(w[:1], w)
+    return jnp.where(jnp.repeat(jnp.repeat(exact, BLOCK, 0), BLOCK, 1), rounded.dequantize(), w)
 
 
 def draw_weight(shape: tuple[int, int], exact_part: float, seed: int) -> jax.Array:
@@ -138,12 +140,12 @@ def find_products(config: Config, exact_part: float) -> tuple[list[Product], flo
     shape = config.shape
     x, _ = random_operands(shape, config.seed)
     w = draw_weight((shape.n, shape.k), exact_part, config.seed)
-    arrays, found = FORMS["all blocks"].quantize(x, w), [products.bf16_product(x, w)]
+    pair, found = FORMS["all blocks"].quantize(x, w), [products.bf16_product(x, w)]
     for kind, form in FORMS.items():
         every = config.configs == "every" and config.backend == "mosaic"
         for chosen in form.candidates(shape) if every else [None]:
-            found.append(products.fp8_product(kind, form, arrays, config.backend, chosen))
-    _, _, lo = FORMS["all blocks"].values(arrays)
+            found.append(products.fp8_product(kind, form, pair, config.backend, chosen))
+    _, lo = products.halves_of(pair[1])
     blocks = lo.reshape(shape.n // BLOCK, BLOCK, shape.k // BLOCK, BLOCK)
     return found, float(jnp.mean(jnp.all(blocks == 0, axis=(1, 3))))
 

@@ -44,7 +44,7 @@ Part = Literal["mlp", "mlp gelu", "block", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[-1]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
-VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": recipe("tcfp12_fast")}
+VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="full"), "tcfp12_fast": recipe("tcfp12_fast")}
 # Those that differ in the optimizer's state only.
 ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
 VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}

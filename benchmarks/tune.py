@@ -22,15 +22,14 @@ from benchmarks.products import Form, donating, draw, same_bits
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
-from pallas_kernels.block_dual_quantize.api import block_dual_quantize
-from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.blocks import BLOCKS
 from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.quantize.api import Orientation, quantize
+from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation
+from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
+HALVES: tuple[Literal[1, 2], ...] = (1, 2)
 Cases = Literal["all", "missing"]
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
@@ -123,55 +122,58 @@ def _forms() -> Iterator[tuple[GemmShape, Form]]:
         m, d, d_ff = mlp.m, mlp.k, mlp.n
         layers = (GemmShape(m, d, d_ff), GemmShape(m, d_ff, d))
         gradients = (GemmShape(d, m, d_ff), GemmShape(d_ff, m, d))
-        for shape, halves, accumulation in itertools.product(layers, (2, 1), ("fast", "full")):
-            yield shape, Form(halves, accumulation)  # type: ignore[arg-type]
-        for shape, accumulation in itertools.product(gradients, ("fast", "full")):
-            yield shape, Form(1, accumulation, out_dtype="float32")  # type: ignore[arg-type]
+        for shape, halves, accumulation in itertools.product(layers, HALVES[::-1], get_args(Accumulation)):
+            yield shape, Form(halves, accumulation)
+        for shape, accumulation in itertools.product(gradients, get_args(Accumulation)):
+            yield shape, Form(1, accumulation, out_dtype="float32")
         # Blocks of 64 and 32 are timed at the middle shape alone: which backend wins does not depend on the size.
-        for block in BLOCKS[::-1] if mlp == MIDDLE else (128,):
-            for shape, halves in itertools.product(layers, (1, 2)):
-                yield shape, Form(halves, block=block)
+        for block in _blocks(mlp):
+            for shape, halves in itertools.product(layers, HALVES):
+                yield shape, Form(halves, scaling=Block(block))
             for shape in gradients:
-                yield shape, Form(1, block=block, tile="vector", out_dtype="float32")
+                yield shape, Form(1, scaling=Block(block, "vector"), out_dtype="float32")
     for shape in (MIDDLE, GemmShape(MIDDLE.m, MIDDLE.n, MIDDLE.k)):
-        yield shape, Form(1, block=32, tile="vector")
+        yield shape, Form(1, scaling=Block(32, "vector"))
+
+
+def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
+    return BLOCK_SIZES[::-1] if mlp == MIDDLE else (128,)
 
 
 def product_case(shape: GemmShape, form: Form) -> Case:
     """XLA's product, and the Mosaic kernel with each of its best guesses, in both orders of the output tiles."""
     # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
-    arrays = lambda: form.quantize(*random_operands(shape), backend="xla")
+    pair = lambda: form.quantize(*random_operands(shape), backend="xla")
     candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
-    for guess in form.candidates(shape)[: 8 if form.block is None else 4]:
+    for guess in form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]:
         for inner in ("m", "n"):
             config = dataclasses.replace(guess, inner=inner)
             run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
             candidates.append(("mosaic", run, config))
-    return Case(form.op, (shape.m, shape.k, shape.n), form.variant, arrays, candidates, form.agree)
+    return Case(form.op, (shape.m, shape.k, shape.n), form.variant, pair, candidates, form.agree)
 
 
 # Quantizers -----------------------------------------------------------------------------------------------------------
 
 
 def _quantizers() -> Iterator[Case]:
-    e4m3, orientations = jnp.float8_e4m3fn, get_args(Orientation)
+    one: Callable[..., Any] = functools.partial(quantize, dtype=jnp.float8_e4m3fn)
     for mlp in H200_SHAPES:
-        blocks = BLOCKS if mlp == MIDDLE else (128,)
-        for shape, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), orientations):
-            one: Callable[..., Any] = functools.partial(quantize, dtype=e4m3, orientation=orientation)
-            yield _case("quantize", shape, f"{orientation} bfloat16", one, jnp.bfloat16)
-            for block in blocks:
-                one = functools.partial(block_quantize, dtype=e4m3, block=block, orientation=orientation)
-                yield _case("block_quantize", shape, f"{orientation} vector {block} bfloat16", one, jnp.bfloat16)
+        for shape, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), get_args(Orientation)):
+            call = functools.partial(one, orientation=orientation)
+            yield _case("quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
+            for block in _blocks(mlp):
+                call = functools.partial(one, scaling=Block(block, "vector"), orientation=orientation)
+                yield _case("block_quantize", shape, f"{orientation} vector {block} bfloat16", call, jnp.bfloat16)
         for shape in ((mlp.m, mlp.k), (mlp.m, mlp.n)):
-            split: Callable[..., Any] = functools.partial(dual_quantize, orientation="rows")
-            yield _case("dual_quantize", shape, "rows nearest no error", split, jnp.bfloat16)
+            yield _case("dual_quantize", shape, "rows nearest no error", dual_quantize, jnp.bfloat16)
         for shape in ((mlp.k, mlp.n), (mlp.n, mlp.k)):
             yield from _splits("dual_quantize", shape, "both", functools.partial(dual_quantize, orientation="both"))
-            for block in blocks:
-                one = functools.partial(block_quantize, dtype=e4m3, block=block, tile="square", orientation="both")
-                yield _case("block_quantize", shape, f"both square {block} float32", one, jnp.float32)
-                split = functools.partial(block_dual_quantize, block=block, orientation="both")
+            for block in _blocks(mlp):
+                squares: Any = dict(scaling=Block(block), orientation="both")
+                call = functools.partial(one, **squares)
+                yield _case("block_quantize", shape, f"both square {block} float32", call, jnp.float32)
+                split = functools.partial(dual_quantize, **squares)
                 yield from _splits("block_dual_quantize", shape, f"both {block}", split)
 
 
