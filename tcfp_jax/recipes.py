@@ -13,7 +13,7 @@ rules that are left raise when a recipe is built, and no setting is changed on t
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Row, Scaling, Tensor
@@ -58,8 +58,10 @@ class Single:
     dtype: Format = "float8_e4m3fn"
     remainder: Literal["feedback", "dropped"] = "dropped"
 
-    forward = dgrad = "hi"
-    blocks = "all"
+    # What `Dual` chooses is given here.
+    forward: ClassVar[Halves] = "hi"
+    dgrad: ClassVar[Halves] = "hi"
+    blocks: ClassVar[Blocks] = "all"
 
     def __post_init__(self) -> None:
         _check_choices(self, dtype=Format, remainder=Literal["feedback", "dropped"])

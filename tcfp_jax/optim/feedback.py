@@ -261,7 +261,7 @@ def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> 
     if stochastic and key is None:
         raise ValueError('remainder="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
     if not stochastic and key is not None:
-        used = sorted({r.weight.remainder for r in recipes if r.weight is not None}) or ["none"]
+        used = sorted({r.weight.remainder if r.weight else "none" for r in recipes})
         raise ValueError(f"remainder={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
 
 

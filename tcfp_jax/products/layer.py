@@ -132,6 +132,7 @@ def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
             y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype)
     else:
+        assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
         with step("quantize x"):
             x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
         with step("forward"):
