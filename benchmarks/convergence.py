@@ -110,7 +110,7 @@ class Row:
       heldout_loss_bf16: of the same trained parameters with BF16 products.
       accuracy: of the digits task.
       curve: training loss, averaged over fiftieths of the run.
-      recipe: every field of it.
+      recipe: the Python expression of it; older files have its fields.
       library: digest of the libraries at that run, see `benchmarks.common.Header`; None in older files.
     """
 
@@ -124,7 +124,7 @@ class Row:
     accuracy: float | None
     seconds: float
     curve: list[float]
-    recipe: dict[str, Any]
+    recipe: str | dict[str, Any]
     library: str | None = None
 
 
@@ -167,7 +167,7 @@ def measure_one(task: Task, name: str, seed: int, config: Config) -> Row:
         accuracy=accuracy,
         seconds=time.perf_counter() - started,
         curve=[float(part.mean()) for part in np.array_split(losses, min(CURVE_POINTS, len(losses)))],
-        recipe=dataclasses.asdict(chosen),
+        recipe=repr(chosen),
         library=_library(),
     )
 
@@ -195,10 +195,11 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def _train_config(config: Config) -> TrainConfig:
-    return preset(
+    base = preset(
         config.model, steps=config.steps, heldout_windows=config.heldout_windows,
-        learning_rate=config.learning_rate, final_fraction=config.final_fraction, **config.overrides,
+        learning_rate=config.learning_rate, final_fraction=config.final_fraction,
     )  # fmt: skip
+    return dataclasses.replace(base, **config.overrides)
 
 
 def summarize(rows: list[Row]) -> list[Summary]:
@@ -246,7 +247,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     if settings != config.settings:
         raise ValueError(f"{path} has settings {settings}, not {config.settings}; drop --resume")
     rows = map(read_row, content["rows"])
-    return [row for row in rows if row.name in VARIANTS and row.recipe == dataclasses.asdict(VARIANTS[row.name])]
+    return [row for row in rows if row.name in VARIANTS and row.recipe == repr(VARIANTS[row.name])]
 
 
 def read_row(row: dict[str, Any]) -> Row:

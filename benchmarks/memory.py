@@ -210,9 +210,10 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def show(rows: list[Row]) -> None:
-    """Print the rows, bytes of the parts as they are."""
-    columns = ("name", "kind", "parameters", *(f"{part}_bytes" for part in PARTS), "state_bytes", "bytes_per_weight")
-    common.print_rows(rows, *columns, "peak_bytes")
+    """Print what was measured."""
+    measured = [row for row in rows if row.kind == "measured"]
+    columns = ("name", "parameters", *(f"{part}_bytes" for part in PARTS), "state_bytes", "bytes_per_weight")
+    common.print_rows(measured, *columns, "peak_bytes")
 
 
 def table(result: Result) -> str:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import tcfp_jax.products.operands
 from benchmarks import common, recipes, timing, train_step
 from benchmarks.shapes import GemmShape
+from tcfp_jax.products import operands
 
 SHAPE = GemmShape(32, 32, 48)
 # The wrong product below is of the others.
@@ -55,8 +55,8 @@ def test_json_is_the_rows(smoke):
 
 @pytest.mark.parametrize("part", train_step.PARTS)
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
-    right = tcfp_jax.products.matmul_fp8
-    monkeypatch.setattr(tcfp_jax.products, "matmul_fp8", lambda *args, **options: right(*args, **options) * 1.5)
+    right = operands.matmul
+    monkeypatch.setattr(operands, "matmul", lambda *args, **options: right(*args, **options) * 1.5)
     monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
     config = train_step.Config((SHAPE,), (SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
     with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):
