@@ -23,15 +23,13 @@ from flax import linen as nn
 import tcfp_jax
 from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
+from benchmarks.train_step import LEAST_SNR_DB
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 
 NAME = "scan"
 Form = Literal["unrolled", "scan"]
 RECIPES = ("bf16", "tcfp12_fast")
 HEAD = 64
-# Both forms run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values
-# to a neighbour in FP8. The bound is that of benchmarks.train_step: a wrong scale or operand is below it.
-LEAST_SNR_DB = 11.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,9 @@ def make_step(form: Form, name: str, config: Config, params: Any, x: jax.Array) 
 
 def check(name: str, expected: Any, outputs: Any) -> float:
     """Smallest dB of loss and gradients against the unrolled form's.
+
+    Both run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values to a
+    neighbour in FP8. The bound is that of training steps: a wrong scale or operand is below it.
 
     Raises:
       ArithmeticError: below `LEAST_SNR_DB`.
