@@ -110,6 +110,8 @@ def test_the_table_to_choose_by(root):
     # An optimizer step is preferred, wherever it was measured.
     write(root, "recipes", [step(part, "rowwise", s) for part, s in (("mlp", 1.75), ("optimizer step", 1.5))])
     assert "| **1.50** |" in report.choose(root / "results") and "¹" not in report.choose(root / "results")
+    line = "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |"
+    assert line in report.render_section("recipes", root / "results")
 
 
 def test_diagnose_gets_the_recipes_of_accelerators(root):

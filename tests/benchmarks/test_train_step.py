@@ -12,8 +12,8 @@ from benchmarks.shapes import GemmShape
 from tcfp_jax.products import operands
 
 SHAPE = GemmShape(32, 32, 48)
-# The wrong product below is of the others.
-VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if not name.startswith("tcfp12") or "fast" in name}
+# One recipe and what differs from it in the optimizer's state; the wrong product below is of another.
+VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if name == "bf16" or "fast" in name}
 pytestmark = pytest.mark.usefixtures("quick_module")
 
 
@@ -53,7 +53,7 @@ def test_json_is_the_rows(smoke):
     assert content["config"]["recipes"] == list(VARIANTS)
 
 
-@pytest.mark.parametrize("part", train_step.PARTS)
+@pytest.mark.parametrize("part", ["mlp", "block", "optimizer step"])
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
     right = operands.matmul
     monkeypatch.setattr(operands, "matmul", lambda *args, **options: right(*args, **options) * 1.5)
@@ -97,11 +97,8 @@ def test_options(monkeypatch):
             train_step.main(wrong)
 
 
-def test_recipes_are_measured_in_both_parts(smoke, monkeypatch):
+def test_recipes_are_measured_in_both_parts(monkeypatch):
     asked = []
     monkeypatch.setattr(recipes, "measure", lambda config: asked.append(config) or [])
     recipes.main(["--shape", str(SHAPE)])
-    assert asked[0] == train_step.Config((SHAPE,), (SHAPE,), recipes.RECIPES, ("mlp", "optimizer step"), peaks=0)
-    # Its table is of the same rows.
-    table = recipes.table(common.read_result("train_step", smoke[0]))
-    assert "forward + backward" in table and "optimizer step" in table
+    assert asked == [train_step.Config((SHAPE,), (SHAPE,), recipes.RECIPES, ("mlp", "optimizer step"), peaks=0)]
