@@ -1,6 +1,7 @@
 """Docstrings as the site shows them; griffe, which reads the sources for mkdocstrings, runs it as an extension.
 
-A doctest in the middle of a docstring becomes a block of code: Markdown would take its `>>>` for three quotations.
+A doctest in the middle of a docstring becomes a block of code: Markdown would take its `>>>` for three quotations. An
+argument or attribute that shares its description with others gets one of its own: griffe knows one name per line.
 """
 
 import re
@@ -9,18 +10,14 @@ from typing import Any
 import griffe
 
 _DOCTEST = re.compile(r"^(?P<indent>[ ]*)>>> .*(?:\n(?P=indent)(?! *$).+)*", re.MULTILINE)
+_SHARED = re.compile(r"^(?P<indent>[ ]+)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent)[ ]+.*)*)", re.MULTILINE)
 
 
 def fence_doctests(text: str) -> str:
     """The text with every doctest between fences.
 
-    >>> print(fence_doctests("Add.\\n\\n>>> 1 + 1\\n2"))
-    Add.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> fence_doctests(">>> 1 + 1").splitlines()
+    ['```pycon', '>>> 1 + 1', '```']
     """
 
     def fence(match: re.Match[str]) -> str:
@@ -32,10 +29,21 @@ def fence_doctests(text: str) -> str:
     return _DOCTEST.sub(fence, text)
 
 
-class Doctests(griffe.Extension):
-    """Fences the doctests of every object."""
+def split_names(text: str) -> str:
+    """The text with an entry of its own for each of several names.
+
+    >>> print(split_names("  width, height: of the image"))
+      width: of the image
+      height: of the image
+    """
+    entry = lambda match, name: f"{match['indent']}{name}: {match['text']}"
+    return _SHARED.sub(lambda match: "\n".join(entry(match, name) for name in match["names"].split(", ")), text)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstring of every object."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite the docstring of a module, class, function or attribute before anybody parses it."""
+        """Before anybody parses the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
-            obj.docstring.value = fence_doctests(obj.docstring.value)
+            obj.docstring.value = split_names(fence_doctests(obj.docstring.value))

@@ -20,7 +20,9 @@ _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with what it includes."""
+    """The page with what it includes, and with links to pages where GitHub's readers are led to files."""
+    for file, page in PAGES.items():
+        markdown = markdown.replace(f"](../{file}", f"]({page}")
     return _INCLUDE.sub(lambda match: _read(match[1]), markdown)
 
 
