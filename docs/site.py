@@ -19,10 +19,12 @@ _INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re.DOTALL)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """The page with what it includes, and with links to pages where GitHub's readers are led to files."""
-    for file, page in PAGES.items():
-        markdown = markdown.replace(f"](../{file}", f"]({page}")
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]  # a page that is a tab of its own has no siblings to list
+    for file, target in PAGES.items():
+        markdown = markdown.replace(f"](../{file}", f"]({target}")
     return _INCLUDE.sub(lambda match: _read(match[1]), markdown)
 
 
