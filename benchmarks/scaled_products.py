@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+from tcfp_jax.weights.blocks import BlockArray, ResidualBlockArray
+
+from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels.blocks import BLOCKS, Blocked, Tile
 from pallas_kernels.dispatch import Backend
 from tcfp_jax.products.operands import Operand, product, quantize_operand, weight_operand
 from tcfp_jax.recipes import Recipe, recipe
-from tcfp_jax.weights.blocks import BlockArray, ResidualBlockArray
 from tcfp_jax.weights.quantization import quantize_weight
 
 

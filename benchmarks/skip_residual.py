@@ -18,6 +18,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pallas_kernels.block_dual_quantize.api import block_dual_quantize
+from pallas_kernels.block_matmul import mosaic
+from pallas_kernels.block_matmul.api import block_matmul
+from pallas_kernels.block_matmul.reference import dequantize
+from pallas_kernels.block_quantize.api import block_quantize
 
 from benchmarks.common import (
     Timer,
@@ -31,11 +36,6 @@ from benchmarks.common import (
     write_result,
 )
 from benchmarks.shapes import H200_SHAPES, GemmShape, dot_bf16, random_operands
-from pallas_kernels.block_dual_quantize.api import block_dual_quantize
-from pallas_kernels.block_matmul import mosaic
-from pallas_kernels.block_matmul.api import block_matmul
-from pallas_kernels.block_matmul.reference import dequantize
-from pallas_kernels.block_quantize.api import block_quantize
 from pallas_kernels.blocks import Blocked, ResidualBlocks
 from pallas_kernels.dispatch import Backend
 

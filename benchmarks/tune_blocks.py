@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+
+from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from pallas_kernels.blocks import BLOCKS, Blocked, Tile
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.quantize.api import Orientation

@@ -1,27 +1,31 @@
-"""Which implementation of an op runs.
+"""Which implementation of an op runs, and a record of what was asked.
 
-Every op has one table of implementations, best first, XLA last. Each says of given arguments whether it cannot serve
+Every op has a table of implementations, best first, XLA last. Each says of given arguments whether it cannot serve
 them (`reject`) and whether it could but is not the first choice (`decline`), both with the reason. `backend=None`
 takes the first that neither rejects nor declines; a named backend runs unless it rejects, and then raises
 `NotImplementedError` with its reason. An implementation is never replaced behind the caller's back: what was asked
 for runs, or the caller reads why not.
 
 On a CPU a named kernel runs in its interpreter: the same program, slowly. `backend=None` never does that.
+
+The options of an op travel as one frozen value and its arrays in order, so that `api`, `reference` and every kernel
+have the same signature, `(options, *arrays)`.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 Backend = Literal["xla", "triton", "mosaic", "cudnn"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "cudnn", "xla")
 
 
-def _no_objection(*args: Any, **options: Any) -> None:
+def _no_objection(*args: Any) -> None:
     return None
 
 
@@ -29,8 +33,8 @@ def _no_objection(*args: Any, **options: Any) -> None:
 class Implementation:
     """One way to run an op.
 
-    `reject` and `decline` take the op's arguments and return a reason or None; `configure` returns the tile sizes that
-    would run, or None where there is nothing to choose. All three look at shapes and dtypes only.
+    `reject` and `decline` take the op's options and arrays and return a reason or None; `configure` returns the tile
+    sizes that would run, or None where there is nothing to choose. All three look at shapes and dtypes only.
     """
 
     backend: Backend
@@ -42,11 +46,81 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `explain` found of one implementation: `reason` is None for the one that runs, with its `config`."""
+    """What was found of one implementation: `reason` is None for the one that runs, with its `config`."""
 
     backend: Backend
     reason: str | None
     config: Any = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `dispatch` was asked in one place of a program.
+
+    Attributes:
+      step: what the caller said it was doing, see `step`.
+      op: the op.
+      operands: dtypes and shapes of its arrays, in words.
+      verdicts: one for each implementation, in the table's order; empty for what XLA does without an op of this
+        project, such as a BF16 product.
+    """
+
+    step: str
+    op: str
+    operands: str
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def chosen(self) -> Verdict | None:
+        """The verdict of the implementation that runs, or None."""
+        return next((verdict for verdict in self.verdicts if verdict.reason is None), None)
+
+
+_STEP: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels_step", default="")
+_CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("pallas_kernels_calls", default=None)
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Say what the ops inside are for: the name is in recorded calls, and in the names that profilers show."""
+    token = _STEP.set(name)
+    try:
+        with jax.named_scope(name.replace(" ", "_")):
+            yield
+    finally:
+        _STEP.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Record every call of an op that is traced inside.
+
+    A named backend that cannot run is recorded with its reason, and the reference is traced in its place.
+    """
+    calls: list[Call] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def note(op: str, *arrays: Any) -> None:
+    """Record a call of something that has no table, because XLA alone does it."""
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.append(Call(_STEP.get(), op, describe(*arrays)))
+
+
+def describe(*arrays: Any) -> str:
+    """Dtypes and shapes of arrays and pytrees of them, in words.
+
+    >>> import jax.numpy as jnp
+    >>> describe(jnp.ones((2, 3)), None, jnp.ones(4))
+    'float32[2, 3] x float32[4]'
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if hasattr(leaf, "shape") and leaf.ndim]
+    return " x ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
 
 
 def check_backend(backend: Backend | None) -> None:
@@ -70,7 +144,7 @@ def device_cores(otherwise: int) -> int:
 
 
 def compute_capability() -> float:
-    """That of the device in use, such as 9.0 for Hopper; 0 for what is no NVIDIA GPU."""
+    """That of the device in use, such as 9.0 for Hopper; 0 for a device that is not an NVIDIA GPU."""
     try:
         return float(_device().compute_capability)
     except (AttributeError, ValueError):
@@ -85,35 +159,11 @@ def _device() -> Any:
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
-def choose(
-    op: str, table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any
-) -> Implementation:
-    """The implementation that serves these arguments.
-
-    Raises:
-      ValueError: `backend` is no backend.
-      NotImplementedError: the named backend cannot run this op or these arguments; the message says why.
-    """
-    verdicts = explain(table, backend, *args, **options)
-    for implementation, verdict in zip(table, verdicts, strict=True):
-        if verdict.reason is None:
-            return implementation
-    reasons = [f"{verdict.backend}: {verdict.reason}" for verdict in verdicts if backend in (None, verdict.backend)]
-    if not reasons:
-        available = ", ".join(repr(implementation.backend) for implementation in table)
-        reasons.append(
-            f'{op} has no {backend!r} implementation (it has {available}); use backend=None or backend="xla"'
-        )
-    raise NotImplementedError(f"{op} cannot run with backend={backend!r}: " + "; ".join(reasons))
-
-
-def explain(
-    table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any
-) -> tuple[Verdict, ...]:
+def judge(table: Sequence[Implementation], backend: Backend | None, options: Any, *arrays: Any) -> tuple[Verdict, ...]:
     """Of every implementation, in the table's order, why it does not run; None for the first that does.
 
     Raises:
-      ValueError: `backend` is no backend.
+      ValueError: `backend` is not a backend.
     """
     check_backend(backend)
     verdicts: list[Verdict] = []
@@ -123,34 +173,49 @@ def explain(
         if backend not in (None, implementation.backend):
             reason = f"backend={backend!r} was asked for"
         else:
-            reason = implementation.reject(*args, **options)
+            reason = implementation.reject(options, *arrays)
             if reason is None and backend is None:
-                reason = implementation.decline(*args, **options)
+                reason = implementation.decline(options, *arrays)
             if reason is None and chosen is not None:
                 reason = f"{chosen} comes first"
         config = None
         if reason is None:
-            chosen, config = implementation.backend, implementation.configure(*args, **options)
+            chosen, config = implementation.backend, implementation.configure(options, *arrays)
         verdicts.append(Verdict(implementation.backend, reason, config))
     return tuple(verdicts)
 
 
-def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, *args: Any, **options: Any) -> Any:
+def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, options: Any, *arrays: Any) -> Any:
     """Choose an implementation and run it.
 
     A kernel runs inside a jitted function of its own: calls that agree in shapes, dtypes and options are then traced
     and lowered once in a program, however many layers make them. Lowering a Mosaic kernel takes a third of a second.
+
+    Raises:
+      ValueError: `backend` is not a backend.
+      NotImplementedError: the named backend cannot run this op or these arguments; the message says why.
     """
-    chosen = choose(op, table, backend, *args, **options)
+    verdicts = judge(table, backend, options, *arrays)
+    chosen = next((i for i, verdict in zip(table, verdicts, strict=True) if verdict.reason is None), None)
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.append(Call(_STEP.get(), op, describe(*arrays), verdicts))
+        chosen = chosen or table[-1]
+    if chosen is None:
+        raise NotImplementedError(f"{op} cannot run with backend={backend!r}: {_reasons(op, table, backend, verdicts)}")
     if chosen.backend == "xla":
-        return chosen.run(*args, **options)
-    return _jitted(chosen.run, tuple(name for name, value in options.items() if not _is_array(value)))(*args, **options)
+        return chosen.run(options, *arrays)
+    return _jitted(chosen.run)(options, *arrays)
+
+
+def _reasons(op: str, table: Sequence[Implementation], backend: Backend | None, verdicts: Sequence[Verdict]) -> str:
+    reasons = [f"{verdict.backend}: {verdict.reason}" for verdict in verdicts if backend in (None, verdict.backend)]
+    if reasons:
+        return "; ".join(reasons)
+    available = ", ".join(repr(implementation.backend) for implementation in table)
+    return f'{op} has no {backend!r} implementation (it has {available}); use backend=None or backend="xla"'
 
 
 @functools.cache
-def _jitted(run: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
-    return jax.jit(run, static_argnames=static)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
+def _jitted(run: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(run, static_argnums=0)

@@ -31,6 +31,9 @@ _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
+# A floor under amax, so that a zero tensor has a finite multiplier. It is a float64, which lies between the float32 of
+# the same digits and that one's neighbour.
+_FLOAT32_SCALE_FLOOR = 1e-12
 
 
 def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -55,10 +58,10 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
-    """What rounding leaves at most of a value in a format's range: half the distance between its widest neighbours.
+    """The largest error that rounding makes of a value within a format's range: half its widest spacing.
 
-    With `halves=2`, what is left after a second tensor of the same format and scale has rounded that. What is more
-    was clipped.
+    With `halves=2` a second tensor of the same format and scale has rounded that error, and this is the largest error
+    that remains. A larger one shows that a value lay beyond the range and was clipped.
 
     >>> largest_rounding_error("float8_e4m3fn"), largest_rounding_error("float8_e4m3fn", halves=2)
     (16.0, 0.5)
@@ -68,6 +71,27 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
     first = int(exponent) - 1 - mantissa_bits - 1
     # A residual of 2**first tops the binade below it, whose neighbours are 2**(first - 1 - mantissa_bits) apart.
     return float(2.0 ** (first - (halves - 1) * (mantissa_bits + 2)))
+
+
+def scale_and_inverse(amax: jax.Array, dtype: DTypeLike, scale: str) -> tuple[jax.Array, jax.Array]:
+    """(scale, the multiplier that replaces a division by it) for magnitudes up to `amax`; NaN where it is not finite.
+
+    "pow2": `pow2_scale` and its exact reciprocal. "float32": the multiplier is `largest / max(amax, 1e-12)` and the
+    scale its float32 reciprocal, as nanochat and torchao have it.
+
+    >>> [float(v) for v in scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn", "pow2")]
+    [2.0, 0.5]
+    """
+    if scale == "pow2":
+        power = pow2_scale(amax, dtype)
+        return power, reciprocal_pow2(power)
+    finite = jnp.isfinite(amax)
+    floor = np.float32(_FLOAT32_SCALE_FLOOR)
+    multiplier = divide(largest(dtype), jnp.maximum(amax, floor))
+    multiplier = jnp.where(amax <= floor, np.float32(largest(dtype) / _FLOAT32_SCALE_FLOOR), multiplier)
+    reciprocal = divide(1.0, multiplier)
+    nan = jnp.float32(jnp.nan)
+    return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 
 
 def flush_subnormal(x: jax.Array) -> jax.Array:

@@ -74,8 +74,9 @@ def partitioned(
 
     sizes = {}
     for letter, of in blocks.items():
-        # An axis of values is blocks times what is in one, so that shardings of both imply each other; if every mesh of
-        # these devices divides the blocks, or XLA would split one mesh axis between the two, which jax cannot read.
+        # The rule says that an axis of values is (blocks) x (values of a block), so that a sharding of one implies that
+        # of the other. It may say so only where every mesh of these devices divides the blocks, or XLA splits one
+        # mesh axis between the two factors, which JAX cannot read.
         if of.length % (of.size * _device_count()) == 0:
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size

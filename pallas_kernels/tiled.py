@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
+from pallas_kernels.checks import reject_explicit
 from pallas_kernels.partition import BlocksOf, partitioned
 
 Body = Callable[..., tuple[jax.Array, ...]]
@@ -73,13 +74,12 @@ def fit_tile(m: int, k: int, values_per_thread: int = 16, sides: Sequence[int] =
     return Tile(rows, columns, max(1, rows * columns // (32 * values_per_thread))) if rows and columns else None
 
 
-def misfit(name: str, m: int, k: int) -> str | None:
-    """Why no tile divides `[m, k]`, or None; also where the device in use runs no Triton."""
-    if fit_tile(m, k) is None:
-        return f'{name}[{m}, {k}]: both sizes must be multiples of {SMALLEST_SIDE}; use backend="xla" or pad'
-    if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        return 'the mesh has explicit axes, under which kernels are not partitioned; use backend="xla"'
-    return None
+def misfit(name: str, m: int, k: int, block: int | None = None) -> str | None:
+    """Why no tile divides `[m, k]`, or no whole `block` does, or None; also where kernels are not partitioned."""
+    if fit_tile(m, k, sides=(64, 32, 16) if block is None else (block,)) is None:
+        multiple = SMALLEST_SIDE if block is None else f"block={block}"
+        return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
+    return reject_explicit()
 
 
 def map_tiles(

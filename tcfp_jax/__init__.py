@@ -1,7 +1,7 @@
 """Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state."""
 
+from tcfp_jax.explanation import explain
 from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tcfp_jax.products.explanation import explain
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, recipe
 from tcfp_jax.weights.packed import dequantize_tcfp12, fake_quantize, quantize_tcfp12

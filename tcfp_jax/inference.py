@@ -17,8 +17,9 @@ from flax import nnx as flax_nnx
 from tcfp_jax import nnx
 from tcfp_jax.conversion import replacement
 from tcfp_jax.layers import Stored
-from tcfp_jax.optim.feedback import error_feedback, layer_state, path_names
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.optim.feedback import error_feedback, layer_state
+from tcfp_jax.paths import path_names
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
@@ -147,10 +148,10 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
 
 def _plain(recipe: Recipe) -> Recipe:
     """The recipe without what only training needs."""
-    if recipe.mode is TCFPMode.BF16:
+    if recipe.weight is None:
         return recipe
-    residual = "nearest" if recipe.residual == "stochastic" else recipe.residual
-    return dataclasses.replace(recipe, residual=residual, error_feedback=False, delayed_scaling=False)
+    weight = dataclasses.replace(recipe.weight, remainder="dropped")
+    return dataclasses.replace(recipe, weight=weight, amax="fresh")
 
 
 def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:

@@ -59,7 +59,7 @@ def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
             kernel, shape = None, kernel.shape
         if isinstance(stored, PackedTCFP12):
             quantized, kernel = None, stored.dequantize()
-        if quantized is None and recipe.residual == "stochastic":
+        if quantized is None and recipe.stochastic:
             key = layer.make_rng(RNG) if layer.has_rng(RNG) else jax.random.key(0)
         return contract(equation, x, kernel, recipe=recipe, quantized=quantized, key=key, shape=shape)
 

@@ -20,7 +20,6 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, parse
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.quantization import as_quantized
 
 Products = Literal["recipe", "flax"]
 Lookup = Literal["packed", "float"]
@@ -70,8 +69,9 @@ def multiplier(layer: Any) -> Multiply:
         watch = WATCHER.get()
         if watch is not None:
             watch(layer, name, equation, x)
-        stored: Any = None if layer.stored is None else layer.stored.get_value()
-        quantized, shape = as_quantized(stored), None
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+        stored: Any = jax.tree.map(lambda leaf: leaf[...], layer.stored, is_leaf=is_variable)
+        quantized, shape = stored, None
         if isinstance(kernel, Stored):
             # Under nnx.scan and nnx.vmap arrays lose their stacked axes; what stands for one keeps them.
             axes = len(equation.replace(" ", "").split("->")[0].split(",")[1])
@@ -79,7 +79,7 @@ def multiplier(layer: Any) -> Multiply:
         if isinstance(stored, PackedTCFP12):
             quantized, kernel = None, stored.dequantize()
         recipe = layer.recipe
-        key = jax.random.key(0) if quantized is None and recipe.residual == "stochastic" else None
+        key = jax.random.key(0) if quantized is None and recipe.stochastic else None
         return contract(equation, x, kernel, recipe=recipe, quantized=quantized, key=key, shape=shape)
 
     return multiply

@@ -1,28 +1,30 @@
 """`Recipe`: one frozen, hashable description of how a layer multiplies. It is passed whole, and nothing else is.
 
 A layer `y = x W` has three products: the forward `x W`, the input gradient `g Wᵀ` (dgrad) and the weight gradient
-`xᵀ g` (wgrad). A recipe says for each operand which format it takes and for each product how it is accumulated.
-`W_lo`, the residual of the weight, is a second FP8 tensor that shares the scale of the first: `W ~ (W_hi + W_lo) s`.
+`xᵀ g` (wgrad). A recipe is made of values that hold what belongs together: the form of the stored weight, the scaling
+of everything that is quantized, and one choice for each product. What cannot be said cannot contradict itself; the few
+rules that are left raise when a recipe is built, and no setting is changed on the user's behalf.
 
-Contradictions raise when the recipe is built, never later, and no setting is changed on the user's behalf.
+    recipe("tcfp12")                                  a named recipe
+    recipe("tcfp12", wgrad="fast", block=128)         with overrides, see `recipe`
+    Recipe(weight=Single(), dgrad="fast", ...)        from its parts
 """
 
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pallas_kernels.blocks import BLOCKS, ResidualBlocks, Tile, check_block
 from pallas_kernels.dispatch import Backend, check_backend
+from pallas_kernels.operands import Block, Row, Scaling, Tensor
 
-Format = Literal["float8_e4m3fn", "float8_e5m2", "bfloat16"]
-Residual = Literal["nearest", "stochastic", "none"]
-WeightForm = Literal["dual", "single"]
-WeightGradient = Literal["fp8", "bf16"]
-Accumulation = Literal["fast", "full"]
-Scale = Literal["pow2", "float32"]
-WeightCopies = Literal["one", "both"]
-Granularity = Literal["tensor", "row", "block"]
+Format = Literal["float8_e4m3fn", "float8_e5m2"]
+Halves = Literal["hi", "hi+lo"]
+Product = Literal["fast", "full", "bf16"]
+Remainder = Literal["feedback", "stochastic", "dropped"]
+Blocks = Literal["all", "nonzero"]
+Amax = Literal["fresh", "delayed"]
+Copies = Literal["one", "both"]
 
 
 class TCFPMode(enum.Enum):
@@ -37,38 +39,78 @@ class TCFPMode(enum.Enum):
     TCFP12 = "tcfp12"
 
 
+def _check_choices(value: Any, **choices: Any) -> None:
+    for name, allowed in choices.items():
+        if getattr(value, name) not in get_args(allowed):
+            raise ValueError(f"{name}={getattr(value, name)!r} is unknown; use one of {list(get_args(allowed))}")
+
+
+@dataclass(frozen=True)
+class Single:
+    """A weight as one FP8 tensor.
+
+    Attributes:
+      dtype: its format.
+      remainder: what becomes of what rounding leaves: "dropped", or "feedback", added to the weight of the next step
+        by `tcfp_jax.error_feedback`.
+    """
+
+    dtype: Format = "float8_e4m3fn"
+    remainder: Literal["feedback", "dropped"] = "dropped"
+
+    # What `Dual` chooses is given here.
+    forward: ClassVar[Halves] = "hi"
+    dgrad: ClassVar[Halves] = "hi"
+    blocks: ClassVar[Blocks] = "all"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, dtype=Format, remainder=Literal["feedback", "dropped"])
+
+
+@dataclass(frozen=True)
+class Dual:
+    """A weight as two FP8 tensors that share their scales, `W ~ (W_hi + W_lo) s`.
+
+    Attributes:
+      dtype: the format of both.
+      remainder: what becomes of what rounding leaves: "feedback", added to the weight of the next step by
+        `tcfp_jax.error_feedback`; "stochastic", `W_lo` is rounded so that E[W_hi + W_lo] = W (SRR), which needs a key
+        and no error buffer; or "dropped".
+      forward, dgrad: the halves that each of these products reads; "hi" in dgrad is the PyTorch original's ABD, one FP8
+        product less.
+      blocks: those of `W_lo` that are multiplied; "nonzero" leaves out blocks that are all zeros, for weights of which
+        FP8 holds much exactly.
+    """
+
+    dtype: Format = "float8_e4m3fn"
+    remainder: Remainder = "feedback"
+    forward: Halves = "hi+lo"
+    dgrad: Halves = "hi+lo"
+    blocks: Blocks = "all"
+
+    def __post_init__(self) -> None:
+        _check_choices(self, dtype=Format, remainder=Remainder, forward=Halves, dgrad=Halves, blocks=Blocks)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a layer multiplies. The defaults are `recipe("tcfp12")`.
 
     Attributes:
-      activation_dtype: format of x in every product. "bfloat16" with FP8 weights quantizes the weights only and
-        multiplies their BF16 values.
-      weight_dtype: format of `W_hi` and `W_lo`.
-      gradient_dtype: format of the output's gradient g in dgrad and (with `wgrad="fp8"`) wgrad.
-      residual: how `W_lo` is rounded; "none" stores no `W_lo`. "stochastic" (SRR) makes E[W_hi + W_lo] = W and needs
-        a key and no error buffer.
-      forward_weight: "dual" multiplies by `W_hi + W_lo` in the forward product, "single" by `W_hi`.
-      dgrad_weight: the same for dgrad; "single" is the PyTorch original's ABD, one FP8 product less.
-      wgrad: "fp8" multiplies the quantized x and g (x is kept for the backward pass in FP8), "bf16" keeps x in BF16.
-      forward_accumulation, dgrad_accumulation, wgrad_accumulation: of the FP8 products on tensor cores, see
-        `pallas_kernels.matmul.api.matmul`.
-      scale: "pow2" scales, exact in multiplication, or "float32" (amax / largest value, the nanochat rule).
-      granularity: what shares a scale. "tensor": all of it. "row": what one product sums for one output (rows of x and
-        g, columns of W; anew for each product, torchao's "rowwise"). "block": `block` values, scales are E8M0.
-      block: 32, 64 or 128 values along the contraction of each product; None without blocks.
-      weight_tile: form of a weight's blocks: "square", block x block, which serves forward and dgrad with one
-        quantization, or "vector", quantized once for each of them (OCP MX).
-      residual_blocks: "nonzero" neither loads nor multiplies blocks of `W_lo` that are all zeros, for weights of which
-        FP8 holds much exactly.
-      forward_activation: "dual" splits x into two FP8 tensors as well and adds `x_lo W_hi` to the forward product, for
-        an output of BF16's quality; the backward pass sees `x_hi` or, with `wgrad="bf16"`, x.
-      error_feedback: `tcfp_jax.error_feedback` keeps what rounding left and adds it to the weight of the next step.
-      delayed_scaling: weights are scaled by an amax carried in the optimizer's state (PDDS) instead of a fresh one.
+      weight: `Dual(...)`, `Single(...)`, or None for BF16.
+      scaling: which values share a scale: `Tensor()`, `Row()` (of x and g, columns of W, anew for each product) or
+        `Block(size, tile)`, where `tile` is the form of a weight's blocks; those of x and g are vectors.
+      activation: format of x in FP8 products.
+      gradient: format of the output's gradient g in FP8 products.
+      forward, dgrad, wgrad: how each product multiplies: "fast" and "full" are FP8 with that accumulation (see
+        `pallas_kernels.matmul.api.matmul`), "bf16" multiplies BF16 values, those of the stored weight if there is one.
+      activation_halves: "hi+lo" splits x into two FP8 tensors as well and adds `x_lo W_hi` to the forward product, for
+        an output of BF16's quality; dgrad and wgrad see `x_hi` or, with `wgrad="bf16"`, x.
+      amax: weights are scaled by a "fresh" amax, or by a "delayed" one that the optimizer's state carries (PDDS).
+      copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
+        their bytes and saves the forward product a transpose on GPUs.
       backend, quantize_backend: of the products, and of the quantizers (which have no "mosaic"); None is the fastest
         that was measured, see `pallas_kernels.dispatch`.
-      weight_copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which
-        doubles their bytes and saves the forward product a transpose on GPUs.
 
     Raises:
       ValueError: a field has an unknown value, or two fields contradict each other; the message says which.
@@ -77,42 +119,50 @@ class Recipe:
     True
     """
 
-    activation_dtype: Format = "float8_e4m3fn"
-    weight_dtype: Format = "float8_e4m3fn"
-    gradient_dtype: Format = "float8_e4m3fn"
-    residual: Residual = "nearest"
-    forward_weight: WeightForm = "dual"
-    dgrad_weight: WeightForm = "dual"
-    wgrad: WeightGradient = "bf16"
-    forward_accumulation: Accumulation = "fast"
-    dgrad_accumulation: Accumulation = "full"
-    wgrad_accumulation: Accumulation = "full"
-    scale: Scale = "pow2"
-    granularity: Granularity = "tensor"
-    block: int | None = None
-    weight_tile: Tile = "square"
-    residual_blocks: ResidualBlocks = "all"
-    forward_activation: WeightForm = "single"
-    error_feedback: bool = True
-    delayed_scaling: bool = False
+    weight: Single | Dual | None = Dual()
+    scaling: Scaling = Tensor()
+    activation: Format = "float8_e4m3fn"
+    gradient: Format = "float8_e4m3fn"
+    forward: Product = "fast"
+    dgrad: Product = "full"
+    wgrad: Product = "bf16"
+    activation_halves: Halves = "hi"
+    amax: Amax = "fresh"
+    copies: Copies = "both"
     backend: Backend | None = None
     quantize_backend: Backend | None = None
-    weight_copies: WeightCopies = "both"
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        if not isinstance(self.weight, Single | Dual | None):
+            raise ValueError(f"weight={self.weight!r} is unknown; use Dual(...), Single(...) or None for BF16")
+        if not isinstance(self.scaling, Scaling):
+            raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row() or Block(size, tile)")
+        _check_choices(
+            self, activation=Format, gradient=Format, forward=Product, dgrad=Product, wgrad=Product,
+            activation_halves=Halves, amax=Amax, copies=Copies,
+        )  # fmt: skip
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
-        for broken, message in _contradictions(self):
+        for broken, message in _rules(self):
             if broken:
                 raise ValueError(message)
 
     @property
     def mode(self) -> TCFPMode:
         """The form of the weights."""
-        if self.weight_dtype == "bfloat16":
+        if self.weight is None:
             return TCFPMode.BF16
-        return TCFPMode.FP8 if self.residual == "none" else TCFPMode.TCFP12
+        return TCFPMode.TCFP12 if isinstance(self.weight, Dual) else TCFPMode.FP8
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether weights are rounded stochastically, which needs a random key."""
+        return self.weight is not None and self.weight.remainder == "stochastic"
+
+    @property
+    def feedback(self) -> bool:
+        """Whether the optimizer keeps what rounding left."""
+        return self.weight is not None and self.weight.remainder == "feedback"
 
     @classmethod
     def from_flags(
@@ -127,210 +177,132 @@ class Recipe:
         srr: bool = False,
         abd: bool = False,
     ) -> "Recipe":
-        """The recipe that the flags of the PyTorch TCFP's layers describe; README has the table.
+        """The recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
 
         Raises:
           ValueError: flags that contradict each other, such as `srr=True` with `error_feedback=True`, or a
             `scale_block_size` other than 32, 64 and 128.
 
-        >>> Recipe.from_flags(abd=True).dgrad_weight
-        'single'
+        >>> Recipe.from_flags(abd=True).weight.dgrad
+        'hi'
         """
-        products: dict[str, Any] = {"wgrad": "bf16" if hp_grad_weight else "fp8"}
+        if srr and error_feedback:
+            raise ValueError(
+                "srr=True with error_feedback=True: stochastic rounding is unbiased and keeps no error buffer; set "
+                "error_feedback=False or srr=False"
+            )
+        remainder: Remainder = "stochastic" if srr else "feedback" if error_feedback else "dropped"
+        products: dict[str, Any] = dict(wgrad="bf16" if hp_grad_weight else "full")
         if not use_tensor_cores:
-            products = {"activation_dtype": "bfloat16", "gradient_dtype": "bfloat16", "wgrad": "bf16"}
+            products = dict(forward="bf16", dgrad="bf16", wgrad="bf16")
         if scale_block_size is not None:
-            products |= {"granularity": "block", "block": scale_block_size, "forward_accumulation": "full"}
+            products = dict(forward="full") | products | dict(scaling=Block(scale_block_size))
         return cls(
+            weight=Dual(remainder=remainder, dgrad="hi" if abd else "hi+lo"),
             **products,
-            residual="stochastic" if srr else "nearest",
-            dgrad_weight="single" if abd else "dual",
-            error_feedback=error_feedback,
-            delayed_scaling=delayed_scaling,
+            amax="delayed" if delayed_scaling else "fresh",
             backend=None if use_cuda_ext else "triton" if use_fused_kernel else "xla",
         )
 
 
-def _check_choices(built: Recipe) -> None:
-    choices = {
-        "activation_dtype": Format, "weight_dtype": Format, "gradient_dtype": Format, "residual": Residual,
-        "forward_weight": WeightForm, "dgrad_weight": WeightForm, "wgrad": WeightGradient,
-        "forward_accumulation": Accumulation, "dgrad_accumulation": Accumulation, "wgrad_accumulation": Accumulation,
-        "scale": Scale, "weight_copies": WeightCopies, "granularity": Granularity, "weight_tile": Tile,
-        "forward_activation": WeightForm, "residual_blocks": ResidualBlocks,
-    }  # fmt: skip
-    for name, allowed in choices.items():
-        if getattr(built, name) not in get_args(allowed):
-            raise ValueError(f"{name}={getattr(built, name)!r} is unknown; use one of {list(get_args(allowed))}")
-    for name in ("error_feedback", "delayed_scaling"):
-        if not isinstance(getattr(built, name), bool):
-            raise ValueError(f"{name}={getattr(built, name)!r} is not a bool; use True or False")
-    if built.block is not None:
-        check_block(built.block, built.weight_tile)
-
-
-def _contradictions(r: Recipe) -> list[tuple[bool, str]]:
-    """(is it broken, what to say) of every rule between fields, in the order in which they are explained best."""
-    bf16_weight, bf16_activation = r.weight_dtype == "bfloat16", r.activation_dtype == "bfloat16"
-    dual = "dual" in (r.forward_weight, r.dgrad_weight)
+def _rules(r: Recipe) -> list[tuple[bool, str]]:
+    """(whether it is broken, what to say) of every rule between fields, in the order in which they explain best."""
+    weight, scaling = r.weight, r.scaling
+    products = dict(forward=r.forward, dgrad=r.dgrad, wgrad=r.wgrad)
+    fp8 = {name for name, how in products.items() if how != "bf16"}
+    e5m2 = "float8_e5m2"
+    operands = dict(
+        forward=(r.activation, weight and weight.dtype), dgrad=(r.gradient, weight and weight.dtype),
+        wgrad=(r.activation, r.gradient),
+    )  # fmt: skip
+    clash = sorted(name for name in fp8 if operands[name] == (e5m2, e5m2))
+    dual = isinstance(weight, Dual)
+    stored = weight is not None and (dual or weight.remainder == "feedback" or r.copies == "one")
     return [
-        *_scale_contradictions(r),
         (
-            bf16_weight and not (bf16_activation and r.residual == "none" and not r.error_feedback),
-            'weight_dtype="bfloat16" leaves nothing to quantize, but other fields ask for FP8; use recipe("bf16")',
+            weight is None and bool(fp8 or r.amax == "delayed" or scaling != Tensor()),
+            f"weight=None stores nothing in FP8, but {', '.join(sorted(fp8)) or 'amax or scaling'} asks for it; use "
+            'weight=Single() or Dual(), or recipe("bf16") without overrides',
         ),
         (
-            bf16_activation != (r.gradient_dtype == "bfloat16"),
-            f"activation_dtype={r.activation_dtype!r} and gradient_dtype={r.gradient_dtype!r}: a product has either "
-            "two BF16 or two FP8 operands; set both to bfloat16 or both to an FP8 format",
+            "wgrad" in fp8 and fp8 != set(products),
+            f"wgrad={r.wgrad!r} with forward={r.forward!r} and dgrad={r.dgrad!r}: it multiplies the x and g that those "
+            'two quantized; use wgrad="bf16", or "fast" or "full" for all three',
         ),
         (
-            bf16_activation and r.wgrad == "fp8",
-            'activation_dtype="bfloat16" with wgrad="fp8": the weight gradient has no FP8 operands; use wgrad="bf16"',
+            bool(clash),
+            f"{' and '.join(clash)} would multiply float8_e5m2 x float8_e5m2, which no tensor core does; make one of "
+            "weight.dtype, activation and gradient float8_e4m3fn",
         ),
         (
-            r.wgrad == "fp8" and r.activation_dtype == r.gradient_dtype == "float8_e5m2",
-            'activation_dtype and gradient_dtype are both "float8_e5m2", which no tensor core multiplies; '
-            'make one of them "float8_e4m3fn" or use wgrad="bf16"',
+            dual and scaling.scale == "float32",
+            f"weight={weight} with scaling={scaling}: W_lo is exact only under a power-of-two scale; use "
+            'scale="pow2", or weight=Single()',
         ),
         (
-            r.weight_dtype == "float8_e5m2" and "float8_e5m2" in (r.activation_dtype, r.gradient_dtype),
-            'weight_dtype and activation_dtype or gradient_dtype are both "float8_e5m2", which no tensor core '
-            'multiplies; use weight_dtype="float8_e4m3fn"',
+            stored and not scaling.serves_both,
+            f"weight={weight} and copies={r.copies!r} with scaling={scaling}: forward and dgrad have two quantizations "
+            "of the weight, so no one residual, error or copy belongs to both; use weight=Single() with "
+            'copies="both", or square blocks',
         ),
         (
-            r.residual == "none" and dual,
-            f'residual="none" leaves no W_lo, but forward_weight={r.forward_weight!r} and '
-            f'dgrad_weight={r.dgrad_weight!r}; set both to "single" or store a residual',
+            isinstance(scaling, Block) and "fast" in products.values(),
+            f"scaling={scaling} with {', '.join(f'{n}={p!r}' for n, p in products.items())}: a product is promoted to "
+            'float32 where its blocks are scaled; use "full" for "fast"',
         ),
         (
-            r.residual != "none" and not dual,
-            f'residual={r.residual!r} stores a W_lo that no product reads; make forward_weight or dgrad_weight "dual" '
-            'or use residual="none"',
+            r.amax == "delayed" and (r.stochastic or not isinstance(scaling, Tensor)),
+            f'amax="delayed" with scaling={scaling} and weight={weight}: only whole tensors carry an amax, and a value '
+            'that a stale scale clips would bias stochastic rounding; use amax="fresh"',
         ),
         (
-            r.residual != "none" and r.scale == "float32",
-            f'residual={r.residual!r} with scale="float32": W_lo is exact only under a power-of-two scale; '
-            'use scale="pow2"',
+            r.activation_halves == "hi+lo" and not (dual and scaling == Tensor() and r.forward != "bf16"),
+            f'activation_halves="hi+lo" with weight={weight}, scaling={scaling} and forward={r.forward!r}: the three '
+            'products of two split operands share power-of-two scales of whole tensors; use activation_halves="hi" '
+            'or recipe("residual_activation")',
         ),
         (
-            r.residual == "stochastic" and r.error_feedback,
-            'residual="stochastic" (srr) with error_feedback=True: stochastic rounding is unbiased and keeps no error '
-            'buffer; set error_feedback=False or use residual="nearest"',
-        ),
-        (
-            r.residual == "stochastic" and r.delayed_scaling,
-            'residual="stochastic" (srr) with delayed_scaling=True: a value clipped by a stale scale would bias it; '
-            "set delayed_scaling=False",
-        ),
-        (
-            bf16_weight and r.delayed_scaling,
-            'weight_dtype="bfloat16" has no scale to delay; set delayed_scaling=False',
+            weight is not None and weight.blocks == "nonzero" and not isinstance(scaling, Block),
+            f'blocks="nonzero" with scaling={scaling}: only a W_lo in blocks has blocks to leave out; use '
+            'blocks="all" or recipe("tcfp12_blockwise")',
         ),
     ]
 
 
-def _scale_contradictions(r: Recipe) -> list[tuple[bool, str]]:
-    """The rules about what shares a scale."""
-    blocks, tensor = r.granularity == "block", r.granularity == "tensor"
-    two_quantizations = r.granularity == "row" or r.weight_tile == "vector"
-    kind = f'granularity="{r.granularity}"' + (f" with weight_tile={r.weight_tile!r}" if blocks else "")
-    return [
-        (
-            blocks and r.block is None,
-            f'granularity="block" needs block={BLOCKS[0]}, {BLOCKS[1]} or {BLOCKS[2]}; got block=None',
-        ),
-        (
-            not blocks and r.block is not None,
-            f'block={r.block} with granularity={r.granularity!r}, which has no blocks; use granularity="block" or '
-            "block=None",
-        ),
-        (
-            not blocks and r.weight_tile == "vector",
-            f'weight_tile="vector" with granularity={r.granularity!r}, which has no blocks; use granularity="block"',
-        ),
-        (
-            r.residual_blocks == "nonzero" and not (blocks and r.residual != "none"),
-            f'residual_blocks="nonzero" with granularity={r.granularity!r} and residual={r.residual!r}: only a W_lo in '
-            'blocks has blocks to leave out; use residual_blocks="all" or recipe("tcfp12_blockwise")',
-        ),
-        (
-            blocks and r.scale == "float32",
-            'scale="float32" with granularity="block": the scales of blocks are powers of two, E8M0; use scale="pow2" '
-            'or granularity="tensor"',
-        ),
-        (
-            blocks and "fast" in (r.forward_accumulation, r.dgrad_accumulation, r.wgrad_accumulation),
-            f'granularity="block" with forward_accumulation={r.forward_accumulation!r}, dgrad_accumulation='
-            f"{r.dgrad_accumulation!r} and wgrad_accumulation={r.wgrad_accumulation!r}: a product is promoted to "
-            'float32 where its blocks are scaled; make all three "full"',
-        ),
-        (
-            not tensor and r.weight_dtype == "bfloat16",
-            f'granularity={r.granularity!r} with weight_dtype="bfloat16", which has no scale; use granularity="tensor"',
-        ),
-        (
-            two_quantizations and r.residual != "none",
-            f"residual={r.residual!r} with {kind}: forward and dgrad have two quantizations of the weight, and no one "
-            'residual belongs to both; use residual="none" or square blocks',
-        ),
-        (
-            two_quantizations and r.error_feedback,
-            f"error_feedback=True with {kind}: forward and dgrad have two quantizations of the weight, which leave two "
-            "errors; use error_feedback=False or square blocks",
-        ),
-        (
-            two_quantizations and r.weight_copies == "one",
-            f'weight_copies="one" with {kind}: each product reads a quantization of its own; use weight_copies="both"',
-        ),
-        (
-            not tensor and r.delayed_scaling,
-            f"delayed_scaling=True with granularity={r.granularity!r}: only whole tensors carry an amax; use "
-            'granularity="tensor" or delayed_scaling=False',
-        ),
-        (
-            r.forward_activation == "dual" and not (tensor and r.scale == "pow2" and r.residual != "none"),
-            f'forward_activation="dual" with granularity={r.granularity!r}, scale={r.scale!r} and '
-            f"residual={r.residual!r}: it needs whole tensors, power-of-two scales and a weight of two tensors; start "
-            'from recipe("residual_activation")',
-        ),
-        (
-            r.forward_activation == "dual" and (r.activation_dtype == "bfloat16" or r.forward_weight == "single"),
-            f'forward_activation="dual" with activation_dtype={r.activation_dtype!r} and '
-            f"forward_weight={r.forward_weight!r}: it adds to the FP8 products of a dual weight; use "
-            'forward_activation="single"',
-        ),
-    ]
-
-
-_BF16 = Recipe(
-    activation_dtype="bfloat16", weight_dtype="bfloat16", gradient_dtype="bfloat16", residual="none",
-    forward_weight="single", dgrad_weight="single", wgrad="bf16", error_feedback=False,
-)  # fmt: skip
-_TCFP12 = Recipe()
-_SINGLE: dict[str, Any] = dict(
-    residual="none", forward_weight="single", dgrad_weight="single", wgrad="fp8", error_feedback=False
-)
+_E5M2: Format = "float8_e5m2"
+_IN_BLOCKS: Any = dict(forward="full", dgrad="full", wgrad="full")
 _NAMED = {
-    "bf16": _BF16,
-    "tcfp12": _TCFP12,
-    "tcfp12_fast": dataclasses.replace(
-        _TCFP12, dgrad_weight="single", wgrad="fp8", dgrad_accumulation="fast", wgrad_accumulation="fast"
-    ),
-    "residual_activation": dataclasses.replace(_TCFP12, forward_activation="dual", forward_accumulation="full"),
-    "tensorwise": Recipe(**_SINGLE, gradient_dtype="float8_e5m2"),
-    "rowwise": Recipe(**_SINGLE, granularity="row", dgrad_accumulation="fast", wgrad_accumulation="fast"),
-    "blockwise": Recipe(**_SINGLE, granularity="block", block=128, forward_accumulation="full"),
-    "tcfp12_blockwise": Recipe(granularity="block", block=128, wgrad="fp8", forward_accumulation="full"),
-    "mxfp8": Recipe(**_SINGLE, granularity="block", block=32, weight_tile="vector", forward_accumulation="full"),
+    "bf16": Recipe(weight=None, forward="bf16", dgrad="bf16", wgrad="bf16"),
+    "tcfp12": Recipe(),
+    "tcfp12_fast": Recipe(weight=Dual(dgrad="hi"), forward="fast", dgrad="fast", wgrad="fast"),
+    "residual_activation": Recipe(activation_halves="hi+lo", forward="full"),
+    "tensorwise": Recipe(weight=Single(), gradient=_E5M2, forward="fast", dgrad="full", wgrad="full"),
+    "rowwise": Recipe(weight=Single(), scaling=Row(), forward="fast", dgrad="fast", wgrad="fast"),
+    "blockwise": Recipe(weight=Single(), scaling=Block(128), **_IN_BLOCKS),
+    "tcfp12_blockwise": Recipe(scaling=Block(128), **_IN_BLOCKS),
+    "mxfp8": Recipe(weight=Single(), scaling=Block(32, "vector"), **_IN_BLOCKS),
 }
-
-
 NAMES = tuple(_NAMED)
+
+# What an override that is not a field of `Recipe` is short for: a field of `weight` or of `scaling`.
+_SHORT_WEIGHT = {
+    "weight_dtype": "dtype", "remainder": "remainder", "forward_weight": "forward", "dgrad_weight": "dgrad",
+    "residual_blocks": "blocks",
+}  # fmt: skip
+_SHORT_SCALING = ("block", "tile", "scale")
+# Fields of the first edition, and what says the same since 0.2.0.
+_MOVED = {
+    "activation_dtype": "activation= or forward=\"bf16\"", "gradient_dtype": 'gradient= or dgrad="bf16"',
+    "residual": 'weight=Single() or Dual(), and remainder="stochastic"',
+    "forward_accumulation": "forward=", "dgrad_accumulation": "dgrad=", "wgrad_accumulation": "wgrad=",
+    "granularity": "scaling=Row() or block=", "weight_tile": "tile=", "forward_activation": "activation_halves=",
+    "error_feedback": 'remainder="feedback" or "dropped"', "delayed_scaling": 'amax="delayed"',
+    "weight_copies": "copies=",
+}  # fmt: skip
 
 
 def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
-    """A named recipe, with fields replaced.
+    """A named recipe, with overrides.
 
     "bf16": BF16 operands, the baseline. "tcfp12": `W_hi + W_lo` forward and in dgrad, BF16 weight gradient.
     "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient: four FP8 products, all with fast
@@ -340,15 +312,72 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     "blockwise", a scale for every 128 values of x and square of W (`block=`); "mxfp8", OCP MX with vectors of 32.
     "tcfp12_blockwise" is "blockwise" with `W_hi + W_lo`.
 
-    Raises:
-      ValueError: an unknown name or field value, or fields that contradict each other.
-      TypeError: a field that `Recipe` does not have.
+    Args:
+      name: one of these, or a `Recipe`.
+      overrides: fields of `Recipe`, or short forms of what is in them: `block`, `tile` and `scale` of the scaling;
+        `weight_dtype`, `remainder`, `forward_weight`, `dgrad_weight` and `residual_blocks` of the weight. `block=`
+        makes "full" of a named recipe's "fast" products, because products in blocks are promoted.
 
-    >>> recipe("tcfp12", wgrad="fp8").wgrad
-    'fp8'
+    Raises:
+      ValueError: an unknown name or value, fields that contradict each other, or a short form of something that the
+        recipe does not have.
+      TypeError: an override that is not known.
+
+    >>> recipe("tcfp12", wgrad="full", block=64).scaling
+    Block(size=64, tile='square')
     """
-    if isinstance(name, Recipe):
-        return dataclasses.replace(name, **overrides)
-    if name not in _NAMED:
+    if not isinstance(name, Recipe) and name not in _NAMED:
         raise ValueError(f"recipe {name!r} is unknown; use one of {list(_NAMED)} or build a Recipe")
-    return dataclasses.replace(_NAMED[name], **overrides)
+    base = name if isinstance(name, Recipe) else _NAMED[name]
+    if not overrides:
+        return base
+    fields: dict[str, Any] = {}
+    of_weight: dict[str, Any] = {}
+    of_scaling: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if key in Recipe.__dataclass_fields__:
+            fields[key] = value
+        elif key in _SHORT_WEIGHT:
+            of_weight[_SHORT_WEIGHT[key]] = value
+        elif key in _SHORT_SCALING:
+            of_scaling[key] = value
+        elif key in _MOVED:
+            raise TypeError(f"{key}= is {_MOVED[key]} since version 0.2.0; the changelog has the table")
+        else:
+            known = [*Recipe.__dataclass_fields__, *_SHORT_WEIGHT, *_SHORT_SCALING]
+            raise TypeError(f"a recipe has no {key!r}; use some of {known}")
+    if of_weight:
+        fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
+    if of_scaling:
+        fields["scaling"] = _with_scaling(fields.get("scaling", base.scaling), of_scaling)
+    if isinstance(fields.get("scaling"), Block):
+        fields = {p: "full" for p in ("forward", "dgrad", "wgrad") if getattr(base, p) == "fast"} | fields
+    return dataclasses.replace(base, **fields)
+
+
+def _with_weight(weight: Single | Dual | None, given: dict[str, Any]) -> Single | Dual:
+    unknown = set(given) - {field.name for field in dataclasses.fields(weight)} if weight is not None else set(given)
+    if weight is None or unknown:
+        raise ValueError(
+            f"{sorted(unknown)[0]}={given[sorted(unknown)[0]]!r}: weight={weight} has no such field; use "
+            "weight=Dual(...) for a weight of two halves"
+        )
+    return dataclasses.replace(weight, **given)
+
+
+def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
+    if given.get("block", ...) is None:
+        return Tensor(given.get("scale", "pow2"))
+    if "block" in given or isinstance(scaling, Block):
+        before = scaling if isinstance(scaling, Block) else Block()
+        if given.get("scale", "pow2") != "pow2":
+            raise ValueError(
+                f"scale={given['scale']!r} with {before}: the scales of blocks are powers of two, E8M0; use "
+                'scale="pow2" or scaling=Tensor("float32")'
+            )
+        return Block(given.get("block", before.size), given.get("tile", before.tile))
+    if "tile" in given:
+        raise ValueError(
+            f"tile={given['tile']!r} with scaling={scaling}, which has no blocks; pass block=32, 64 or 128"
+        )
+    return dataclasses.replace(scaling, scale=given["scale"])

@@ -15,11 +15,9 @@ import optax
 import pytest
 
 import tcfp_jax
-from pallas_kernels.block_dual_quantize.api import block_dual_quantize
-from pallas_kernels.block_quantize.api import block_quantize
 from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.row_quantize.api import row_quantize
 
 PATH = Path(__file__).parent / "data" / "golden.json"
 RNG = np.random.default_rng(7)
@@ -40,52 +38,51 @@ def digest(value):
     return hashlib.sha256(kind.encode() + str(array.shape).encode() + array.tobytes()).hexdigest()[:16]
 
 
+def of(q, **more):
+    found = dict(values=q.rows.values, scale=q.rows.scale, turned=q.columns.values)
+    return found | more
+
+
 def quantizers():
     """(name, arrays by name) of every quantizer, on both backends that run here."""
     for backend in ("xla", "triton"):
         for dtype in ("float8_e4m3fn", "float8_e5m2"):
             for scale in ("pow2", "float32"):
-                q = quantize(X, dtype, scale=scale, orientation="both", backend=backend)
-                yield f"tensor {backend} {dtype} {scale}", dict(values=q.values, scale=q.scale, turned=q.transposed)
+                q = quantize(X, dtype, Tensor(scale), orientation="both", backend=backend)
+                yield f"tensor {backend} {dtype} {scale}", of(q)
             for block in (32, 64, 128):
                 for tile in ("vector", "square"):
-                    q = block_quantize(X, dtype, block=block, tile=tile, orientation="both", backend=backend)
-                    yield (
-                        f"block {backend} {dtype} {block} {tile}",
-                        dict(values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales),
-                    )
+                    q = quantize(X, dtype, Block(block, tile), orientation="both", backend=backend)
+                    yield f"block {backend} {dtype} {block} {tile}", of(q, turned_scale=q.columns.scale)
         for name, options in dict(
             plain={}, error=dict(error=E), bits=dict(bits=BITS), amax=dict(amax=jnp.float32(0.1)),
             bfloat16=dict(error=E.astype(jnp.bfloat16)),
         ).items():  # fmt: skip
-            q = dual_quantize(W, orientation="both", backend=backend, **options)
-            yield f"dual {backend} {name}", dict(
-                hi=q.hi, lo=q.lo, scale=q.scale, hi_turned=q.hi_transposed, lo_turned=q.lo_transposed,
-                **({} if q.error is None else dict(error=q.error)),
-            )  # fmt: skip
-            if name == "amax":
-                continue
-            for block in (32, 64, 128):
-                q = block_dual_quantize(W, block=block, orientation="both", backend=backend, **options)
-                yield f"block dual {backend} {name} {block}", dict(
-                    hi=q.hi, lo=q.lo, scale=q.scales, lo_scale=q.residual_scales, hi_turned=q.hi_transposed,
-                    lo_turned=q.lo_transposed, **({} if q.error is None else dict(error=q.error)),
-                )  # fmt: skip
+            for block in (None, 32, 64, 128):
+                if block is not None and name == "amax":
+                    continue
+                q = dual_quantize(
+                    W, Block(block) if block else Tensor(), orientation="both", backend=backend, **options
+                )
+                r, c = q.rows, q.columns
+                found = dict(hi=r.hi, lo=r.lo, scale=r.scale, hi_turned=c.hi, lo_turned=c.lo)
+                found |= {} if q.error is None else dict(error=q.error)
+                if block:
+                    assert np.array_equal(c.scale.T, r.scale) and np.array_equal(c.lo_scale.T, r.lo_scale)
+                    found["lo_scale"] = r.lo_scale
+                yield f"{'block ' if block else ''}dual {backend} {name}{f' {block}' if block else ''}", found
     for scale in ("pow2", "float32"):
-        q = row_quantize(X, "float8_e4m3fn", scale=scale, orientation="both")
-        yield (
-            f"row {scale}",
-            dict(values=q.values, scale=q.scales, turned=q.transposed, turned_scale=q.transposed_scales),
-        )
+        q = quantize(X, "float8_e4m3fn", Row(scale), orientation="both")
+        yield f"row {scale}", of(q, turned_scale=q.columns.scale)
 
 
 RECIPES = {
     **{name: tcfp_jax.recipe(name) for name in NAMES},
-    "tcfp12 fp8 wgrad": tcfp_jax.recipe("tcfp12", wgrad="fp8"),
-    "tcfp12 delayed": tcfp_jax.recipe("tcfp12", delayed_scaling=True),
-    "tcfp12 stochastic": tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False),
-    "tcfp12 one copy": tcfp_jax.recipe("tcfp12_fast", weight_copies="one"),
-    "tensorwise feedback": tcfp_jax.recipe("tensorwise", error_feedback=True, scale="float32"),
+    "tcfp12 fp8 wgrad": tcfp_jax.recipe("tcfp12", wgrad="full"),
+    "tcfp12 delayed": tcfp_jax.recipe("tcfp12", amax="delayed"),
+    "tcfp12 stochastic": tcfp_jax.recipe("tcfp12", remainder="stochastic"),
+    "tcfp12 one copy": tcfp_jax.recipe("tcfp12_fast", copies="one"),
+    "tensorwise feedback": tcfp_jax.recipe("tensorwise", remainder="feedback", scale="float32"),
     "weights only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
     "blockwise 32": tcfp_jax.recipe("blockwise", block=32),
     "tcfp12 nonzero": tcfp_jax.recipe("tcfp12_blockwise", residual_blocks="nonzero"),

@@ -1,1 +1,1 @@
-"""Weights as two FP8 tensors with one scale."""
+"""Tensors as two FP8 tensors that share their scales."""

@@ -4,27 +4,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import numerics
+from pallas_kernels.operands import ZERO_BLOCK, Block, Operand, Quantization, Quantized
 
 
 def dual_quantize(
+    options: Quantization,
     w: jax.Array,
-    *,
-    dtype: Any,
     error: jax.Array | None,
     bits: jax.Array | None,
     amax: jax.Array | None,
-    orientation: str,
-) -> tuple[jax.Array | None, ...]:
-    """(hi, lo, scale, new error, hi transposed, lo transposed); see `api.dual_quantize`."""
+) -> Quantized:
+    """See `api.dual_quantize`."""
+    scaling, dtype = options.scaling, options.dtype
     wanted = target(w, error)
-    scale = numerics.pow2_scale(numerics.amax(wanted) if amax is None else amax, dtype)
-    hi, lo, left = split(wanted, numerics.reciprocal_pow2(scale), scale, dtype, bits)
-    new_error = None if error is None else left.astype(error.dtype)
-    if orientation == "rows":
-        return hi, lo, scale, new_error, None, None
-    return hi, lo, scale, new_error, hi.T, lo.T
+    scale, inverse = scaling.find(wanted, dtype, amax)
+    wide, wide_inverse = (scaling.spread(s, w.shape) for s in (scale, inverse))
+    hi, lo, left = split(wanted, wide_inverse, wide, dtype, bits)
+    stored = scaling.store(scale)
+    lo_scale = _skip_zero_blocks(scaling, stored, lo) if isinstance(scaling, Block) else None
+    rows = Operand(hi, stored, lo, lo_scale, scaling)
+    return Quantized(rows, rows.turn() if options.both else None, None if error is None else left.astype(error.dtype))
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
@@ -43,3 +45,12 @@ def split(
     lo = numerics.round_to(rest, dtype) if bits is None else numerics.stochastic_round_to(rest, dtype, bits)
     # The casts are exact: hi and lo are values of the format already.
     return hi.astype(dtype), lo.astype(dtype), numerics.residual(rest, lo) * scale
+
+
+def _skip_zero_blocks(block: Block, stored: jax.Array, lo: jax.Array) -> jax.Array:
+    """The scales of a residual: those of the values, but code 0 for blocks that are zero."""
+    # From the bytes, signs aside, because XLA on a GPU may cancel a cast back to float32. A NaN's are not zero.
+    codes = (lax.bitcast_convert_type(lo, jnp.uint8) & 0x7F).astype(jnp.float32)
+    empty = block.amax(codes) == 0
+    as_bits = jnp.where(empty, jnp.uint8(ZERO_BLOCK), lax.bitcast_convert_type(stored, jnp.uint8))
+    return lax.bitcast_convert_type(as_bits, stored.dtype)

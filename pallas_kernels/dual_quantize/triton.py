@@ -1,47 +1,52 @@
-"""`dual_quantize` as one Pallas-Triton pass: W (and error, and random bits) read once, everything else written.
+"""`dual_quantize` with one scale as one Pallas-Triton pass: W (and error, and random bits) is read once.
 
 Inside a kernel a float8 cast and back is what it says. XLA, which deletes such a pair and with it the residual (see
 `numerics`), never sees the kernel's body; only its interpreter on CPUs does, where XLA has no such rule.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.dual_quantize import reference
+from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.tiled import Output, map_tiles, misfit
 
 
-def reject(w: jax.Array, **options: Any) -> str | None:
+def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> str | None:
     """Why this kernel cannot split w, or None."""
     if w.ndim != 2:
-        return f'w{list(w.shape)} is no matrix; use backend="xla" or jax.vmap'
+        return f'w{list(w.shape)} is not a matrix; use backend="xla" or jax.vmap'
     return misfit("w", *w.shape)
 
 
-def decline(w: jax.Array, *, error: Any, bits: Any, orientation: str, **options: Any) -> str | None:
-    """Why this kernel is not the first choice, or None."""
+def variant(options: Quantization, error: jax.Array | None, bits: jax.Array | None) -> str:
+    """How `tuned.json` names a split: what decides its speed beside the shape."""
     rounding = "nearest" if bits is None else "stochastic"
     feedback = "no error" if error is None else f"error {error.dtype}"
-    return tuning.decline("dual_quantize", "triton", f"{orientation} {rounding} {feedback}", w.shape)
+    return f"{options.orientation} {rounding} {feedback}"
+
+
+def decline(
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
+) -> str | None:
+    """Why this kernel is not the first choice, or None."""
+    return tuning.decline("dual_quantize", "triton", variant(options, error, bits), w.shape)
 
 
 def dual_quantize(
+    options: Quantization,
     w: jax.Array,
-    *,
-    dtype: Any,
     error: jax.Array | None,
     bits: jax.Array | None,
     amax: jax.Array | None,
-    orientation: str,
-) -> tuple[jax.Array | None, ...]:
-    """(hi, lo, scale, new error, hi transposed, lo transposed); see `api.dual_quantize`."""
-    has_error, has_bits, both = error is not None, bits is not None, orientation == "both"
+) -> Quantized:
+    """See `api.dual_quantize`."""
+    dtype, both = options.dtype, options.both
+    has_error, has_bits = error is not None, bits is not None
     if amax is None:
         amax = numerics.amax(reference.target(w, error))
-    scale = numerics.pow2_scale(amax, dtype)
+    scale, inverse = numerics.scale_and_inverse(amax, dtype, "pow2")
 
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
         *matrices, inverse, scale = operands
@@ -71,13 +76,13 @@ def dual_quantize(
     outputs = [Output(dtype, both), Output(dtype, both)]
     if error is not None:
         outputs.append(Output(error.dtype, replaces=1))
-    scalars = [numerics.reciprocal_pow2(scale), scale]
     results = iter(
         map_tiles(
-            body, inputs, scalars, outputs, name="dual_quantize", reference=whole,
+            body, inputs, [inverse, scale], outputs, name="dual_quantize", reference=whole,
             values_per_thread=8 if has_bits else 16,
         )
     )  # fmt: skip
-    hi, hi_transposed = next(results), next(results) if both else None
-    lo, lo_transposed = next(results), next(results) if both else None
-    return hi, lo, scale, next(results) if has_error else None, hi_transposed, lo_transposed
+    hi, hi_turned = next(results), next(results) if both else None
+    lo, lo_turned = next(results), next(results) if both else None
+    columns = None if hi_turned is None else Operand(hi_turned, scale, lo_turned, scaling=options.scaling)
+    return Quantized(Operand(hi, scale, lo, scaling=options.scaling), columns, next(results) if has_error else None)

@@ -1,16 +1,16 @@
-"""`matmul`: the product of an FP8 tensor with one or two FP8 weights, accumulated in float32."""
+"""`matmul`: the product of an FP8 operand with an FP8 weight of one or two halves, accumulated in float32."""
 
-from typing import Any, Literal
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
+from pallas_kernels.checks import check_operands, check_scales
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.matmul import mosaic, reference, triton
-
-Accumulation = Literal["fast", "full"]
+from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
+from pallas_kernels.operands import SCALE_DTYPE, Accumulation, Block, Operand, Product, Row, Tensor
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
@@ -23,78 +23,117 @@ SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
     ("triton", "fast"): 2.0**-13, ("triton", "full"): 2.0**-13,
 }  # fmt: skip
 
-IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
-    Implementation("triton", triton.matmul, triton.reject, triton.decline),
-    Implementation("xla", reference.matmul),
-)
+_TRITON = Implementation("triton", triton.matmul, triton.reject, triton.decline)
+_XLA = Implementation("xla", reference.matmul, reference.reject)
+IMPLEMENTATIONS = {
+    Tensor: (Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure), _TRITON, _XLA),
+    Block: (
+        Implementation(
+            "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
+        ),
+        _TRITON,
+        _XLA,
+    ),
+}
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    w_lo: jax.Array | None = None,
-    *,
-    scale: jax.Array,
+    x: Operand,
+    w: Operand,
     bias: jax.Array | None = None,
+    *,
     out_dtype: DTypeLike = jnp.bfloat16,
-    accumulation: Accumulation = "fast",
+    accumulation: Accumulation | None = None,
     out_sharding: Any = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x @ (w + w_lo).T * scale + bias`, both operands contracted along their last axes.
+    """`x @ w.T + bias` of dequantized operands, both contracted along their last axes.
 
-    `out[..., n] = scale * sum_k x[..., k] * (w[n, k] + w_lo[n, k]) + bias[n]`. A weight of more than two axes,
-    `[n, *m]`, is contracted over all but its first, with the same trailing axes of `x`: the form of a weight gradient.
+    `out[..., n] = sum_k x[..., k] s_x * (w[n, k] + w_lo[n, k]) s_w + bias[n]`, each s that of its value: one for the
+    tensor, one for the row, or one for the block. A weight of more than two axes, `[n, *c]`, is contracted over all but
+    its first, with the same trailing axes of `x`: the form of a weight gradient.
 
     Args:
-      x: FP8 `[..., k]`.
-      w, w_lo: FP8 `[n, k]`, one format; `w_lo` shares the scale of `w`.
-      scale: scalar, the product of the operands' scales, float32. A power of two may come as bfloat16, which says that
-        it is exact there: cuBLASLt then applies it, where a float32 scale costs a pass over a bfloat16 output.
-      bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels before they round to it.
-      out_dtype: a real float; the sum is scaled in float32 and then rounded to it.
+      x: `[..., k]`, without a residual. Blocks of x are vectors.
+      w: `[n, k]`; its residual, if it has one, shares its scales.
+      bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels of `Tensor` before they round to it.
+      out_dtype: a real float; sums are scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator (about 14 bits of each addend survive), "full"
-        promotes to float32 during the sum; `SUM_BOUND` says what each is worth. Both are exact float32 where there
-        are no FP8 tensor cores.
+        promotes to float32 during the sum; `SUM_BOUND` says what each is worth. None is "full" for blocks, which are
+        promoted where they are scaled, and "fast" for all others. Both are exact float32 where there are no FP8 tensor
+        cores.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in `out_dtype`. Sizes that are not multiples of 16 work; cuBLASLt then pads a copy of the operands.
 
     Raises:
-      TypeError: an operand is not FP8, or the two halves of the weight differ in format.
-      ValueError: contracted sizes differ, bias is not `[n]`, or `accumulation` or `backend` is unknown.
-      NotImplementedError: E5M2 x E5M2, which no tensor core multiplies; or what the named backend cannot run.
+      TypeError: an operand is not FP8, its halves differ in format, or scales of blocks are not E8M0.
+      ValueError: contracted sizes differ, scales do not fit their values, bias is not `[n]`, fast accumulation of
+        blocks, or `accumulation` or `backend` is unknown.
+      NotImplementedError: E5M2 x E5M2, which no tensor core multiplies; scalings that no product combines; or what the
+        named backend cannot run.
 
-    >>> one = jnp.ones((2, 16), jnp.float8_e4m3fn)
-    >>> matmul(one, one, scale=jnp.float32(0.5)).tolist()
-    [[8.0, 8.0], [8.0, 8.0]]
+    >>> one = Operand(jnp.ones((2, 16), jnp.float8_e4m3fn), jnp.float32(0.5))
+    >>> matmul(one, one).tolist()
+    [[4.0, 4.0], [4.0, 4.0]]
     """
-    check_operands(x, w, w_lo)
+    options = _checked(x, w, bias, out_dtype, accumulation, out_sharding)
+    if isinstance(w.scaling, Row):
+        return _by_rows(options, x, w, bias, backend)
+    if isinstance(w.scaling, Tensor):
+        return dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, options, x, w, bias)
+    x, w = flattened(x, w)
+    # The scales of a residual only say which of its blocks are zero; `skip_matmul` reads them.
+    w = dataclasses.replace(w, lo_scale=None)
+    out = dispatch("matmul", IMPLEMENTATIONS[Block], backend, options, x, w, None)
+    return out if bias is None else out + bias.astype(options.out_dtype)
+
+
+def flattened(x: Operand, w: Operand) -> tuple[Operand, Operand]:
+    """Operands in blocks with one contracted axis, checked.
+
+    Raises:
+      TypeError, ValueError: scales that are not E8M0, or not one for each block.
+    """
+    contracted = w.values.ndim - 1
+
+    def flat(values: Any) -> Any:
+        if values is None or contracted == 1:
+            return values
+        return values.reshape(*values.shape[: values.ndim - contracted], -1)
+
+    x, w = (dataclasses.replace(o, values=flat(o.values), lo=flat(o.lo)) for o in (x, w))
+    for name, operand in (("x", x), ("w", w)):
+        check_scales(name, operand, SCALE_DTYPE)
+    return x, w
+
+
+def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, backend: Backend | None) -> jax.Array:
+    """The product of unscaled values, scaled afterwards."""
+    # Powers of two scale a rounded bfloat16 exactly, so the product may be written as such; others round once.
+    exact = x.scaling.scale == w.scaling.scale == "pow2" and options.out_dtype == jnp.bfloat16
+    unscaled_options = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32))
+    a, b = (Operand(o.values, jnp.ones((), jnp.bfloat16)) for o in (x, w))
+    unscaled = dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None)
+    out = (unscaled.astype(jnp.float32) * x.scale[..., None] * w.scale).astype(options.out_dtype)
+    return out if bias is None else out + bias.astype(options.out_dtype)
+
+
+def _checked(
+    x: Operand, w: Operand, bias: jax.Array | None, out_dtype: DTypeLike, accumulation: Any, out_sharding: Any
+) -> Product:
+    check_operands(x, w)
+    blocks = isinstance(w.scaling, Block)
+    if accumulation is None:
+        accumulation = "full" if blocks else "fast"
     if accumulation not in ("fast", "full"):
         raise ValueError(f'accumulation={accumulation!r} is unknown; use "fast" or "full"')
+    if blocks and accumulation == "fast":
+        raise ValueError(
+            f'accumulation="fast" with {w.scaling}: a product is promoted to float32 where its blocks are scaled; use '
+            'accumulation="full"'
+        )
     if bias is not None and bias.shape != w.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, but w{list(w.shape)} has n={w.shape[0]} outputs")
-    options = dict(
-        scale=scale, bias=bias, out_dtype=jnp.dtype(out_dtype), accumulation=accumulation, out_sharding=out_sharding
-    )
-    return dispatch("matmul", IMPLEMENTATIONS, backend, x, w, w_lo, **options)
-
-
-def check_operands(x: jax.Array, w: jax.Array, w_lo: jax.Array | None) -> None:
-    """Raise unless these are FP8 operands of a product that tensor cores have, with agreeing shapes."""
-    contracted = w.ndim - 1
-    if contracted < 1 or x.ndim < contracted or x.shape[x.ndim - contracted :] != w.shape[1:]:
-        raise ValueError(
-            f"x{list(x.shape)} and w{list(w.shape)} must agree in the axes after w's first; transpose or reshape one"
-        )
-    if w_lo is not None and (w_lo.shape != w.shape or w_lo.dtype != w.dtype):
-        raise ValueError(
-            f"w_lo is {w_lo.dtype}{list(w_lo.shape)}, but w is {w.dtype}{list(w.shape)}; both halves must match"
-        )
-    e5m2 = jnp.dtype(jnp.float8_e5m2)
-    if numerics.float8_dtype(x.dtype) == e5m2 and numerics.float8_dtype(w.dtype) == e5m2:
-        raise NotImplementedError(
-            "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn"
-        )
+    return Product(jnp.dtype(out_dtype), accumulation, out_sharding)

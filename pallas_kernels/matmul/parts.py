@@ -1,10 +1,10 @@
 """A matmul kernel over whole arrays: matrices of any leading axes, one part on each device, sums where k is split.
 
-Where a device's part is no multiple of the kernel's tiles, the reference multiplies it; the whole product was.
+Where a device's part is not a multiple of the kernel's tiles, the reference multiplies it; the whole product was.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -13,53 +13,78 @@ from jax import lax
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import reference
-from pallas_kernels.partition import partitioned
+from pallas_kernels.operands import Block, Operand, Product, sizes
+from pallas_kernels.partition import BlocksOf, partitioned
 
-# (x[m, k], halves [n, k], scale [1], bias [n] or None, dtype of the result) -> [m, n]
-Multiply = Callable[[jax.Array, Sequence[jax.Array], jax.Array, jax.Array | None, Any], jax.Array]
+# (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
+Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]
 
 
 def on_each_device(
     multiply: Multiply,
     fits: Callable[[int, int, int], bool],
-    operands: tuple[jax.Array, jax.Array, jax.Array | None],
-    *,
-    scale: jax.Array,
+    options: Product,
+    x: Operand,
+    w: Operand,
     bias: jax.Array | None,
-    out_dtype: Any,
-    accumulation: str,
+    *,
     interpreter: Literal["pure", "calls back"] = "pure",
 ) -> jax.Array:
-    """Run `multiply` on x `[..., k]` and weights `[n, *k]`; `fits(m, k, n)` says whether the kernel takes a part.
+    """Run `multiply` on x `[..., k]` and w `[n, *k]`; `fits(m, k, n)` says whether the kernel takes a device's part.
 
     A kernel whose interpreter "calls back" into Python has a side effect, which a partitioned function cannot have: on
     CPUs it runs unpartitioned.
     """
-    x, w, w_lo = operands
-    m, k, n = reference.sizes(x, w)
-    halves = [half.reshape(n, k) for half in (w, w_lo) if half is not None]
-    vectors = [v.astype(jnp.float32).reshape(-1) for v in (scale, bias) if v is not None]
+    m, k, n = sizes(x, w)
+    leading = x.shape[: x.values.ndim - (w.values.ndim - 1)]
+    operands = (_matrix(x, m, k), _matrix(w, n, k), None if bias is None else bias.astype(jnp.float32))
+    tree = jax.tree.structure(operands)
 
-    def local(x: jax.Array, *rest: jax.Array, summed_over: tuple[str, ...]) -> jax.Array:
-        parts, (scale, *biases) = rest[: len(halves)], rest[len(halves) :]
-        added = biases[0] if biases else None
-        before, dtype = (added, out_dtype) if not summed_over else (None, jnp.float32)
-        if fits(x.shape[0], x.shape[1], parts[0].shape[0]):
-            out = multiply(x, parts, scale, before, dtype)
-        else:
-            lo = parts[1] if len(parts) == 2 else None
-            out = reference.matmul(
-                x, parts[0], lo, scale=scale[0], bias=before, out_dtype=dtype, accumulation=accumulation,
-                out_sharding=None,
-            )  # fmt: skip
+    def local(*arrays: jax.Array, summed_over: tuple[str, ...]) -> jax.Array:
+        x, w, bias = jax.tree.unflatten(tree, arrays)
+        x, w = (_as_scalar(operand) for operand in (x, w))
+        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if summed_over else options
+        before = None if summed_over else bias
+        run = multiply if fits(*sizes(x, w)) else reference.matmul
+        out = run(asked, x, w, before)
         if not summed_over:
             return out
         # Summed in float32 and rounded once.
         out = lax.psum(out, summed_over)
-        return (out if added is None else out + added).astype(out_dtype)
+        return (out if bias is None else out + bias).astype(options.out_dtype)
 
-    weights = ", n k" * len(halves)
-    rule = f"m k{weights}, u{', n' if bias is not None else ''} -> m n"
+    letters = (_letters(operands[0], "m"), _letters(operands[1], "n"), None if bias is None else "n")
+    rule = ", ".join(jax.tree.leaves(letters)) + " -> m n"
+    blocks = {}
+    if isinstance(w.scaling, Block):
+        blocks = {"j": BlocksOf("k", w.scaling.size, k), "i": BlocksOf("n", w.scaling.size, n)}
     whole = interpreter == "calls back" and device_kind() == "cpu"
-    call = functools.partial(local, summed_over=()) if whole else partitioned(local, rule)
-    return call(x.reshape(m, k), *halves, *vectors).reshape(*x.shape[: x.ndim - (w.ndim - 1)], n)
+    arrays = jax.tree.leaves(operands)
+    out = local(*arrays, summed_over=()) if whole else partitioned(local, rule, blocks)(*arrays)
+    return out.reshape(*leading, n)
+
+
+def _matrix(operand: Operand, rows: int, k: int) -> Operand:
+    """The operand as a matrix, with a scalar scale as one value, since a partitioned function has no scalars."""
+    flat: Any = lambda half: None if half is None else half.reshape(rows, k)
+    scale = operand.scale
+    if not isinstance(operand.scaling, Block):
+        scale = scale.reshape(1)
+    elif operand.scaling.tile == "vector":
+        scale = scale.reshape(rows, -1)
+    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo), scale=scale)
+
+
+def _as_scalar(operand: Operand) -> Operand:
+    if isinstance(operand.scaling, Block):
+        return operand
+    return dataclasses.replace(operand, scale=operand.scale[0])
+
+
+def _letters(operand: Operand, rows: str) -> Any:
+    """The operand with letters for `partition` in the place of its arrays; j counts blocks of k, and i those of n."""
+    scale = "u"
+    if isinstance(operand.scaling, Block):
+        scale = f"{'i' if operand.scaling.tile == 'square' else rows} j"
+    lo = None if operand.lo is None else f"{rows} k"
+    return Operand(f"{rows} k", scale, lo, None if operand.lo_scale is None else scale, operand.scaling)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8 tensor cores on a GPU.
 
-The meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a GPU three details
-decide whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an H200; see LOG.md):
+With one scale a tensor the meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32
+accumulation. On a GPU three details decide whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an
+H200; see LOG.md):
 
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;
@@ -9,6 +10,9 @@ decide whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on
 * the two dots of a residual product are kept apart by an optimization barrier on x (XLA would concatenate the weights
   at run time) and on the scale (it would factor the scale out and multiply in a pass of its own). XLA then computes
   the small product with W_lo first and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
+
+With a scale for every block the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
+a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
 """
 
 import math
@@ -17,6 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.checks import has_explicit_axes
+from pallas_kernels.operands import Block, Operand, Product, product_scale
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -41,37 +48,32 @@ class AnyFP8(lax.DotAlgorithm):
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
-def sizes(x: jax.Array, w: jax.Array) -> tuple[int, int, int]:
-    """(m, k, n) of the product as one of matrices."""
-    k = math.prod(w.shape[1:])
-    return x.size // k if k else 0, k, w.shape[0]
+def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
+    """Why XLA cannot do it here, or None."""
+    if isinstance(w.scaling, Block) and has_explicit_axes():
+        return "blocks cut and merge axes, which a mesh with explicit axes cannot follow; use AxisType.Auto"
+    return None
 
 
-def _dimension_numbers(x: jax.Array, w: jax.Array) -> lax.DotDimensionNumbers:
-    contracted = w.ndim - 1
-    return (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(1, w.ndim))), ((), ())
-
-
-def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    w_lo: jax.Array | None,
-    *,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    out_dtype: Any,
-    accumulation: str,
-    out_sharding: Any,
-) -> jax.Array:
+def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
     """The product on the platform that the program is lowered for; see `api.matmul`."""
-    dimensions = _dimension_numbers(x, w)
+    out = (_blocks if isinstance(w.scaling, Block) else _scaled_once)(options, x, w)
+    return out if bias is None else out + bias.astype(options.out_dtype)
+
+
+def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
+    contracted = w.values.ndim - 1
+    axes = tuple(range(x.values.ndim - contracted, x.values.ndim)), tuple(range(1, w.values.ndim))
+    dimensions = (axes, ((), ()))
+    out_dtype, sharding = options.out_dtype, options.out_sharding
+    operands = (x.values, w.values, w.lo, product_scale(x, w))
 
     def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
         wide = w.astype(jnp.float32)
         if w_lo is not None:
             wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
         out = lax.dot_general(
-            x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=out_sharding
+            x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=sharding
         )
         return (out * scale.astype(jnp.float32)).astype(out_dtype)
 
@@ -84,8 +86,8 @@ def matmul(
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
             product = lax.dot_general(
-                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, accumulation),
-                preferred_element_type=product_dtype, out_sharding=out_sharding,
+                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
+                preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
             return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
@@ -98,7 +100,33 @@ def matmul(
         return lax.optimization_barrier(out)
 
     if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
-        out = in_float32(x, w, w_lo, scale)
-    else:
-        out = lax.platform_dependent(x, w, w_lo, scale, cuda=on_tensor_cores, default=in_float32)
-    return out if bias is None else out + bias.astype(out_dtype)
+        return in_float32(*operands)
+    return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
+
+
+def _blocks(options: Product, x: Operand, w: Operand) -> jax.Array:
+    operands = [_dequantize(x, x.values), _dequantize(w, w.values)]
+    if w.lo is not None:
+        operands.append(_dequantize(w, w.lo))
+    dimensions = (((x.values.ndim - 1,), (1,)), ((), ()))
+
+    def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
+        wide = w + lo[0] if lo else w
+        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST)
+        return out.astype(options.out_dtype)
+
+    def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
+        narrow = x.astype(jnp.bfloat16)
+        products = [
+            lax.dot_general(narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32)
+            for half in halves
+        ]
+        return sum(products[1:], products[0]).astype(options.out_dtype)
+
+    return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
+
+
+def _dequantize(operand: Operand, half: jax.Array) -> jax.Array:
+    """One half of an operand times its scales, float32."""
+    # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
+    return lax.optimization_barrier(half).astype(jnp.float32) * operand.scale_of_values()

@@ -1,13 +1,15 @@
 """`matmul` in Pallas-Triton: the portable kernel, which a CPU can interpret on any supported jax.
 
 Each program computes one output tile: it walks k in steps, adds x W_hiᵀ and x W_loᵀ to one float32 accumulator, and
-scales, adds the bias and rounds at the end. Triton lowers an FP8 product to F16 `mma.sync` (Pallas has no path to
-Hopper's FP8 `wgmma`), so sums are float32 whatever `accumulation` says, and a Hopper GPU runs it four times slower than
-cuBLASLt: the kernel is for GPUs and arguments that nothing else serves, and is never the first choice.
+scales, adds the bias and rounds at the end. With a scale for every block a step is one block of k, and its sum is
+scaled before it is added: `total += (x W_hiᵀ + x W_loᵀ) s_x s_w`.
+
+Triton lowers an FP8 product to F16 `mma.sync` (Pallas has no path to Hopper's FP8 `wgmma`), so sums are float32
+whatever `accumulation` says, and a Hopper GPU runs it four times slower than cuBLASLt: the kernel is for GPUs and
+arguments that nothing else serves, and is never the first choice.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import numerics
+from pallas_kernels.checks import reject_explicit
 from pallas_kernels.matmul.parts import on_each_device
-from pallas_kernels.matmul.reference import sizes
+from pallas_kernels.operands import Block, Operand, Product, Scaling, product_scale, sizes
 
 # What Triton's tensor-core products ask of a tile's side.
 SMALLEST_SIDE = 16
@@ -33,88 +37,107 @@ class Config:
     stages: int = 3
 
 
-def fit(m: int, k: int, n: int) -> Config | None:
-    """The largest tiles up to 128 that divide the shape; None where a size is no multiple of 16."""
+def fit(m: int, k: int, n: int, scaling: Scaling) -> Config | None:
+    """The largest tiles up to 128 that divide the shape, one block wide along k; None where there are none."""
+    if isinstance(scaling, Block):
+        size = scaling.size
+        if k % size or not k or (scaling.tile == "square" and n % size):
+            return None
+        # A square's scale is one number for a tile of n, which must not cross squares.
+        k, n = size, size if scaling.tile == "square" else n
     sides = [next((s for s in (128, 64, 32, 16) if size and size % s == 0), 0) for size in (m, n, k)]
     if 0 in sides:
         return None
-    return Config(sides[0], sides[1], sides[2], warps=8 if sides[0] * sides[1] >= 128 * 128 else 4)
+    tile_k = k if isinstance(scaling, Block) else sides[2]
+    return Config(sides[0], sides[1], tile_k, warps=8 if sides[0] * sides[1] >= 128 * 128 else 4)
 
 
-def reject(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, **options: Any) -> str | None:
+def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
     """Why this kernel cannot multiply these operands, or None."""
-    if x.dtype != w.dtype:
-        return f'Triton multiplies one format, not {x.dtype} x {w.dtype}; use backend="xla"'
+    if x.values.dtype != w.values.dtype:
+        return f'Triton multiplies one format, not {x.values.dtype} x {w.values.dtype}; use backend="xla"'
     m, k, n = sizes(x, w)
-    if fit(m, k, n) is None:
-        return f'm={m}, k={k} and n={n} must be multiples of {SMALLEST_SIDE}; use backend="xla" or pad'
-    return None
+    if fit(m, k, n, w.scaling) is None:
+        blocks = f", whole blocks with {w.scaling}" if isinstance(w.scaling, Block) else ""
+        return f'm={m}, k={k} and n={n} must be multiples of {SMALLEST_SIDE}{blocks}; use backend="xla" or pad'
+    return reject_explicit()
 
 
-def decline(*args: Any, **options: Any) -> str | None:
+def decline(*args: Any) -> str | None:
     """Why this kernel is not the first choice."""
     return "F16 mma.sync is slower than the FP8 products of cuBLASLt"
 
 
-def matmul(
-    x: jax.Array,
-    w: jax.Array,
-    w_lo: jax.Array | None,
-    *,
-    scale: jax.Array,
-    bias: jax.Array | None,
-    out_dtype: Any,
-    accumulation: str,
-    out_sharding: Any,
-) -> jax.Array:
+def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
     """The product, see `api.matmul`."""
 
     def fits(m: int, k: int, n: int) -> bool:
-        return fit(m, k, n) is not None
+        return fit(m, k, n, w.scaling) is not None
 
-    return on_each_device(
-        _multiply, fits, (x, w, w_lo), scale=scale, bias=bias, out_dtype=out_dtype, accumulation=accumulation
-    )
+    return on_each_device(_multiply, fits, options, x, w, bias)
 
 
-def _multiply(
-    x: jax.Array, halves: Sequence[jax.Array], scale: jax.Array, bias: jax.Array | None, out_dtype: Any
-) -> jax.Array:
-    call = functools.partial(_call, len(halves), out_dtype)
-    operands = [x, *halves, scale, *([] if bias is None else [bias])]
+def _multiply(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+    scaling = w.scaling
+    if isinstance(scaling, Block):
+        of_x, of_w = (numerics.decode_e8m0(operand.scale) for operand in (x, w))
+        # A column of scales for every tile of n: one number a step.
+        scales = [of_x, of_w[:, None, :] if scaling.tile == "square" else of_w]
+    else:
+        scales = [product_scale(x, w).astype(jnp.float32).reshape(1)]
+    halves = [half for half in (w.values, w.lo) if half is not None]
+    call = functools.partial(_call, scaling, len(halves), options.out_dtype)
+    operands = [x.values, *halves, *scales, *([] if bias is None else [bias])]
     return lax.platform_dependent(
         *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
     )
 
 
-def _call(halves: int, out_dtype: Any, *operands: jax.Array, interpret: bool) -> jax.Array:
+def _call(scaling: Scaling, halves: int, out_dtype: Any, *operands: jax.Array, interpret: bool) -> jax.Array:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     (m, k), (n, _) = operands[0].shape, operands[1].shape
-    config = fit(m, k, n)
+    config = fit(m, k, n, scaling)
     assert config is not None, "fits() came first"
     tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k
+    in_blocks = isinstance(scaling, Block)
+    squares = isinstance(scaling, Block) and scaling.tile == "square"
     nt = (((1,), (1,)), ((), ()))
 
     def kernel(x_ref: Any, *refs: Any) -> None:
-        w_refs, scale_ref, out_ref = refs[:halves], refs[halves], refs[-1]
+        w_refs, scale_refs, out_ref = refs[:halves], refs[halves : halves + 1 + in_blocks], refs[-1]
+        bias_refs = refs[halves + 1 + in_blocks : -1]
 
         def step(i: Any, total: jax.Array) -> jax.Array:
             columns = pl.ds(i * tile_k, tile_k)
             x = x_ref[:, columns]
+            part = jnp.zeros((tile_m, tile_n), jnp.float32) if in_blocks else total
             for w_ref in w_refs:
-                total = total + lax.dot_general(x, w_ref[:, columns], nt, preferred_element_type=jnp.float32)
-            return total
+                part = part + lax.dot_general(x, w_ref[:, columns], nt, preferred_element_type=jnp.float32)
+            if not in_blocks:
+                return part
+            of_x, of_w = scale_refs
+            of_tile = of_w[0, 0, i] if squares else of_w[:, i][None, :]
+            return total + part * (of_x[:, i][:, None] * of_tile)
 
-        total = lax.fori_loop(0, k // tile_k, step, jnp.zeros((tile_m, tile_n), jnp.float32)) * scale_ref[0]
-        if len(refs) == halves + 3:
-            total = total + refs[halves + 1][...][None, :]
+        total = lax.fori_loop(0, k // tile_k, step, jnp.zeros((tile_m, tile_n), jnp.float32))
+        if not in_blocks:
+            total = total * scale_refs[0][0]
+        for bias_ref in bias_refs:
+            total = total + bias_ref[...][None, :]
         out_ref[...] = total.astype(out_dtype)
 
     panel = pl.BlockSpec((tile_n, k), lambda i, j: (j, 0))
-    specs = [pl.BlockSpec((tile_m, k), lambda i, j: (i, 0)), *[panel] * halves, pl.BlockSpec((1,), lambda i, j: (0,))]
-    if len(operands) == halves + 3:
+    specs = [pl.BlockSpec((tile_m, k), lambda i, j: (i, 0)), *[panel] * halves]
+    steps = k // tile_k
+    if in_blocks:
+        specs.append(pl.BlockSpec((tile_m, steps), lambda i, j: (i, 0)))
+        square = pl.BlockSpec((1, 1, steps), lambda i, j: (j * tile_n // tile_k, 0, 0))
+        specs.append(square if squares else pl.BlockSpec((tile_n, steps), lambda i, j: (j, 0)))
+    else:
+        specs.append(pl.BlockSpec((1,), lambda i, j: (0,)))
+    if len(operands) > len(specs):
         specs.append(pl.BlockSpec((tile_n,), lambda i, j: (j,)))
     return pl.pallas_call(
         kernel,
@@ -124,5 +147,5 @@ def _call(halves: int, out_dtype: Any, *operands: jax.Array, interpret: bool) ->
         out_specs=pl.BlockSpec((tile_m, tile_n), lambda i, j: (i, j)),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
         interpret=interpret,
-        name=f"matmul_fp8_{'dual' if halves == 2 else 'single'}",
+        name=f"matmul_fp8_{'dual' if halves == 2 else 'single'}{'_blocks' if in_blocks else ''}",
     )(*operands)

@@ -1,1 +1,1 @@
-"""Tensors as FP8 values and a scale."""
+"""Tensors as FP8 values with a scale for all, for every row, or for every block."""

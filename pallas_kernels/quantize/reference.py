@@ -1,37 +1,43 @@
 """The definition of `quantize` in plain jax.numpy: the CPU path and the oracle of every kernel."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import numerics
-
-# nanochat's rule (and torchao's): a floor under amax, so that a zero tensor has a finite multiplier. It is a float64,
-# which lies between the float32 below and its neighbour.
-_FLOAT32_SCALE_FLOOR = 1e-12
+from pallas_kernels.checks import has_explicit_axes
+from pallas_kernels.operands import Block, Operand, Quantization, Quantized, Row
 
 
-def scale_and_inverse(amax: jax.Array, dtype: Any, scale: str) -> tuple[jax.Array, jax.Array]:
-    """(scale, multiplier that replaces the division by it); both NaN where `amax` is not finite."""
-    if scale == "pow2":
-        power = numerics.pow2_scale(amax, dtype)
-        return power, numerics.reciprocal_pow2(power)
-    finite = jnp.isfinite(amax)
-    floor = np.float32(_FLOAT32_SCALE_FLOOR)
-    multiplier = numerics.divide(numerics.largest(dtype), jnp.maximum(amax, floor))
-    multiplier = jnp.where(amax <= floor, np.float32(numerics.largest(dtype) / _FLOAT32_SCALE_FLOOR), multiplier)
-    reciprocal = numerics.divide(1.0, multiplier)
-    nan = jnp.float32(jnp.nan)
-    return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
+def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> str | None:
+    """Why XLA cannot do it here, or None."""
+    if isinstance(options.scaling, Block) and has_explicit_axes():
+        return "blocks cut and merge axes, which a mesh with explicit axes cannot follow; use AxisType.Auto"
+    return None
 
 
-def quantize(
-    x: jax.Array, *, dtype: Any, scale: str, amax: jax.Array | None, orientation: str
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(values, scale, transposed or None); see `api.quantize`."""
-    x = x.astype(jnp.float32)
-    factor, inverse = scale_and_inverse(numerics.amax(x) if amax is None else amax, dtype, scale)
-    values = numerics.saturating_cast(numerics.flush_subnormal(x) * inverse, dtype)
-    return values, factor, jnp.moveaxis(values, -1, 0) if orientation == "both" else None
+def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+    """See `api.quantize`."""
+    rows = _quantize(options, x.astype(jnp.float32), amax)
+    if not options.both:
+        return Quantized(rows)
+    if options.scaling.serves_both:
+        turned = jnp.moveaxis(rows.values, -1, 0)
+        return Quantized(rows, Operand(turned, options.scaling.turn(rows.scale), scaling=options.scaling))
+    # A quantization of its own along all other axes, as one.
+    if isinstance(options.scaling, Row):
+        # Scaled before it is turned: XLA then turns one byte a value.
+        wide = x.astype(jnp.float32)
+        amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
+        scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
+        values = numerics.saturating_cast(numerics.flush_subnormal(wide) * inverse, options.dtype)
+        return Quantized(rows, Operand(jnp.moveaxis(values, -1, 0), scale, scaling=options.scaling))
+    turned = jnp.moveaxis(x, -1, 0)
+    columns = _quantize(options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None)
+    return Quantized(rows, Operand(columns.values.reshape(turned.shape), columns.scale, scaling=options.scaling))
+
+
+def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
+    scaling, dtype = options.scaling, options.dtype
+    scale, inverse = scaling.find(x, dtype, amax)
+    values = numerics.saturating_cast(numerics.flush_subnormal(x) * scaling.spread(inverse, x.shape), dtype)
+    return Operand(values, scaling.store(scale), scaling=scaling)

@@ -15,7 +15,7 @@ from tcfp_jax.conversion.interception import Conversion
 from tcfp_jax.conversion.policy import SWITCHED_OFF, Choice, by_hand, rule_name
 from tcfp_jax.conversion.report import Record, Report
 from tcfp_jax.conversion.tracing import Origin, Product, arrays_of, parameter_products
-from tcfp_jax.optim.feedback import path_names
+from tcfp_jax.paths import path_names
 
 # What is known of converted NNX models; a Linen model's class holds its own.
 REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()

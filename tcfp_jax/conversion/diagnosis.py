@@ -13,7 +13,8 @@ from flax import nnx as flax_nnx
 from tcfp_jax.conversion.convert import convert_to_tcfp, survey
 from tcfp_jax.conversion.policy import policy
 from tcfp_jax.conversion.report import Record, describe
-from tcfp_jax.optim.feedback import error_feedback, path_names
+from tcfp_jax.optim.feedback import error_feedback
+from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -187,7 +188,7 @@ def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tupl
     """(of the stored weight, of its error buffer), as `error_feedback` would make them."""
     assert record.layout is not None
     weights = {"kernel": Weight(recipe, record.layout.stacked(len(shape)))}
-    key = jax.random.key(0) if recipe.residual == "stochastic" else None
+    key = jax.random.key(0) if recipe.stochastic else None
     tx = error_feedback(weights, key=key)
     state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
     weight, error = (

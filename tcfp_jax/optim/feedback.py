@@ -20,23 +20,34 @@ import optax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.quantize.api import Orientation
+from pallas_kernels.dispatch import step
+from pallas_kernels.operands import Tensor
+from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.quantization import Quantized, WithResidual, as_quantized, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`; the trees mirror the parameters, with `optax.MaskedNode()` where nothing is kept."""
+    """State of `error_feedback`.
 
-    weights: Any  # what the recipe stores of every weight, such as ResidualArray
-    errors: Any  # what rounding left, in `error_dtype`; FP8 errors in units of the stored scale
-    amax: Any  # float32 scalars, only with delayed scaling
-    key: jax.Array | None  # raw key data (uint32), only with a stochastic residual
+    Attributes:
+      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read.
+      errors: what rounding left, in `error_dtype`, FP8 errors in units of the stored scale. The tree mirrors the
+        parameters, with `optax.MaskedNode()` where nothing is kept.
+      amax: float32 scalars, only with a delayed amax; mirrors the parameters, too.
+      key: raw key data (uint32), only with stochastic rounding.
+    """
+
+    weights: dict[str, Any]
+    errors: Any
+    amax: Any
+    key: jax.Array | None
 
 
 def error_feedback(
@@ -51,11 +62,11 @@ def error_feedback(
     Place it last in `optax.chain`: it reads the final update and passes it on unchanged.
 
     Args:
-      recipe: how the layers multiply; the same recipe that they have. With `recipe.error_feedback=False` the weights
+      recipe: how the layers multiply; the same recipe that they have. With `remainder="dropped"` the weights
         are still quantized here, once per step, but no error buffer exists. With "bf16" it does nothing.
         Or what `tcfp_jax.conversion.find_weights` found in a model: by path, each weight's recipe and which of its
         axes are contracted; kernels of more than two axes are then stored as the matrices that they are.
-      key: JAX random key, for `residual="stochastic"` only. It is part of the state from then on.
+      key: JAX random key, for `remainder="stochastic"` only. It is part of the state from then on.
       error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
       mask: which leaves are weights: a tree of bools or a function from params to one. None takes every
         leaf named `kernel` with two axes or more. Axes before the last two are a stack of layers with a scale each.
@@ -88,14 +99,10 @@ def error_feedback(
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
         key_of = weights.keys(state.key, implementation)
-        stored, errors, amax = (weights.treedef.flatten_up_to(tree) for tree in state[:3])
+        errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
         entries = [
-            _Step(r, error_type, key_of).next(w, i, as_quantized(stored[i]), errors[i], amax[i])
+            _Step(r, error_type, key_of).next(w, i, _find(state.weights, weights.names[i]), errors[i], amax[i])
             for i, w, r in weights.leaves
-        ]
-        entries = [
-            entry._replace(weight=_as_it_came(entry.weight, stored[i]))
-            for entry, (i, *_) in zip(entries, weights.leaves, strict=True)
         ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
 
@@ -118,14 +125,12 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
     for state in states:
         if isinstance(state, ErrorFeedbackState):
-            entries, _ = jax.tree_util.tree_flatten_with_path(state.weights, is_leaf=_is_quantized)
-            for path, weight in entries:
-                _insert(collection, path_names(path), as_quantized(weight))
+            _merge(collection, state.weights, ())
     return collection
 
 
 class _Entry(NamedTuple):
-    weight: Quantized
+    weight: Stored
     error: jax.Array | None
     amax: jax.Array | None
 
@@ -136,7 +141,7 @@ class _Weights:
     def __init__(self, params: Any, recipe: Recipe | Mapping[str, Weight], mask: Any) -> None:
         self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
-        self.count = len(paths)
+        self.names = [path_names(path) for path, _ in paths]
         self.leaves: list[tuple[int, jax.Array, Recipe]] = []
         if isinstance(recipe, Mapping):
             self.leaves = _mapped(paths, recipe)
@@ -152,12 +157,14 @@ class _Weights:
         return lambda i: jax.random.fold_in(use, i)
 
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
-        columns: list[list[Any]] = [[optax.MaskedNode()] * self.count for _ in range(3)]
+        stored: dict[str, Any] = {}
+        errors, amax = ([optax.MaskedNode()] * len(self.names) for _ in range(2))
         for (i, *_), entry in zip(self.leaves, entries, strict=True):
-            for column, value in zip(columns, entry, strict=True):
-                column[i] = optax.MaskedNode() if value is None else value
-        weights, errors, amax = (self.treedef.unflatten(column) for column in columns)
-        return ErrorFeedbackState(weights, errors, amax, key_data)
+            _insert(stored, self.names[i], entry.weight)
+            for column, value in ((errors, entry.error), (amax, entry.amax)):
+                if value is not None:
+                    column[i] = value
+        return ErrorFeedbackState(stored, self.treedef.unflatten(errors), self.treedef.unflatten(amax), key_data)
 
 
 class _Step(NamedTuple):
@@ -168,52 +175,51 @@ class _Step(NamedTuple):
     key: Callable[[int], jax.Array | None]
 
     def first(self, w: jax.Array, i: int) -> _Entry:
-        error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.error_feedback else None
-        amax = _stacked_amax(w) if self.recipe.delayed_scaling else None
+        error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
+        amax = _stacked_amax(w) if self.recipe.amax == "delayed" else None
         return self._quantize(w, i, error, amax, amax)
 
     def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
-        error = self._read_error(kept, stored) if self.recipe.error_feedback else None
-        if not self.recipe.delayed_scaling:
+        error = self._read_error(kept, stored) if self.recipe.feedback else None
+        if self.recipe.amax == "fresh":
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
             # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
-            known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.granularity == "tensor"
+            known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.scaling == Tensor()
             amax = _stacked_amax(w) if known else None
             return self._quantize(w, i, error, amax, None)
         target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
         return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
 
     def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
-        def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Quantized, Any]:
-            orientation: Orientation = "both" if self.recipe.weight_copies == "both" else "rows"
-            return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, orientation=orientation)
+        def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Stored, Any]:
+            return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies)
 
         key, stack = self.key(i), w.shape[:-2]
         if key is not None and stack:
             key = jax.random.split(key, stack)
         for _ in stack:
             one = jax.vmap(one)
-        weight, left = one(w, error, amax, key)
+        with step("quantize w"):
+            weight, left = one(w, error, amax, key)
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 
     def _handed_dtype(self) -> Any:
         """The dtype in which quantizers take and return errors: the kept one, but for FP8, which needs a scale."""
         return jnp.float32 if self.error_dtype == jnp.float8_e5m2 else self.error_dtype
 
-    def _write_error(self, error: jax.Array, stored: Quantized) -> jax.Array:
-        if self.recipe.delayed_scaling:
+    def _write_error(self, error: jax.Array, stored: Stored) -> jax.Array:
+        if self.recipe.amax == "delayed":
             error = error.astype(jnp.float32)
-            # What a stale scale clipped is no rounding error: the next scale fits again, and feeding it back would
+            # What a stale scale clipped is not a rounding error: the next scale fits again, and feeding it back would
             # overshoot by as much. NaN compares false and stays.
-            halves = 2 if isinstance(stored, WithResidual) else 1
-            most = numerics.largest_rounding_error(self.recipe.weight_dtype, halves=halves)
+            most = numerics.largest_rounding_error(stored.dtype, halves=2 if stored.has_residual else 1)
             limit = most * stored.scale_of_values()
             error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
             return numerics.saturating_cast(error / stored.scale_of_values(), self.error_dtype)
         return error.astype(self.error_dtype)
 
-    def _read_error(self, kept: jax.Array, stored: Quantized) -> jax.Array:
+    def _read_error(self, kept: jax.Array, stored: Stored) -> jax.Array:
         error = kept.astype(self._handed_dtype())
         return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
 
@@ -251,12 +257,12 @@ def _mapped(paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, 
 
 def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> None:
     recipes = [weight.recipe for weight in recipe.values()] if isinstance(recipe, Mapping) else [recipe]
-    stochastic = any(r.residual == "stochastic" for r in recipes)
+    stochastic = any(r.stochastic for r in recipes)
     if stochastic and key is None:
-        raise ValueError('residual="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
+        raise ValueError('remainder="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
     if not stochastic and key is not None:
-        used = sorted({r.residual for r in recipes})
-        raise ValueError(f"residual={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
+        used = sorted({r.weight.remainder if r.weight else "none" for r in recipes})
+        raise ValueError(f"remainder={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:
@@ -288,38 +294,28 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
     return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
 
 
-def _as_it_came(weight: Any, before: Any) -> Any:
-    """The weight in the form of the state before: `nnx.Optimizer` makes mappings of it, and `MultiSteps` compares."""
-    if not isinstance(before, Mapping):
-        return weight
-    kind: Any = type(before)
-    return kind({name: getattr(weight, name) for name in before})
-
-
-def _is_quantized(node: Any) -> bool:
-    return as_quantized(node) is not None
-
-
-def path_names(path: Any) -> list[str]:
-    """Names along a path, without the `value` of the box (`nn.Partitioned`, `nnx.Param`) that a leaf may be in."""
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    return [_entry_name(entry) for entry in path]
-
-
-def _entry_name(entry: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    raise TypeError(f"parameter path entry {entry!r} has no name; use nested dicts, lists or dataclasses")
-
-
-def _insert(collection: dict[str, Any], path: list[str], weight: Quantized | None) -> None:
+def _insert(collection: dict[str, Any], path: list[str], weight: Stored) -> None:
     if not path:
         raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
     node = collection
     for name in path[:-1]:
         node = node.setdefault(name, {})
-    if path[-1] in node:
-        raise ValueError(f"two error_feedback transformations hold {'/'.join(path)}; mask it out of one of them")
     node[path[-1]] = weight
+
+
+def _find(collection: dict[str, Any], path: list[str]) -> Stored:
+    node: Any = collection
+    for name in path:
+        node = node[name]
+    return node
+
+
+def _merge(collection: dict[str, Any], weights: Any, path: tuple[str, ...]) -> None:
+    for name, value in weights.items():
+        if not isinstance(value, Stored):
+            _merge(collection.setdefault(name, {}), value, (*path, name))
+        elif name in collection:
+            held = "/".join((*path, name))
+            raise ValueError(f"two error_feedback transformations hold {held}; mask it out of one of them")
+        else:
+            collection[name] = value

@@ -4,10 +4,11 @@ import math
 
 import jax
 
+from pallas_kernels.operands import Operand
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import check_fits, parse, swap
-from tcfp_jax.weights.quantization import Quantized
+from tcfp_jax.weights.layout import check_fits, parse
+from tcfp_jax.weights.stored import Stored
 
 
 def contract(
@@ -16,7 +17,7 @@ def contract(
     kernel: jax.Array | None,
     *,
     recipe: Recipe,
-    quantized: Quantized | None = None,
+    quantized: Stored | None = None,
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
@@ -46,12 +47,14 @@ def contract(
     sizes = dict(zip(letters, shape))
     if len(shape) != len(letters) or any(sizes.get(c, s) != s for c, s in zip(x_letters, x.shape)):
         raise ValueError(f"equation {equation!r} does not fit x{list(x.shape)} and kernel{list(shape)}")
+    if isinstance(quantized, Operand):
+        quantized = Stored(None, quantized)
     matrix = None if kernel is None else layout.matrix(kernel)
     if quantized is not None:
         check_fits(quantized, layout, shape, "kernel")
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
-        quantized = None if quantized is None else swap(quantized)
+        quantized = None if quantized is None else quantized.swap()
     pick = lambda axes: [letters[axis] for axis in axes]
     stack, inputs, outputs = pick(layout.stack), pick(layout.inputs), pick(layout.outputs)
     rest = [letter for letter in x_letters if letter not in stack + inputs]
@@ -62,7 +65,7 @@ def contract(
     leading = (*kept[: len(stack)], -1) if layout.transposed else kept
     x = x.reshape(*leading, math.prod(sizes[letter] for letter in inputs))
 
-    def multiply(x: jax.Array, w: jax.Array | None, quantized: Quantized | None, key: jax.Array | None) -> jax.Array:
+    def multiply(x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None) -> jax.Array:
         if w is None:
             return matmul(x, quantized, recipe=recipe)
         return matmul(x, w, recipe=recipe, quantized=quantized, key=key)

@@ -6,10 +6,10 @@ The three products of `y = x W`, as FP8 tensor cores want them (both operands re
     dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
     wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
 
-with one scale a tensor; `products.py` has the same three with a scale a row or a block.
+each scale one for the tensor, the row or the block, as the recipe's scaling says.
 
 x and g are quantized once each, in both orientations in one pass where wgrad is FP8, so the backward pass keeps x in
-one byte a value and no transpose is left. The weight is quantized outside the `custom_vjp`, or was quantized by the
+one byte per value and no transpose is left. The weight is quantized outside the `custom_vjp`, or was quantized by the
 optimizer (`tcfp_jax.error_feedback`) and comes in as `quantized`; no product needs its float copy.
 
 The gradient is the straight-through one: that of the products above, as if rounding were the identity.
@@ -23,14 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.quantize.api import check_real
-from tcfp_jax.products.operands import Operand, product, quantize_operand, weight_operand
-from tcfp_jax.recipes import Recipe, TCFPMode, WeightForm
+from pallas_kernels.checks import check_real, has_explicit_axes
+from pallas_kernels.dispatch import note, step
+from pallas_kernels.operands import Operand
+from tcfp_jax.products.operands import product, quantize_operand
+from tcfp_jax.recipes import Dual, Halves, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.blocks import BlockArray, ResidualBlockArray, RowArray
-from tcfp_jax.weights.quantization import QArray, Quantized, ResidualArray, WithResidual, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 # Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
 # without them a policy re-runs the quantization in the backward pass.
@@ -43,15 +45,15 @@ def matmul(
     w: Any,
     *,
     recipe: Recipe | str,
-    quantized: Quantized | None = None,
+    quantized: Stored | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`x @ w` with the operands, products and gradients that `recipe` describes.
 
     Args:
       x: real floats `[..., k]` of 16 bits or more.
-      w: the weight `[k, n]`, real floats; its gradient is that of the straight-through product. Or what
-        `quantize_weight` made of it, alone: a constant, no float copy exists and only x has a gradient.
+      w: the weight `[k, n]`, real floats; its gradient is that of the straight-through product. Or a `Stored` weight
+        (or what `split` and `quantize` made of it): a constant, no float copy exists and only x has a gradient.
       recipe: a `Recipe` or the name of one.
       quantized: `w` as `error_feedback` stored it (`layer_state`); without it `w` is quantized here.
       key: random key for a stochastic residual where `w` is quantized here.
@@ -63,7 +65,7 @@ def matmul(
       which costs about as much as quantizing them once more.
 
     Raises:
-      TypeError: integer, complex or 8-bit x or w.
+      TypeError: integer, complex or 8-bit x or w; or a gradient with respect to a stored weight is asked for.
       ValueError: k differs, w is not `[k, n]`, or `quantized` is not what the recipe stores.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
@@ -71,22 +73,26 @@ def matmul(
     [1.5, 1.5, 1.5, 1.5]
     """
     recipe = named_recipe(recipe)
-    if isinstance(w, Quantized):
+    if isinstance(w, Operand):
+        w = Stored(None, w)
+    if isinstance(w, Stored):
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
         w, quantized = None, w
+    if isinstance(quantized, Operand):
+        quantized = Stored(None, quantized)
     _check_input("x", x)
     if w is not None:
         _check_input("w", w)
     _check_shapes(x, w if quantized is None else quantized, w)
-    if recipe.mode is TCFPMode.BF16:
+    if recipe.weight is None:
         if quantized is not None:
-            raise ValueError(
-                f'recipe("bf16") multiplies float weights, but got {type(quantized).__name__}; dequantize it'
-            )
+            raise ValueError(f'recipe("bf16") multiplies float weights, but got a {_kind(quantized)}; dequantize it')
     elif quantized is None:
-        quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
-    _check_stored(recipe, quantized)
+        with step("quantize w"):
+            quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
+    if quantized is not None:
+        _check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
     return _product(recipe, x, w, quantized)
 
@@ -96,9 +102,7 @@ def matmul(
 class _Saved:
     """What the backward pass needs: arrays, and the types and shardings that its results must have."""
 
-    x: jax.Array  # BF16 [..., k], or FP8 [k, ...] where wgrad is FP8
-    # Which of these are None follows from the recipe, which a type cannot say: hence Any.
-    x_scale: Any
+    x: Any  # BF16 [..., k], or an Operand [k, ...] where wgrad is FP8
     w: Any  # only where no quantized form exists
     quantized: Any
     x_type: Any = field(metadata=dict(static=True))
@@ -106,72 +110,85 @@ class _Saved:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Quantized | None) -> jax.Array:
+def _product(recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None) -> jax.Array:
     return _forward(recipe, x, w, quantized)[0]
 
 
+def _forward_rule(recipe: Recipe, *primals: Any) -> tuple[jax.Array, _Saved]:
+    is_primal = lambda node: hasattr(node, "perturbed")
+    if any(leaf.perturbed for leaf in jax.tree.leaves(primals[2], is_leaf=is_primal)):
+        raise TypeError(
+            "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
+            "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
+            "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
+        )
+    return _forward(recipe, *jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal))
+
+
 def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
-    x_scale: Any = None
-    if recipe.activation_dtype == "bfloat16":
-        x_kept: Any = x.astype(jnp.bfloat16)
-        y = _dot_bf16(x_kept, _bf16_weight(w, quantized, recipe.forward_weight), (x.ndim - 1,), (0,), x.dtype)
+    x_q: Any = None
+    if recipe.forward == "bf16":
+        with step("forward"):
+            kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
+            y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype)
     else:
-        x_q = quantize_operand(x, recipe.activation_dtype, recipe, form=recipe.forward_activation)
-        y = product(
-            x_q.rows, weight_operand(quantized, recipe.forward_weight, "k"), recipe,
-            accumulation=recipe.forward_accumulation, out_dtype=x.dtype, b_tile=recipe.weight_tile,
-        )  # fmt: skip
-        x_kept = x.astype(jnp.bfloat16)
-        if x_q.columns is not None:
-            x_kept, x_scale = x_q.columns.values, checkpoint_name(x_q.columns.scale, ACTIVATION_NAME)
-    saved = _Saved(
-        checkpoint_name(x_kept, ACTIVATION_NAME), x_scale, w if quantized is None else None, quantized,
-        _type_of(x), None if w is None else _type_of(w),
-    )  # fmt: skip
-    return y, saved
+        assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
+        with step("quantize x"):
+            x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
+        with step("forward"):
+            y = product(x_q.rows, _halves(quantized.for_forward(), recipe.weight.forward), recipe, recipe.forward,
+                        out_dtype=x.dtype)  # fmt: skip
+    kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
+    return y, _Saved(kept, w if quantized is None else None, quantized, _type_of(x), None if w is None else _type_of(w))
 
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
+    if isinstance(g, SymbolicZero):
+        g = jnp.zeros(g.shape, g.dtype)
     g_q: Any = None
-    if recipe.gradient_dtype == "bfloat16":
-        kernel = _bf16_weight(saved.w, saved.quantized, recipe.dgrad_weight)
-        dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
+    if recipe.dgrad == "bf16":
+        with step("dgrad"):
+            kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)
+            dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
-        g_q = quantize_operand(g, recipe.gradient_dtype, recipe)
-        dx = product(
-            g_q.rows, weight_operand(saved.quantized, recipe.dgrad_weight, "n"), recipe,
-            accumulation=recipe.dgrad_accumulation, out_dtype=x_dtype, out_sharding=x_sharding,
-            b_tile=recipe.weight_tile,
-        )  # fmt: skip
+        assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
+        with step("quantize g"):
+            g_q = quantize_operand(g, recipe.gradient, recipe)
+        with step("dgrad"):
+            dx = product(g_q.rows, _halves(saved.quantized.for_dgrad(), recipe.weight.dgrad), recipe, recipe.dgrad,
+                         out_dtype=x_dtype, out_sharding=x_sharding)  # fmt: skip
     if w_type is None:
         return dx, None, None
     w_dtype, w_sharding = w_type
-    if recipe.wgrad == "fp8":
-        dw = product(
-            Operand(saved.x, saved.x_scale), g_q.columns, recipe, accumulation=recipe.wgrad_accumulation,
-            out_dtype=w_dtype, out_sharding=w_sharding,
-        )  # fmt: skip
-    else:
-        tokens = tuple(range(g.ndim - 1))
-        dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
+    with step("wgrad"):
+        if recipe.wgrad == "bf16":
+            tokens = tuple(range(g.ndim - 1))
+            dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
+        else:
+            dw = product(saved.x, g_q.columns, recipe, recipe.wgrad, out_dtype=w_dtype, out_sharding=w_sharding)
     return dx, dw, None
 
 
-_product.defvjp(_forward, _backward)
+# Symbolic zeros say whether a gradient with respect to the stored weight is wanted, which only raises.
+_product.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
 
-def _bf16_weight(w: Any, quantized: Quantized | None, form: WeightForm) -> jax.Array:
+def _halves(operand: Operand, wanted: Halves) -> Operand:
+    return operand.drop_residual() if wanted == "hi" else operand
+
+
+def _bf16_weight(w: Any, quantized: Stored | None, halves: Halves) -> jax.Array:
     if quantized is None:
         return w.astype(jnp.bfloat16)
-    if form == "single" and isinstance(quantized, WithResidual):
-        quantized = quantized.drop_residual()
-    return quantized.dequantize(jnp.bfloat16)
+    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
 
 
 def _dot_bf16(
     a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any, sharding: Any = None
 ) -> jax.Array:
+    note("dot_general", a, b)
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     out = lax.dot_general(
         a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
@@ -181,19 +198,18 @@ def _dot_bf16(
 
 def _type_of(x: jax.Array) -> tuple[Any, Any]:
     """(dtype, sharding under an explicit mesh or None): what the cotangent of x must have."""
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return x.dtype, jax.typeof(x).sharding if explicit else None
+    return x.dtype, jax.typeof(x).sharding if has_explicit_axes() else None
 
 
 def _check_input(name: str, x: jax.Array) -> None:
     check_real(name, x)
     if jnp.dtype(x.dtype).itemsize < 2:
         raise TypeError(
-            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a QArray as w"
+            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a Stored weight as w"
         )
 
 
-def _check_shapes(x: jax.Array, weight: jax.Array | Quantized, w: jax.Array | None) -> None:
+def _check_shapes(x: jax.Array, weight: Any, w: jax.Array | None) -> None:
     if len(weight.shape) != 2:
         raise ValueError(
             f"w has shape {tuple(weight.shape)}, not [k, n]; reshape it or use jax.vmap over its leading axes"
@@ -206,24 +222,21 @@ def _check_shapes(x: jax.Array, weight: jax.Array | Quantized, w: jax.Array | No
         )
 
 
-# (mode, granularity) -> what a recipe stores of a weight.
-_STORED: dict[tuple[TCFPMode, str], type] = {
-    (TCFPMode.FP8, "tensor"): QArray, (TCFPMode.TCFP12, "tensor"): ResidualArray, (TCFPMode.FP8, "row"): RowArray,
-    (TCFPMode.FP8, "block"): BlockArray, (TCFPMode.TCFP12, "block"): ResidualBlockArray,
-}  # fmt: skip
+def _kind(quantized: Stored) -> str:
+    halves = "hi + lo" if quantized.has_residual else "one FP8 tensor"
+    return f"weight of {halves} in {quantized.dtype} with {quantized.scaling}"
 
 
-def _check_stored(recipe: Recipe, quantized: Quantized | None) -> None:
-    expected = _STORED.get((recipe.mode, recipe.granularity), type(None))
-    if not isinstance(quantized, expected):
+def _check_stored(recipe: Recipe, quantized: Stored) -> None:
+    """Raise unless the products of the recipe can read this weight."""
+    form = recipe.weight
+    assert form is not None, "the caller has refused BF16"
+    fits = quantized.has_residual == isinstance(form, Dual) and quantized.scaling == recipe.scaling
+    both = quantized.forward is not None and quantized.backward is not None
+    if not fits or not (both or quantized.scaling.serves_both):
+        halves = "hi + lo" if isinstance(form, Dual) else "one FP8 tensor"
+        orientations = "" if both else ", in one orientation"
         raise ValueError(
-            f"the recipe (mode {recipe.mode.value}, granularity {recipe.granularity!r}) multiplies a "
-            f"{expected.__name__}, but quantized is a {type(quantized).__name__}; build the state with the same recipe"
+            f"the recipe multiplies a weight of {halves} with {recipe.scaling}, but quantized is a "
+            f"{_kind(quantized)}{orientations}; build the state with the same recipe"
         )
-    if isinstance(quantized, BlockArray | ResidualBlockArray):
-        given, wanted = (quantized.block, quantized.tile), (recipe.block, recipe.weight_tile)
-        if given != wanted:
-            raise ValueError(
-                f"the recipe has blocks of (block, weight_tile)={wanted}, but quantized of {given}; build the state "
-                "with the same recipe"
-            )

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.quantization import QArray, Quantized, ResidualArray
 
 
 @dataclass(frozen=True)
@@ -101,25 +99,6 @@ class Weight:
     layout: Layout
 
 
-def swap(quantized: Quantized) -> Quantized:
-    """The transposed weight: `[..., n, k]` from `[..., k, n]`; nothing moves where both orientations are stored.
-
-    Raises:
-      NotImplementedError: a kind of weight that has no transposed form.
-    """
-    turn = lambda half, copy: (jnp.swapaxes(half, -1, -2) if copy is None else copy, half)
-    if isinstance(quantized, QArray):
-        values, transposed = turn(quantized.values, quantized.transposed)
-        return QArray(values, quantized.scale, transposed)
-    if not isinstance(quantized, ResidualArray):
-        raise NotImplementedError(
-            f"a {type(quantized).__name__} cannot be read transposed; leave layers with kernels [n, k] out by rules"
-        )
-    hi, hi_transposed = turn(quantized.hi, quantized.hi_transposed)
-    lo, lo_transposed = turn(quantized.lo, quantized.lo_transposed)
-    return ResidualArray(hi, lo, quantized.scale, hi_transposed, lo_transposed)
-
-
 def parse(equation: str, x_ndim: int) -> tuple[str, str, str, Layout]:
     """(letters of x, of the kernel, of the result, the kernel's layout) of a two-operand einsum; x comes first.
 
@@ -162,11 +141,9 @@ def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str
       ValueError: another shape, or scales that do not fit; the repair is in the message.
     """
     wanted = layout.matrix_shape(shape)
-    # A scale each stack entry, and whatever the recipe has within one: a scale, one a row, one a block.
-    scale = quantized.scale if hasattr(quantized, "scale") else quantized.scales
-    if quantized.shape != wanted or scale.shape[: len(wanted) - 2] != wanted[:-2]:
+    if quantized.shape != wanted or quantized.stack != wanted[:-2]:
         raise ValueError(
-            f"the stored {name} is {list(quantized.shape)} with scales {list(scale.shape)}, but its layer "
+            f"the stored {name} is {list(quantized.shape)} with scales {list(quantized.stack)}, but its layer "
             f"multiplies {list(wanted)} with scales {list(wanted[:-2])} (kernel {list(shape)}); build the state with "
             "error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
         )

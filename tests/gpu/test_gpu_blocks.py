@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import tcfp_jax
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+
+import tcfp_jax
 from pallas_kernels.blocks import Blocked
 from pallas_kernels.matmul.api import SUM_BOUND
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic as block_mosaic
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+
 from pallas_kernels.blocks import BLOCKS, Blocked, scales_shape
 from pallas_kernels.matmul import mosaic
 

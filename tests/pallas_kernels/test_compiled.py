@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compile_for_h200 import compile_for, h200s, on
-
-import tcfp_jax
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+
+import tcfp_jax
 from pallas_kernels.blocks import Blocked, scales_shape
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul

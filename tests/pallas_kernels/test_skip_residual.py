@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from compile_for_h200 import compile_for, h200s, on
 from jax import lax
-
-from benchmarks import common, skip_residual
 from pallas_kernels.block_dual_quantize.api import block_dual_quantize
 from pallas_kernels.block_matmul import mosaic
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
+
+from benchmarks import common, skip_residual
 from pallas_kernels.blocks import Blocked, scales_shape
 from pallas_kernels.matmul.mosaic import SMALLEST_JAX
 

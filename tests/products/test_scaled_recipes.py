@@ -9,13 +9,13 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import tcfp_jax
 from pallas_kernels.block_matmul import cudnn
 from pallas_kernels.block_matmul.api import block_matmul
 from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.blocks import Blocked
 from pallas_kernels.row_quantize.api import row_quantize
+
+import tcfp_jax
+from pallas_kernels.blocks import Blocked
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.weights.quantization import quantize_weight

@@ -1,4 +1,4 @@
-"""The kernel of `mosaic.py`: one program for a single or a residual weight, one accumulator for both halves.
+"""The FP8 product on Hopper: one program for a single or a residual weight, one accumulator for both halves.
 
 A persistent grid of one cluster for every `cluster` multiprocessors walks the output tiles in a snake, so that
 operands stay in the L2 cache. In each block one warpgroup only copies: it fills `stages` buffers of x, W_hi and W_lo
@@ -8,13 +8,16 @@ with the bulk copy engine while two compute warpgroups issue `wgmma` on the buff
     full : acc  = that over tile_k;  total += acc     in float32 registers (the promotion of DeepSeek-V3, 2024)
 
 W_lo shares the scale of W_hi, so one accumulator serves both and a residual product is one product over 2k: x is
-read once for both halves. Where blocks of W_lo are zero, `mosaic_pipeline.py` leaves them out. The blocks of a cluster
-take neighbouring rows and share W by multicast. The epilogue scales, adds a bias, rounds to the output's dtype and
-stores through shared memory.
+read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
+scales, adds a bias, rounds to the output's dtype and stores through shared memory.
+
+Which block of k a step takes, and whether it takes all operands, is up to `Steps`: every step takes all of them here,
+and `skip_matmul` has steps that go without a residual of zeros.
 """
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,26 +27,110 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.matmul.mosaic import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
-from pallas_kernels.matmul.mosaic_pipeline import MEMORY_REGISTERS, SkippingPipeline
+from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
+
+MEMORY_REGISTERS = 40
 
 
-def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class Tile:
+    """What one output tile needs: the loop it is part of, its operands, and what it does with a step and a sum.
+
+    Attributes:
+      loop: of `plgpu.nd_loop`, over the tiles of this block.
+      column: the index of the tile along n.
+      operands: references to global memory of x, the halves of W and the scales that are copied.
+      buffers: what the `allocations` of the steps became.
+      add: `(step, x, halves of W, scales, release, carry) -> carry` of one step; it calls `release()` after its last
+        read.
+      compute: takes `(carry) -> carry`, all steps of the tile, and calls it once.
+    """
+
+    loop: Any
+    column: Any
+    operands: Sequence[Any]
+    buffers: Any
+    add: Any
+    compute: Any
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of an output tile in the order of k, each with all operands: Pallas's own pipeline.
+
+    Attributes:
+      plan: of the kernel.
+      count: steps of tile_k.
+    """
+
+    plan: Plan
+    count: int
+
+    # Operands of its own, after all others, and what the kernel's name ends with.
+    extra = 0
+    suffix = ""
+
+    def allocations(self, operands: Sequence[Any]) -> Any:
+        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
+        nothing = lambda *_, **__: None
+        return self._pipeline(nothing, nothing).get_allocations(*operands)
+
+    def run(self, tile: Tile, own: Sequence[Any]) -> None:
+        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
+        state = None
+        if self.plan.config.pipeline == "steady":
+            phase = plgpu.PipelinePipeline
+            last = tile.loop.local_index == tile.loop.num_local_steps - 1
+            middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
+            state = jnp.where(tile.loop.local_index == 0, int(phase.START), middle)
+        halves = self.plan.halves
+
+        def body(index: Any, x_smem: Any, *rest: Any) -> Any:
+            if not self.plan.promote:
+                *w_smem, carry = rest
+                return tile.add(index[0], x_smem, w_smem, (), lambda: None, carry)
+            count = (len(rest) - 2) // 2
+            consumed = rest[count:-1]
+
+            def release() -> None:
+                for barrier in consumed:
+                    plgpu.barrier_arrive(barrier)
+
+            return tile.add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
+
+        self._pipeline(body, tile.compute, state)(*tile.operands, allocations=tile.buffers)
+
+    def _pipeline(self, body: Any, compute: Any, state: Any = None) -> Any:
+        """Copies of all operands, `count` times tile_k, and `body` on the buffers that are full."""
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(self.count,),
+            memory_registers=MEMORY_REGISTERS,
+            wg_axis="warpgroup",
+            num_compute_wgs=COMPUTE_WARPGROUPS,
+            max_concurrent_steps=self.plan.config.stages,
+            compute_context=compute,
+            in_specs=specs(self.plan),
+            manual_consumed_barriers=self.plan.promote,
+            pipeline_state=state,
+        )
+
+
+def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -> jax.Array:
     """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
 
     With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
-    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors. To skip residual blocks, then
-    also the work list of every tile of n, int32: how many of its steps need W_lo, `[n / tile_n]`, and which block of k
-    each step multiplies, those that need W_lo first, `[n / tile_n, k / tile_k]`. Scales of squares are in that order.
+    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors. Then what `steps` reads itself.
     """
-    (m, _), (n, _) = operands[0].shape, operands[1].shape
+    (m, k), (n, _) = operands[0].shape, operands[1].shape
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
     interpret = device_kind() == "cpu"
     if interpret:
         # Two clusters show every path of the persistent grid.
         plan = replace(plan, blocks=2)
+    halves, accumulation = "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast"
     return plgpu.kernel(
-        functools.partial(_kernel, plan),
+        functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(plan.blocks,),
         grid_names=("block",),
@@ -52,22 +139,19 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name="_".join(
-            ["matmul_fp8", "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast", plan.scaling]
-            + ["nonzero"] * (plan.residual_blocks == "nonzero")
-        ),
+        kernel_name=f"matmul_fp8_{halves}_{accumulation}_{plan.scaling}{steps.suffix}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
 
 
-def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
+def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     """The body of one block: output tiles, and the copies and products of each."""
     config, halves = plan.config, plan.halves
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
     block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
+    own = refs[len(refs) - 1 - steps.extra : -1]
     bias_gmem = refs[-2] if plan.has_bias else None
-    work_list = refs[halves + 3 : halves + 5] if plan.residual_blocks == "nonzero" else None
-    (m, k), n = x_gmem.shape, out_gmem.shape[1]
+    (m, _), n = x_gmem.shape, out_gmem.shape[1]
     tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
@@ -77,14 +161,9 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
     # A square's scale is one number a step, read where it is used.
     copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
-    pipeline = functools.partial(_pipeline, plan, k // config.tile_k)
-    nothing = lambda *_, **__: None
-    skipping = SkippingPipeline(k // config.tile_k, config.stages, _specs(plan), optional=halves)
-    allocator = pipeline(nothing, nothing) if work_list is None else skipping
-
     @functools.partial(
         pl.run_scoped,
-        buffers=allocator.get_allocations(x_gmem, *w_gmem, *copied_scales),
+        buffers=steps.allocations([x_gmem, *w_gmem, *copied_scales]),
         out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
         collective_axes="warpgroup",
     )
@@ -114,29 +193,18 @@ def _kernel(plan: Plan, x_gmem: Any, *refs: Any) -> None:
                 return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
 
             if plan.promote:
-                partial = functools.partial(_promoting, plan, multiply, find_factor)
-                body, compute = partial(store, scale, waves, (wave_rows, tile_n))
+                add, compute = _promoting(multiply, find_factor, store, scale, waves, (wave_rows, tile_n))
             else:
-                body, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
+                add, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
             operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
             operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
-            if work_list is not None:
-                count, order = work_list
-                skipping.run(body, compute, count[ni], lambda step: order[ni, step], loop, operands, buffers)
-                return
-            state = None
-            if config.pipeline == "steady":
-                phase = plgpu.PipelinePipeline
-                last = loop.local_index == loop.num_local_steps - 1
-                middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
-                state = jnp.where(loop.local_index == 0, int(phase.START), middle)
-            pipeline(body, compute, state)(*operands, allocations=buffers)
+            steps.run(Tile(loop, ni, operands, buffers, add, compute), own)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _specs(plan: Plan) -> list[Any]:
+def specs(plan: Plan) -> list[Any]:
     """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
     config = plan.config
     swizzle = min(config.tile_k, SWIZZLE)
@@ -151,22 +219,6 @@ def _specs(plan: Plan) -> list[Any]:
     ]
 
 
-def _pipeline(plan: Plan, steps: int, body: Any, compute: Any, state: Any = None) -> Any:
-    """Copies of all operands, `steps` times tile_k, and `body` on the buffers that are full."""
-    return plgpu.emit_pipeline_warp_specialized(
-        body,
-        grid=(steps,),
-        memory_registers=MEMORY_REGISTERS,
-        wg_axis="warpgroup",
-        num_compute_wgs=COMPUTE_WARPGROUPS,
-        max_concurrent_steps=plan.config.stages,
-        compute_context=compute,
-        in_specs=_specs(plan),
-        manual_consumed_barriers=plan.promote,
-        pipeline_state=state,
-    )
-
-
 def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -> jax.Array:
     """What a promoted sum is multiplied by: the scales of x's rows times that of W's tile, or those of its columns."""
     of_x = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
@@ -177,10 +229,9 @@ def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -
 
 
 def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """(step, context) of fast accumulation: one accumulator over all of k."""
+    """(add, compute) of fast accumulation: one accumulator over all of k."""
 
-    def step(_: Any, x_smem: Any, *rest: Any) -> Any:
-        *w_smem, acc = rest
+    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, acc: Any) -> Any:
         multiply(acc, x_smem, w_smem, 0)
         plgpu.wgmma_wait(0)
         return acc
@@ -192,16 +243,15 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 
         pl.run_scoped(with_accumulator, plgpu.ACC(shape, jnp.float32))
 
-    return step, compute
+    return add, compute
 
 
 def _promoting(
-    plan: Plan, multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
+    multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """(step, context) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
-    halves = plan.halves
+    """(add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
 
-    def add(index: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
+    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
         new = []
         for wave in range(waves):
 
@@ -209,7 +259,7 @@ def _promoting(
                 multiply(acc, x_smem, w_smem, wave)
                 return acc[...]
 
-            factor = find_factor(index, scales_smem, wave)
+            factor = find_factor(step, scales_smem, wave)
             part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
@@ -217,25 +267,11 @@ def _promoting(
             new.append(totals[wave] + (part if factor is None else part * factor))
         return tuple(new)
 
-    def step(index: Any, x_smem: Any, *rest: Any) -> Any:
-        count = (len(rest) - 2) // 2
-        consumed = rest[count:-1]
-
-        def release() -> None:
-            for barrier in consumed:
-                plgpu.barrier_arrive(barrier)
-
-        return add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
-
-    def skipping_step(index: Any, buffers: Any, release: Any, totals: Any) -> Any:
-        present = [half for half in buffers[1 : 1 + halves] if half is not None]
-        return add(index, buffers[0], present, buffers[1 + halves :], release, totals)
-
     def compute(run: Any) -> None:
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         store([total * scale for total in run((zero,) * waves)])
 
-    return (step if plan.residual_blocks == "all" else skipping_step), compute
+    return add, compute
 
 
 def _epilogue_buffers(count: int, dtype: Any) -> Any:

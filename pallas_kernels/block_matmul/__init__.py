@@ -1,1 +1,0 @@
-"""Products of block-scaled FP8 tensors."""

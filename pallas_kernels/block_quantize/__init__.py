@@ -1,1 +1,0 @@
-"""Tensors as FP8 values and a scale for every block."""

@@ -1,0 +1,153 @@
+"""What a product on a Hopper GPU is compiled for: tile sizes, which of them fit a shape, and the best guesses.
+
+Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `matmul`. The kernel needs jax 0.11; on CPUs
+it runs interpreted. Which of the configs that fit is fastest, `tuning.py` knows where somebody measured it.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import has_explicit_axes
+from pallas_kernels.dispatch import device_cores, device_kind
+
+SMALLEST_JAX = (0, 11)
+# A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples of it.
+SWIZZLE = 128
+COMPUTE_WARPGROUPS = 2
+SHARED_MEMORY = 227 * 1024
+# A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
+EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
+_BARRIERS = 1024  # bytes at most, and what alignment of the buffers takes
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+_H100_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and order of one kernel.
+
+    Attributes:
+      tile_m, tile_n: of an output tile; each of two warpgroups computes half of its rows.
+      tile_k: of one step of the sum, after which full accumulation promotes.
+      stages: buffers between copies and products.
+      cluster: blocks along m that share W by multicast.
+      inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile. A product
+        that skips residual blocks has a pipeline of its own, which runs ahead whatever the number of steps.
+      store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
+    """
+
+    tile_m: int = 256
+    tile_n: int = 128
+    tile_k: Literal[32, 64, 128, 256] = 128
+    stages: int = 3
+    cluster: int = 2
+    inner: Literal["m", "n"] = "m"
+    snake: int = 8
+    pipeline: Literal["steady", "drained"] = "drained"
+    store_buffers: int = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters.
+
+    `scaling` says what promoted sums are scaled by: nothing ("tensor", whose scale is the epilogue's), a vector of x
+    and a number for the tile of W ("square"), or a vector of each ("vector").
+    """
+
+    config: Config
+    halves: int
+    promote: bool
+    has_bias: bool
+    blocks: int
+    scaling: Literal["tensor", "square", "vector"] = "tensor"
+
+
+def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
+    """Configs that this shape divides into with one scale an operand, the best guess first."""
+    # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long as 256 of k.
+    shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
+    tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
+    small = Config(128, 128, stages=4)
+    # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider W tiles suit one half.
+    guesses = [tall, small] if accumulation == "full" else [wide, tall, small] if halves == 1 else [tall, wide, small]
+    configs = [
+        dataclasses.replace(guess, pipeline=pipeline, cluster=cluster)
+        for guess in guesses
+        for pipeline in ("steady", "drained")
+        for cluster in (1, 2)
+    ]
+    return [config for config in configs if misfit(config, m, k, n, halves) is None]
+
+
+def block_candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
+    """Configs that this shape divides into with a scale for every block of k, the best guess first."""
+    stages = {128: 4 - halves, 64: 6 - 2 * halves, 32: 8}[block]
+    tile_k: Any = block
+    guesses = [
+        Config(256, 128, tile_k=tile_k, stages=stages, pipeline=pipeline, cluster=cluster)
+        for pipeline in ("steady", "drained")
+        for cluster in (1, 2)
+    ]
+    guesses += [Config(128, 128, tile_k=tile_k, stages=5 - halves, cluster=cluster) for cluster in (1, 2)]
+    return [config for config in guesses if block_misfit(config, m, k, n, halves) is None]
+
+
+def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
+    """Why a config cannot compute this shape, or None."""
+    rows = config.tile_m * config.cluster
+    for name, size, unit in (("m", m, rows), ("n", n, config.tile_n), ("k", k, config.tile_k)):
+        if size == 0 or size % unit:
+            return f"{name}={size} must be a multiple of {unit}"
+    pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
+    if pieces % config.store_buffers:
+        return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
+    if shared_bytes(config, halves) > SHARED_MEMORY:
+        return f"{shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
+    steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
+    if config.pipeline == "steady":
+        if steps % config.stages:
+            return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
+        if tiles < 2 * blocks(config):
+            return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
+    return None
+
+
+def block_misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
+    """Why a config cannot compute this shape with scales for blocks, whose buffers (float32) and barriers count."""
+    reason = misfit(config, m, k, n, halves)
+    of_scales = config.stages * 4 * (config.tile_m + config.tile_n) + _BARRIERS
+    values = shared_bytes(config, halves)
+    if reason is None and values + of_scales > SHARED_MEMORY:
+        return f"{values} bytes of shared memory and {of_scales} of scales exceed the {SHARED_MEMORY} bytes of a block"
+    return reason
+
+
+def blocks(config: Config) -> int:
+    """Clusters that fill the device once."""
+    return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
+
+
+def shared_bytes(config: Config, halves: int) -> int:
+    """Of the buffers of operands and of the output."""
+    buffers = config.stages * (config.tile_m + halves * config.tile_n) * config.tile_k
+    return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+
+
+def reject_here(out_dtype: Any) -> str | None:
+    """Why the kernel serves no product of this dtype on the device in use, or None."""
+    if jax.__version_info__[:2] < SMALLEST_JAX:
+        return f'jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use backend="xla" or a newer jax'
+    kind = device_kind()
+    if kind != "cpu" and not any(name in kind for name in _HOPPER):
+        return f'{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use backend="xla"'
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
+    if has_explicit_axes():
+        return 'the mesh has explicit axes, under which only lax.dot_general is partitioned; use backend="xla"'
+    return None

@@ -1,0 +1,102 @@
+"""`matmul` with a scale for every block on Hopper: which shapes the kernel takes, with which tiles.
+
+The kernel is that of `hopper/kernel.py` with full accumulation: a sum over one block of k is scaled by the scales of x
+and w where it is promoted, in float32 registers (DeepSeek-V3, 2024). Both halves of a weight share a scale, so they
+share the sum. Blocks of 64 and 32 promote two and four times as often as those of 128.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import numerics, tuning
+from pallas_kernels.hopper.plan import Config, Plan, block_candidates, block_misfit, blocks, reject_here
+from pallas_kernels.matmul.parts import on_each_device
+from pallas_kernels.operands import Block, Operand, Product, sizes
+
+Shape = tuple[int, int, int]
+
+
+def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
+    """Why this kernel cannot multiply these operands here, or None."""
+    reason = reject_here(options.out_dtype)
+    if reason is not None:
+        return reason
+    (m, k, n), halves, block = sizes(x, w), halves_of(w), block_of(w)
+    if not block_candidates(m, k, n, halves, block.size):
+        size: Any = block.size
+        smallest = Config(128, 128, tile_k=size, stages=2, cluster=1)
+        return f'{block_misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
+    return None
+
+
+def decline(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
+    """Why this kernel is not the first choice, or None."""
+    return tuning.decline("block_matmul", "mosaic", variant(w, options), sizes(x, w))
+
+
+def configure(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Config | None:
+    """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
+    return _choose(sizes(x, w), w, options)
+
+
+def variant(w: Operand, options: Product) -> str:
+    """How `tuned.json` names a product."""
+    block, weight = block_of(w), "dual" if halves_of(w) == 2 else "single"
+    return f"{weight} {block.tile} {block.size} {jnp.dtype(options.out_dtype)}"
+
+
+def block_of(w: Operand) -> Block:
+    """The scaling of a weight in blocks."""
+    assert isinstance(w.scaling, Block), "api's table has this kernel for blocks alone"
+    return w.scaling
+
+
+def halves_of(w: Operand) -> int:
+    """1, or 2 for a weight with a residual."""
+    return 1 if w.lo is None else 2
+
+
+def _choose(shape: Shape, w: Operand, options: Product) -> Config | None:
+    entry, halves = tuning.find("block_matmul", variant(w, options), shape), halves_of(w)
+    if entry is not None and "mosaic" in entry.configs:
+        tuned = Config(**entry.configs["mosaic"])
+        if block_misfit(tuned, *shape, halves) is None:
+            return tuned
+    return next(iter(block_candidates(*shape, halves, block_of(w).size)), None)
+
+
+def matmul(
+    options: Product, x: Operand, w: Operand, bias: jax.Array | None, *, config: Config | None = None
+) -> jax.Array:
+    """The product, see `api.matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it."""
+
+    def choose(shape: Shape) -> Config | None:
+        if config is not None and block_misfit(config, *shape, halves_of(w)) is None:
+            return config
+        return _choose(shape, w, options)
+
+    def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
+        chosen = choose(sizes(x, w))
+        assert chosen is not None, "the product was asked whether it fits"
+        # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
+        from pallas_kernels.hopper import kernel
+
+        scaling, of_x, of_w = kernel_scales(chosen, x, w)
+        plan = Plan(chosen, halves_of(w), True, False, blocks(chosen), scaling)
+        values = [half for half in (x.values, w.values, w.lo) if half is not None]
+        return kernel.call(plan, options.out_dtype, *values, jnp.ones(1), of_x, of_w)
+
+    return on_each_device(
+        multiply, lambda *shape: choose(shape) is not None, options, x, w, bias, interpreter="calls back"
+    )
+
+
+def kernel_scales(config: Config, x: Operand, w: Operand) -> tuple[Any, jax.Array, jax.Array]:
+    """(how the kernel scales, scales of x, scales of w), float32 with blocks of k first."""
+    tile = block_of(w).tile
+    of_x, of_w = (numerics.decode_e8m0(operand.scale).T for operand in (x, w))
+    if tile == "square" and config.tile_k == config.tile_n:
+        return "square", of_x, of_w
+    return "vector", of_x, jnp.repeat(of_w, config.tile_k, axis=1) if tile == "square" else of_w

@@ -1,0 +1,76 @@
+"""`quantize` in blocks as one Pallas-Triton pass: each tile is a block, whose values and scales stay in registers."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import numerics, tuning
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
+from pallas_kernels.quantize import reference
+from pallas_kernels.tiled import Output, map_tiles, misfit
+
+
+def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+    """Why this kernel cannot quantize x, or None."""
+    if x.ndim < 2:
+        return f'x{list(x.shape)} has no tiles; use backend="xla"'
+    return misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1], _block(options).size)
+
+
+def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+    """Why this kernel is not the first choice, or None."""
+    block = _block(options)
+    variant = f"{options.orientation} {block.tile} {block.size} {x.dtype}"
+    return tuning.decline("block_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+
+
+def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+    """See `api.quantize`."""
+    *leading, k = x.shape
+    dtype, block, both = options.dtype, _block(options), options.both
+    squares = block.tile == "square"
+
+    def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
+        # Nothing to clip: the scale of a block covers its largest value, and is NaN where that is not finite.
+        return (x * inverses).astype(dtype), numerics.e8m0_code(scales)
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        wide = numerics.flush_subnormal(x.astype(jnp.float32))
+        of_rows = numerics.amax_by_bits(wide, 1, keepdims=True)
+        if squares:
+            return scaled(wide, numerics.amax_by_bits(of_rows, 0, keepdims=True))
+        along_k = scaled(wide, of_rows)
+        return (*along_k, *scaled(wide, numerics.amax_by_bits(wide, 0, keepdims=True))) if both else along_k
+
+    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
+        rows, columns, _ = reference.quantize(options, x, None)
+        code = lambda operand: lax.bitcast_convert_type(operand.scale, jnp.uint8)
+        if squares or columns is None:
+            return rows.values, code(rows)
+        return rows.values, code(rows), columns.values.T, code(columns)
+
+    outputs = [Output(dtype, transposed=both), Output(jnp.uint8, form="one")]
+    if not squares:
+        outputs = [Output(dtype), Output(jnp.uint8, form="rows")]
+        if both:
+            outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
+    # Few warps: every thread finds the scales of the rows and columns it touches anew. Measured on an H200, both
+    # orientations of vectors of 128 and 64: 2.7 TB/s, where 16 values a thread give 1.1 and 1.5.
+    results = map_tiles(
+        body, [x.reshape(-1, k)], [], outputs, name="block_quantize", reference=whole, side=block.size,
+        values_per_thread=block.size,
+    )  # fmt: skip
+    scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
+    values, *turned = (r for r in results if r.dtype != jnp.uint8)
+    of_rows = scales[0] if squares else scales[0].reshape(*x.shape[:-1], -1)
+    rows = Operand(values.reshape(x.shape), of_rows, scaling=block)
+    if not both:
+        return Quantized(rows)
+    of_columns = scales[0].T if squares else scales[1]
+    return Quantized(rows, Operand(turned[0].reshape(k, *leading), of_columns, scaling=block))
+
+
+def _block(options: Quantization) -> Block:
+    assert isinstance(options.scaling, Block), "api's table has this kernel for blocks alone"
+    return options.scaling

@@ -1,0 +1,1 @@
+"""Products that leave out what is zero of a residual weight."""

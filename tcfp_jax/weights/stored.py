@@ -1,0 +1,105 @@
+"""`Stored`: a quantized weight, as what its two products read of it.
+
+    forward     the operand of y = x W, `[..., n, k]`, contracted along k
+    backward    the operand of dx = g Wᵀ, `[..., k, n]`, contracted along n
+
+With one scale, or with square blocks, both hold the same numbers, and one may be absent: it is then the transpose of
+the other. With rows and vectors they are two quantizations of one weight. A stack of weights has leading axes and a
+scale for each entry.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.operands import Operand, Scaling
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stored:
+    """A weight `[..., k, n]` as the recipe's products read it; made by `quantize_weight`.
+
+    Attributes:
+      forward: `[..., n, k]`, or None where it is the transpose of `backward`.
+      backward: `[..., k, n]`, or None where it is the transpose of `forward`.
+    """
+
+    forward: Operand | None
+    backward: Operand | None
+
+    @property
+    def _one(self) -> Operand:
+        present = self.backward if self.backward is not None else self.forward
+        if present is None:
+            raise ValueError("Stored(None, None) holds no weight; give it the operand of one product at least")
+        return present
+
+    @property
+    def scaling(self) -> Scaling:
+        """Which values share a scale."""
+        return self._one.scaling
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The format of the values."""
+        return self._one.values.dtype
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the weight has two halves."""
+        return self._one.lo is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, `[..., k, n]`."""
+        if self.backward is not None:
+            return self.backward.shape
+        *stack, n, k = self._one.shape
+        return (*stack, k, n)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading axes of a stack, of which each entry has scales of its own."""
+        operand = self._one
+        inner = len(operand.scaling.scale_shape(operand.shape[-2:]))
+        return operand.scale.shape[: operand.scale.ndim - inner]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def for_forward(self) -> Operand:
+        """What the forward product reads, `[..., n, k]`."""
+        return self._one.turn() if self.forward is None else self.forward
+
+    def for_dgrad(self) -> Operand:
+        """What the input gradient reads, `[..., k, n]`."""
+        return self._one.turn() if self.backward is None else self.backward
+
+    def swap(self) -> "Stored":
+        """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves."""
+        return Stored(self.backward, self.forward)
+
+    def drop_residual(self) -> "Stored":
+        """W_hi alone."""
+        only = lambda operand: None if operand is None else operand.drop_residual()
+        return Stored(only(self.forward), only(self.backward))
+
+    def scale_of_values(self) -> jax.Array:
+        """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""
+        return self.for_dgrad().scale_of_values()
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """The weight `[..., k, n]`, in float32 and then `dtype`; of rows and vectors as dgrad reads it.
+
+        >>> from tcfp_jax.recipes import recipe
+        >>> from tcfp_jax.weights.quantization import quantize_weight
+        >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
+        [[0.5, 0.5], [0.5, 0.5]]
+        """
+        return self.for_dgrad().dequantize(dtype)
