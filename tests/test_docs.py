@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from tcfp_jax import moved, recipes
+
 DOCS = Path(__file__).parents[1] / "docs"
 # Pages of words and tables alone, and those that include a file of the repository.
 WITHOUT_CODE = {"architecture", "catalog", "changelog", "glossary", "index", "log", "measurements"}
@@ -29,3 +31,11 @@ def test_python_blocks_run(name):
 def test_every_page_is_in_the_navigation():
     named = set(re.findall(r"[\w/]+\.md", (DOCS.parent / "mkdocs.yml").read_text()))
     assert named == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+def test_the_changelog_says_where_everything_went():
+    text = (DOCS.parent / "CHANGELOG.md").read_text()
+    for module in moved.MODULES:
+        last = module.split(".")[-1]
+        assert any(f"`{name}`" in text for name in (module, f".{last}", last)), module
+    assert not [override for override in recipes._MOVED if f"`{override}=" not in text]
