@@ -151,9 +151,9 @@ def test_operands_that_split_alike_are_brought_together_once(put):
 def test_explicit_axes(backend, scaling):
     """Kernels are left out, and blocks cannot be cut at all."""
     options = {} if scaling is None else dict(scaling=scaling)
-    with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
-        with pytest.raises(NotImplementedError, match="explicit axes"):
-            dual_quantize(jnp.ones((32, 32)), backend=backend, **options)
+    mesh = mesh_of(2, axis_type=AxisType.Explicit)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes"):
+        dual_quantize(jnp.ones((32, 32)), backend=backend, **options)
 
 
 def test_tiles_divide():
