@@ -1,6 +1,7 @@
 """Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state."""
 
 from tcfp_jax.explanation import explain
+from tcfp_jax.moved import install as _install
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, recipe
@@ -21,3 +22,5 @@ __all__ = [
     "recipe",
     "split",
 ]
+
+_install()

@@ -147,6 +147,11 @@ class Recipe:
             if broken:
                 raise ValueError(message)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _MOVED:
+            raise AttributeError(f"Recipe.{name} is {_MOVED[name]} since version 0.2.0; the changelog has the table")
+        raise AttributeError(f"Recipe has no attribute {name!r}")
+
     @property
     def mode(self) -> TCFPMode:
         """The form of the weights."""

@@ -1,13 +1,17 @@
-"""Recipes: names, flags, contradictions, and that every field changes the computation or the state."""
+"""Recipes: names, flags, rules, and that every choice changes the program or the state of a training step."""
 
 import dataclasses
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import tcfp_jax
-from tcfp_jax import Recipe, TCFPMode, recipe
+from pallas_kernels.operands import Block, Row, Tensor
+from tcfp_jax import Recipe, TCFPMode, recipe, recipes
+from tcfp_jax.recipes import Dual, Single
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
 
@@ -15,33 +19,33 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
 def test_names():
     modes = {name: recipe(name).mode for name in ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")}
     assert list(modes.values()) == [TCFPMode.BF16, TCFPMode.TCFP12, TCFPMode.TCFP12, TCFPMode.FP8]
-    assert recipe("tcfp12") == Recipe() and recipe(Recipe(), wgrad="fp8").wgrad == "fp8"
+    assert recipe("tcfp12") == Recipe() and recipe(Recipe(), wgrad="full").wgrad == "full"
     fast = recipe("tcfp12_fast")
-    assert (fast.forward_weight, fast.dgrad_weight, fast.wgrad) == ("dual", "single", "fp8")
+    assert (fast.weight.forward, fast.weight.dgrad, fast.wgrad) == ("hi+lo", "hi", "fast")
     single = recipe("tensorwise")
-    assert (single.activation_dtype, single.gradient_dtype) == ("float8_e4m3fn", "float8_e5m2")
-    assert len({recipe(name) for name in modes}) == 4  # hashable, distinct
+    assert (single.weight, single.activation, single.gradient) == (Single(), "float8_e4m3fn", "float8_e5m2")
+    assert len({recipe(name) for name in recipes.NAMES}) == len(recipes.NAMES)  # hashable, distinct
+    assert recipe("tcfp12") is recipe("tcfp12")  # nothing is built where nothing is overridden
 
 
 @pytest.mark.parametrize(
-    "flags, fields",
+    "flags, expected",
     [
-        ({}, dict(wgrad="fp8", error_feedback=True, backend=None)),
-        (dict(use_tensor_cores=False), dict(activation_dtype="bfloat16", gradient_dtype="bfloat16", wgrad="bf16")),
-        (dict(delayed_scaling=True), dict(delayed_scaling=True)),
-        (dict(use_cuda_ext=False), dict(backend="xla")),
-        (dict(use_cuda_ext=False, use_fused_kernel=True), dict(backend="triton")),
-        (dict(error_feedback=False), dict(error_feedback=False)),
-        (dict(hp_grad_weight=True), dict(wgrad="bf16")),
-        (dict(srr=True, error_feedback=False), dict(residual="stochastic")),
-        (dict(abd=True), dict(dgrad_weight="single")),
-        (dict(scale_block_size=64), dict(granularity="block", block=64, residual="nearest", forward_weight="dual")),
+        ({}, recipe("tcfp12", wgrad="full")),
+        (dict(use_tensor_cores=False), recipe("tcfp12", forward="bf16", dgrad="bf16")),
+        (dict(delayed_scaling=True), recipe("tcfp12", wgrad="full", amax="delayed")),
+        (dict(use_cuda_ext=False), recipe("tcfp12", wgrad="full", backend="xla")),
+        (dict(use_cuda_ext=False, use_fused_kernel=True), recipe("tcfp12", wgrad="full", backend="triton")),
+        (dict(error_feedback=False), recipe("tcfp12", wgrad="full", remainder="dropped")),
+        (dict(hp_grad_weight=True), recipe("tcfp12")),
+        (dict(srr=True, error_feedback=False), recipe("tcfp12", wgrad="full", remainder="stochastic")),
+        (dict(abd=True), recipe("tcfp12", wgrad="full", dgrad_weight="hi")),
+        (dict(scale_block_size=64), recipe("tcfp12_blockwise", block=64)),
     ],
     ids=str,
 )
-def test_flags_of_the_original(flags, fields):
-    built = Recipe.from_flags(**flags)
-    assert {name: getattr(built, name) for name in fields} == fields
+def test_flags_of_the_original(flags, expected):
+    assert Recipe.from_flags(**flags) == expected
 
 
 def test_flags_that_contradict_raise():
@@ -52,79 +56,124 @@ def test_flags_that_contradict_raise():
 
 
 @pytest.mark.parametrize(
+    "name, overrides, expected",
+    [
+        ("tcfp12", dict(block=128), Recipe(scaling=Block(128), forward="full")),
+        ("tcfp12_fast", dict(block=32), recipe("tcfp12_blockwise", block=32, dgrad_weight="hi")),
+        ("blockwise", dict(tile="vector"), recipe("blockwise", scaling=Block(128, "vector"))),
+        ("blockwise", dict(block=None, gradient="float8_e5m2", forward="fast"), recipe("tensorwise")),
+        ("rowwise", dict(scale="float32"), recipe("rowwise", scaling=Row("float32"))),
+        ("tensorwise", dict(scale="float32", remainder="feedback"),
+         recipe("tensorwise", scaling=Tensor("float32"), weight=Single(remainder="feedback"))),
+        ("tcfp12", dict(weight=Dual(dgrad="hi"), remainder="stochastic"),
+         Recipe(Dual(dgrad="hi", remainder="stochastic"))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_short_overrides(name, overrides, expected):
+    assert recipe(name, **overrides) == expected
+
+
+# One entry a rule, in the order of `recipes._rules`.
+BROKEN = [
+    ("bf16", dict(amax="delayed"), "amax or scaling asks for it"),
+    ("bf16", dict(forward="fast"), "forward asks for it"),
+    ("tcfp12_fast", dict(dgrad="bf16"), 'use wgrad="bf16", or "fast" or "full" for all three'),
+    ("tensorwise", dict(activation="float8_e5m2"), "wgrad would multiply float8_e5m2 x float8_e5m2"),
+    ("tensorwise", dict(weight_dtype="float8_e5m2"), "dgrad would multiply float8_e5m2 x float8_e5m2"),
+    ("tcfp12", dict(scale="float32"), "exact only under a power-of-two scale"),
+    ("mxfp8", dict(weight=Dual()), "two quantizations of the weight"),
+    ("rowwise", dict(remainder="feedback"), "two quantizations of the weight"),
+    ("rowwise", dict(copies="one"), "two quantizations of the weight"),
+    ("blockwise", dict(forward="fast"), 'use "full" for "fast"'),
+    ("blockwise", dict(amax="delayed"), "only whole tensors carry an amax"),
+    ("tcfp12", dict(remainder="stochastic", amax="delayed"), "would bias stochastic rounding"),
+    ("tensorwise", dict(activation_halves="hi+lo"), 'recipe("residual_activation")'),
+    ("tcfp12", dict(activation_halves="hi+lo", forward="bf16"), 'recipe("residual_activation")'),
+    ("tcfp12", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
+]
+
+
+@pytest.mark.parametrize("name, overrides, words", BROKEN, ids=str)
+def test_contradictions_raise_when_built(name, overrides, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        recipe(name, **overrides)
+
+
+def test_there_are_few_rules():
+    assert len(recipes._rules(Recipe())) <= 10
+
+
+@pytest.mark.parametrize(
     "name, overrides, words",
     [
-        ("tcfp12", dict(residual="stochastic"), "error_feedback=True"),
-        ("tcfp12", dict(residual="stochastic", error_feedback=False, delayed_scaling=True), "delayed_scaling"),
-        ("tcfp12", dict(residual="none"), "forward_weight='dual'"),
-        ("tcfp12", dict(forward_weight="single", dgrad_weight="single"), "no product reads"),
-        ("tcfp12", dict(scale="float32"), "power-of-two"),
-        ("tcfp12", dict(activation_dtype="bfloat16"), "gradient_dtype='float8_e4m3fn'"),
-        ("tcfp12_fast", dict(activation_dtype="bfloat16", gradient_dtype="bfloat16"), 'wgrad="bf16"'),
-        ("tensorwise", dict(activation_dtype="float8_e5m2"), "no tensor core"),
-        ("tensorwise", dict(weight_dtype="float8_e5m2"), "weight_dtype"),
-        ("bf16", dict(error_feedback=True), "nothing to quantize"),
-        ("bf16", dict(delayed_scaling=True), "no scale to delay"),
-        ("tcfp12", dict(wgrad="fp4"), "wgrad='fp4' is unknown"),
+        ("tcfp12", dict(wgrad="fp8"), "wgrad='fp8' is unknown"),
         ("tcfp12", dict(backend="cuda"), "backend='cuda' is unknown"),
-        ("tcfp12", dict(error_feedback="yes"), "not a bool"),
+        ("tcfp12", dict(remainder="kept"), "remainder='kept' is unknown"),
+        ("tensorwise", dict(remainder="stochastic"), "remainder='stochastic' is unknown"),
         ("blockwise", dict(block=48), "block=48 is not supported"),
-        ("blockwise", dict(block=None), "needs block=32, 64 or 128"),
-        ("tensorwise", dict(block=32), "block=32 with granularity='tensor'"),
-        ("tensorwise", dict(weight_tile="vector"), "has no blocks"),
-        ("blockwise", dict(scale="float32"), 'scale="float32" with granularity="block"'),
-        ("blockwise", dict(forward_accumulation="fast"), 'make all three "full"'),
-        ("blockwise", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
-        ("bf16", dict(granularity="row"), "which has no scale"),
-        ("mxfp8", dict(residual="nearest", forward_weight="dual"), "two quantizations of the weight"),
-        ("rowwise", dict(error_feedback=True), "leave two errors"),
-        ("rowwise", dict(weight_copies="one"), 'weight_copies="one"'),
-        ("blockwise", dict(delayed_scaling=True), "only whole tensors carry an amax"),
-        ("tensorwise", dict(forward_activation="dual"), "residual_activation"),
-        ("tcfp12", dict(forward_activation="dual", forward_weight="single"), "forward_weight='single'"),
+        ("blockwise", dict(tile="row"), "tile='row' is unknown"),
+        ("tensorwise", dict(tile="vector"), "which has no blocks"),
+        ("tensorwise", dict(forward_weight="hi+lo"), "has no such field"),
+        ("bf16", dict(remainder="feedback"), "weight=None has no such field"),
+        ("blockwise", dict(scale="float32"), "powers of two, E8M0"),
+        ("tcfp12", dict(weight="dual"), "weight='dual' is unknown"),
+        ("tcfp12", dict(scaling="row"), "scaling='row' is unknown"),
         ("fp7", {}, "recipe 'fp7' is unknown"),
     ],
     ids=str,
 )
-def test_contradictions_raise_when_built(name, overrides, words):
-    with pytest.raises(ValueError, match=words):
+def test_unknown_values_raise_with_what_is_known(name, overrides, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         recipe(name, **overrides)
 
 
-# field -> (recipe before, recipe after): one flip each, every other field equal.
+def test_names_that_moved_say_where():
+    for name in (
+        "error_feedback",
+        "delayed_scaling",
+        "granularity",
+        "weight_copies",
+        "forward_accumulation",
+        "residual",
+    ):
+        with pytest.raises(TypeError, match=f"{name}= is .* since version 0.2.0"):
+            recipe("tcfp12", **{name: True})
+    with pytest.raises(TypeError, match="a recipe has no 'speed'"):
+        recipe("tcfp12", speed="fast")
+
+
+# What is flipped -> (recipe before, recipe after): every choice of a recipe once, all others equal.
 FLIPS = {
-    "activation_dtype": (recipe("tcfp12"), recipe("tcfp12", activation_dtype="float8_e5m2")),
-    "weight_dtype": (recipe("tcfp12"), recipe("tcfp12", weight_dtype="float8_e5m2")),
-    "gradient_dtype": (recipe("tcfp12"), recipe("tcfp12", gradient_dtype="float8_e5m2")),
-    "residual": (recipe("tcfp12", error_feedback=False), recipe("tcfp12", error_feedback=False, residual="stochastic")),
-    "forward_weight": (recipe("tcfp12"), recipe("tcfp12", forward_weight="single")),
-    "dgrad_weight": (recipe("tcfp12"), recipe("tcfp12", dgrad_weight="single")),
-    "wgrad": (recipe("tcfp12"), recipe("tcfp12", wgrad="fp8")),
-    "forward_accumulation": (recipe("tcfp12"), recipe("tcfp12", forward_accumulation="full")),
-    "dgrad_accumulation": (recipe("tcfp12"), recipe("tcfp12", dgrad_accumulation="fast")),
-    "wgrad_accumulation": (recipe("tcfp12_fast"), recipe("tcfp12_fast", wgrad_accumulation="full")),
-    "scale": (recipe("tensorwise"), recipe("tensorwise", scale="float32")),
-    "granularity": (recipe("tensorwise"), recipe("tensorwise", granularity="row")),
-    "block": (recipe("blockwise"), recipe("blockwise", block=32)),
-    "weight_tile": (recipe("blockwise"), recipe("blockwise", weight_tile="vector")),
-    "residual_blocks": (
-        recipe("tcfp12_blockwise", backend="triton"),
-        recipe("tcfp12_blockwise", backend="triton", residual_blocks="nonzero"),
-    ),
-    "forward_activation": (recipe("tcfp12"), recipe("tcfp12", forward_activation="dual")),
-    "error_feedback": (recipe("tcfp12"), recipe("tcfp12", error_feedback=False)),
-    "delayed_scaling": (recipe("tcfp12"), recipe("tcfp12", delayed_scaling=True)),
-    "backend": (recipe("tcfp12"), recipe("tcfp12", backend="triton")),
+    "weight": (recipe("tensorwise"), recipe("tensorwise", weight=Dual(remainder="dropped"))),
+    "weight.dtype": (recipe("tcfp12"), recipe("tcfp12", weight_dtype="float8_e5m2")),
+    "weight.remainder": (recipe("tcfp12", remainder="dropped"), recipe("tcfp12", remainder="stochastic")),
+    "weight.remainder of a single": (recipe("tensorwise"), recipe("tensorwise", remainder="feedback")),
+    "weight.forward": (recipe("tcfp12"), recipe("tcfp12", forward_weight="hi")),
+    "weight.dgrad": (recipe("tcfp12"), recipe("tcfp12", dgrad_weight="hi")),
+    "scaling": (recipe("rowwise"), recipe("rowwise", scaling=Tensor())),
+    "scaling.scale": (recipe("tensorwise"), recipe("tensorwise", scale="float32")),
+    "scaling.size": (recipe("blockwise"), recipe("blockwise", block=32)),
+    "scaling.tile": (recipe("blockwise"), recipe("blockwise", tile="vector")),
+    "activation": (recipe("tcfp12"), recipe("tcfp12", activation="float8_e5m2")),
+    "gradient": (recipe("tcfp12"), recipe("tcfp12", gradient="float8_e5m2")),
+    "forward": (recipe("tcfp12"), recipe("tcfp12", forward="full")),
+    "dgrad": (recipe("tcfp12"), recipe("tcfp12", dgrad="fast")),
+    "wgrad": (recipe("tcfp12"), recipe("tcfp12", wgrad="full")),
+    "activation_halves": (recipe("tcfp12"), recipe("tcfp12", activation_halves="hi+lo")),
+    "amax": (recipe("tcfp12"), recipe("tcfp12", amax="delayed")),
+    "copies": (recipe("tcfp12"), recipe("tcfp12", copies="one")),
+    # On a CPU both run in interpreters, which a program shows as the loop over tiles.
     "quantize_backend": (recipe("tcfp12"), recipe("tcfp12", quantize_backend="triton")),
-    "weight_copies": (recipe("tcfp12"), recipe("tcfp12", weight_copies="one")),
+    "backend": (recipe("tcfp12"), recipe("tcfp12", backend="triton")),
 }
 
 
 def computation(r):
-    """The program of a training step and the state that it carries, as text."""
-    key = jax.random.key(0) if r.residual == "stochastic" else None
+    """The program of a training step, the state that it carries, and the ops that it asks for, as text."""
+    key = jax.random.key(0) if r.stochastic else None
     tx = tcfp_jax.error_feedback(r, key=key)
-    params = {"kernel": W}
+    params = {"kernel": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
 
     def step(x, params, state, key):
         stored = tcfp_jax.layer_state(state)["kernel"]
@@ -132,15 +181,55 @@ def computation(r):
         dx, dw = vjp(y)
         return dx, tx.update({"kernel": dw}, state, params)
 
-    try:
-        return str(jax.make_jaxpr(step)(X, params, tx.init(params), key))
-    except NotImplementedError as error:
-        return str(error)
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    return str(jax.make_jaxpr(step)(x, params, jax.eval_shape(tx.init, params), key))
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Recipe)])
-def test_every_field_changes_the_program_or_the_state(name):
-    assert name in FLIPS, f"Recipe.{name} has no flip here: add a pair of recipes that differ in it"
-    before, after = FLIPS[name]
-    assert [f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)] == [name]
-    assert computation(before) == computation(before) != computation(after)
+def choices():
+    """Names of all choices of a recipe: its fields, and those of what is in them."""
+    nested = {"weight": Dual, "scaling": (Tensor, Block)}
+    for field in dataclasses.fields(Recipe):
+        yield field.name
+        for kind in (nested.get(field.name, ()),) if field.name == "weight" else nested.get(field.name, ()):
+            yield from (f"{field.name}.{inner.name}" for inner in dataclasses.fields(kind))
+
+
+@pytest.mark.parametrize("name", FLIPS)
+def test_every_choice_changes_the_program_or_the_state(name):
+    before, after = map(computation, FLIPS[name])
+    assert before != after
+
+
+def test_every_choice_is_flipped():
+    # Residual blocks are chosen in one place and by another op: `test_skipping_is_another_op`.
+    assert set(choices()) - {"weight.blocks"} <= set(FLIPS)
+    for name, (before, after) in FLIPS.items():
+        changed = [f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)]
+        assert changed == [name.split(".")[0].split(" ")[0]]
+
+
+def test_skipping_is_another_op():
+    ops = []
+    for blocks in ("all", "nonzero"):
+        explained = tcfp_jax.explain((128, 128), (128, 128), recipe("tcfp12_blockwise", residual_blocks=blocks))
+        ops.append({call.step: call.op for call in explained.steps})
+    assert ops[0]["forward"] == ops[0]["dgrad"] == ops[1]["wgrad"] == "matmul"
+    assert ops[1]["forward"] == ops[1]["dgrad"] == "skip_matmul"
+
+
+def test_random_recipes_are_legal_more_often_than_one_in_fifty():
+    """Every combination of a few values of every field: most contradictions cannot be said any more."""
+    weights = [None, Single(), Single(remainder="feedback"), Dual(), Dual(remainder="stochastic"), Dual(dgrad="hi")]
+    scalings = [Tensor(), Tensor("float32"), Row(), Block(128), Block(32, "vector")]
+    products, formats = ("fast", "full", "bf16"), ("float8_e4m3fn", "float8_e5m2")
+    legal = total = 0
+    for weight, scaling, gradient, *how, amax, halves in itertools.product(
+        weights, scalings, formats, products, products, products, ("fresh", "delayed"), ("hi", "hi+lo")
+    ):
+        total += 1
+        try:
+            Recipe(weight, scaling, "float8_e4m3fn", gradient, *how, activation_halves=halves, amax=amax)
+            legal += 1
+        except ValueError:
+            continue
+    assert legal / total > 0.02, legal / total

@@ -12,16 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
-from tcfp_jax.weights.quantization import QArray, ResidualArray, quantize_weight
+from tcfp_jax.weights.quantization import quantize_weight
 
 RECIPES = {
     "bf16": tcfp_jax.recipe("bf16"),
     "tcfp12": tcfp_jax.recipe("tcfp12"),
     "tcfp12_fast": tcfp_jax.recipe("tcfp12_fast"),
-    "five_fp8": tcfp_jax.recipe("tcfp12", wgrad="fp8"),
+    "five_fp8": tcfp_jax.recipe("tcfp12", wgrad="full"),
     "tensorwise": tcfp_jax.recipe("tensorwise"),
     "float32_scale": tcfp_jax.recipe("tensorwise", scale="float32"),
-    "e5m2_gradients": tcfp_jax.recipe("tcfp12_fast", gradient_dtype="float8_e5m2"),
+    "e5m2_gradients": tcfp_jax.recipe("tcfp12_fast", gradient="float8_e5m2"),
     "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
 }
 FLOAT32_EPS = 2.0**-23
@@ -50,17 +50,23 @@ def operand(x, dtype, recipe):
     """The values that a product sees for x, in float64."""
     if dtype == "bfloat16":
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
-    return np.asarray(tcfp_jax.quantize(x, dtype, scale=recipe.scale).dequantize(), np.float64)
+    return np.asarray(tcfp_jax.quantize(x, dtype, scale=recipe.scaling.scale).dequantize(), np.float64)
 
 
-def weight(w, recipe, form):
-    if recipe.mode is tcfp_jax.TCFPMode.BF16:
+def weight(w, recipe, product):
+    """The values of the weight that a product sees, `[k, n]`, in float64."""
+    if recipe.weight is None:
         return operand(w, "bfloat16", recipe)
     stored, _ = quantize_weight(w, recipe)
-    if form == "single" and isinstance(stored, ResidualArray):
-        stored = QArray(stored.hi, stored.scale)
-    dtype = jnp.bfloat16 if recipe.activation_dtype == "bfloat16" else jnp.float32
+    if getattr(recipe.weight, product) == "hi":
+        stored = stored.drop_residual()
+    dtype = jnp.bfloat16 if getattr(recipe, product) == "bf16" else jnp.float32
     return np.asarray(stored.dequantize(dtype), np.float64)
+
+
+def activation(recipe):
+    """The format of x in the forward product."""
+    return "bfloat16" if recipe.forward == "bf16" else recipe.activation
 
 
 def assert_product(got, a, b, eps=FLOAT32_EPS):
@@ -79,26 +85,25 @@ def test_forward_is_the_product_of_the_quantized_operands(recipe, data):
     x, w, _ = data
     y = jax.jit(functools.partial(tcfp_jax.matmul, recipe=recipe))(x, w)
     assert y.dtype == x.dtype
-    assert_product(y, operand(x, recipe.activation_dtype, recipe), weight(w, recipe, recipe.forward_weight))
+    assert_product(y, operand(x, activation(recipe), recipe), weight(w, recipe, "forward"))
 
 
 @every_recipe
 def test_gradients_are_those_of_the_straight_through_reference(recipe, data):
     x, w, g = data
     _, dx, dw = jax.jit(functools.partial(value_and_gradients, recipe))(x, w, g)
-    g_q = operand(g, recipe.gradient_dtype, recipe)
-    assert_product(dx, g_q, weight(w, recipe, recipe.dgrad_weight).T)
-    saved, g_w = (x, g)
-    if recipe.wgrad == "fp8":
-        assert_product(dw, operand(saved, recipe.activation_dtype, recipe).T, g_q)
+    g_q = operand(g, "bfloat16" if recipe.dgrad == "bf16" else recipe.gradient, recipe)
+    assert_product(dx, g_q, weight(w, recipe, "dgrad").T)
+    if recipe.wgrad == "bf16":
+        assert_product(dw, operand(x, "bfloat16", recipe).T, operand(g, "bfloat16", recipe))
     else:
-        assert_product(dw, operand(saved, "bfloat16", recipe).T, operand(g_w, "bfloat16", recipe))
+        assert_product(dw, operand(x, recipe.activation, recipe).T, g_q)
 
 
 def test_gradients_equal_jax_grad_of_a_straight_through_model(data):
     """The same, said with jax.grad: rounding replaced by x + stop_gradient(Q(x) - x)."""
     x, w, g = data
-    recipe = tcfp_jax.recipe("tcfp12", wgrad="fp8")
+    recipe = tcfp_jax.recipe("tcfp12", wgrad="full")
     through = lambda value, rounded: value + lax.stop_gradient(rounded - value)
     g_q = tcfp_jax.quantize(g).dequantize()
 
@@ -116,7 +121,7 @@ def test_gradients_equal_jax_grad_of_a_straight_through_model(data):
 
 def test_abd_leaves_the_forward_product_bit_identical(data):
     x, w, _ = data
-    full, abd = (tcfp_jax.recipe("tcfp12", dgrad_weight=form) for form in ("dual", "single"))
+    full, abd = (tcfp_jax.recipe("tcfp12", dgrad_weight=form) for form in ("hi+lo", "hi"))
     assert jnp.array_equal(tcfp_jax.matmul(x, w, recipe=full), tcfp_jax.matmul(x, w, recipe=abd))
 
 
@@ -125,8 +130,8 @@ def test_stored_weights_give_the_result_of_fresh_ones(recipe, data):
     x, w, g = data
     if recipe.mode is tcfp_jax.TCFPMode.BF16:
         pytest.skip("a BF16 recipe stores no weights")
-    for orientation in ("rows", "both"):
-        stored, _ = quantize_weight(w, recipe, orientation=orientation)
+    for copies in ("one", "both"):
+        stored, _ = quantize_weight(w, recipe, copies=copies)
         fresh = value_and_gradients(recipe, x, w, g)
         for a, b in zip(value_and_gradients(recipe, x, w, g, quantized=stored), fresh, strict=True):
             assert jnp.array_equal(a, b)
@@ -140,8 +145,8 @@ def test_dtypes_in_are_dtypes_out(recipe, dtype, data):
     x, w, g = data
     y, dx, dw = value_and_gradients(recipe, x.astype(dtype), w, g)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
-    a = operand(x.astype(dtype), recipe.activation_dtype, recipe)
-    assert_product(y, a, weight(w, recipe, recipe.forward_weight), eps=max(float(jnp.finfo(dtype).eps), FLOAT32_EPS))
+    a = operand(x.astype(dtype), activation(recipe), recipe)
+    assert_product(y, a, weight(w, recipe, "forward"), eps=max(float(jnp.finfo(dtype).eps), FLOAT32_EPS))
 
 
 @every_kind
@@ -211,7 +216,7 @@ def test_export_roundtrip(recipe, data):
     exported = jax.export.deserialize(jax.export.export(product, platforms=["cpu"])(x, w).serialize())
     np.testing.assert_allclose(exported.call(x, w), product(x, w), rtol=0, atol=1e-5)
     for_gpu = jax.export.export(product, platforms=["cuda"])(x, w)
-    assert ("f8E4M3FN>, tensor" in for_gpu.mlir_module()) == (recipe.activation_dtype != "bfloat16")
+    assert ("f8E4M3FN>, tensor" in for_gpu.mlir_module()) == (recipe.forward != "bf16")
 
 
 @every_kind
@@ -247,8 +252,51 @@ def test_backward_keeps_the_activation_in_one_byte(data):
 
 def test_stochastic_residual_needs_a_key_and_repeats_with_it(data):
     x, w, _ = data
-    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     with pytest.raises(ValueError, match="needs key="):
         tcfp_jax.matmul(x, w, recipe=recipe)
     one, again, other = (tcfp_jax.matmul(x, w, recipe=recipe, key=jax.random.key(i)) for i in (1, 1, 2))
     assert jnp.array_equal(one, again) and not jnp.array_equal(one, other)
+
+
+@pytest.mark.parametrize("where", ["argument", "w"])
+@pytest.mark.parametrize("transform", ["plain", "jit", "remat", "scan", "vmap"])
+def test_a_gradient_of_a_stored_weight_raises(where, transform, data):
+    x, w, _ = data
+    recipe = tcfp_jax.recipe("tcfp12_fast")
+    stored, _ = quantize_weight(w, recipe)
+
+    def product(stored):
+        if where == "w":
+            return jnp.sum(tcfp_jax.matmul(x, stored, recipe=recipe))
+        return jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored))
+
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored)
+    loss, argument = {
+        "plain": (product, stored),
+        "jit": (jax.jit(product), stored),
+        "remat": (jax.checkpoint(product), stored),
+        "scan": (lambda s: lax.scan(lambda c, s: (c + product(s), None), jnp.float32(0), s)[0], stack),
+        "vmap": (lambda s: jnp.sum(jax.vmap(product)(s)), stack),
+    }[transform]
+    with pytest.raises(TypeError, match="gradient with respect to a stored weight"):
+        jax.grad(loss)(argument)
+
+
+def test_gradients_beside_a_stored_weight_go_through_scan_and_remat(data):
+    """A stored weight that is not differentiated is a constant, however it gets there."""
+    x, w, _ = data
+    recipe = tcfp_jax.recipe("tcfp12_fast")
+    stored, _ = quantize_weight(w, recipe)
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored)
+
+    def loss(x, ws):
+        layer = jax.checkpoint(
+            lambda total, one: (total + jnp.sum(tcfp_jax.matmul(x, one[0], recipe=recipe, quantized=one[1])), None)
+        )
+        return lax.scan(layer, jnp.float32(0), (ws, stack))[0]
+
+    dx, dws = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, jnp.stack([w, w]))
+    _, dx_one, dw_one = value_and_gradients(recipe, x, w, jnp.ones((M, N)), quantized=stored)
+    np.testing.assert_allclose(dx, 2 * dx_one, rtol=1e-5)
+    np.testing.assert_allclose(dws[0], dw_one, rtol=1e-5)

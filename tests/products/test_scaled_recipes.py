@@ -9,13 +9,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pallas_kernels.block_matmul import cudnn
-from pallas_kernels.block_matmul.api import block_matmul
-from pallas_kernels.block_quantize.api import block_quantize
-from pallas_kernels.row_quantize.api import row_quantize
 
 import tcfp_jax
-from pallas_kernels.blocks import Blocked
+from pallas_kernels.operands import Block, Row, Tensor
+from pallas_kernels.quantize.api import quantize
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.weights.quantization import quantize_weight
@@ -25,7 +22,7 @@ RECIPES = {
     "tcfp12_blockwise": tcfp_jax.recipe("tcfp12_blockwise", block=32),
     "mxfp8": tcfp_jax.recipe("mxfp8"),
     "rowwise": tcfp_jax.recipe("rowwise"),
-    "rowwise_float32": tcfp_jax.recipe("rowwise", scale="float32", gradient_dtype="float8_e5m2", wgrad="bf16"),
+    "rowwise_float32": tcfp_jax.recipe("rowwise", scale="float32", gradient="float8_e5m2", wgrad="bf16"),
 }
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 M, K, N = 40, 64, 48  # a ragged block in each
@@ -54,10 +51,11 @@ def in_numpy(x, dtype, recipe, axis, square=False):
     """What a product that contracts `axis` sees of x: the definition, by NumPy, in float64."""
     x = np.asarray(x, np.float64)
     largest = float(jnp.finfo(dtype).max)
-    if recipe.granularity == "row":
+    if isinstance(recipe.scaling, Row):
         amax = np.max(np.abs(x), axis=axis, keepdims=True)
     else:
-        b, sizes = recipe.block, [-(-size // recipe.block) for size in x.shape]
+        b = recipe.scaling.size
+        sizes = [-(-size // b) for size in x.shape]
         tall = np.pad(x, [(0, count * b - size) for count, size in zip(sizes, x.shape, strict=True)])
         blocks = np.abs(tall).reshape(sizes[0], b, sizes[1], b)
         if square:
@@ -65,7 +63,7 @@ def in_numpy(x, dtype, recipe, axis, square=False):
         else:
             amax = np.max(blocks, axis=3 if axis == 1 else 1, keepdims=True)
         amax = np.broadcast_to(amax, blocks.shape).reshape(tall.shape)[: x.shape[0], : x.shape[1]]
-    if recipe.scale == "float32":
+    if recipe.scaling.scale == "float32":
         multiplier = (largest / np.maximum(amax, 1e-12)).astype(np.float32)
         scale = (np.float32(1) / multiplier).astype(np.float64)
         return round_to((x.astype(np.float32) * multiplier), dtype) * scale
@@ -97,12 +95,12 @@ def value_and_gradients(recipe, x, w, g, **options):
 @every_recipe
 def test_products_are_those_of_operands_quantized_along_what_is_summed(name):
     recipe, (y, dx, dw) = RECIPES[name], results(name)
-    square = recipe.weight_tile == "square" and recipe.granularity == "block"
-    forward, backward = recipe.activation_dtype, recipe.gradient_dtype
+    square = isinstance(recipe.scaling, Block) and recipe.scaling.tile == "square"
+    forward, backward = recipe.activation, recipe.gradient
 
     def weight(axis):
         first = in_numpy(W, "float8_e4m3fn", recipe, axis, square)
-        if recipe.residual == "none":
+        if recipe.mode is tcfp_jax.TCFPMode.FP8:
             return first
         # The residual is rounded under the scale of the first: its unit in the last place is 2**-4 or less of it.
         stored, _ = quantize_weight(W, recipe)
@@ -112,7 +110,7 @@ def test_products_are_those_of_operands_quantized_along_what_is_summed(name):
 
     assert_product(y, in_numpy(X, forward, recipe, 1), weight(0))
     assert_product(dx, in_numpy(G, backward, recipe, 1), weight(1).T)
-    if recipe.wgrad == "fp8":
+    if recipe.wgrad != "bf16":
         assert_product(dw, in_numpy(X, forward, recipe, 0).T, in_numpy(G, backward, recipe, 0))
 
 
@@ -138,7 +136,7 @@ def test_meshes_give_the_result_of_one_device(name, axis_type):
         place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
         arguments = place(X, "data", None), place(W, None, "model"), place(G, "data", "model")
         run = jax.jit(functools.partial(value_and_gradients, RECIPES[name]))
-        if axis_type == AxisType.Explicit and RECIPES[name].granularity == "block":
+        if axis_type == AxisType.Explicit and isinstance(RECIPES[name].scaling, Block):
             with pytest.raises(NotImplementedError, match=r"use AxisType\.Auto"):
                 run(*arguments)
             return
@@ -167,7 +165,7 @@ def test_optimizer_steps_of_a_layer(name):
         losses.append(float(loss))
     assert losses[2] < losses[1] < losses[0]
     stored = tcfp_jax.layer_state(state)["kernel"]
-    assert snr_db(stored.dequantize(), params["kernel"]) > (55 if recipe.error_feedback else 28)
+    assert snr_db(stored.dequantize(), params["kernel"]) > (55 if recipe.feedback else 28)
 
 
 def test_error_feedback_in_blocks_finds_the_weight_in_the_long_run():
@@ -205,12 +203,9 @@ def test_float32_scales_are_nanochats_rule_bit_for_bit():
 
 def test_tensorwise_accumulates_as_nanochat_does():
     recipe = tcfp_jax.recipe("tensorwise", scale="float32")
-    assert (recipe.activation_dtype, recipe.weight_dtype, recipe.gradient_dtype) == (
-        "float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"
-    )  # fmt: skip
-    assert (recipe.forward_accumulation, recipe.dgrad_accumulation, recipe.wgrad_accumulation) == (
-        "fast", "full", "full"
-    )  # fmt: skip
+    formats = (recipe.activation, recipe.weight.dtype, recipe.gradient)
+    assert formats == ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2") and recipe.scaling == Tensor("float32")
+    assert (recipe.forward, recipe.dgrad, recipe.wgrad) == ("fast", "full", "full")
 
 
 def test_a_residual_activation_has_an_output_of_bf16s_quality():
@@ -240,26 +235,14 @@ def test_nothing_is_written_that_the_backward_pass_does_not_read():
         text = str(program)
         return f"f8_e4m3fn[{K},{M}]" in text or f"float8_e4m3fn[{K},{M}]" in text
 
-    assert shapes("fp8") and not shapes("bf16")
+    assert shapes("full") and not shapes("bf16")
     # In bytes: a value and a 32nd of a scale once, or in both directions (with 40 rows, two scales a column).
     written = {}
-    for wgrad in ("bf16", "fp8"):
+    for wgrad in ("bf16", "full"):
         recipe = tcfp_jax.recipe("blockwise", block=32, wgrad=wgrad)
         parts = jax.eval_shape(functools.partial(quantize_operand, dtype="float8_e4m3fn", recipe=recipe), X)
         written[wgrad] = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(parts))
-    assert written == {"bf16": M * K + M * K // 32, "fp8": 2 * M * K + M * K // 32 + 2 * K}
-
-
-def test_mx_tensor_cores_are_named_where_there_are_none_and_mean_the_same():
-    x, w = (block_quantize(v, jnp.float8_e4m3fn, block=32) for v in (X[:32], W.T[:32]))
-    x, w = Blocked(*x[:2]), Blocked(*w[:2])
-    options = dict(block=32, tile="vector", out_dtype=jnp.dtype(jnp.float32))
-    with pytest.raises(NotImplementedError, match="compute capability 0 is below 10"):
-        block_matmul(x, w, backend="cudnn", **options)
-    if jax.__version_info__[:2] < (0, 11):
-        pytest.skip("jax.nn.scaled_matmul runs on CPUs since jax 0.11")
-    got = cudnn.block_matmul(x, w, None, **options)
-    np.testing.assert_allclose(got, block_matmul(x, w, **options), rtol=1e-5, atol=1e-4)
+    assert written == {"bf16": M * K + M * K // 32, "full": 2 * M * K + M * K // 32 + 2 * K}
 
 
 @pytest.mark.parametrize(
@@ -271,15 +254,15 @@ def test_mx_tensor_cores_are_named_where_there_are_none_and_mean_the_same():
         (lambda: tcfp_jax.quantize(X, block=32, scale="float32"), "scale='float32' with block=32"),
         (lambda: tcfp_jax.quantize(X, axis=0), "block=None"),
         (lambda: tcfp_jax.split(W, block=32, amax=1.0), "amax= scales a whole tensor"),
-        (lambda: row_quantize(X, jnp.float8_e4m3fn, scale="pow3"), "scale='pow3' is unknown"),
-        (lambda: row_quantize(X[0, 0], jnp.float8_e4m3fn), "no rows"),
+        (lambda: quantize(X, jnp.float8_e4m3fn, Row("pow3")), "scale='pow3' is unknown"),
+        (lambda: quantize(X[0, 0], jnp.float8_e4m3fn, Row()), "no rows"),
         (
             lambda: tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=quantize_weight(W, RECIPES["blockwise"])[0]),
-            r"\(32, 'vector'\), but quantized of \(32, 'square'\)",
+            r"tile='vector'\), but quantized is a .* tile='square'\)",
         ),
         (
             lambda: tcfp_jax.matmul(X, W, recipe="blockwise", quantized=tcfp_jax.quantize(W)),
-            "multiplies a BlockArray, but quantized is a QArray",
+            r"one FP8 tensor with Block\(size=128, tile='square'\), but quantized is a .* Tensor",
         ),
     ],
     ids=range(10),

@@ -1,0 +1,127 @@
+"""`explain`: it records the step that runs; what was measured decides, and a named backend is shown with its reason."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import tcfp_jax
+from pallas_kernels import dispatch, tuning
+from pallas_kernels.hopper import plan
+
+SHAPE = (8192, 4096, 16384)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """An H200 on which the kernels were timed near one shape."""
+    config = {"tile_m": 128, "tile_n": 128, "stages": 2, "cluster": 1}
+    product = dict(
+        shape=SHAPE, variant="dual fast bfloat16", backend="mosaic", milliseconds={"mosaic": 1.2, "xla": 1.4},
+        configs={"mosaic": config},
+    )  # fmt: skip
+    single = dict(
+        shape=SHAPE, variant="single fast bfloat16", backend="xla", milliseconds={"mosaic": 0.8, "xla": 0.7},
+        configs={"mosaic": config},
+    )  # fmt: skip
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"NVIDIA H200": {"matmul": [product, single]}}))
+    monkeypatch.setattr(tuning, "PATH", path)
+    for module in (dispatch, tuning, plan):
+        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(plan, "SMALLEST_JAX", (0, 10))
+    # Kernels for a device that is not there are chosen, and the reference is traced in their place.
+    monkeypatch.setattr(dispatch, "_jitted", lambda run: _reference_of)
+    tuning.load.cache_clear()
+    yield plan.Config(**config)
+    tuning.load.cache_clear()
+
+
+def _reference_of(options, x, w, *rest):
+    from pallas_kernels.matmul import reference
+
+    return reference.matmul(options, x, w, *rest)
+
+
+def calls(*arguments, **options):
+    return {call.step: call for call in tcfp_jax.explain(*arguments, **options).steps}
+
+
+def test_the_committed_measurements_can_be_read():
+    tuning.load.cache_clear()
+    for ops in tuning.load().values():
+        for entries in ops.values():
+            assert all(entry.backend == min(entry.milliseconds, key=entry.milliseconds.get) for entry in entries)
+
+
+def test_nothing_is_timed_on_a_cpu():
+    forward = calls((128, 128), (128, 128), "tcfp12")["forward"]
+    assert forward.chosen.backend == "xla"
+    reasons = {verdict.backend: verdict.reason for verdict in forward.verdicts}
+    assert "F16 mma.sync" in reasons["triton"]
+    if jax.__version_info__[:2] >= plan.SMALLEST_JAX:
+        assert "was not timed on cpu" in reasons["mosaic"]
+
+
+def test_the_fastest_that_was_measured_runs_with_its_config(measured):
+    explanation = tcfp_jax.explain((8, 1024, 4096), (4096, 16384), "tcfp12")
+    found = {call.step: call for call in explanation.steps}
+    assert found["forward"].chosen == dispatch.Verdict("mosaic", None, measured)
+    assert "mosaic Config(tile_m=128" in str(explanation)
+    assert found["wgrad"].verdicts == ()
+    other = calls((4096, 8192), (8192, 32768), "tcfp12")["forward"]  # the nearest measurement is the guess
+    assert other.chosen.backend == "mosaic"
+    assert calls((2048, 4096), (4096, 100), "tcfp12")["forward"].chosen.backend == "xla"
+    full = calls((8192, 4096), (4096, 16384), tcfp_jax.recipe("tcfp12", forward="full"))["forward"]
+    assert full.verdicts[0].reason.startswith("matmul (dual full bfloat16) was not timed on NVIDIA H200")
+
+
+def test_what_lost_declines_with_the_times_and_runs_when_named(measured):
+    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
+    assert single.chosen.backend == "xla"
+    assert single.verdicts[0].reason == "xla was fastest at 8192x4096x16384 (mosaic 0.8 ms, xla 0.7 ms)"
+    named = calls((8192, 4096), (4096, 16384), tcfp_jax.recipe("tensorwise", backend="mosaic"))["forward"]
+    assert named.chosen.backend == "mosaic"
+
+
+def test_a_named_backend_that_cannot_run_shows_why(measured):
+    explanation = tcfp_jax.explain((100, 4096), (4096, 16384), tcfp_jax.recipe("tcfp12", backend="mosaic"))
+    assert next(call for call in explanation.steps if call.step == "forward").chosen is None
+    assert "m=100 must be a multiple of 128" in str(explanation)
+
+
+X_STEPS = ["quantize x", "forward", "quantize g", "dgrad", "wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        ("bf16", ["forward", "dgrad", "wgrad"]),
+        ("tcfp12", [*X_STEPS, "quantize w"]),
+        ("tensorwise", [*X_STEPS, "quantize w"]),
+        ("rowwise", [*X_STEPS, "quantize w"]),
+        ("tcfp12_blockwise", [*X_STEPS, "quantize w"]),
+        ("residual_activation", ["quantize x", "forward", "forward", *X_STEPS[2:], "quantize w"]),
+    ],
+)
+def test_every_step_of_a_layer_is_there(recipe, names):
+    explanation = tcfp_jax.explain((32, 16), (16, 48), recipe, dtype=jnp.float32)
+    assert [call.step for call in explanation.steps] == names
+    assert str(explanation).startswith(f"on {dispatch.device_kind()}\n")
+
+
+@pytest.mark.parametrize("error_dtype", ["float32", "bfloat16"])
+def test_the_optimizers_choices_are_part_of_the_step(error_dtype):
+    tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype))
+    found = calls((32, 64), (64, 32), "tcfp12", optimizer=tx)["quantize w"]
+    assert found.operands == f"float32[64, 32] x {error_dtype}[64, 32]"
+    assert f"error {error_dtype}" in {v.backend: v.reason for v in found.verdicts}["triton"]
+    fresh = tcfp_jax.explain((32, 64), (64, 32), "tcfp12", optimizer=optax.sgd(0.1))
+    assert fresh.steps[0].step == "quantize w"  # in the forward pass, without an error
+
+
+def test_shapes_that_do_not_multiply():
+    with pytest.raises(ValueError, match=r"x\[8, 32\] @ w\[16, 64\]"):
+        tcfp_jax.explain((8, 32), (16, 64), "tcfp12")
