@@ -200,7 +200,7 @@ def _optimizer(config: TrainConfig, seed_key: jax.Array) -> optax.GradientTransf
         init_value=0.0, peak_value=config.learning_rate, warmup_steps=max(1, config.steps // 10),
         decay_steps=max(2, config.steps), end_value=config.learning_rate * config.final_fraction,
     )  # fmt: skip
-    stochastic = tcfp_jax.recipe(config.recipe).residual == "stochastic"
+    stochastic = tcfp_jax.recipe(config.recipe).stochastic
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix),
