@@ -5,6 +5,7 @@ compile much and compute little. Tests marked `optimized` compile as users do: t
 read compiled programs, or run thousands of steps; and so do all tests marked `gpu`.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -50,6 +51,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # xdist would hand out files with many tests first, whatever they take.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@contextlib.contextmanager
+def no_meshes() -> Iterator[None]:
+    """Refuse to make meshes: what runs while files are collected must not need the eight devices of a CPU.
+
+    `pytest -m gpu` imports every file on machines with one GPU.
+    """
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("a mesh is made while tests are collected, perhaps with one device; use helpers.mesh_of")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "make_mesh", refuse)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with no_meshes():
+        return (yield)
 
 
 def compiled_for_users(item: pytest.Item) -> bool:
