@@ -1,12 +1,14 @@
 """Checks of arguments that several ops share; each error names the broken rule, what was given, and the repair."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Scaling, Tensor
 
 
 def check_real(name: str, x: jax.Array) -> None:
@@ -17,10 +19,37 @@ def check_real(name: str, x: jax.Array) -> None:
         )
 
 
-def check_orientation(orientation: str) -> None:
-    """Raise a ValueError unless `orientation` is known."""
+def check_quantizer(
+    name: str, x: jax.Array, dtype: DTypeLike, scaling: Scaling, amax: jax.Array | None, orientation: Any
+) -> Quantization:
+    """What a quantizer is asked for, if `x` may be quantized so.
+
+    Raises:
+      TypeError: `x` is not real floating point, or `dtype` is not FP8.
+      ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown orientation.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        check_real(name, x)
     if orientation not in ("rows", "both"):
         raise ValueError(f'orientation={orientation!r} is unknown; use "rows" or "both"')
+    resolved = jnp.dtype(dtype)
+    if resolved not in numerics.FLOAT8_DTYPES:
+        numerics.float8_dtype(resolved)
+    if not isinstance(scaling, Tensor):
+        _check_parts(name, x, scaling, amax)
+    return Quantization(resolved, scaling, orientation)
+
+
+def _check_parts(name: str, x: jax.Array, scaling: Scaling, amax: jax.Array | None) -> None:
+    if amax is not None:
+        raise ValueError(f"amax= scales a whole tensor, but scaling={scaling} has several scales; drop one of them")
+    if x.ndim == 0:
+        raise ValueError(f"{name} is a scalar, which has no rows or blocks; use scaling=Tensor()")
+    if isinstance(scaling, Block) and scaling.tile == "square" and x.ndim != 2:
+        raise ValueError(
+            f"{name}{list(x.shape)} has no square blocks, which are cut from a matrix; use jax.vmap over a stack, or "
+            'tile="vector"'
+        )
 
 
 def check_error_and_bits(w: jax.Array, error: jax.Array | None, bits: jax.Array | None) -> None:
@@ -34,31 +63,53 @@ def check_error_and_bits(w: jax.Array, error: jax.Array | None, bits: jax.Array 
         _check_shape("bits", bits, w)
 
 
-def check_operands(x: Operand, w: Operand) -> None:
-    """Raise unless these are operands of a product that tensor cores have, with shapes that agree.
+def check_operands(x: Operand, w: Operand) -> tuple[Operand, Operand]:
+    """The operands of a product, those in blocks with one contracted axis, if tensor cores have such a product.
 
     Raises:
-      TypeError: an operand is not FP8, or the halves of one differ in format.
+      TypeError: an operand is not FP8, or scales of blocks are not E8M0.
       ValueError: the contracted sizes differ, or an operand's halves or scales do not fit its values.
-      NotImplementedError: E5M2 x E5M2, or two scalings that no product combines.
+      NotImplementedError: E5M2 x E5M2, two scalings that no product combines, or an x with a residual.
     """
-    contracted = w.values.ndim - 1
-    a, b = x.shape, w.shape
-    if contracted < 1 or len(a) < contracted or a[len(a) - contracted :] != b[1:]:
-        raise ValueError(f"x{list(a)} and w{list(b)} must agree in the axes after w's first; transpose or reshape one")
+    a, b = x.values, w.values
+    contracted = b.ndim - 1
+    if contracted < 1 or a.ndim < contracted or a.shape[a.ndim - contracted :] != b.shape[1:]:
+        raise ValueError(
+            f"x{list(a.shape)} and w{list(b.shape)} must agree in the axes after w's first; transpose or reshape one"
+        )
     for name, operand in (("x", x), ("w", w)):
-        numerics.float8_dtype(operand.values.dtype)
+        if operand.values.dtype not in numerics.FLOAT8_DTYPES:
+            numerics.float8_dtype(operand.values.dtype)
         _check_halves(name, operand)
-    e5m2 = jnp.dtype(jnp.float8_e5m2)
-    if x.values.dtype == e5m2 and w.values.dtype == e5m2:
+    if x.lo is not None:
+        raise NotImplementedError("x has a residual, which takes a product of its own; multiply x_hi and x_lo apart")
+    if a.dtype == b.dtype == jnp.dtype(jnp.float8_e5m2):
         raise NotImplementedError(
             "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn"
         )
-    if w.scaling.along_rows != x.scaling:
-        raise NotImplementedError(
-            f"x has the scaling {x.scaling} and w {w.scaling}: no product combines them; quantize x with "
-            f"scaling={w.scaling.along_rows}"
-        )
+    if not isinstance(w.scaling, Block):
+        if x.scaling != w.scaling:
+            raise NotImplementedError(_mixed(x, w))
+        return x, w
+    if not (isinstance(x.scaling, Block) and x.scaling.tile == "vector" and x.scaling.size == w.scaling.size):
+        raise NotImplementedError(_mixed(x, w))
+    if contracted > 1:
+        x, w = (_flattened(operand, contracted) for operand in (x, w))
+    for name, operand in (("x", x), ("w", w)):
+        _check_scales(name, operand)
+    return x, w
+
+
+def _mixed(x: Operand, w: Operand) -> str:
+    return (
+        f"x has the scaling {x.scaling} and w {w.scaling}: no product combines them; quantize x with "
+        f"scaling={w.scaling.along_rows}"
+    )
+
+
+def _flattened(operand: Operand, contracted: int) -> Operand:
+    flat: Any = lambda half: None if half is None else half.reshape(*half.shape[: half.ndim - contracted], -1)
+    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo))
 
 
 def _check_halves(name: str, operand: Operand) -> None:
@@ -70,22 +121,16 @@ def _check_halves(name: str, operand: Operand) -> None:
         )
 
 
-def check_scales(name: str, operand: Operand, dtype: Any) -> None:
-    """Raise unless the scales of an operand have this dtype and one value for each block.
-
-    Raises:
-      TypeError: another dtype.
-      ValueError: another shape.
-    """
+def _check_scales(name: str, operand: Operand) -> None:
+    expected = operand.scaling.scale_shape(operand.values.shape)
     for scale in (operand.scale, operand.lo_scale):
         if scale is None:
             continue
-        if scale.dtype != dtype:
-            raise TypeError(f"the scales of {name} have dtype {scale.dtype}, not {jnp.dtype(dtype)}; use quantize")
-        expected = operand.scaling.scale_shape(operand.shape)
+        if scale.dtype != SCALE_DTYPE:
+            raise TypeError(f"the scales of {name} have dtype {scale.dtype}, not float8_e8m0fnu; use quantize")
         if scale.shape != expected:
             raise ValueError(
-                f"{name}{list(operand.shape)} with {operand.scaling} has scales {list(expected)}, but these are "
+                f"{name}{list(operand.values.shape)} with {operand.scaling} has scales {list(expected)}, but these are "
                 f"{list(scale.shape)}; quantize it with this scaling"
             )
 
@@ -93,15 +138,3 @@ def check_scales(name: str, operand: Operand, dtype: Any) -> None:
 def _check_shape(name: str, x: jax.Array, w: jax.Array) -> None:
     if x.shape != w.shape:
         raise ValueError(f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal")
-
-
-def has_explicit_axes() -> bool:
-    """Whether the mesh in use has explicit axes, under which a kernel is not partitioned."""
-    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-def reject_explicit(*args: Any) -> str | None:
-    """Why a kernel cannot run under the mesh in use, or None."""
-    if has_explicit_axes():
-        return 'the mesh has explicit axes, under which kernels are not partitioned; use backend="xla"'
-    return None

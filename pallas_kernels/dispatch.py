@@ -6,7 +6,8 @@ takes the first that neither rejects nor declines; a named backend runs unless i
 `NotImplementedError` with its reason. An implementation is never replaced behind the caller's back: what was asked
 for runs, or the caller reads why not.
 
-On a CPU a named kernel runs in its interpreter: the same program, slowly. `backend=None` never does that.
+On a CPU a named kernel runs in its interpreter: the same program, slowly. `backend=None` never does that, and does
+not ask kernels there.
 
 The options of an op travel as one frozen value and its arrays in order, so that `api`, `reference` and every kernel
 have the same signature, `(options, *arrays)`.
@@ -15,11 +16,13 @@ have the same signature, `(options, *arrays)`.
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.extend import source_info_util
 
 Backend = Literal["xla", "triton", "mosaic", "cudnn"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "cudnn", "xla")
@@ -34,7 +37,9 @@ class Implementation:
     """One way to run an op.
 
     `reject` and `decline` take the op's options and arrays and return a reason or None; `configure` returns the tile
-    sizes that would run, or None where there is nothing to choose. All three look at shapes and dtypes only.
+    sizes that would run, or None where there is nothing to choose. All three look at shapes and dtypes only. `meshes`
+    says whether it also runs under a mesh with explicit axes, which only `lax` follows: kernels are not partitioned
+    there, and blocks cut and merge axes.
     """
 
     backend: Backend
@@ -42,6 +47,7 @@ class Implementation:
     reject: Callable[..., str | None] = _no_objection
     decline: Callable[..., str | None] = _no_objection
     configure: Callable[..., Any] = _no_objection
+    meshes: Literal["automatic", "any"] = "automatic"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Call:
     """What `dispatch` was asked in one place of a program.
 
     Attributes:
-      step: what the caller said it was doing, see `step`.
+      step: the innermost `jax.named_scope` around it, which says what the op is for.
       op: the op.
       operands: dtypes and shapes of its arrays, in words.
       verdicts: one for each implementation, in the table's order; empty for what XLA does without an op of this
@@ -76,19 +82,7 @@ class Call:
         return next((verdict for verdict in self.verdicts if verdict.reason is None), None)
 
 
-_STEP: contextvars.ContextVar[str] = contextvars.ContextVar("pallas_kernels_step", default="")
 _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("pallas_kernels_calls", default=None)
-
-
-@contextlib.contextmanager
-def step(name: str) -> Iterator[None]:
-    """Say what the ops inside are for: the name is in recorded calls, and in the names that profilers show."""
-    token = _STEP.set(name)
-    try:
-        with jax.named_scope(name.replace(" ", "_")):
-            yield
-    finally:
-        _STEP.reset(token)
 
 
 @contextlib.contextmanager
@@ -109,7 +103,13 @@ def note(op: str, *arrays: Any) -> None:
     """Record a call of something that has no table, because XLA alone does it."""
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_STEP.get(), op, describe(*arrays)))
+        calls.append(Call(_scope(), op, describe(*arrays)))
+
+
+def _scope() -> str:
+    """The innermost `jax.named_scope`, without what transformations make of it: dgrad of transpose(jvp(dgrad))."""
+    names = re.findall(r"[^()/]+", str(source_info_util.current().name_stack))
+    return names[-1].replace("_", " ") if names else ""
 
 
 def describe(*arrays: Any) -> str:
@@ -151,6 +151,11 @@ def compute_capability() -> float:
         return 0.0
 
 
+def has_explicit_axes() -> bool:
+    """Whether the mesh in use has explicit axes."""
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
@@ -168,17 +173,21 @@ def judge(table: Sequence[Implementation], backend: Backend | None, options: Any
     check_backend(backend)
     verdicts: list[Verdict] = []
     chosen: Backend | None = None
+    explicit, interprets = has_explicit_axes(), backend is None and device_kind() == "cpu"
     for implementation in table:
-        reason: str | None
+        kernel, reason, config = implementation.backend != "xla", None, None
         if backend not in (None, implementation.backend):
             reason = f"backend={backend!r} was asked for"
+        elif explicit and implementation.meshes == "automatic":
+            reason = "the mesh has explicit axes, which neither kernels nor blocks follow; use AxisType.Auto"
+        elif kernel and interprets:
+            reason = "a CPU runs it in its interpreter, and only where it is named"
         else:
             reason = implementation.reject(options, *arrays)
             if reason is None and backend is None:
                 reason = implementation.decline(options, *arrays)
-            if reason is None and chosen is not None:
-                reason = f"{chosen} comes first"
-        config = None
+        if reason is None and chosen is not None:
+            reason = f"{chosen} comes first"
         if reason is None:
             chosen, config = implementation.backend, implementation.configure(options, *arrays)
         verdicts.append(Verdict(implementation.backend, reason, config))
@@ -199,7 +208,7 @@ def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, 
     chosen = next((i for i, verdict in zip(table, verdicts, strict=True) if verdict.reason is None), None)
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_STEP.get(), op, describe(*arrays), verdicts))
+        calls.append(Call(_scope(), op, describe(*arrays), verdicts))
         chosen = chosen or table[-1]
     if chosen is None:
         raise NotImplementedError(f"{op} cannot run with backend={backend!r}: {_reasons(op, table, backend, verdicts)}")

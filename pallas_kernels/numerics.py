@@ -94,6 +94,17 @@ def scale_and_inverse(amax: jax.Array, dtype: DTypeLike, scale: str) -> tuple[ja
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 
 
+def e8m0_scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """(the "pow2" scale as E8M0, its float32 inverse); see `scale_and_inverse`.
+
+    >>> scale, inverse = e8m0_scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn")
+    >>> float(decode_e8m0(scale)), float(inverse)
+    (2.0, 0.5)
+    """
+    scale, inverse = scale_and_inverse(amax, dtype, "pow2")
+    return encode_e8m0(scale), inverse
+
+
 def flush_subnormal(x: jax.Array) -> jax.Array:
     """float32 `x` with its subnormals set to zero of their sign (NaN stays NaN)."""
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * 0, x)

@@ -27,7 +27,7 @@ from pallas_kernels.scaling import (
 
 __all__ = [
     "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Operand", "Orientation", "Product",
-    "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "product_scale", "sizes",
+    "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
 ]  # fmt: skip
 
 Orientation = Literal["rows", "both"]
@@ -136,11 +136,6 @@ class Quantization:
     scaling: Scaling
     orientation: Orientation = "rows"
 
-    @property
-    def both(self) -> bool:
-        """Whether columns are made, too."""
-        return self.orientation == "both"
-
 
 @dataclass(frozen=True)
 class Product:
@@ -161,13 +156,3 @@ def sizes(x: Operand, w: Operand) -> tuple[int, int, int]:
     """(m, k, n) of the product as one of matrices."""
     k = math.prod(w.shape[1:])
     return math.prod(x.shape) // k if k else 0, k, w.shape[0]
-
-
-def product_scale(x: Operand, w: Operand) -> jax.Array:
-    """The scale of a product of operands with one scale each.
-
-    The product of two powers of two is exact as bfloat16, and says so by its dtype: cuBLASLt then applies it, where a
-    float32 scale costs a pass over a bfloat16 output.
-    """
-    scale = x.scale * w.scale
-    return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale

@@ -56,9 +56,6 @@ class Tensor:
         """The scaling of an activation or gradient beside a weight that is scaled so."""
         return self
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Every tensor has a scale."""
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a stack of matrices.
 
@@ -68,15 +65,11 @@ class Tensor:
         return shape[:-2]
 
     def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(scale, multiplier that replaces the division by it) of float32 x; NaN where max |x| is not finite."""
+        """(scale, multiplier that replaces the division of x by it) of float32 x; NaN where max |x| is not finite."""
         return numerics.scale_and_inverse(numerics.amax(x) if amax is None else amax, dtype, self.scale)
 
-    def store(self, scale: jax.Array) -> jax.Array:
-        """A scale as operands hold it."""
-        return scale
-
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A stored scale in float32, shaped to multiply values of this shape."""
+        """The scale, shaped to multiply values of this shape."""
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
 
     def turn(self, scale: jax.Array) -> jax.Array:
@@ -107,11 +100,6 @@ class Row:
         """The scaling of an activation or gradient beside a weight that is scaled so."""
         return self
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise a ValueError unless a tensor of this shape has rows."""
-        if not shape:
-            raise ValueError(f"{name} is a scalar, which has no rows; use scaling=Tensor()")
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a tensor.
 
@@ -121,16 +109,13 @@ class Row:
         return shape[:-1]
 
     def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(scales, multipliers) of the rows of float32 x, one axis less than x has."""
-        assert amax is None, "api.quantize refuses an amax of rows"
-        return numerics.scale_and_inverse(numerics.amax(x, axis=-1), dtype, self.scale)
-
-    def store(self, scale: jax.Array) -> jax.Array:
-        """Scales as operands hold them."""
-        return scale
+        """(scales of the rows of float32 x, multipliers that replace the division of x by them)."""
+        assert amax is None, "check_quantizer refuses an amax of rows"
+        scale, inverse = numerics.scale_and_inverse(numerics.amax(x, axis=-1), dtype, self.scale)
+        return scale, inverse[..., None]
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Stored scales, shaped to multiply values of this shape."""
+        """The scales, shaped to multiply values of this shape."""
         return scale[..., None]
 
     def turn(self, scale: jax.Array) -> jax.Array:
@@ -171,14 +156,6 @@ class Block:
         """The scaling of an activation or gradient beside a weight that is scaled so: vectors of the same size."""
         return Block(self.size, "vector")
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise a ValueError unless a tensor of this shape has such blocks."""
-        if not shape or (self.tile == "square" and len(shape) != 2):
-            raise ValueError(
-                f"{name}{list(shape)} has no {self.tile} blocks; vectors need an axis, squares need a matrix (use "
-                "jax.vmap over a stack)"
-            )
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scales of a tensor.
 
@@ -205,19 +182,17 @@ class Block:
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
     def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(scales, multipliers) of the blocks of float32 x, one a block; NaN where a block is not finite."""
-        assert amax is None, "api.quantize refuses an amax of blocks"
-        return numerics.scale_and_inverse(self.amax(x), dtype, "pow2")
-
-    def store(self, scale: jax.Array) -> jax.Array:
-        """Scales as operands hold them: E8M0, one byte each."""
-        return numerics.encode_e8m0(scale)
+        """(E8M0 scales of the blocks of float32 x, multipliers that replace the division of x by them)."""
+        assert amax is None, "check_quantizer refuses an amax of blocks"
+        scale, inverse = numerics.e8m0_scale_and_inverse(self.amax(x), dtype)
+        return scale, self._repeat(inverse, x.shape)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The scale of every value of a tensor of this shape, float32, from stored or from float32 scales."""
-        if scale.dtype == SCALE_DTYPE:
-            scale = numerics.decode_e8m0(scale)
-        wide = jnp.repeat(scale, self.size, axis=-1)[..., : shape[-1]]
+        """The scale of every value of a tensor of this shape, float32."""
+        return self._repeat(numerics.decode_e8m0(scale), shape)
+
+    def _repeat(self, of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        wide = jnp.repeat(of_blocks, self.size, axis=-1)[..., : shape[-1]]
         return wide if self.tile == "vector" else jnp.repeat(wide, self.size, axis=-2)[..., : shape[-2], :]
 
     def turn(self, scale: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
 
-from pallas_kernels.quantize.api import check_real
+from pallas_kernels.checks import check_real
 from tcfp_jax.products.contraction import contract
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.quantize.api import check_real
+from pallas_kernels.checks import check_real
 from tcfp_jax.layers import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
 from tcfp_jax.products.contraction import contract
 from tcfp_jax.recipes import Recipe

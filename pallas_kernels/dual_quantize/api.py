@@ -4,17 +4,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
-from pallas_kernels.checks import check_error_and_bits, check_orientation, check_real
+from pallas_kernels.checks import check_error_and_bits, check_quantizer
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.dual_quantize import reference, triton, triton_blocks
-from pallas_kernels.operands import Block, Orientation, Quantization, Quantized, Row, Scaling, Tensor
-from pallas_kernels.quantize.reference import reject
+from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
 
-_XLA = Implementation("xla", reference.dual_quantize, reject)
 IMPLEMENTATIONS = {
-    Tensor: (Implementation("triton", triton.dual_quantize, triton.reject, triton.decline), _XLA),
-    Block: (Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, triton_blocks.decline), _XLA),
+    Tensor: (
+        Implementation("triton", triton.dual_quantize, triton.reject, triton.decline),
+        Implementation("xla", reference.dual_quantize, meshes="any"),
+    ),
+    Block: (
+        Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, triton_blocks.decline),
+        Implementation("xla", reference.dual_quantize),
+    ),
 }
 
 
@@ -59,21 +62,16 @@ def dual_quantize(
     >>> q.rows.dequantize()[0].tolist()
     [1.0, 0.2998046875]
     """
-    check_real("w", w)
-    check_orientation(orientation)
-    _check_scaling(scaling, amax, orientation)
-    scaling.check("w", w.shape)
+    options = check_quantizer("w", w, dtype, scaling, amax, orientation)
+    _check_scaling(scaling, orientation)
     check_error_and_bits(w, error, bits)
-    options = Quantization(numerics.float8_dtype(dtype), scaling, orientation)
     return dispatch("dual_quantize", IMPLEMENTATIONS[type(scaling)], backend, options, w, error, bits, amax)
 
 
-def _check_scaling(scaling: Scaling, amax: jax.Array | None, orientation: str) -> None:
+def _check_scaling(scaling: Scaling, orientation: str) -> None:
     if isinstance(scaling, Row):
         raise ValueError(f"scaling={scaling}: a residual needs scales that both orientations share; use Tensor()")
     if scaling.scale != "pow2":
         raise ValueError(f'scaling={scaling}: a residual is exact only under a power-of-two scale; use scale="pow2"')
-    if amax is not None and not isinstance(scaling, Tensor):
-        raise ValueError(f"amax= scales a whole tensor, but scaling={scaling} has several scales; drop one of them")
     if orientation == "both" and not scaling.serves_both:
         raise ValueError(f'orientation="both" with {scaling}: w.T has other vectors; quantize it, or use squares')

@@ -20,13 +20,15 @@ def dual_quantize(
     """See `api.dual_quantize`."""
     scaling, dtype = options.scaling, options.dtype
     wanted = target(w, error)
-    scale, inverse = scaling.find(wanted, dtype, amax)
-    wide, wide_inverse = (scaling.spread(s, w.shape) for s in (scale, inverse))
-    hi, lo, left = split(wanted, wide_inverse, wide, dtype, bits)
-    stored = scaling.store(scale)
-    lo_scale = _skip_zero_blocks(scaling, stored, lo) if isinstance(scaling, Block) else None
-    rows = Operand(hi, stored, lo, lo_scale, scaling)
-    return Quantized(rows, rows.turn() if options.both else None, None if error is None else left.astype(error.dtype))
+    scale, multiplier = scaling.find(wanted, dtype, amax)
+    hi, lo, left = split(wanted, multiplier, scaling.spread(scale, w.shape), dtype, bits)
+    lo_scale = _skip_zero_blocks(scaling, scale, lo) if isinstance(scaling, Block) else None
+    rows = Operand(hi, scale, lo, lo_scale, scaling)
+    return Quantized(
+        rows,
+        rows.turn() if options.orientation == "both" else None,
+        None if error is None else left.astype(error.dtype),
+    )
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:

@@ -42,7 +42,7 @@ def dual_quantize(
     amax: jax.Array | None,
 ) -> Quantized:
     """See `api.dual_quantize`."""
-    dtype, both = options.dtype, options.both
+    dtype, both = options.dtype, options.orientation == "both"
     has_error, has_bits = error is not None, bits is not None
     if amax is None:
         amax = numerics.amax(reference.target(w, error))

@@ -41,7 +41,7 @@ def dual_quantize(
     amax: jax.Array | None,
 ) -> Quantized:
     """See `api.dual_quantize`."""
-    dtype, block, both = options.dtype, _block(options), options.both
+    dtype, block, both = options.dtype, _block(options), options.orientation == "both"
     has_error, has_bits = error is not None, bits is not None
 
     def body(*tiles: jax.Array) -> tuple[jax.Array, ...]:

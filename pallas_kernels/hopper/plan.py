@@ -5,13 +5,14 @@ it runs interpreted. Which of the configs that fit is fastest, `tuning.py` knows
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import has_explicit_axes
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import device_cores, device_kind
 
 SMALLEST_JAX = (0, 11)
@@ -139,6 +140,25 @@ def shared_bytes(config: Config, halves: int) -> int:
     return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
 
 
+def choose(
+    op: str, variant: str, shape: tuple[int, int, int], guesses: Sequence[Config], fits: Callable[[Config], str | None]
+) -> Config | None:
+    """The config that was measured near this shape (`tuning.py`), if it fits, else the best guess, or None.
+
+    Args:
+      op, variant: how `tuned.json` names the product.
+      shape: (m, k, n).
+      guesses: configs that fit, the best first.
+      fits: why a config does not fit, or None.
+    """
+    entry = tuning.find(op, variant, shape)
+    if entry is not None and "mosaic" in entry.configs:
+        tuned = Config(**entry.configs["mosaic"])
+        if fits(tuned) is None:
+            return tuned
+    return next(iter(guesses), None)
+
+
 def reject_here(out_dtype: Any) -> str | None:
     """Why the kernel serves no product of this dtype on the device in use, or None."""
     if jax.__version_info__[:2] < SMALLEST_JAX:
@@ -148,6 +168,4 @@ def reject_here(out_dtype: Any) -> str | None:
         return f'{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use backend="xla"'
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
-    if has_explicit_axes():
-        return 'the mesh has explicit axes, under which only lax.dot_general is partitioned; use backend="xla"'
     return None

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import check_operands, check_scales
+from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
-from pallas_kernels.operands import SCALE_DTYPE, Accumulation, Block, Operand, Product, Row, Tensor
+from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
@@ -24,15 +24,18 @@ SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
 }  # fmt: skip
 
 _TRITON = Implementation("triton", triton.matmul, triton.reject, triton.decline)
-_XLA = Implementation("xla", reference.matmul, reference.reject)
 IMPLEMENTATIONS = {
-    Tensor: (Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure), _TRITON, _XLA),
+    Tensor: (
+        Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
+        _TRITON,
+        Implementation("xla", reference.matmul, meshes="any"),
+    ),
     Block: (
         Implementation(
             "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
         ),
         _TRITON,
-        _XLA,
+        Implementation("xla", reference.matmul),
     ),
 }
 
@@ -78,35 +81,16 @@ def matmul(
     >>> matmul(one, one).tolist()
     [[4.0, 4.0], [4.0, 4.0]]
     """
-    options = _checked(x, w, bias, out_dtype, accumulation, out_sharding)
+    x, w = check_operands(x, w)
+    options = _options(w, bias, out_dtype, accumulation, out_sharding)
     if isinstance(w.scaling, Row):
         return _by_rows(options, x, w, bias, backend)
     if isinstance(w.scaling, Tensor):
         return dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, options, x, w, bias)
-    x, w = flattened(x, w)
     # The scales of a residual only say which of its blocks are zero; `skip_matmul` reads them.
     w = dataclasses.replace(w, lo_scale=None)
     out = dispatch("matmul", IMPLEMENTATIONS[Block], backend, options, x, w, None)
     return out if bias is None else out + bias.astype(options.out_dtype)
-
-
-def flattened(x: Operand, w: Operand) -> tuple[Operand, Operand]:
-    """Operands in blocks with one contracted axis, checked.
-
-    Raises:
-      TypeError, ValueError: scales that are not E8M0, or not one for each block.
-    """
-    contracted = w.values.ndim - 1
-
-    def flat(values: Any) -> Any:
-        if values is None or contracted == 1:
-            return values
-        return values.reshape(*values.shape[: values.ndim - contracted], -1)
-
-    x, w = (dataclasses.replace(o, values=flat(o.values), lo=flat(o.lo)) for o in (x, w))
-    for name, operand in (("x", x), ("w", w)):
-        check_scales(name, operand, SCALE_DTYPE)
-    return x, w
 
 
 def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, backend: Backend | None) -> jax.Array:
@@ -120,10 +104,7 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
-def _checked(
-    x: Operand, w: Operand, bias: jax.Array | None, out_dtype: DTypeLike, accumulation: Any, out_sharding: Any
-) -> Product:
-    check_operands(x, w)
+def _options(w: Operand, bias: jax.Array | None, out_dtype: DTypeLike, accumulation: Any, out_sharding: Any) -> Product:
     blocks = isinstance(w.scaling, Block)
     if accumulation is None:
         accumulation = "full" if blocks else "fast"
@@ -134,6 +115,6 @@ def _checked(
             f'accumulation="fast" with {w.scaling}: a product is promoted to float32 where its blocks are scaled; use '
             'accumulation="full"'
         )
-    if bias is not None and bias.shape != w.shape[:1]:
+    if bias is not None and bias.shape != w.values.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, but w{list(w.shape)} has n={w.shape[0]} outputs")
     return Product(jnp.dtype(out_dtype), accumulation, out_sharding)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.hopper.plan import Config, Plan, blocks, candidates, misfit, reject_here
+from pallas_kernels.hopper.plan import Config, Plan, blocks, candidates, choose, misfit, reject_here
 from pallas_kernels.matmul.parts import on_each_device
-from pallas_kernels.operands import Operand, Product, product_scale, sizes
+from pallas_kernels.matmul.reference import product_scale
+from pallas_kernels.operands import Operand, Product, sizes
 
 Shape = tuple[int, int, int]
 
@@ -45,12 +46,9 @@ def _halves(w: Operand) -> int:
 
 
 def _choose(shape: Shape, halves: int, options: Product) -> Config | None:
-    entry = tuning.find("matmul", variant(halves, options), shape)
-    if entry is not None and "mosaic" in entry.configs:
-        tuned = Config(**entry.configs["mosaic"])
-        if misfit(tuned, *shape, halves) is None:
-            return tuned
-    return next(iter(candidates(*shape, halves, options.accumulation)), None)
+    guesses = candidates(*shape, halves, options.accumulation)
+    fits = lambda config: misfit(config, *shape, halves)
+    return choose("matmul", variant(halves, options), shape, guesses, fits)
 
 
 def matmul(
@@ -59,16 +57,16 @@ def matmul(
     """The product, see `api.matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it."""
     halves = _halves(w)
 
-    def choose(shape: Shape, options: Product) -> Config | None:
+    def chosen_for(shape: Shape, options: Product) -> Config | None:
         if config is not None and misfit(config, *shape, halves) is None:
             return config
         return _choose(shape, halves, options)
 
     def fits(m: int, k: int, n: int) -> bool:
-        return choose((m, k, n), options) is not None
+        return chosen_for((m, k, n), options) is not None
 
     def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
-        chosen = choose(sizes(x, w), options)
+        chosen = chosen_for(sizes(x, w), options)
         assert chosen is not None, "fits() came first"
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.hopper import kernel

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
-from pallas_kernels.hopper.plan import Config, Plan, block_candidates, block_misfit, blocks, reject_here
+from pallas_kernels.hopper.plan import Config, Plan, block_candidates, block_misfit, blocks, choose, reject_here
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, sizes
 
@@ -59,12 +59,9 @@ def halves_of(w: Operand) -> int:
 
 
 def _choose(shape: Shape, w: Operand, options: Product) -> Config | None:
-    entry, halves = tuning.find("block_matmul", variant(w, options), shape), halves_of(w)
-    if entry is not None and "mosaic" in entry.configs:
-        tuned = Config(**entry.configs["mosaic"])
-        if block_misfit(tuned, *shape, halves) is None:
-            return tuned
-    return next(iter(block_candidates(*shape, halves, block_of(w).size)), None)
+    guesses = block_candidates(*shape, halves_of(w), block_of(w).size)
+    fits = lambda config: block_misfit(config, *shape, halves_of(w))
+    return choose("block_matmul", variant(w, options), shape, guesses, fits)
 
 
 def matmul(
@@ -72,13 +69,13 @@ def matmul(
 ) -> jax.Array:
     """The product, see `api.matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it."""
 
-    def choose(shape: Shape) -> Config | None:
+    def chosen_for(shape: Shape) -> Config | None:
         if config is not None and block_misfit(config, *shape, halves_of(w)) is None:
             return config
         return _choose(shape, w, options)
 
     def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
-        chosen = choose(sizes(x, w))
+        chosen = chosen_for(sizes(x, w))
         assert chosen is not None, "the product was asked whether it fits"
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.hopper import kernel
@@ -89,7 +86,7 @@ def matmul(
         return kernel.call(plan, options.out_dtype, *values, jnp.ones(1), of_x, of_w)
 
     return on_each_device(
-        multiply, lambda *shape: choose(shape) is not None, options, x, w, bias, interpreter="calls back"
+        multiply, lambda *shape: chosen_for(shape) is not None, options, x, w, bias, interpreter="calls back"
     )
 
 

@@ -15,15 +15,13 @@ With a scale for every block the operands are dequantized. An FP8 value times a 
 a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.checks import has_explicit_axes
-from pallas_kernels.operands import Block, Operand, Product, product_scale
+from pallas_kernels.operands import Block, Operand, Product
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -48,17 +46,20 @@ class AnyFP8(lax.DotAlgorithm):
         return canonical._convert_to_hlo_attr(lhs_dtype, rhs_dtype)
 
 
-def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
-    """Why XLA cannot do it here, or None."""
-    if isinstance(w.scaling, Block) and has_explicit_axes():
-        return "blocks cut and merge axes, which a mesh with explicit axes cannot follow; use AxisType.Auto"
-    return None
-
-
 def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
     """The product on the platform that the program is lowered for; see `api.matmul`."""
     out = (_blocks if isinstance(w.scaling, Block) else _scaled_once)(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
+
+
+def product_scale(x: Operand, w: Operand) -> jax.Array:
+    """The scale of a product of operands with one scale each.
+
+    The product of two powers of two is exact as bfloat16, and says so by its dtype: cuBLASLt then applies it, where a
+    float32 scale costs a pass over a bfloat16 output.
+    """
+    scale = x.scale * w.scale
+    return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale
 
 
 def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
@@ -99,15 +100,16 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         # product itself is needed, too, as it is by a rematerialized backward pass.
         return lax.optimization_barrier(out)
 
-    if math.prod(x.shape) == 0 or math.prod(w.shape) == 0:
+    if x.values.size == 0 or w.values.size == 0:
         return in_float32(*operands)
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
 def _blocks(options: Product, x: Operand, w: Operand) -> jax.Array:
-    operands = [_dequantize(x, x.values), _dequantize(w, w.values)]
+    wide_x, wide_w = (operand.scaling.spread(operand.scale, operand.values.shape) for operand in (x, w))
+    operands = [_dequantize(x.values, wide_x), _dequantize(w.values, wide_w)]
     if w.lo is not None:
-        operands.append(_dequantize(w, w.lo))
+        operands.append(_dequantize(w.lo, wide_w))
     dimensions = (((x.values.ndim - 1,), (1,)), ((), ()))
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
@@ -126,7 +128,7 @@ def _blocks(options: Product, x: Operand, w: Operand) -> jax.Array:
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-def _dequantize(operand: Operand, half: jax.Array) -> jax.Array:
+def _dequantize(half: jax.Array, scales: jax.Array) -> jax.Array:
     """One half of an operand times its scales, float32."""
     # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
-    return lax.optimization_barrier(half).astype(jnp.float32) * operand.scale_of_values()
+    return lax.optimization_barrier(half).astype(jnp.float32) * scales

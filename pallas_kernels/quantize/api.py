@@ -3,17 +3,19 @@
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels import numerics
-from pallas_kernels.checks import check_orientation, check_real
+from pallas_kernels.checks import check_quantizer
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.operands import Block, Orientation, Quantization, Quantized, Row, Scaling, Tensor
+from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
 from pallas_kernels.quantize import reference, triton, triton_blocks
 
-_XLA = Implementation("xla", reference.quantize, reference.reject)
+_XLA = Implementation("xla", reference.quantize, meshes="any")
 IMPLEMENTATIONS = {
     Tensor: (Implementation("triton", triton.quantize, triton.reject, triton.decline), _XLA),
     Row: (_XLA,),
-    Block: (Implementation("triton", triton_blocks.quantize, triton_blocks.reject, triton_blocks.decline), _XLA),
+    Block: (
+        Implementation("triton", triton_blocks.quantize, triton_blocks.reject, triton_blocks.decline),
+        Implementation("xla", reference.quantize),
+    ),
 }
 
 
@@ -53,10 +55,5 @@ def quantize(
     >>> [float(v) for v in q.values], float(q.scale)
     ([128.0, -384.0], 0.0078125)
     """
-    check_real("x", x)
-    check_orientation(orientation)
-    scaling.check("x", x.shape)
-    if amax is not None and not isinstance(scaling, Tensor):
-        raise ValueError(f"amax= scales a whole tensor, but scaling={scaling} has several scales; drop one of them")
-    options = Quantization(numerics.float8_dtype(dtype), scaling, orientation)
+    options = check_quantizer("x", x, dtype, scaling, amax, orientation)
     return dispatch("quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax)

@@ -4,21 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics
-from pallas_kernels.checks import has_explicit_axes
-from pallas_kernels.operands import Block, Operand, Quantization, Quantized, Row
-
-
-def reject(options: Quantization, x: jax.Array, *arrays: jax.Array | None) -> str | None:
-    """Why XLA cannot do it here, or None."""
-    if isinstance(options.scaling, Block) and has_explicit_axes():
-        return "blocks cut and merge axes, which a mesh with explicit axes cannot follow; use AxisType.Auto"
-    return None
+from pallas_kernels.operands import Operand, Quantization, Quantized, Row
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """See `api.quantize`."""
     rows = _quantize(options, x.astype(jnp.float32), amax)
-    if not options.both:
+    if options.orientation == "rows":
         return Quantized(rows)
     if options.scaling.serves_both:
         turned = jnp.moveaxis(rows.values, -1, 0)
@@ -37,7 +29,6 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
 
 
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
-    scaling, dtype = options.scaling, options.dtype
-    scale, inverse = scaling.find(x, dtype, amax)
-    values = numerics.saturating_cast(numerics.flush_subnormal(x) * scaling.spread(inverse, x.shape), dtype)
-    return Operand(values, scaling.store(scale), scaling=scaling)
+    scale, multiplier = options.scaling.find(x, options.dtype, amax)
+    values = numerics.saturating_cast(numerics.flush_subnormal(x) * multiplier, options.dtype)
+    return Operand(values, scale, scaling=options.scaling)

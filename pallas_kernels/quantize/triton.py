@@ -30,7 +30,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     def body(x: jax.Array, inverse: jax.Array) -> tuple[jax.Array]:
         return (numerics.saturating_cast(numerics.scaled_for_rounding(x.astype(jnp.float32), inverse, dtype), dtype),)
 
-    outputs = [Output(dtype, options.both)]
+    outputs = [Output(dtype, transposed=options.orientation == "both")]
     values, *turned = map_tiles(body, [x.reshape(-1, k)], [inverse], outputs, name="quantize", reference=body)
     rows = Operand(values.reshape(x.shape), scale, scaling=scaling)
     return Quantized(rows, Operand(turned[0].reshape(k, *leading), scale, scaling=scaling) if turned else None)

@@ -27,7 +27,7 @@ def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """See `api.quantize`."""
     *leading, k = x.shape
-    dtype, block, both = options.dtype, _block(options), options.both
+    dtype, block, both = options.dtype, _block(options), options.orientation == "both"
     squares = block.tile == "square"
 
     def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:

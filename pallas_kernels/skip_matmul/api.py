@@ -7,14 +7,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.matmul import reference
-from pallas_kernels.matmul.api import flattened
 from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.skip_matmul import mosaic
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.skip_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     # Zeros add nothing: the definition is that of `matmul`.
-    Implementation("xla", reference.matmul, reference.reject),
+    Implementation("xla", reference.matmul),
 )
 
 
@@ -44,12 +43,11 @@ def skip_matmul(
     >>> float(skip_matmul(x, w)[0, 0])
     64.0
     """
-    check_operands(x, w)
+    x, w = check_operands(x, w)
     if not isinstance(w.scaling, Block) or w.lo is None or w.lo_scale is None:
         raise ValueError(
             f"w has the scaling {w.scaling} and {'a' if w.lo is not None else 'no'} residual: only a residual in "
             "blocks has blocks to leave out; use matmul, or dual_quantize(w, Block(128))"
         )
-    x, w = flattened(x, w)
     options = Product(jnp.dtype(out_dtype), "full")
     return dispatch("skip_matmul", IMPLEMENTATIONS, backend, options, x, w, None)

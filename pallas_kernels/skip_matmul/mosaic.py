@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.hopper.plan import Config, Plan, block_misfit, blocks, reject_here
+from pallas_kernels.hopper.plan import Config, Plan, block_misfit, blocks, choose, reject_here
 from pallas_kernels.matmul.mosaic_blocks import block_of, kernel_scales, variant
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product, sizes
@@ -67,24 +67,21 @@ def _variant(w: Operand, options: Product) -> str:
 
 
 def _choose(shape: tuple[int, int, int], w: Operand, options: Product) -> Config | None:
-    entry = tuning.find("block_matmul", _variant(w, options), shape)
-    if entry is not None and "mosaic" in entry.configs:
-        tuned = Config(**entry.configs["mosaic"])
-        if block_misfit(tuned, *shape, _HALVES) is None:
-            return tuned
-    return next(iter(candidates(*shape, block_of(w).size)), None)
+    guesses = candidates(*shape, block_of(w).size)
+    fits = lambda config: block_misfit(config, *shape, _HALVES)
+    return choose("block_matmul", _variant(w, options), shape, guesses, fits)
 
 
 def skip_matmul(options: Product, x: Operand, w: Operand, bias: None, *, config: Config | None = None) -> jax.Array:
     """The product, see `api.skip_matmul`; `config` overrides the tuned or guessed tile sizes where a part fits it."""
 
-    def choose(shape: tuple[int, int, int]) -> Config | None:
+    def chosen_for(shape: tuple[int, int, int]) -> Config | None:
         if config is not None and block_misfit(config, *shape, _HALVES) is None:
             return config
         return _choose(shape, w, options)
 
     def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
-        chosen = choose(sizes(x, w))
+        chosen = chosen_for(sizes(x, w))
         assert chosen is not None, "the product was asked whether it fits"
         # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
         from pallas_kernels.hopper import kernel
@@ -100,7 +97,7 @@ def skip_matmul(options: Product, x: Operand, w: Operand, bias: None, *, config:
         return kernel.call(plan, options.out_dtype, *operands, steps=SkippingSteps)
 
     return on_each_device(
-        multiply, lambda *shape: choose(shape) is not None, options, x, w, bias, interpreter="calls back"
+        multiply, lambda *shape: chosen_for(shape) is not None, options, x, w, bias, interpreter="calls back"
     )
 
 

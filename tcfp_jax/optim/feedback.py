@@ -20,7 +20,6 @@ import optax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.dispatch import step
 from pallas_kernels.operands import Tensor
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, TCFPMode
@@ -199,7 +198,7 @@ class _Step(NamedTuple):
             key = jax.random.split(key, stack)
         for _ in stack:
             one = jax.vmap(one)
-        with step("quantize w"):
+        with jax.named_scope("quantize_w"):
             weight, left = one(w, error, amax, key)
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 

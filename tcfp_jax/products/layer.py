@@ -25,11 +25,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.checks import check_real, has_explicit_axes
-from pallas_kernels.dispatch import note, step
-from pallas_kernels.operands import Operand
-from tcfp_jax.products.operands import product, quantize_operand
-from tcfp_jax.recipes import Dual, Halves, Recipe
+from pallas_kernels.checks import check_real
+from pallas_kernels.dispatch import has_explicit_axes, note
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.matmul.api import matmul as multiply
+from pallas_kernels.operands import Operand, Orientation, Quantized
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.skip_matmul.api import skip_matmul
+from tcfp_jax.recipes import Dual, Halves, Product, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
@@ -72,7 +75,8 @@ def matmul(
     >>> matmul(x, w, recipe="tcfp12")[0].tolist()
     [1.5, 1.5, 1.5, 1.5]
     """
-    recipe = named_recipe(recipe)
+    if not isinstance(recipe, Recipe):
+        recipe = named_recipe(recipe)
     if isinstance(w, Operand):
         w = Stored(None, w)
     if isinstance(w, Stored):
@@ -84,12 +88,10 @@ def matmul(
     _check_input("x", x)
     if w is not None:
         _check_input("w", w)
-    _check_shapes(x, w if quantized is None else quantized, w)
-    if recipe.weight is None:
-        if quantized is not None:
-            raise ValueError(f'recipe("bf16") multiplies float weights, but got a {_kind(quantized)}; dequantize it')
-    elif quantized is None:
-        with step("quantize w"):
+    _check_shapes(x.shape, None if w is None else w.shape, None if quantized is None else quantized.shape)
+    if quantized is None and recipe.weight is not None:
+        assert w is not None, "one of w and quantized is there"
+        with jax.named_scope("quantize_w"):
             quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
     if quantized is not None:
         _check_stored(recipe, quantized)
@@ -105,6 +107,7 @@ class _Saved:
     x: Any  # BF16 [..., k], or an Operand [k, ...] where wgrad is FP8
     w: Any  # only where no quantized form exists
     quantized: Any
+    # (dtype, sharding under a mesh with explicit axes or None): what the cotangents must have.
     x_type: Any = field(metadata=dict(static=True))
     w_type: Any = field(metadata=dict(static=True))
 
@@ -115,32 +118,34 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Store
 
 
 def _forward_rule(recipe: Recipe, *primals: Any) -> tuple[jax.Array, _Saved]:
-    is_primal = lambda node: hasattr(node, "perturbed")
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals[2], is_leaf=is_primal)):
+    # Every leaf comes with its value and with whether a gradient with respect to it is wanted.
+    if any(leaf.perturbed for leaf in jax.tree.leaves(primals[2])):
         raise TypeError(
             "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
             "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
             "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
         )
-    return _forward(recipe, *jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal))
+    return _forward(recipe, *jax.tree.map(lambda leaf: leaf.value, primals))
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
     x_q: Any = None
     if recipe.forward == "bf16":
-        with step("forward"):
+        with jax.named_scope("forward"):
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
             y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype)
     else:
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
-        with step("quantize x"):
+        with jax.named_scope("quantize_x"):
             x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
-        with step("forward"):
-            y = product(x_q.rows, _halves(quantized.for_forward(), recipe.weight.forward), recipe, recipe.forward,
+        with jax.named_scope("forward"):
+            y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
                         out_dtype=x.dtype)  # fmt: skip
+    explicit = has_explicit_axes()
     kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
-    return y, _Saved(kept, w if quantized is None else None, quantized, _type_of(x), None if w is None else _type_of(w))
+    types = [None if v is None else (v.dtype, jax.typeof(v).sharding if explicit else None) for v in (x, w)]
+    return y, _Saved(kept, w if quantized is None else None, quantized, *types)
 
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
@@ -149,25 +154,25 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
         g = jnp.zeros(g.shape, g.dtype)
     g_q: Any = None
     if recipe.dgrad == "bf16":
-        with step("dgrad"):
+        with jax.named_scope("dgrad"):
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)
             dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
-        with step("quantize g"):
+        with jax.named_scope("quantize_g"):
             g_q = quantize_operand(g, recipe.gradient, recipe)
-        with step("dgrad"):
-            dx = product(g_q.rows, _halves(saved.quantized.for_dgrad(), recipe.weight.dgrad), recipe, recipe.dgrad,
+        with jax.named_scope("dgrad"):
+            dx = _multiply(g_q.rows, saved.quantized.for_dgrad(recipe.weight.dgrad), recipe, recipe.dgrad,
                          out_dtype=x_dtype, out_sharding=x_sharding)  # fmt: skip
     if w_type is None:
         return dx, None, None
     w_dtype, w_sharding = w_type
-    with step("wgrad"):
+    with jax.named_scope("wgrad"):
         if recipe.wgrad == "bf16":
             tokens = tuple(range(g.ndim - 1))
             dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
         else:
-            dw = product(saved.x, g_q.columns, recipe, recipe.wgrad, out_dtype=w_dtype, out_sharding=w_sharding)
+            dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, out_dtype=w_dtype, out_sharding=w_sharding)
     return dx, dw, None
 
 
@@ -175,8 +180,38 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
 _product.defvjp(_forward_rule, _backward, symbolic_zeros=True)
 
 
-def _halves(operand: Operand, wanted: Halves) -> Operand:
-    return operand.drop_residual() if wanted == "hi" else operand
+def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves = "hi") -> Quantized:
+    """X or g, in the orientations that its products read and no other, from one pass.
+
+    Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]` along all other axes, in wgrad, and
+    have no residual.
+    """
+    orientation: Orientation = "rows" if recipe.wgrad == "bf16" else "both"
+    options: Any = dict(orientation=orientation, backend=recipe.quantize_backend)
+    scaling = recipe.scaling.along_rows
+    if halves == "hi":
+        return quantize(x, dtype, scaling, **options)
+    parts = dual_quantize(x, scaling, dtype=dtype, **options)
+    return Quantized(parts.rows, None if parts.columns is None else parts.columns.drop_residual())
+
+
+def _multiply(
+    a: Operand, b: Operand, recipe: Recipe, how: Product, *, out_dtype: Any, out_sharding: Any = None
+) -> jax.Array:
+    """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`.
+
+    With a residual of a it is `(a_hi + a_lo) (b_hi + b_lo)` without the smallest of the four products.
+    """
+    assert how != "bf16", "a BF16 product has no FP8 operands"
+    options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend)
+    if recipe.weight is not None and recipe.weight.blocks == "nonzero" and b.lo is not None:
+        return skip_matmul(a, b, out_dtype=out_dtype, backend=recipe.backend)
+    if a.lo is None:
+        return multiply(a, b, out_dtype=out_dtype, **options)
+    # Both in float32: rounding one of them to bfloat16 would cost the quality that the third product is for.
+    out = multiply(a.drop_residual(), b, out_dtype=jnp.float32, **options)
+    low = Operand(a.lo, a.scale, scaling=a.scaling)
+    return (out + multiply(low, b.drop_residual(), out_dtype=jnp.float32, **options)).astype(out_dtype)
 
 
 def _bf16_weight(w: Any, quantized: Stored | None, halves: Halves) -> jax.Array:
@@ -196,11 +231,6 @@ def _dot_bf16(
     return out.astype(dtype)
 
 
-def _type_of(x: jax.Array) -> tuple[Any, Any]:
-    """(dtype, sharding under an explicit mesh or None): what the cotangent of x must have."""
-    return x.dtype, jax.typeof(x).sharding if has_explicit_axes() else None
-
-
 def _check_input(name: str, x: jax.Array) -> None:
     check_real(name, x)
     if jnp.dtype(x.dtype).itemsize < 2:
@@ -209,34 +239,23 @@ def _check_input(name: str, x: jax.Array) -> None:
         )
 
 
-def _check_shapes(x: jax.Array, weight: Any, w: jax.Array | None) -> None:
-    if len(weight.shape) != 2:
-        raise ValueError(
-            f"w has shape {tuple(weight.shape)}, not [k, n]; reshape it or use jax.vmap over its leading axes"
-        )
-    if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"x{list(x.shape)} @ w{list(weight.shape)}: the last axis of x must equal the first of w (k)")
-    if w is not None and w.shape != weight.shape:
-        raise ValueError(
-            f"w has shape {list(w.shape)}, but quantized has {list(weight.shape)}; they must be the same weight"
-        )
-
-
-def _kind(quantized: Stored) -> str:
-    halves = "hi + lo" if quantized.has_residual else "one FP8 tensor"
-    return f"weight of {halves} in {quantized.dtype} with {quantized.scaling}"
+def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: tuple[int, ...] | None) -> None:
+    weight = quantized or w or ()
+    if len(weight) != 2:
+        raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
+    if not x or x[-1] != weight[0]:
+        raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
+    if w is not None and w != weight:
+        raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
 
 
 def _check_stored(recipe: Recipe, quantized: Stored) -> None:
     """Raise unless the products of the recipe can read this weight."""
-    form = recipe.weight
-    assert form is not None, "the caller has refused BF16"
-    fits = quantized.has_residual == isinstance(form, Dual) and quantized.scaling == recipe.scaling
-    both = quantized.forward is not None and quantized.backward is not None
-    if not fits or not (both or quantized.scaling.serves_both):
-        halves = "hi + lo" if isinstance(form, Dual) else "one FP8 tensor"
-        orientations = "" if both else ", in one orientation"
+    if recipe.weight is None:
+        raise ValueError(f'recipe("bf16") multiplies float weights, but got a {quantized.describe()}; dequantize it')
+    dual = isinstance(recipe.weight, Dual)
+    if not quantized.serves(recipe.scaling, dual):
         raise ValueError(
-            f"the recipe multiplies a weight of {halves} with {recipe.scaling}, but quantized is a "
-            f"{_kind(quantized)}{orientations}; build the state with the same recipe"
+            f"the recipe multiplies a weight of {'hi + lo' if dual else 'one FP8 tensor'} with {recipe.scaling} in "
+            f"both orientations, but quantized is a {quantized.describe()}; build the state with the same recipe"
         )

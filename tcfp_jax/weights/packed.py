@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.quantize.api import check_real
+from pallas_kernels.checks import check_real
 
 Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Scaling
+from tcfp_jax.recipes import Halves
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +58,8 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, `[..., k, n]`."""
         if self.backward is not None:
-            return self.backward.shape
-        *stack, n, k = self._one.shape
+            return self.backward.values.shape
+        *stack, n, k = self._one.values.shape
         return (*stack, k, n)
 
     @property
@@ -73,13 +74,26 @@ class Stored:
         """Bytes of all its arrays."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
-    def for_forward(self) -> Operand:
-        """What the forward product reads, `[..., n, k]`."""
-        return self._one.turn() if self.forward is None else self.forward
+    def serves(self, scaling: Scaling, dual: bool) -> bool:
+        """Whether forward and dgrad of a recipe with this scaling, and weights of two halves or one, can read it."""
+        one = self._one
+        both = self.forward is not None and self.backward is not None
+        return one.scaling == scaling and (one.lo is not None) == dual and (both or scaling.serves_both)
 
-    def for_dgrad(self) -> Operand:
-        """What the input gradient reads, `[..., k, n]`."""
-        return self._one.turn() if self.backward is None else self.backward
+    def describe(self) -> str:
+        """What it is, for messages."""
+        halves = "hi + lo" if self.has_residual else "one FP8 tensor"
+        both = self.forward is not None and self.backward is not None
+        orientations = "both orientations" if both else "one orientation"
+        return f"weight of {halves} in {self.dtype} with {self.scaling}, in {orientations}"
+
+    def for_forward(self, halves: Halves = "hi+lo") -> Operand:
+        """What the forward product reads, `[..., n, k]`: all of it, or W_hi alone."""
+        return _read(self.forward, self._one, halves)
+
+    def for_dgrad(self, halves: Halves = "hi+lo") -> Operand:
+        """What the input gradient reads, `[..., k, n]`: all of it, or W_hi alone."""
+        return _read(self.backward, self._one, halves)
 
     def swap(self) -> "Stored":
         """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves."""
@@ -103,3 +117,11 @@ class Stored:
         [[0.5, 0.5], [0.5, 0.5]]
         """
         return self.for_dgrad().dequantize(dtype)
+
+
+def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
+    """The halves of an operand, or of the transpose of the other one where it is absent."""
+    chosen = other if operand is None else operand
+    if halves == "hi" and chosen.lo is not None:
+        chosen = Operand(chosen.values, chosen.scale, scaling=chosen.scaling)
+    return chosen.turn() if operand is None else chosen
