@@ -185,6 +185,8 @@ def test_operands_that_do_not_fit_each_other():
         matmul(x, dataclasses.replace(x, lo=w.values))
     with pytest.raises(TypeError, match="not an FP8 format"):
         matmul(dataclasses.replace(x, values=jnp.ones((32, 48))), x)
+    with pytest.raises(NotImplementedError, match="multiply x_hi and x_lo apart"):
+        matmul(dataclasses.replace(x, lo=x.values), x)
     with pytest.raises(ValueError, match="bias has shape"):
         matmul(x, x, jnp.ones(48))
     with pytest.raises(ValueError, match="accumulation='slow' is unknown"):
