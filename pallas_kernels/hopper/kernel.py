@@ -120,7 +120,8 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -
     """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
 
     With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
-    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors. Then what `steps` reads itself.
+    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors; the bias follows them. Then what `steps`
+    reads itself.
     """
     (m, k), (n, _) = operands[0].shape, operands[1].shape
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.

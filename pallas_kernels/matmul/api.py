@@ -59,7 +59,7 @@ def matmul(
     Args:
       x: `[..., k]`, without a residual. Blocks of x are vectors.
       w: `[n, k]`; its residual, if it has one, shares its scales.
-      bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels of `Tensor` before they round to it.
+      bias: real floats `[n]`; XLA adds it in `out_dtype`, the kernels before they round to it.
       out_dtype: a real float; sums are scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator (about 14 bits of each addend survive), "full"
         promotes to float32 during the sum; `SUM_BOUND` says what each is worth. None is "full" for blocks, which are
@@ -85,12 +85,10 @@ def matmul(
     options = _options(w, bias, out_dtype, accumulation, out_sharding)
     if isinstance(w.scaling, Row):
         return _by_rows(options, x, w, bias, backend)
-    if isinstance(w.scaling, Tensor):
-        return dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, options, x, w, bias)
-    # The scales of a residual only say which of its blocks are zero; `skip_matmul` reads them.
-    w = dataclasses.replace(w, lo_scale=None)
-    out = dispatch("matmul", IMPLEMENTATIONS[Block], backend, options, x, w, None)
-    return out if bias is None else out + bias.astype(options.out_dtype)
+    if w.lo_scale is not None:
+        # The scales of a residual only say which of its blocks are zero; `skip_matmul` reads them.
+        w = dataclasses.replace(w, lo_scale=None)
+    return dispatch("matmul", IMPLEMENTATIONS[type(w.scaling)], backend, options, x, w, bias)
 
 
 def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, backend: Backend | None) -> jax.Array:

@@ -81,9 +81,9 @@ def matmul(
         from pallas_kernels.hopper import kernel
 
         scaling, of_x, of_w = kernel_scales(chosen, x, w)
-        plan = Plan(chosen, halves_of(w), True, False, blocks(chosen), scaling)
-        values = [half for half in (x.values, w.values, w.lo) if half is not None]
-        return kernel.call(plan, options.out_dtype, *values, jnp.ones(1), of_x, of_w)
+        plan = Plan(chosen, halves_of(w), True, bias is not None, blocks(chosen), scaling)
+        operands = (x.values, w.values, w.lo, jnp.ones(1), of_x, of_w, bias)
+        return kernel.call(plan, options.out_dtype, *(array for array in operands if array is not None))
 
     return on_each_device(
         multiply, lambda *shape: chosen_for(shape) is not None, options, x, w, bias, interpreter="calls back"

@@ -11,7 +11,7 @@ H200; see LOG.md):
   at run time) and on the scale (it would factor the scale out and multiply in a pass of its own). XLA then computes
   the small product with W_lo first and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
-With a scale for every block the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
+With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
 a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
 """
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.operands import Block, Operand, Product
+from pallas_kernels.operands import Operand, Product, Tensor
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -48,7 +48,7 @@ class AnyFP8(lax.DotAlgorithm):
 
 def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
     """The product on the platform that the program is lowered for; see `api.matmul`."""
-    out = (_blocks if isinstance(w.scaling, Block) else _scaled_once)(options, x, w)
+    out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
@@ -105,7 +105,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-def _blocks(options: Product, x: Operand, w: Operand) -> jax.Array:
+def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
     wide_x, wide_w = (operand.scaling.spread(operand.scale, operand.values.shape) for operand in (x, w))
     operands = [_dequantize(x.values, wide_x), _dequantize(w.values, wide_w)]
     if w.lo is not None:

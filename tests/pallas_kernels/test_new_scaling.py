@@ -1,0 +1,68 @@
+"""ARCHITECTURE's walk: another way to share scales is a class and a line in each of three tables, nothing else."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from pallas_kernels import numerics
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.matmul import api as matmul
+from pallas_kernels.matmul import reference as product
+from pallas_kernels.quantize import api as quantize
+from pallas_kernels.quantize import reference as rounding
+from tcfp_jax import recipes
+from tcfp_jax.recipes import Single
+from tcfp_jax.weights.quantization import quantize_weight
+
+
+@dataclass(frozen=True)
+class Tenth:
+    """One scale for a tensor, a tenth of max |x|: not a power of two, and not the rule of any other scaling."""
+
+    scale = "float32"
+    serves_both = True
+
+    @property
+    def along_rows(self):
+        return self
+
+    def scale_shape(self, shape):
+        return shape[:-2]
+
+    def find(self, x, dtype, amax=None):
+        scale = numerics.amax(x) / jnp.float32(10)
+        return scale, 1 / scale
+
+    def spread(self, scale, shape):
+        return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
+
+    def turn(self, scale):
+        return scale
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setitem(quantize.IMPLEMENTATIONS, Tenth, (Implementation("xla", rounding.quantize),))
+    monkeypatch.setitem(matmul.IMPLEMENTATIONS, Tenth, (Implementation("xla", product.matmul),))
+    monkeypatch.setattr(recipes, "Scaling", recipes.Scaling | Tenth)
+
+
+def test_a_new_scaling_is_stored_multiplied_and_trained(known):
+    recipe = tcfp_jax.recipe("tensorwise", scaling=Tenth(), remainder="feedback")
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 32), (32, 8)]))
+    stored, _ = quantize_weight(w, recipe)
+    wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    for got in (tcfp_jax.matmul(x, w, recipe=recipe), tcfp_jax.matmul(x, stored, recipe=recipe)):
+        assert np.linalg.norm(got - wanted) < 0.06 * np.linalg.norm(wanted)
+    assert stored.shape == (32, 8) and stored.swap().shape == (8, 32)
+    tx = tcfp_jax.error_feedback(recipe)
+    state = tx.init({"kernel": w})
+    _, state = tx.update({"kernel": jnp.zeros_like(w)}, state, {"kernel": w})
+    assert recipe.weight == Single(remainder="feedback")
+    assert float(jnp.max(jnp.abs(state.errors["kernel"]))) > 0
+    dx, dw = jax.grad(lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe)), argnums=(0, 1))(x, w)
+    assert dx.shape == x.shape and dw.shape == w.shape and jnp.isfinite(dw).all()
