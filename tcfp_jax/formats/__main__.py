@@ -27,11 +27,12 @@ TABLE: tuple[str, ...] = (  # what docs/formats.md shows, by bits per value
     "mx4", "mxint4", "mxfp4e2", "nvfp4", "nf4", "icb44fi4_e32s8", "mx6", "mxfp6e3", "mxfp6e2", "e4m3fn", "mxfp8e5",
     "mxfp8e4", "mxint8", "mx9", "tcfp12",
 )  # fmt: skip
-# Where the label of a point lies, in points from it, and which of its sides is nearest: found by looking.
+# Where the label of a point stands: its offset from the point, in points, and which of its sides is the near one.
+# A thin line leads there, because most points lie so close together that a label beside one would cover another.
 _LABELS: dict[str, tuple[int, int, str]] = {
-    "mxfp4e2": (-5, 3, "right"), "nvfp4": (6, -1, "left"), "nf4": (-4, 5, "right"), "mx6": (-6, 2, "right"),
-    "mxfp6e2": (6, -2, "left"), "mxfp8e4": (6, -5, "left"), "mxint8": (6, -2, "left"), "mx9": (6, -2, "left"),
-    "tcfp12": (6, -2, "left"), "bfloat16": (-6, -3, "right"), "float16": (-6, -3, "right"),
+    "mxfp4e2": (14, -24, "left"), "nvfp4": (36, -13, "left"), "nf4": (-16, 21, "right"), "mx6": (-8, 6, "right"),
+    "mxfp6e2": (4, 13, "left"), "mxfp8e4": (20, -13, "left"), "mxint8": (12, -10, "left"), "mx9": (4, 11, "left"),
+    "tcfp12": (7, 0, "left"), "bfloat16": (-7, 0, "right"), "float16": (-7, 0, "right"),
 }  # fmt: skip
 _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
@@ -115,14 +116,15 @@ def plot(path: Path) -> None:
             if name in _LABELS:
                 right, up, side = _LABELS[name]
                 axes.annotate(
-                    name, (bits, snr), xytext=(right, up), textcoords="offset points", fontsize=8, ha=side, va="center"
-                )
+                    name, (bits, snr), xytext=(right, up), textcoords="offset points", fontsize=8, ha=side, va="center",
+                    arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "gray", "shrinkA": 0, "shrinkB": 2},
+                )  # fmt: skip
     for group, points in groups.items():
         bits_of, snr_of = zip(*points, strict=True)
         axes.scatter(bits_of, snr_of, s=18, label=group, alpha=0.8)
     bound = np.array([3.5, 17.0])
     axes.plot(
-        bound, 20 * math.log10(2) * bound, color="gray", linewidth=0.8, label="rate-distortion bound, 6.02 dB a bit"
+        bound, 20 * math.log10(2) * bound, color="gray", linewidth=0.8, label="rate-distortion bound, 6.02 dB per bit"
     )
     axes.set(
         xlabel="bits per value, scales included", ylabel="SNR on N(0, 1), dB", title="The catalog of tcfp_jax.formats"

@@ -76,22 +76,24 @@ def test_narrow_inputs_are_the_cast_too(dtype):
 
 
 @every_dtype
-def test_float_scales_are_equal_and_values_but_for_the_rounding_of_the_quotient(dtype):
-    """The training rule multiplies by a float32 `largest / amax`, the format library divides by the scale, exactly."""
+def test_float_scales_agree_but_for_the_rounding_of_reciprocals(dtype):
+    """Training multiplies by a float32 `largest / amax` and keeps its reciprocal; casts round the exact quotient."""
     made = formats.datatype(DTYPES[dtype], "float32")
     for what, x in [m for m in matrices((48, 67), 32) if m[0] in ("normal", "zeros", "a binade to a value")]:
         stored = tcfp_jax.quantize(jnp.asarray(x), dtype, scale="float32")
-        scale = np.asarray(formats.pack(jnp.asarray(x), made).scales).view(np.float32)
-        assert same(stored.scale, scale[0]), what
-        got, cast = (np.asarray(v, np.float64) / scale for v in (stored.dequantize(), formats.cast(x, made)))
+        scale = np.asarray(formats.pack(jnp.asarray(x), made).scales).view(np.float32)[0]
+        assert abs(float(stored.scale) / scale - 1) <= 1.01 * 2.0**-22, what
         quotient = x.astype(np.float64) / scale
-        middle = (got + cast) / 2
+        got = np.asarray(stored.dequantize(), np.float64) / float(stored.scale)
+        cast = np.asarray(formats.cast(jnp.asarray(x), made), np.float64) / scale
         differ = np.abs(got - cast) > 1e-6 * np.abs(cast)
+        # Another neighbour is chosen only where the quotient lies halfway between the two, to float32's precision.
+        middle = (got + cast) / 2
         assert np.all(np.abs(quotient - middle)[differ] <= 2.0**-21 * np.abs(middle[differ])), what
 
 
 def test_where_the_two_differ_by_design():
-    """docs/formats.md lists these: NaN and inf, float32 subnormals, scales beyond 2**119."""
+    """docs/formats.md lists these: NaN and inf, float32 subnormals, scales whose largest value leaves float32."""
     made = datatype_of("float8_e4m3fn", 32)
     x = jnp.ones((1, 64))
     for bad, alone in ((jnp.nan, jnp.nan), (jnp.inf, 1.75), (-jnp.inf, -1.75)):
