@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 from tcfp_jax.conversion.diagnosis import MEASURED, diagnose, predict
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.recipes import recipe as named_recipe
-from tests.arrays import nnx_model, variables_of
+from tests.helpers import nnx_model, variables_of
 
 X = jnp.zeros((4, 32))
 ROOT = Path(__file__).parents[2]
