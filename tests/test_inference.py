@@ -15,12 +15,11 @@ from tcfp_jax.inference import load_quantized, quantize_params, unpack
 from tcfp_jax.layers import Absent
 from tcfp_jax.linen import TCFPDense, kernel_of
 from tcfp_jax.weights.packed import PackedTCFP12
-from tests.arrays import nnx_model, same, variables_of
+from tests.helpers import nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Model(nn.Module):
@@ -66,7 +65,7 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
     expected, y = apply({"params": params}, X), apply(served, X)
     tolerance = 1e-6 if storage == "recipe" else 0.05 * float(jnp.abs(expected).max())
     np.testing.assert_allclose(y, expected, rtol=0, atol=tolerance)
-    assert same(apply(saved_and_loaded(served, tmp_path), X), y)
+    assert same_bits(apply(saved_and_loaded(served, tmp_path), X), y)
     if storage == "packed":
         assert isinstance(served["tcfp"]["heads"]["kernel"], PackedTCFP12)
         np.testing.assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)  # quantized once

@@ -21,8 +21,8 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 
-# By device and recipe, the speed over jitted BF16 of an MLP's forward and backward pass: part "mlp" of what
-# `python -m benchmarks.train_step` measured. A shape is m x k x n.
+# By device and recipe, the speed over jitted BF16 of an MLP's forward and backward pass for a shape [m, k, n]: part
+# "mlp" of what `python -m benchmarks.train_step` measured, written by `python -m benchmarks.report`.
 MEASURED = Path(__file__).with_name("measured.json")
 DEVICE = "NVIDIA H200"
 _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
@@ -147,6 +147,8 @@ def predict(recipe: Recipe, operations: float) -> float | None:
     1.7
     """
     points = _points(recipe)
+    if operations > 0 and recipe.weight is None:
+        return 1.0
     if not points or operations <= 0:
         return None
     sizes = [math.log(size) for size, _ in points]
@@ -174,8 +176,8 @@ def _measured() -> dict[str, Any]:
 
 def _points(recipe: Recipe) -> list[tuple[float, float]]:
     """(operations of a product, speed over BF16) as they were measured, by size; none for other recipes."""
-    operations = lambda shape: 2.0 * math.prod(map(int, shape.split("x")))
-    return sorted((operations(row["shape"]), row["speed_over_bf16"]) for row in _measured().get(describe(recipe), []))
+    rows = _measured().get(describe(recipe), [])
+    return sorted((2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows)
 
 
 def _line(record: Record, recipe: Recipe, kernel: Any) -> Line:

@@ -21,13 +21,12 @@ from tcfp_jax.conversion.convert import (
 )
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
-from tests.arrays import same, variables_of
+from tests.helpers import same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
 convert = functools.partial(convert_to_tcfp, include=ALL)
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class MLP(nn.Module):
@@ -109,7 +108,7 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
     dense = type("Dense", (TCFPDense,), {"recipe": recipe, "__annotations__": {"recipe": str}})
     converted, by_hand = convert(base, recipe), MLP(dense=dense, remat=remat)
     assert isinstance(converted, MLP)
-    assert same(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
+    assert same_bits(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
 
 
 @pytest.mark.parametrize("recipe", sorted(set(NAMES) - {"bf16", "tcfp12", "tcfp12_fast", "tensorwise"}))
@@ -123,7 +122,7 @@ def test_every_recipe_converts_with_its_state(recipe):
 
 def test_initial_parameters_are_those_of_the_base_model():
     init = lambda model: jax.jit(model.init)(jax.random.key(1), X)
-    assert same(init(convert(MLP(), "tcfp12")), init(MLP()))
+    assert same_bits(init(convert(MLP(), "tcfp12")), init(MLP()))
 
 
 def test_base_model_is_untouched_and_order_of_tracing_never_matters():
@@ -136,8 +135,8 @@ def test_base_model_is_untouched_and_order_of_tracing_never_matters():
         counts = {name: low_precision_products(models[name], variables, X) for name in order}
         assert counts == {"base": 0, "converted": 2}
         outputs.append(result)
-    assert same(outputs[0], outputs[1])
-    assert not same(outputs[0]["base"], outputs[0]["converted"])
+    assert same_bits(outputs[0], outputs[1])
+    assert not same_bits(outputs[0]["base"], outputs[0]["converted"])
 
 
 class Inner(nn.Module):
@@ -193,8 +192,8 @@ def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
     stored = tcfp_jax.layer_state(state)
     assert stored["blocks"]["attention"]["query"]["kernel"].shape == (2, 16, 16)
     assert stored["blocks"]["down"]["kernel"].stack == (2,)
-    assert same(jax.jit(lambda v: base.apply(v, TOKENS))(variables), before)
-    assert same(run(export(model), variables, TOKENS), before)
+    assert same_bits(jax.jit(lambda v: base.apply(v, TOKENS))(variables), before)
+    assert same_bits(run(export(model), variables, TOKENS), before)
 
 
 def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
@@ -261,7 +260,7 @@ def test_shared_modules_vmap_and_other_methods():
         return [model.apply(collection, X, method=method) for method in methods], flax, bound, alone
 
     results, flax, bound, alone = outputs(collection)
-    assert all(same(y, results[0]) and not same(y, flax) for y in results) and same(bound, alone)
+    assert all(same_bits(y, results[0]) and not same_bits(y, flax) for y in results) and same_bits(bound, alone)
 
 
 class Outer(nn.Module):
@@ -281,7 +280,7 @@ def test_a_converted_model_inside_another():
         inner = convert(MLP(), "tensorwise").apply({"params": params["model"]}, X)
         return nn.Dense(16).apply({"params": params["own"]}, inner)
 
-    assert same(run(outer, {"params": params}, X), by_hand(params))
+    assert same_bits(run(outer, {"params": params}, X), by_hand(params))
 
 
 def test_state_that_a_lifted_transform_would_drop_raises(gpt):
@@ -340,7 +339,7 @@ def test_strict_finds_what_no_adapter_saw_and_register_adapter_teaches():
     variables = variables_of(model, X)
     by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
     y = run(model, variables, X)
-    assert same(y, jax.jit(by_hand)(variables["params"]["kernel"]))
+    assert same_bits(y, jax.jit(by_hand)(variables["params"]["kernel"]))
     for weights in ("tcfp12", find_weights(model)):  # a transposed kernel is stored as it is, and read transposed
         state = state_of(weights, variables["params"])
         np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
@@ -381,12 +380,12 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     variables = variables_of(base, X)
     exact, model = run(base, variables, X), convert(base, "tcfp12", X)
     low, off = run(model, variables, X), to_bf16(model, "up", "down")
-    assert same(run(off, variables, X), exact)
+    assert same_bits(run(off, variables, X), exact)
     assert [record.path for record in survey(to_bf16(model, "up")).converted] == ["down"]
     half = restore(off, "up")
-    assert not same(run(half, variables, X), exact) and same(run(restore(half, "down"), variables, X), low)
+    assert not same_bits(run(half, variables, X), exact) and same_bits(run(restore(half, "down"), variables, X), low)
     state = state_of("tcfp12", variables["params"])
-    assert same(run(off, {**variables, "tcfp": state}, X), exact)
+    assert same_bits(run(off, {**variables, "tcfp": state}, X), exact)
     with pytest.raises(ValueError, match="'block' finds no low-precision layer"):
         to_bf16(model, "block")
     with pytest.raises(ValueError, match="'up' was not switched off"):
@@ -398,8 +397,8 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
     off = to_bf16(model, "up")
     assert [record.path for record in survey(off, X).converted] == ["down"]
     assert "by hand" in str(survey(model, X)) and sorted(find_weights(model, X)) == ["down/kernel", "up/kernel"]
-    assert same(run(to_bf16(off, "down"), variables, X), run(MLP(), variables, X))
-    assert same(run(restore(off, "up"), variables, X), run(model, variables, X))
+    assert same_bits(run(to_bf16(off, "down"), variables, X), run(MLP(), variables, X))
+    assert same_bits(run(restore(off, "up"), variables, X), run(model, variables, X))
     assert export(TCFPDense(4, use_bias=False)) == nn.Dense(4, use_bias=False)
     for hand_written in (model, off):
         with pytest.raises(ValueError, match=r"MLP was not converted.*write Flax's own.*to_bf16"):
@@ -436,7 +435,7 @@ def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
 
     exact, (y, *converted), gradients = results(variables)
     assert y.shape == exact.shape and float(jnp.sum((y - exact) ** 2) / jnp.sum(exact**2)) < 1e-2
-    assert all(same(other, y) for other in converted)
+    assert all(same_bits(other, y) for other in converted)
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
 
 
@@ -446,7 +445,7 @@ def test_parameters_of_layers_are_initialized_as_flax_does():
         (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
     ]
     made = jax.jit(lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs])(jax.random.key(1))
-    assert all(same(*pair) for pair in made)
+    assert all(same_bits(*pair) for pair in made)
 
 
 def test_embed_rounds_rows_and_attends():
@@ -461,7 +460,7 @@ def test_embed_rounds_rows_and_attends():
         return expected, (mine.apply(variables, TOKENS), mine.apply(variables, X, method="attend")), gradient
 
     expected, found, gradient = results(variables)
-    assert same(expected, found) and same(gradient[:8], jnp.ones((8, 16)))  # straight-through
+    assert same_bits(expected, found) and same_bits(gradient[:8], jnp.ones((8, 16)))  # straight-through
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
@@ -470,7 +469,7 @@ def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():
     layers = (TCFPLayerNorm(), model, nn.LayerNorm())
     y, converted, exact = jax.jit(lambda v: [layer.apply(v, X) for layer in layers])(gains)
     np.testing.assert_allclose(y, exact, rtol=0.02, atol=0.2)
-    assert same(y, converted)
+    assert same_bits(y, converted)
 
 
 class Annotated(nn.Module):
@@ -491,7 +490,7 @@ def test_boxed_parameters_and_mutable_collections():
     y, written = run(model, {"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
     assert set(written) == {"intermediates", "params"}
     assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
-    assert same(y, run(model, {"params": variables["params"]}, X))
+    assert same_bits(y, run(model, {"params": variables["params"]}, X))
     with pytest.raises(ValueError, match="parameters lack other/kernel"):
         tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
     with pytest.raises(ValueError, match="mask"):
@@ -513,9 +512,9 @@ def test_accumulation_feeds_one_state():
 
     with jax.numpy_dtype_promotion("standard"):
         state = update(state)
-        assert same(tcfp_jax.layer_state(state), first)
+        assert same_bits(tcfp_jax.layer_state(state), first)
         state = update(state)
-    assert not same(tcfp_jax.layer_state(state), first)
+    assert not same_bits(tcfp_jax.layer_state(state), first)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import pytest
 
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights, register_adapter, survey
 from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tests.arrays import same, variables_of
+from tests.helpers import same_bits, variables_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers", reason="transformers is not installed; it is part of the test extra")
 ALL = ("linear", "small", "head")
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 TOKENS = jnp.arange(8).reshape(2, 4) + 1
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 
@@ -86,7 +85,7 @@ def test_model_converts_and_trains(name):
         calls = {"base": forward, "converted": lambda: train(variables["params"])}
         results = {key: calls[key]() for key in sorted(calls, key=lambda key: key != first)}
         assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(results))
-        assert not same(results["base"], results["converted"][0]) and same(forward(), results["base"])
+        assert not same_bits(results["base"], results["converted"][0]) and same_bits(forward(), results["base"])
         shapes = jax.eval_shape(converted.init, jax.random.key(0), *inputs)
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)  # checkpoints are interchangeable
 

@@ -10,11 +10,10 @@ from flax import nnx as flax_nnx
 from tcfp_jax import layers, linen, nnx
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.products.contraction import parse
-from tests.arrays import filled, nnx_model, same, variables_of
+from tests.helpers import filled, nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.float32)
 TOKENS = jnp.arange(6).reshape(2, 3)
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 PAIRS = {
     "dense": (linen.TCFPDense(6), lambda **o: nnx.TCFPLinear(8, 6, **o)),
     "without bias": (linen.TCFPDense(6, use_bias=False), lambda **o: nnx.TCFPLinear(8, 6, use_bias=False, **o)),
@@ -61,7 +60,7 @@ def test_equal_parameters_give_equal_bits(name):
             found += [by_name.apply({"params": params}, X, method="attend"), layer.attend(X)]
         return found[::2], found[1::2]
 
-    assert same(*both(params, state))
+    assert same_bits(*both(params, state))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 QUANTIZED = sorted(set(NAMES) - {"bf16"})
 
 

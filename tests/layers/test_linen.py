@@ -11,8 +11,8 @@ from flax import linen as nn
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense, TCFPDotGeneral
+from tests.helpers import same_bits
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
 RECIPES = ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
 
@@ -28,18 +28,12 @@ class Network(nn.Module):
         return dense(32, recipe=self.recipe, use_bias=False, name="second")(x)
 
 
-def same(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        jnp.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("options", [{}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}], ids=str)
 def test_parameters_are_those_of_dense(recipe, options):
     x = X.astype(options.get("param_dtype", X.dtype))
     theirs = nn.Dense(16, **options).init(jax.random.key(1), x)
-    assert same(TCFPDense(16, recipe=recipe, **options).init(jax.random.key(1), x), theirs)
+    assert same_bits(TCFPDense(16, recipe=recipe, **options).init(jax.random.key(1), x), theirs)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,14 +100,14 @@ def train(network, recipe, steps=8, **options):
 def test_training_learns_and_repeats_bit_for_bit(recipe):
     losses, *state = train(Network(recipe), recipe)
     again, *same_state = train(Network(recipe), recipe)
-    assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
+    assert losses[-1] < 0.95 * losses[0] and losses == again and same_bits(state, same_state)
 
 
 def test_training_with_stochastic_residual():
     recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     losses, *state = train(Network(recipe), recipe, key=jax.random.key(3))
     again, *same_state = train(Network(recipe), recipe, key=jax.random.key(3))
-    assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
+    assert losses[-1] < 0.95 * losses[0] and losses == again and same_bits(state, same_state)
 
 
 class Normed(nn.Module):
@@ -161,7 +155,7 @@ def test_scan_over_layers_reads_the_stacked_state():
 def test_dot_general_is_the_dense_layer(recipe):
     dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe=recipe))
     variables = dense.init(jax.random.key(1), X)
-    assert same(variables, nn.Dense(16).init(jax.random.key(1), X))
+    assert same_bits(variables, nn.Dense(16).init(jax.random.key(1), X))
     assert jnp.array_equal(dense.apply(variables, X), TCFPDense(16, recipe=recipe).apply(variables, X))
 
 

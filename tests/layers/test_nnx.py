@@ -19,12 +19,11 @@ from tcfp_jax.conversion.convert import (
     to_bf16,
 )
 from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral, stored_weight
-from tests.arrays import nnx_model, same
+from tests.helpers import nnx_model, same_bits
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 class Block(flax_nnx.Module):
@@ -78,7 +77,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     report = survey(model)
     assert converted is model and len(report.converted) == 7 and report.unmatched_rules == ("'nothing'",)
     assert {record.path for record in report.skipped} == {"embedding", "blocks/0/norm"}
-    assert same(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
+    assert same_bits(params, pure(model)) and not jnp.array_equal(forward(model, TOKENS), before)
     assert jnp.array_equal(forward(float_model, TOKENS), before)
     tx = optax.chain(optax.sgd(0.01), tcfp_jax.error_feedback(find_weights(model)))
     optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
@@ -93,7 +92,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
     trained = pure(model)
     flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
-    assert export(model) is model and type(model.blocks[0].up) is flax_nnx.Linear and same(pure(model), trained)
+    assert export(model) is model and type(model.blocks[0].up) is flax_nnx.Linear and same_bits(pure(model), trained)
     assert jnp.array_equal(forward(model, TOKENS), forward(float_model, TOKENS))
     assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(flax_nnx.state(float_model))
 
@@ -113,7 +112,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
 )
 def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
     layer, exact = nnx_model(mine), nnx_model(theirs)
-    assert same(pure(layer), pure(exact))
+    assert same_bits(pure(layer), pure(exact))
     y, wanted = flax_nnx.jit(lambda layer, exact: (layer(X), exact(X)))(layer, exact)
     assert y.shape == wanted.shape and float(jnp.sum((y - wanted) ** 2) / jnp.sum(wanted**2)) < 1e-2
 
@@ -135,7 +134,7 @@ def test_embed_rounds_rows_and_attends():
             model.attend(X),
         )
 
-    assert same(*results(layer, model))
+    assert same_bits(*results(layer, model))
     with pytest.raises(ValueError, match="lookup"):
         TCFPEmbed(32, 16, lookup="none", rngs=flax_nnx.Rngs(0))
 
@@ -145,9 +144,9 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     exact = forward(model, X)
     convert_to_tcfp(model, "tensorwise", include=ALL)
     low, weights = forward(model, X), find_weights(model)
-    assert same(forward(to_bf16(model, "layers"), X), exact) and not same(low, exact)
+    assert same_bits(forward(to_bf16(model, "layers"), X), exact) and not same_bits(low, exact)
     assert not survey(model).converted and "switched off" in str(survey(model)) and find_weights(model) == weights
-    assert same(forward(restore(model, "layers"), X), low)
+    assert same_bits(forward(restore(model, "layers"), X), low)
     with pytest.raises(ValueError, match="finds no"):
         to_bf16(model, "blocks")
 
@@ -194,7 +193,7 @@ def test_register_adapter_teaches_and_strict_finds():
     register_adapter(Conv1D, lambda layer, multiply, x: multiply("...k,nk->...n", x, layer.kernel[...]))
     model = convert_to_tcfp(nnx_model(Conv1D), "tcfp12", X, include=ALL, strict=True)
     by_hand = flax_nnx.jit(lambda model, x: tcfp_jax.matmul(x, model.kernel[...].T, recipe="tcfp12"))
-    assert same(forward(model, X), by_hand(model, X))
+    assert same_bits(forward(model, X), by_hand(model, X))
     assert find_weights(model)["kernel"].layout.transposed and type(export(model)) is Conv1D
 
 
@@ -232,7 +231,7 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe):
         optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
         sync(model, optimizer)
         results.append((train(model, optimizer, X), pure(model), flax_nnx.as_pure(flax_nnx.state(optimizer))))
-    assert same(*results) and not survey(models[1]).skipped
+    assert same_bits(*results) and not survey(models[1]).skipped
 
 
 def test_bad_input():
@@ -276,7 +275,7 @@ def test_a_parameter_named_scale_is_no_weight():
     losses, optimizer = trained(model, optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")))
     assert losses[2] < losses[0]
     state = tcfp_jax.layer_state(flax_nnx.as_pure(optimizer.opt_state))
-    assert set(state) == {"linear"} and same(state["linear"]["kernel"], stored_weight(model.linear))
+    assert set(state) == {"linear"} and same_bits(state["linear"]["kernel"], stored_weight(model.linear))
 
 
 @pytest.mark.parametrize("block", [32, 64])
@@ -288,10 +287,10 @@ def test_blocks_keep_their_size_on_narrow_layers(block):
     fresh = forward(model, x)
     optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(recipe), wrt=flax_nnx.Param)
     sync(model, optimizer)
-    assert same(forward(model, x), fresh)
+    assert same_bits(forward(model, x), fresh)
     before = jax.tree.structure(flax_nnx.state((model, optimizer)))
     train(model, optimizer, x)
-    assert same(forward(model, x), forward(without_state(model, recipe), x))
+    assert same_bits(forward(model, x), forward(without_state(model, recipe), x))
     assert jax.tree.structure(flax_nnx.state((model, optimizer))) == before
 
 
@@ -324,4 +323,4 @@ def test_shared_layers_and_accumulation_have_one_state():
         for _ in range(2):
             train(model, optimizer, X)
             stored.append(values())
-    assert len(TRACES) == 1 and same(stored[0], stored[1]) and not same(stored[1], stored[2])
+    assert len(TRACES) == 1 and same_bits(stored[0], stored[1]) and not same_bits(stored[1], stored[2])
