@@ -20,20 +20,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import eager_torch
-from benchmarks.common import (
-    Timer,
-    Timing,
-    announce,
-    make_header,
-    make_parser,
-    print_header,
-    print_table,
-    result_path,
-    time_interleaved,
-    time_on_host,
-    write_result,
-)
+from benchmarks import common, eager_torch, timing
+from benchmarks.common import Result, markdown_table, times
+from benchmarks.timing import Timing
 from tcfp_jax import formats
 
 NAME = "casts"
@@ -58,18 +47,13 @@ SMOKE = Config(shape=(64, 256), rounds=2, calls=1, host_shape=(64, 256))
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Timing):
     """One cast; `over_copy` is the copy's time over its own, `over_eager` that of eager PyTorch on the same CPU."""
 
     name: str
     where: str
     shape: str
     dtype: str
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    samples: int
-    timer: Timer
     megabytes: float
     terabytes_per_second: float
     over_copy: float | None
@@ -103,7 +87,7 @@ def reference_mxfp8e4(x: np.ndarray) -> np.ndarray:
 
 
 def measure(config: Config) -> list[Row]:
-    """Check, then time the copy and every cast in turn.
+    """Check, then time the copy and every cast in turn; then those on the CPU.
 
     Raises:
       ArithmeticError: a cast is wrong; nothing is timed then.
@@ -118,8 +102,9 @@ def measure(config: Config) -> list[Row]:
         if name == "mxfp8e4":
             check(name, function(sample), jnp.asarray(reference_mxfp8e4(np.asarray(sample))))
         timed[name] = (function, (x,))
-    times = time_interleaved(timed, rounds=config.rounds, calls=config.calls)
-    return [make_row(name, jax.default_backend(), x, t, copy=times[COPY]) for name, t in times.items()]
+    taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
+    rows = [make_row(name, jax.default_backend(), x, t, copy=taken[COPY]) for name, t in taken.items()]
+    return rows + measure_host(config)
 
 
 def measure_host(config: Config) -> list[Row]:
@@ -151,44 +136,48 @@ def measure_host(config: Config) -> list[Row]:
         EAGER: (eager, (tensor,)), "mxfp8e4": (plain, (narrow,)), "mxfp8e4 of float32": (plain, (x,)),
         "mxfp8e4 of float32, ties away": (function, (x,)),
     }  # fmt: skip
-    times = time_on_host(timed, rounds=config.rounds, calls=config.host_calls)
+    taken = timing.time_on_host(timed, rounds=config.rounds, calls=config.host_calls)
     where = f"cpu, {torch.get_num_threads()} threads in PyTorch {torch.__version__}"
     arrays = {name: narrow if name == "mxfp8e4" else x for name in timed}
-    return [make_row(name, where, arrays[name], t, eager=times[EAGER]) for name, t in times.items()]
+    return [make_row(name, where, arrays[name], t, eager=taken[EAGER]) for name, t in taken.items()]
 
 
 def make_row(
-    name: str, where: str, x: jax.Array, timing: Timing, *, copy: Timing | None = None, eager: Timing | None = None
+    name: str, where: str, x: jax.Array, t: Timing, *, copy: Timing | None = None, eager: Timing | None = None
 ) -> Row:
     """A row of an array that is read and written once."""
     moved = 2 * x.size * x.dtype.itemsize
     return Row(
-        name, where, "x".join(map(str, x.shape)), str(x.dtype), **dataclasses.asdict(timing), megabytes=moved / 1e6,
-        terabytes_per_second=moved / (timing.median_ms * 1e-3) / 1e12,
-        over_copy=None if copy is None else copy.median_ms / timing.median_ms,
-        over_eager=None if eager is None else eager.median_ms / timing.median_ms,
+        **dataclasses.asdict(t), name=name, where=where, shape="x".join(map(str, x.shape)), dtype=str(x.dtype),
+        megabytes=moved / 1e6, terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
+        over_copy=None if copy is None else copy.median_ms / t.median_ms,
+        over_eager=None if eager is None else eager.median_ms / t.median_ms,
     )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run the command; returns its rows."""
-    parser: argparse.ArgumentParser = make_parser(NAME, __doc__)
-    options = parser.parse_args(arguments)
-    config, header = SMOKE if options.smoke else Config(), make_header()
-    print_header(NAME, header)
-    rows = measure(config) + measure_host(config)
-    ratio = lambda value: "-" if value is None else f"{value:.3f}"
-    print_table(
-        ["cast", "where", "shape", "dtype", "median ms", "min", "max", "TB/s", "copy / it", "eager / it"],
-        [(r.name, r.where, r.shape, r.dtype, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}", f"{r.max_ms:.4f}",
-          f"{r.terabytes_per_second:.4f}", ratio(r.over_copy), ratio(r.over_eager)) for r in rows],
-    )  # fmt: skip
-    print(f"timer: {rows[0].timer}")
-    path = result_path(NAME, options)
-    write_result(path, NAME, header, config, rows)
-    announce(path)
-    return rows
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line."""
+    return SMOKE if options.smoke else Config()
 
+
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    columns = ("name", "where", "shape", "dtype", "median_ms", "min_ms", "max_ms", "terabytes_per_second")
+    common.print_rows(rows, *columns, "over_copy", "over_eager", "timer")
+
+
+def table(result: Result) -> str:
+    """A line a cast."""
+    ratio = lambda value: "–" if value is None else f"{value:.2f}"
+    lines = [
+        [r["name"], r["where"], f"{times(r['shape'])} {r['dtype']}", f"{r['median_ms']:.3f} ms", ratio(r["over_copy"]),
+         ratio(r["over_eager"])]
+        for r in result.rows
+    ]  # fmt: skip
+    return markdown_table(["cast", "where", "of", "time", "speed over a copy", "speed over eager PyTorch"], lines)
+
+
+main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
-    main()
+    common.command(NAME)

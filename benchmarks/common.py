@@ -1,8 +1,18 @@
-"""What every benchmark shares: options, a header that says where numbers come from, timers, and JSON on disk.
+"""What every benchmark shares: its command, a header that says where numbers come from, JSON on disk, and tables.
 
-    benchmarks/results/<device>/<name>.json      {"benchmark", "header", "config", "rows"}
+A benchmark is a module of this package with
 
-`<device>` is a slug of JAX's name for the chip. A smoke run never writes there.
+    NAME                       of the module and of its JSON
+    Config, Row                frozen dataclasses: the settings of a run, and one answer
+    add_options(parser)        its own options of the command line, if it has any
+    configure(options)         the Config that a command line asks for
+    measure(config)            rows, each verified before it is timed
+    show(rows)                 prints them
+    table(result)              the Markdown of docs/measurements.md, from the JSON
+    plot(figure, result)       a picture of the same, if there is one
+
+and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, `<device>` a slug of JAX's name for the
+chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
 """
 
 import argparse
@@ -10,15 +20,14 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib
 import json
 import math
 import platform
 import re
-import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +36,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.timing import take_memory_as_needed
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SOURCES = ("pallas_kernels", "tcfp_jax", "models", "benchmarks")
-
-Timer = Literal["CUPTI kernel time", "wall clock"]
+LIBRARIES = ("pallas_kernels", "tcfp_jax")
+NO_FP8 = "a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing"
+AGE = "; the library has changed since"
 
 
 @dataclass(frozen=True)
@@ -42,8 +53,8 @@ class Header:
       device: JAX's name of the chip.
       platform: "cpu" or "gpu".
       jax, python: versions.
-      commit: of the repository, "+" if files differ from it; None outside a repository.
-      sources: first digits of a sha256 over the Python files of the project, which needs no repository.
+      commit: of the repository, "+" if the libraries differ from it; None outside a repository.
+      library: first digits of a sha256 over the libraries' Python files and `tuned.json`: what was measured.
       date: day of the run, UTC.
     """
 
@@ -52,33 +63,153 @@ class Header:
     jax: str
     python: str
     commit: str | None
-    sources: str
+    library: str
     date: str
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: median and extremes over samples, and what measured them."""
-
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    samples: int
-    timer: Timer
+def make_header() -> Header:
+    """The header of this process."""
+    device = jax.devices()[0]
+    return Header(
+        device=device.device_kind, platform=device.platform, jax=jax.__version__, python=platform.python_version(),
+        commit=_commit(), library=library_digest(), date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )  # fmt: skip
 
 
-# Options, header and files --------------------------------------------------------------------------------------------
+def _commit() -> str | None:
+    try:
+        ask = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        commit = ask(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+        changed = ask(["git", "status", "--porcelain", "--untracked-files=no", "--", *LIBRARIES]).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+" if changed else "")
 
 
-def make_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has: --json, --smoke and --out."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n\n")[0])
+def library_digest(root: Path = ROOT) -> str:
+    """First digits of a sha256 over what runs: the libraries' Python files and `tuned.json`."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in LIBRARIES for path in (root / name).rglob("*")):
+        if path.suffix == ".py" or path.name == "tuned.json":
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def main(name: str, arguments: list[str] | None = None) -> list[Any]:
+    """Run `python -m benchmarks.<name>` and return its rows; JSON is written after every row.
+
+    A module that has `beside(options)` runs the benchmarks that it names, with the same options, one after the other.
+    """
+    benchmark = importlib.import_module(f"benchmarks.{name}")
+    options = _parse(benchmark, arguments)
+    header = make_header()
+    rows: list[Any] = []
+    for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):
+        options.path = result_path(chosen, options)
+        rows += _run(importlib.import_module(f"benchmarks.{chosen}"), header, options)
+    return rows
+
+
+def _parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
+    name, description = benchmark.NAME, benchmark.__doc__.split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, to see that it works; its numbers mean nothing"
     )
     parser.add_argument("--out", type=Path, default=None, help="folder instead of benchmarks/results; implies --json")
-    return parser
+    if hasattr(benchmark, "add_options"):
+        benchmark.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def _run(benchmark: Any, header: Header, options: argparse.Namespace) -> list[Any]:
+    config, rows = benchmark.configure(options), []
+    print(
+        f"benchmarks.{benchmark.NAME} on {header.device}, jax {header.jax}, Python {header.python}, commit "
+        f"{header.commit or 'unknown'}, library {header.library}, {header.date}\n{dataclasses.asdict(config)}\n"
+        f"{NO_FP8 if header.platform == 'cpu' else ''}",
+        flush=True,
+    )
+    for row in benchmark.measure(config):
+        rows.append(row)
+        write_result(options.path, benchmark.NAME, header, config, rows)
+    benchmark.show(rows)
+    if options.path is not None:
+        print(f"written: {options.path}")
+    return rows
+
+
+def command(name: str) -> None:
+    """What a benchmark does that is run as a program."""
+    take_memory_as_needed()
+    main(name)
+
+
+def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
+    """The names in "NAME,NAME", or all that are allowed.
+
+    >>> chosen_of("parts", "mlp, block", ["block", "mlp", "step"])
+    ('mlp', 'block')
+
+    Raises:
+      ValueError: a name that is not allowed.
+    """
+    names = tuple(name.strip() for name in text.split(",")) if text else tuple(allowed)
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
+    return names
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One JSON file; `digest` is that of the file."""
+
+    name: str
+    header: dict[str, Any]
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    digest: str
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers come from, and whether the library has changed since."""
+        h = self.header
+        commit = f"commit {h['commit']}" if h["commit"] else "commit unknown"
+        # Files that are older than this header have a digest of all sources, benchmarks too.
+        source = f"library {h['library']}" if "library" in h else f"sources {h['sources']}"
+        age = "" if h.get("library") == library_digest() else AGE
+        return f"{h['device']}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
+
+    @property
+    def caption(self) -> str:
+        """The command and its origin."""
+        return f"*`python -m benchmarks.{self.name} --json`: {self.origin}.*"
+
+    def distinct(self, *fields: str) -> list[Any]:
+        """The values of a field, or of several, in the order of the rows."""
+        one = len(fields) == 1
+        return list(dict.fromkeys(row[fields[0]] if one else tuple(row[f] for f in fields) for row in self.rows))
+
+    def by(self, *fields: str) -> dict[Any, dict[str, Any]]:
+        """The rows by the values of a field, or of several."""
+        return {row[fields[0]] if len(fields) == 1 else tuple(row[f] for f in fields): row for row in self.rows}
+
+
+def read_result(name: str, results: Path = RESULTS) -> Result | None:
+    """The JSON of a benchmark, of an accelerator where there is one."""
+    paths = sorted(results.glob(f"*/{name}.json"), key=lambda path: (path.parent.name == "cpu", path.parent.name))
+    if not paths:
+        return None
+    data = paths[0].read_bytes()
+    content, digest = json.loads(data), hashlib.sha256(data).hexdigest()[:16]
+    return Result(name, content["header"], content["config"], content["rows"], digest)
 
 
 def device_slug() -> str:
@@ -96,37 +227,13 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
     Raises:
       ValueError: a smoke run would overwrite committed numbers.
     """
-    if options.out is not None:
-        if options.smoke and options.out.resolve() == RESULTS:
-            raise ValueError(
-                f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder"
-            )
-        folder = options.out
-    elif options.smoke:
-        folder = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
-    elif options.json:
-        folder = RESULTS
-    else:
+    if options.smoke and options.out is not None and options.out.resolve() == RESULTS:
+        raise ValueError(f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder")
+    if options.smoke and options.out is None:
+        options.out = Path(tempfile.mkdtemp(prefix="benchmark-smoke-"))
+    if options.out is None and not options.json:
         return None
-    return folder / device_slug() / f"{name}.json"
-
-
-def make_header() -> Header:
-    """The header of this process."""
-    device = jax.devices()[0]
-    return Header(
-        device=device.device_kind, platform=device.platform, jax=jax.__version__, python=platform.python_version(),
-        commit=_commit(), sources=_source_digest(), date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-    )  # fmt: skip
-
-
-def print_header(name: str, header: Header) -> None:
-    """One line on standard output."""
-    print(
-        f"benchmarks.{name} on {header.device}, jax {header.jax}, Python {header.python}, "
-        f"commit {header.commit or 'unknown'}, sources {header.sources}, {header.date}",
-        flush=True,
-    )
+    return (options.out or RESULTS) / device_slug() / f"{name}.json"
 
 
 def write_result(path: Path | None, name: str, header: Header, config: Any, rows: Sequence[Any]) -> None:
@@ -145,20 +252,6 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
     partial.replace(path)
 
 
-def announce(path: Path | None) -> None:
-    """Say where the rows are."""
-    if path is not None:
-        print(f"written: {path}")
-
-
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Columns, the first one left-aligned."""
-    cells = [list(titles)] + [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
-    for row in cells:
-        print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
-
-
 def _finite(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}
@@ -167,137 +260,49 @@ def _finite(tree: Any) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def _commit() -> str | None:
-    try:
-        ask = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
-        commit = ask(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-        changed = ask(["git", "status", "--porcelain", "--untracked-files=no", "--", *SOURCES]).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+" if changed else "")
+# Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+def print_rows(rows: Sequence[Any], *columns: str) -> None:
+    """Fields of dataclasses as columns, the first one left-aligned; floats have four digits."""
+    cells: Iterator[list[str]] = ([_cell(getattr(row, column)) for column in columns] for row in rows)
+    print_table(columns, list(cells))
 
 
-# Time -----------------------------------------------------------------------------------------------------------------
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def time_jitted(function: Callable[..., Any], *args: Any, rounds: int = 5, calls: int = 5) -> Timing:
-    """Time one call of a jitted function; see `time_interleaved`."""
-    return time_interleaved({"": (function, args)}, rounds=rounds, calls=calls)[""]
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns, the first one left-aligned."""
+    cells = [list(titles), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
+    for row in cells:
+        print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
 
 
-def time_interleaved(
-    candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 5, calls: int = 5
-) -> dict[str, Timing]:
-    """Time candidates in turn, so that a chip that warms up or slows down does so for all of them.
+def markdown_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, last: Literal["left", "right"] = "right"
+) -> str:
+    """A Markdown table, the first column left-aligned, and the last one where it holds text.
 
-    Each is warmed up first. On a GPU, CUPTI gives the sum of the kernels' own times for every call; where it does not
-    work, the wall clock around the calls of a round gives their mean. All candidates of one call of this function are
-    measured by the same timer, which `Timing.timer` states.
-
-    Args:
-      candidates: name to (jitted function, arguments).
-      rounds: how often every candidate has its turn.
-      calls: in one turn, queued one after the other.
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|--:|
+    | 1 | 2 |
     """
-    for function, args in candidates.values():
-        jax.block_until_ready(function(*args))
-    timer: Timer = "wall clock"
-    samples = _sample(candidates, _kernel_times, rounds, calls) if jax.default_backend() == "gpu" else None
-    if samples is not None:
-        timer = "CUPTI kernel time"
-    else:
-        samples = _sample(candidates, _wall_times, rounds, calls)
-        assert samples is not None  # the wall clock always works
-    return {
-        name: Timing(statistics.median(values), min(values), max(values), len(values), timer)
-        for name, values in samples.items()
-    }
+    text = ["| " + " | ".join(line) + " |" for line in (titles, *rows)]
+    rule = "|---|" + "--:|" * (len(titles) - 2) + {"left": "---|", "right": "--:|"}[last]
+    return "\n".join([text[0], rule, *text[1:]])
 
 
-def time_on_host(
-    candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], *, rounds: int = 5, calls: int = 1
-) -> dict[str, Timing]:
-    """Time candidates that run on the CPU in turn, by the wall clock, whatever JAX's default device; each warmed up.
+def times(shape: str) -> str:
+    """A shape for readers.
 
-    They need not be JAX's: a function that returns something else is done when it returns.
+    >>> times("8x16x32")
+    '8 × 16 × 32'
     """
-    for function, args in candidates.values():
-        jax.block_until_ready(function(*args))
-    samples = _sample(candidates, _wall_times, rounds, calls)
-    assert samples is not None  # the wall clock always works
-    return {
-        name: Timing(statistics.median(values), min(values), max(values), len(values), "wall clock")
-        for name, values in samples.items()
-    }
-
-
-class Threaded:
-    """A step `(state, *inputs) -> (state, result)` with its state, which it donates: a call is the next step.
-
-    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
-    """
-
-    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
-        self.compiled, self.state, self.inputs = compiled, state, inputs
-        self.trace, self.lower = jitted.trace, jitted.lower
-
-    def __call__(self) -> Any:
-        """Run a step; its result."""
-        self.state, result = self.compiled(self.state, *self.inputs)
-        return result
-
-
-def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:
-    """`step`, jitted and compiled, with a copy of `state` that it may donate."""
-    jitted = jax.jit(step, donate_argnums=0)
-    return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
-
-
-def _sample(
-    candidates: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]],
-    measure: Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None],
-    rounds: int,
-    calls: int,
-) -> dict[str, list[float]] | None:
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, (function, args) in candidates.items():
-            times = measure(function, args, calls)
-            if times is None:
-                return None
-            samples[name] += times
-    return samples
-
-
-def _kernel_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float] | None:
-    """CUPTI's kernel milliseconds of each call, or None where this jax or machine has no CUPTI."""
-    try:
-        from jax.experimental.mosaic.gpu import profiler
-    except ImportError:
-        return None
-    try:
-        _, times = profiler.measure(function, aggregate=True, iterations=max(2, calls))(*args)
-    except RuntimeError as error:
-        print(f"CUPTI gives no times ({error}); using the wall clock", flush=True)
-        return None
-    return None if times is None else [float(t) for t in times]
-
-
-def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float]:
-    started = time.perf_counter()
-    # Calls are queued in order, so the last result is ready when all are.
-    for _ in range(calls):
-        out = function(*args)
-    jax.block_until_ready(out)
-    return [(time.perf_counter() - started) * 1e3 / calls]
+    return shape.replace("x", " × ")
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------

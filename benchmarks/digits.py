@@ -114,6 +114,6 @@ def _program(config: DigitsConfig) -> Callable[..., tuple[jax.Array, jax.Array, 
 
 
 def _optimizer(config: DigitsConfig, rounding_key: jax.Array) -> optax.GradientTransformation:
-    key = rounding_key if recipe(config.recipe).residual == "stochastic" else None
+    key = rounding_key if recipe(config.recipe).stochastic else None
     schedule = optax.cosine_decay_schedule(config.learning_rate, config.steps)
     return optax.chain(optax.adamw(schedule), tcfp_jax.error_feedback(config.recipe, key=key))

@@ -10,27 +10,19 @@ multiply bytes per weight by a model's size: no such model was run.
 
 import argparse
 import dataclasses
-import json
+import functools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from benchmarks.common import (
-    ROOT,
-    announce,
-    make_header,
-    make_parser,
-    print_header,
-    print_table,
-    result_path,
-    write_result,
-)
+import tcfp_jax
+from benchmarks import common, timing
+from benchmarks.common import Result, markdown_table
+from benchmarks.shapes import MIDDLE
 from models.gpt import MODELS
 from models.train import TrainConfig, batch_key, corpus_of, init, make_train_step, preset
 from tcfp_jax.recipes import Recipe, recipe
@@ -49,7 +41,7 @@ class Setting:
     error_dtype: Literal["float32", "bfloat16", "float8_e5m2"] = "float32"
 
 
-_STOCHASTIC = recipe("tcfp12", residual="stochastic", error_feedback=False)
+_STOCHASTIC = recipe("tcfp12", remainder="stochastic")
 SETTINGS = (
     Setting("BF16", recipe("bf16")),
     Setting("tcfp12, error float32", recipe("tcfp12")),
@@ -57,10 +49,11 @@ SETTINGS = (
     Setting("tcfp12, error float8_e5m2", recipe("tcfp12"), "float8_e5m2"),
     Setting("tcfp12, stochastic lo, no error buffer", _STOCHASTIC),
     Setting(
-        "tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, weight_copies="one")
+        "tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, copies="one")
     ),
 )  # fmt: skip
 BILLIONS = (1, 7, 13, 30, 70)
+WORTH_A_COLUMN = (1, 7, 70)  # of these, in the table
 
 
 @dataclass(frozen=True)
@@ -149,8 +142,21 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
-def measure_peak(setting: Setting, config: Config) -> tuple[Row, int | None]:
+def bytes_per_weight(chosen: Recipe) -> float:
+    """Bytes of state a weight under AdamW and a float32 master, from shapes alone; of one layer of 4096 x 16384.
+
+    >>> round(bytes_per_weight(recipe("bf16")), 3)
+    12.0
+    """
+    params = {"layer": {"kernel": jax.ShapeDtypeStruct((MIDDLE.k, MIDDLE.n), jnp.float32)}}
+    optimizer = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
+    state = jax.eval_shape(optimizer.init, params)
+    return sum(map(_bytes, jax.tree.leaves((params, state)))) / (MIDDLE.k * MIDDLE.n)
+
+
+def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:
     """Train a few steps in this process: (the bytes of the real state, the allocator's peak)."""
+    setting = next(setting for setting in SETTINGS if setting.name == name)
     run = train_config(setting, config)
     state, text, key = init(run), jnp.asarray(corpus_of(run).train), batch_key(run)
     row = count_state(setting, config, state)
@@ -158,29 +164,8 @@ def measure_peak(setting: Setting, config: Config) -> tuple[Row, int | None]:
     for _ in range(config.steps):
         state, losses = step(state, text, key)
     if not bool(jnp.all(jnp.isfinite(losses))):
-        raise ArithmeticError(f"{setting.name}: the loss is {losses}, so its memory means nothing")
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    return row, statistics.get("peak_bytes_in_use")
-
-
-def _peaks_in_children(config: Config) -> dict[str, tuple[Row, int | None]]:
-    """Each setting in a process of its own, side by side: a peak belongs to a process and never falls."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "benchmarks.memory", "--child-config", json.dumps(dataclasses.asdict(config))]
-    children = {
-        setting.name: subprocess.Popen(
-            [*command, "--child", setting.name], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for setting in SETTINGS
-    }
-    found = {}
-    for name, child in children.items():
-        output, _ = child.communicate()
-        if child.returncode:
-            raise RuntimeError(f"the process that measures {name!r} exited with status {child.returncode}")
-        answer = json.loads(output.strip().splitlines()[-1])
-        found[name] = (Row(**answer["row"]), answer["peak"])
-    return found
+        raise ArithmeticError(f"{name}: the loss is {losses}, so its memory means nothing")
+    return row, timing.peak_bytes()
 
 
 def measure(config: Config) -> list[Row]:
@@ -190,19 +175,14 @@ def measure(config: Config) -> list[Row]:
       ArithmeticError: a state that exists has other bytes than its shapes say.
     """
     rows = [count_state(setting, config) for setting in SETTINGS]
-    if jax.local_devices()[0].memory_stats() is not None:
-        found = _peaks_in_children(config)
-        for i, row in enumerate(rows):
-            real, peak = found[row.name]
-            if real != row:
-                raise ArithmeticError(
-                    f"{row.name}: the state has {real.state_bytes} bytes, its shapes {row.state_bytes}"
-                )
-            rows[i] = dataclasses.replace(row, peak_bytes=peak)
+    if timing.has_peaks():
+        found = timing.measure_alone(measure_peak, [(row.name, config) for row in rows])
     else:
-        real, _ = measure_peak(SETTINGS[1], config)
-        if real != rows[1]:
-            raise ArithmeticError(f"the state has {real.state_bytes} bytes, its shapes {rows[1].state_bytes}")
+        found = [measure_peak(row.name, config) if row is rows[1] else (row, None) for row in rows]
+    for row, (real, _) in zip(rows, found, strict=True):
+        if real != row:
+            raise ArithmeticError(f"{row.name}: the state has {real.state_bytes} bytes, its shapes {row.state_bytes}")
+    rows = [dataclasses.replace(row, peak_bytes=peak) for row, (_, peak) in zip(rows, found, strict=True)]
     return rows + [compute_row(row, billions) for row in rows for billions in BILLIONS]
 
 
@@ -215,59 +195,47 @@ def compute_row(measured: Row, billions: int) -> Row:
     return Row("arithmetic", measured.name, count, *parts, sum(parts), measured.bytes_per_weight)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run the command and return its rows."""
-    parser = make_parser(NAME, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The model that is trained."""
     parser.add_argument("--model", choices=list(MODELS), default=None, help="(default: gpt2, on CPUs tiny)")
-    parser.add_argument("--child", choices=[setting.name for setting in SETTINGS], help=argparse.SUPPRESS)
-    parser.add_argument("--child-config", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child is not None:
-        return _answer(options)
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line."""
+    if options.smoke:
+        return Config("tiny", 2, 16, steps=1)
     model = options.model or ("tiny" if jax.default_backend() == "cpu" else "gpt2")
     base = preset(model)
-    config = Config(model, base.batch, base.sequence)
-    if options.smoke:
-        config = Config("tiny", 2, 16, steps=1)
-    header, path = make_header(), result_path(NAME, options)
-    print_header(NAME, header)
-    rows = measure(config)
-    _print(rows, config)
-    write_result(path, NAME, header, config, rows)
-    announce(path)
-    return rows
+    return Config(model, base.batch, base.sequence)
 
 
-def _answer(options: argparse.Namespace) -> list[Row]:
-    """What a child process measures, as the last line of its output."""
-    setting = next(setting for setting in SETTINGS if setting.name == options.child)
-    row, peak = measure_peak(setting, Config(**json.loads(options.child_config)))
-    print(json.dumps({"row": dataclasses.asdict(row), "peak": peak}))
-    return [row]
-
-
-def _print(rows: list[Row], config: Config) -> None:
+def show(rows: list[Row]) -> None:
+    """Print what was measured."""
     measured = [row for row in rows if row.kind == "measured"]
-    size = f"{measured[0].parameters:,} parameters"
-    print(f"measured: {config.model}, {size}, {config.batch} x {config.sequence} bytes a step")
-    print_table(
-        ["MB", *PARTS, "state", "B/weight", "peak"],
-        [
-            (r.name, *(f"{getattr(r, part + '_bytes') / 1e6:.1f}" for part in PARTS), f"{r.state_bytes / 1e6:.1f}",
-             f"{r.bytes_per_weight:.1f}", "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}")
-            for r in measured
-        ],
-    )  # fmt: skip
-    print("arithmetic, not measured: GB of state")
-    arithmetic = [row for row in rows if row.kind == "arithmetic"]
-    sizes = {row.name: [x.state_bytes / 1e9 for x in arithmetic if x.name == row.name] for row in measured}
-    print_table(
-        ["weights", *(f"{billions}B" for billions in BILLIONS)],
-        [(name, *(f"{size:.0f}" for size in values)) for name, values in sizes.items()],
+    columns = ("name", "parameters", *(f"{part}_bytes" for part in PARTS), "state_bytes", "bytes_per_weight")
+    common.print_rows(measured, *columns, "peak_bytes")
+
+
+def table(result: Result) -> str:
+    """A line a way to train."""
+    rows = result.by("kind", "name", "parameters")
+    lines = []
+    for row in (row for row in result.rows if row["kind"] == "measured"):
+        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
+        sizes = [rows["arithmetic", row["name"], b * 10**9]["state_bytes"] / 1e9 for b in WORTH_A_COLUMN]
+        cells = [f"{row['bytes_per_weight']:.0f}", f"{row['state_bytes'] / 1e6:,.0f}", peak]
+        lines.append([row["name"], *cells, *(f"{size:,.0f}" for size in sizes)])
+    titles = ["", "bytes a weight", "state, MB", "peak, MB", *(f"{b}B: GB, arithmetic" for b in WORTH_A_COLUMN)]
+    config, parameters = result.config, result.rows[0]["parameters"] / 1e6
+    return (
+        f"{markdown_table(titles, lines)}\n\n"
+        f"Measured while training `{config['model']}` ({parameters:.4g}M parameters, {config['batch']} × "
+        f"{config['sequence']} bytes a step). The columns marked arithmetic multiply bytes a weight by a model's size; "
+        "no such model was run."
     )
 
 
+main = functools.partial(common.main, NAME)
+
 if __name__ == "__main__":
-    # Before the first use of a device: the children need the memory that this process would otherwise reserve.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    main(sys.argv[1:])
+    common.command(NAME)

@@ -8,8 +8,8 @@ weight that stands still, and to one that moves for 3000 steps, and what one cha
 others leaves of those, with one scale or one a block.
 """
 
+import argparse
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,17 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.common import (
-    announce,
-    compare,
-    make_header,
-    make_parser,
-    print_header,
-    print_table,
-    result_path,
-    write_result,
-)
-from pallas_kernels.blocks import BLOCKS
+from benchmarks import common
+from benchmarks.common import Result, compare, markdown_table
+from pallas_kernels.operands import BLOCK_SIZES
 from tcfp_jax import dequantize_tcfp12, matmul, quantize, quantize_tcfp12, split
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.quantization import quantize_weight
@@ -61,7 +53,7 @@ class Config:
     moving_steps: int = 3000
     reported_steps: tuple[int, ...] = (1, 100, 1000)
     move: float = 1e-3
-    blocks: tuple[int, ...] = BLOCKS[::-1]
+    blocks: tuple[int, ...] = BLOCK_SIZES[::-1]
     seed: int = 0
 
 
@@ -156,7 +148,7 @@ def measure_formats(config: Config) -> list[Row]:
 
 def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """(what layers multiply by, the error that is left) of one step: the rule of `tcfp_jax.error_feedback`."""
-    stored, left = quantize_weight(w, recipe("tcfp12"), error=error, orientation="rows")
+    stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
 
@@ -275,45 +267,55 @@ def measure(config: Config) -> list[Row]:
     return rows + measure_outputs(config) + measure_still(config) + measure_outlier_channel(config)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run the command and return its rows."""
-    parser = make_parser(NAME, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The size of a tensor."""
     parser.add_argument("--size", type=int, default=Config.size, help=f"rows and columns (default: {Config.size})")
-    options = parser.parse_args(arguments)
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line."""
+    if options.smoke:
+        steps: Any = dict(still_steps=200, moving_steps=300, reported_steps=(1, 10, 100))
+        return Config(size=256, tokens=32, moving_size=64, blocks=(32,), **steps)
     # Thousands of steps: a CPU takes minutes for what a GPU does in seconds.
     moving_size = min(options.size, Config.moving_size) if jax.default_backend() == "cpu" else options.size
-    config = Config(size=options.size, moving_size=moving_size)
-    if options.smoke:
-        config = Config(
-            size=256,
-            tokens=32,
-            moving_size=64,
-            still_steps=200,
-            moving_steps=300,
-            reported_steps=(1, 10, 100),
-            blocks=(32,),
-        )
-    header, path = make_header(), result_path(NAME, options)
-    print_header(NAME, header)
-    rows = measure(config)
-    _print(rows)
-    write_result(path, NAME, header, config, rows)
-    announce(path)
-    return rows
+    return Config(size=options.size, moving_size=moving_size)
 
 
-def _print(rows: list[Row]) -> None:
-    formats = [row for row in rows if row.question == "format"]
-    table = {row.name: {r.distribution: r.snr_db for r in formats if r.name == row.name} for row in formats}
-    print_table(
-        ["SNR in dB", *DISTRIBUTIONS],
-        [(name, *(f"{values[d]:.1f}" for d in DISTRIBUTIONS)) for name, values in table.items()],
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    common.print_rows(rows, "name", "question", "distribution", "snr_db", "mse", "bits", "ratio")
+
+
+def table(result: Result) -> str:
+    """Formats on every distribution; products; an outlier channel; then what error feedback does."""
+    snr_db = {key: row["snr_db"] for key, row in result.by("question", "name", "distribution").items()}
+    formats = [row for row in result.rows if row["question"] == "format"]
+    lines = [
+        [name, f"{bits:.4g}", *(f"{snr_db['format', name, of]:.1f}" for of in DISTRIBUTIONS)]
+        for name, bits in {row["name"]: row["bits"] for row in formats}.items()
+    ]
+    still, moving = (next(r for r in result.rows if r["question"] == q) for q in ("still weight", "moving weight"))
+    config, of = result.config, lambda name: snr_db["output", name, "gaussian"]
+    return (
+        f"{markdown_table(['SNR in dB', 'bits a value', *DISTRIBUTIONS], lines)}\n\n"
+        f"Tensors have {config['size']}² values, those of error feedback {config['moving_size']}²; the bits of error "
+        "feedback include a float32 error buffer. Scales are per tensor, except TCFP-12's, so larger outliers cost "
+        f"more.\n\n{_list('output', 'activation × weight', result)}\n\n"
+        f"So against a single FP8 weight the residual buys {of('E4M3 x hi+lo') - of('E4M3 x E4M3'):.1f} dB of output, "
+        f"and {of('BF16 x BF16') - of('E4M3 x hi+lo'):.1f} dB are missing to BF16's: the activation limits it.\n\n"
+        f"{_list('outlier channel', 'stored as', result)}\n\n"
+        f"The mean of {config['still_steps']} steps of a weight that stands still is off by {still['ratio']:.4f} of "
+        f"one step's RMS error; step {config['moving_steps']} of a weight that moves has {moving['snr_db']:.1f} dB."
     )
-    for row in rows:
-        if row.question != "format":
-            ratio = "" if row.ratio is None else f", {row.ratio:.4f} of one step's RMS error"
-            print(f"{row.question}: {row.name}: {row.snr_db:.2f} dB{ratio}")
 
+
+def _list(question: Question, title: str, result: Result) -> str:
+    rows = [row for row in result.rows if row["question"] == question]
+    return markdown_table([title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows])
+
+
+main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    common.command(NAME)

@@ -1,7 +1,9 @@
 """Memory rate of the quantizers: bytes that must be read and written once, over the kernels' time, by every backend.
 
-Run by `python -m benchmarks.gemm`. "apply" has the scale's amax given, as under delayed scaling: one pass, whose rate
-is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading. Every
+    python -m benchmarks.quantizers --json
+
+`python -m benchmarks.gemm` runs it, too. "apply" has the scale's amax given, as under delayed scaling: one pass, whose
+rate is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading. Every
 result is compared with the reference bit for bit before it is timed. An error is donated to the new one, as a training
 step's optimizer state is.
 """
@@ -9,24 +11,15 @@ step's optimizer state is.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.common import (
-    Timer,
-    announce,
-    make_header,
-    print_table,
-    result_path,
-    threaded,
-    time_interleaved,
-    write_result,
-)
+from benchmarks import common, gemm, products, timing
+from benchmarks.common import Result, markdown_table, times
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize
@@ -46,18 +39,13 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(timing.Timing):
     """One quantizer at one size; `megabytes` is what it must move."""
 
     shape: str
     name: str
     amax: Amax
     backend: Backend
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    samples: int
-    timer: Timer
     megabytes: float
     terabytes_per_second: float
 
@@ -81,91 +69,81 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (jnp.float32, jnp.uint32),
     ),
 }
+add_options = gemm.add_shape_options
 
 
-def keep_error(split: Callable[..., Any]) -> Callable[..., tuple[jax.Array, Any]]:
-    """`split(w, error)` as a step whose state is the error."""
+def configure(options: argparse.Namespace) -> Config:
+    """The weights' sizes of `benchmarks.gemm`."""
+    config = gemm.configure(options)
+    shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in config.shapes))
+    # On a CPU the kernels are interpreted: worth a look in a smoke run, not worth a time.
+    compiled = jax.default_backend() == "gpu" or options.smoke
+    return Config(shapes, ("xla", "triton") if compiled else ("xla",), config.rounds, config.calls)
 
-    def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-        parts = split(w, error)
-        return parts.error, parts._replace(error=None)
 
-    return step
-
-
-def measure(config: Config) -> list[Row]:
+def measure(config: Config) -> Iterator[Row]:
     """Compare and time every quantizer.
 
     Raises:
       ArithmeticError: a kernel differs from the reference; nothing is timed then.
     """
-    rows = []
     for shape in config.shapes:
-        for name, (call, dtypes) in QUANTIZERS.items():
-            arguments = _draw(shape, dtypes)
-            amaxes: dict[Amax, Any] = {"apply": jnp.float32(4.0), "whole": None}
-            for kind, amax in amaxes.items():
-                functions = {b: jax.jit(functools.partial(call, amax=amax, backend=b)) for b in config.backends}
-                expected = functions["xla"](*arguments)
-                for backend in config.backends:
-                    _check(f"{name}, {backend}", functions[backend](*arguments), expected)
-                timed: dict[str, tuple[Any, tuple[Any, ...]]] = {b: (f, arguments) for b, f in functions.items()}
-                if "error" in name:
-                    w, error = arguments
-                    timed = {b: (threaded(keep_error(f), error, w), ()) for b, f in functions.items()}
-                times = time_interleaved(timed, rounds=config.rounds, calls=config.calls)
-                moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
-                if kind == "whole":
-                    # The bits of a stochastic lo have no part in the amax.
-                    moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
-                for backend in config.backends:
-                    t = times[backend]
-                    rate = moved / (t.median_ms * 1e-3) / 1e12
-                    size = f"{shape[0]}x{shape[1]}"
-                    rows.append(Row(size, name, kind, backend, **dataclasses.asdict(t), megabytes=moved / 1e6,
-                                    terabytes_per_second=rate))  # fmt: skip
-    return rows
+        for name, (_, dtypes) in QUANTIZERS.items():
+            arguments = products.draw(shape, dtypes)
+            for amax in ("apply", "whole"):
+                yield from _measure_one(name, amax, arguments, config)
 
 
-def _draw(shape: tuple[int, int], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(0), len(dtypes))
-    draws = []
-    for i, (key, dtype) in enumerate(zip(keys, dtypes, strict=True)):
-        if dtype == jnp.uint32:
-            draws.append(jax.random.bits(key, shape))
-        else:
-            draws.append((jax.random.normal(key, shape) * (1e-3 if i else 1.0)).astype(dtype))
-    return tuple(draws)
+def _measure_one(name: str, amax: Any, arguments: tuple[jax.Array, ...], config: Config) -> Iterator[Row]:
+    given = jnp.float32(4.0) if amax == "apply" else None
+    call = functools.partial(QUANTIZERS[name][0], amax=given)
+    functions = {b: jax.jit(functools.partial(call, backend=b)) for b in config.backends}
+    expected = functions["xla"](*arguments)
+    for backend in config.backends:
+        check(f"{name}, {backend}", functions[backend](*arguments), expected)
+    timed: dict[Any, Any] = {b: (f, arguments) for b, f in functions.items()}
+    if "error" in name:
+        timed = {b: products.donating(f, *arguments) for b, f in functions.items()}
+    taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
+    moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
+    if amax == "whole":
+        # The bits of a stochastic lo have no part in the amax.
+        moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
+    for backend in config.backends:
+        t = taken[backend]
+        yield Row(
+            **dataclasses.asdict(t), shape="x".join(map(str, arguments[0].shape)), name=name, amax=amax,
+            backend=backend, megabytes=moved / 1e6, terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
+        )  # fmt: skip
 
 
-def same_bits(got: Any, expected: Any) -> bool:
-    """Whether two trees of arrays are equal bit for bit, compared on the device: fetching them would take longer."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        bits_a, bits_b = (jax.lax.bitcast_convert_type(v, as_bits) for v in (a, b))
-        if not np.asarray(jnp.array_equal(bits_a, bits_b)):
-            return False
-    return True
-
-
-def _check(name: str, got: Any, expected: Any) -> None:
-    if not same_bits(got, expected):
+def check(name: str, got: Any, expected: Any) -> None:
+    """Raise an ArithmeticError unless both are the same bits."""
+    if not products.same_bits(got, expected):
         raise ArithmeticError(f"{name}: differs from the reference; it is wrong, so it is not timed")
 
 
-def report(options: argparse.Namespace, gemm_config: Any) -> list[Row]:
-    """Measure at the weights' sizes of a run of `benchmarks.gemm`, print, and write beside its results."""
-    shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in gemm_config.shapes))
-    # On a CPU the kernels are interpreted: worth a look in a smoke run, not worth a time.
-    compiled = jax.default_backend() == "gpu" or options.smoke
-    backends: tuple[Backend, ...] = ("xla", "triton") if compiled else ("xla",)
-    config = Config(shapes, backends, gemm_config.rounds, gemm_config.calls)
-    rows = measure(config)
-    print_table(
-        ["quantizer", "k x n", "amax", "backend", "median ms", "TB/s"],
-        [(r.name, r.shape, r.amax, r.backend, f"{r.median_ms:.4f}", f"{r.terabytes_per_second:.3f}") for r in rows],
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    common.print_rows(rows, "name", "shape", "amax", "backend", "median_ms", "terabytes_per_second", "timer")
+
+
+def table(result: Result) -> str:
+    """A line a quantizer and backend, a column a size."""
+    shapes = result.distinct("shape")
+    rates = {key: row["terabytes_per_second"] for key, row in result.by("name", "backend", "amax", "shape").items()}
+    lines = [
+        [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
+        + [" · ".join(f"{rates[name, backend, amax, shape]:.2f}" for amax in ("apply", "whole")) for shape in shapes]
+        for name, backend in result.distinct("name", "backend")
+    ]
+    return (
+        f"{markdown_table(['TB/s', *map(times, shapes)], lines)}\n\n"
+        "A cell holds two rates: with the amax given, and with finding it, whose reading of the input counts, too."
     )
-    path = result_path(NAME, options)
-    write_result(path, NAME, make_header(), config, rows)
-    announce(path)
-    return rows
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

@@ -1,24 +1,55 @@
-"""Turn the committed JSON into README's tables and the plots in docs/plots.
+"""Turn the committed JSON into docs/measurements.md, README's table of recipes, the plots and `measured.json`.
 
-    python -m benchmarks.report            # rewrite what lies between the markers, and the plots
+    python -m benchmarks.report            # rewrite what lies between the markers, the plots and measured.json
     python -m benchmarks.report --check    # change nothing; exit with 1 where they differ from the JSON
 
-A section of README starts with `<!-- begin: NAME -->` and stops at `<!-- end: NAME -->`, NAME one of those in
-`benchmarks.tables`. Numbers of an accelerator are preferred to those of a CPU. A section without numbers says which
-command writes them.
+A section of a page starts with `<!-- begin: NAME -->` and stops at `<!-- end: NAME -->`; NAME is a benchmark's, or
+"choose" for README's table. Numbers of an accelerator are preferred to those of a CPU. A section without numbers says
+which command writes them. Captions say where the library has changed since; `--check` does not look at that, because
+every edit of the library would change it.
 """
 
 import argparse
+import importlib
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks import plots
-from benchmarks.common import RESULTS, ROOT
-from benchmarks.tables import TABLES, command, read_result
+from benchmarks import convergence, memory, recipes, train_step
+from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
+from tcfp_jax.recipes import recipe
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-PLOTS = Path("docs/plots")
+CHOOSE = "choose"
+BENCHMARKS = (
+    "train_step", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers", "memory", "quality",
+    "convergence", "scan", "casts",
+)  # fmt: skip
+PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): BENCHMARKS}
+PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
+PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its JSON
+# The recipes of README's table, and when to use each.
+USE_IT_WHEN = {
+    "bf16": "you need the baseline, or layers are too small for FP8 to pay",
+    "tensorwise": "speed matters most and one FP8 weight is good enough",
+    "rowwise": "single rows or channels are much larger than the others",
+    "blockwise": "outliers are local, as in DeepSeek-V3's recipe",
+    "tcfp12_fast": "weights should keep 16 bits and steps should be faster than BF16's",
+    "tcfp12": "weights should keep 16 bits in both passes and BF16's speed is enough",
+    "tcfp12_blockwise": "weights should keep 16 bits and outliers are local",
+    "mxfp8": "you train for hardware that multiplies OCP MX",
+    "residual_activation": "outputs, too, should be as good as BF16's",
+}
+
+
+def benchmark(name: str) -> Any:
+    """The module of a benchmark."""
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+# Sections -------------------------------------------------------------------------------------------------------------
 
 
 def render_section(name: str, results: Path = RESULTS) -> str:
@@ -27,67 +58,171 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     Raises:
       ValueError: no benchmark has this name.
     """
-    if name not in TABLES:
-        raise ValueError(f"README has a section {name!r} that no benchmark fills; use one of {list(TABLES)}")
+    if name == CHOOSE:
+        return choose(results)
+    if name not in BENCHMARKS:
+        raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {BENCHMARKS}")
     result = read_result(name, results)
     if result is None:
-        return f"*No numbers yet: `{command(name)}` writes them.*\n"
-    picture = f"\n![{name}]({(PLOTS / name).as_posix()}.png)\n" if name in plots.DRAWN else ""
-    return f"{TABLES[name](result)}\n{picture}\n{result.caption}\n"
+        return f"*No numbers yet: `python -m benchmarks.{name} --json` writes them.*\n"
+    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if hasattr(benchmark(name), "plot") else ""
+    return f"{benchmark(name).table(result)}\n{picture}\n{result.caption}\n"
 
 
-def render(readme: str, results: Path = RESULTS) -> str:
-    """README with every section rewritten.
+def choose(results: Path = RESULTS) -> str:
+    """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
+    names = (train_step.NAME, recipes.NAME, convergence.NAME)
+    steps, passes, trained = found = [read_result(name, results) for name in names]
+    ratios = convergence.summaries(trained) if trained else {}
+    speeds = {name: _speed(name, steps, passes) for name in USE_IT_WHEN}
+    lines = []
+    for name, when in USE_IT_WHEN.items():
+        summary = ratios.get(("gpt", name))
+        perplexity = "–" if summary is None else convergence.ratio_of(summary)
+        state = f"{memory.bytes_per_weight(recipe(name)):.4g}"
+        lines.append([f"`{name}`", speeds[name], state, "1" if name == convergence.BASELINE else perplexity, when])
+    titles = ["recipe", "speed over BF16", "bytes of state a weight", "held-out perplexity over BF16", "use it when"]
+    shape = _shape(steps)
+    text = [
+        f"Speed is of an optimizer step of an MLP{'' if shape is None else f' at {times(shape)}'} (tokens × d × d_ff), "
+        "forward and backward pass, AdamW and quantization of the weights."
+        + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
+        "State is the float32 weight, AdamW's moments, the quantized weight and its error. Perplexity is of a small "
+        "GPT (mean over seeds ± standard error).",
+        "[Measurements](docs/measurements.md) has all numbers.",
+    ]
+    origins = " ".join(f"`{result.name}`: {result.origin}." for result in found if result is not None)
+    return f"{markdown_table(titles, lines, last='left')}\n\n{' '.join(text)}\n\n*{origins}*\n"
+
+
+def _shape(steps: Result | None) -> str | None:
+    rows = [] if steps is None else [row for row in steps.rows if row["part"] == train_step.OPTIMIZER]
+    return rows[0]["shape"] if rows else None
+
+
+def _speed(name: str, steps: Result | None, passes: Result | None) -> str:
+    """Of an optimizer step at the first shape that has one, else of both passes at that shape, else a dash."""
+    places = ((steps, train_step.OPTIMIZER, ""), (passes, train_step.OPTIMIZER, ""), (passes, "mlp", "¹"))
+    for result, part, mark in places:
+        row = None if result is None else result.by("part", "shape", "recipe").get((part, _shape(steps), name))
+        if row is not None:
+            return "1" if name == train_step.BASELINE else f"**{row['speed_over_bf16']:.2f}**{mark}"
+    return "–"
+
+
+def render(page: str, results: Path = RESULTS) -> str:
+    """A page with every section rewritten.
 
     >>> markers = ["<!-- begin: gemm -->", "<!-- end: gemm -->"]
     >>> render(chr(10).join(markers), Path("/nowhere")).splitlines()[1]
     '*No numbers yet: `python -m benchmarks.gemm --json` writes them.*'
     """
-    return SECTION.sub(lambda match: match[1] + render_section(match[2], results) + match[3], readme)
+    return SECTION.sub(lambda match: match[1] + render_section(match[2], results) + match[3], page)
 
 
-def find_differences(readme: Path, results: Path = RESULTS) -> list[str]:
-    """What `report` would change: names of sections and plots.
+# Plots and the file that `diagnose` reads -----------------------------------------------------------------------------
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the plot of a benchmark that has one, with the digest of its JSON."""
+    # Imported here: it costs a second, which tables need not pay.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    benchmark(result.name).plot(figure, result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={PICTURE_SOURCE: result.digest})
+
+
+def read_source(path: Path) -> str | None:
+    """The digest that `draw` stored in a PNG; None where there is no such file or field."""
+    if not path.exists():
+        return None
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.load()
+        return image.info.get(PICTURE_SOURCE)
+
+
+def measured(results: Path = RESULTS) -> str:
+    """The JSON of speeds by kind of device and recipe, `[m, k, n]` an MLP's tokens, d and d_ff, both passes."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for path in sorted(results.glob(f"*/{train_step.NAME}.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["header"]["platform"] == "cpu":
+            continue
+        for row in content["rows"]:
+            # Variants of a recipe have names that are not recipes'.
+            if row["part"] == "mlp" and row["recipe"] in USE_IT_WHEN and row["recipe"] != train_step.BASELINE:
+                shape, speed = [*map(int, row["shape"].split("x"))], round(row["speed_over_bf16"], 4)
+                of_device = found.setdefault(content["header"]["device"], {})
+                of_device.setdefault(row["recipe"], []).append({"shape": shape, "speed_over_bf16": speed})
+    return json.dumps(found, indent=1) + "\n"
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
+    """What `report` would change under a root: names of sections, plots and files.
 
     Raises:
-      FileNotFoundError: there is no README.
-      ValueError: README has a section that no benchmark fills.
+      FileNotFoundError: there is no such page.
+      ValueError: a page has a section that no benchmark fills.
     """
-    text = readme.read_text(encoding="utf-8")
     found = []
-    for match in SECTION.finditer(text):
-        name = match[2]
-        if match[0] != match[1] + render_section(name, results) + match[3]:
-            found.append(f"section {name}")
-        result = read_result(name, results)
-        picture = readme.parent / PLOTS / f"{name}.png"
-        if name in plots.DRAWN and result is not None and plots.read_source(picture) != result.digest:
+    for page, names in PAGES.items():
+        text = (root / page).read_text(encoding="utf-8")
+        for match in SECTION.finditer(text):
+            if match[0].replace(AGE, "") != (match[1] + render_section(match[2], results) + match[3]).replace(AGE, ""):
+                found.append(f"{page}: section {match[2]}")
+        found += [f"{page}: no section {name}" for name in names if f"<!-- begin: {name} -->" not in text]
+    for result in _drawn(results):
+        picture = root / PLOTS / f"{result.name}.png"
+        if read_source(picture) != result.digest:
             found.append(f"plot {picture}")
-    missing = [name for name in TABLES if f"<!-- begin: {name} -->" not in text]
-    return found + [f"no section {name}" for name in missing]
+    path = root / MEASURED
+    if not path.exists() or path.read_text(encoding="utf-8") != measured(results):
+        found.append(str(path))
+    return found
+
+
+def write(root: Path = ROOT, results: Path = RESULTS) -> None:
+    """Rewrite the pages, plots and `measured.json` under a root, and say which numbers are of another library."""
+    for page in PAGES:
+        text = (root / page).read_text(encoding="utf-8")
+        (root / page).write_text(render(text, results), encoding="utf-8")
+    for result in _drawn(results):
+        draw(result, root / PLOTS / f"{result.name}.png")
+    (root / MEASURED).parent.mkdir(parents=True, exist_ok=True)
+    (root / MEASURED).write_text(measured(results), encoding="utf-8")
+    for found in (read_result(name, results) for name in BENCHMARKS):
+        if found is not None and AGE in found.origin:
+            print(f"{found.name}: {found.origin}")
+
+
+def _drawn(results: Path) -> list[Result]:
+    found = [read_result(name, results) for name in BENCHMARKS if hasattr(benchmark(name), "plot")]
+    return [result for result in found if result is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where something would change")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="(default: the repository's)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder of the JSON (default: benchmarks/results)"
-    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of the pages (default: the repository)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON (default: benchmarks/results)")
     options = parser.parse_args(arguments)
-    if options.check:
-        differences = find_differences(options.readme, options.results)
-        for difference in differences:
-            print(f"README differs from the JSON: {difference}; run python -m benchmarks.report", file=sys.stderr)
-        return 1 if differences else 0
-    text = options.readme.read_text(encoding="utf-8")
-    options.readme.write_text(render(text, options.results), encoding="utf-8")
-    for name in plots.DRAWN:
-        result = read_result(name, options.results)
-        if result is not None:
-            plots.draw(name, result.config, result.rows, options.readme.parent / PLOTS / f"{name}.png", result.digest)
-    return 0
+    if not options.check:
+        write(options.root, options.results)
+        return 0
+    differences = find_differences(options.root, options.results)
+    for difference in differences:
+        print(f"differs from the JSON: {difference}; run python -m benchmarks.report", file=sys.stderr)
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

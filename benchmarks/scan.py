@@ -9,8 +9,9 @@ the blocks either one by one or under `nn.scan`, with the same parameters. A ste
 
 import argparse
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,16 +21,15 @@ import optax
 from flax import linen as nn
 
 import tcfp_jax
-from benchmarks import common
+from benchmarks import common, timing
+from benchmarks.common import Result, markdown_table
+from benchmarks.train_step import LEAST_SNR_DB
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 
 NAME = "scan"
 Form = Literal["unrolled", "scan"]
 RECIPES = ("bf16", "tcfp12_fast")
 HEAD = 64
-# Both forms run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values
-# to a neighbour in FP8. The bound is that of benchmarks.train_step: a wrong scale or operand is below it.
-LEAST_SNR_DB = 11.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,12 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(timing.Timing):
     """One form of the model under one recipe.
 
     Attributes:
       form, recipe: "unrolled" or "scan"; "bf16" is Flax's own model, not converted.
       trace_seconds, compile_seconds: from Python to StableHLO, and from there to a program.
-      median_ms, min_ms, max_ms, timer: of a step.
       worst_snr_db: of loss and gradients against those of the unrolled form; None for that form itself.
     """
 
@@ -59,10 +58,6 @@ class Row:
     recipe: str
     trace_seconds: float
     compile_seconds: float
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    timer: common.Timer
     worst_snr_db: float | None
 
 
@@ -140,6 +135,9 @@ def make_step(form: Form, name: str, config: Config, params: Any, x: jax.Array) 
 def check(name: str, expected: Any, outputs: Any) -> float:
     """Smallest dB of loss and gradients against the unrolled form's.
 
+    Both run the same products; what differs is XLA's fusion, and with it last bits of bfloat16, which move values to a
+    neighbour in FP8. The bound is that of training steps: a wrong scale or operand is below it.
+
     Raises:
       ArithmeticError: below `LEAST_SNR_DB`.
     """
@@ -150,13 +148,12 @@ def check(name: str, expected: Any, outputs: Any) -> float:
     return worst
 
 
-def measure(config: Config) -> list[Row]:
+def measure(config: Config) -> Iterator[Row]:
     """Check and time both forms under every recipe."""
     dtype = common.default_dtype()
     x = jax.random.normal(jax.random.key(0), (config.batch, config.sequence, config.width)).astype(dtype)
     unrolled = jax.jit(Layers(config.layers, "unrolled", dtype).init)(jax.random.key(1), x)["params"]
     params = {"unrolled": unrolled, "scan": stacked(unrolled, config.layers)}
-    rows = []
     for name in RECIPES:
         made = {form: make_step(form, name, config, params[form], x) for form in get_args(Form)}
         (loss, gradients, *_), (found, scanned, *_) = (made[form].step(*made[form].args) for form in get_args(Form))
@@ -164,15 +161,12 @@ def measure(config: Config) -> list[Row]:
         drop = lambda tree: {**tree, "blocks": {**tree["blocks"], "attention": _without_key_bias(tree)}}
         snr_db = check(name, (loss, drop(stacked(gradients, config.layers))), (found, drop(scanned)))
         candidates = {form: (made[form].step, made[form].args) for form in made}
-        times = common.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
-        rows += [
-            Row(
-                form, name, candidate.trace_seconds, candidate.compile_seconds, times[form].median_ms,
-                times[form].min_ms, times[form].max_ms, times[form].timer, snr_db if form == "scan" else None,
-            )
-            for form, candidate in made.items()
-        ]  # fmt: skip
-    return rows
+        timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
+        for form, candidate in made.items():
+            yield Row(
+                **dataclasses.asdict(timed[form]), form=form, recipe=name, trace_seconds=candidate.trace_seconds,
+                compile_seconds=candidate.compile_seconds, worst_snr_db=snr_db if form == "scan" else None,
+            )  # fmt: skip
 
 
 def _without_key_bias(tree: Any) -> dict[str, Any]:
@@ -180,7 +174,7 @@ def _without_key_bias(tree: Any) -> dict[str, Any]:
     return {**attention, "key": {"kernel": attention["key"]["kernel"]}}
 
 
-def read_config(options: argparse.Namespace) -> Config:
+def configure(options: argparse.Namespace) -> Config:
     """Sizes for the device, or tiny ones."""
     if options.smoke:
         return Config(layers=2, width=32, batch=1, sequence=8, rounds=1, calls=1)
@@ -189,23 +183,32 @@ def read_config(options: argparse.Namespace) -> Config:
     return Config(layers=12, width=1024, batch=8, sequence=1024, rounds=5, calls=5)
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run the command and return its rows."""
-    options = common.make_parser(NAME, __doc__).parse_args(arguments)
-    config, header, path = read_config(options), common.make_header(), common.result_path(NAME, options)
-    common.print_header(NAME, header)
-    print(dataclasses.asdict(config))
-    rows = measure(config)
-    common.write_result(path, NAME, header, config, rows)
-    common.print_table(
-        ["recipe", "form", "trace s", "compile s", "median ms", "min..max", "dB", "timer"],
-        [(r.recipe, r.form, f"{r.trace_seconds:.2f}", f"{r.compile_seconds:.2f}", f"{r.median_ms:.3f}",
-          f"{r.min_ms:.3f}..{r.max_ms:.3f}", "-" if r.worst_snr_db is None else f"{r.worst_snr_db:.1f}", r.timer)
-         for r in rows],
-    )  # fmt: skip
-    common.announce(path)
-    return rows
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    columns = ("recipe", "form", "trace_seconds", "compile_seconds", "median_ms", "min_ms", "max_ms", "worst_snr_db")
+    common.print_rows(rows, *columns, "timer")
 
+
+def table(result: Result) -> str:
+    """A line a recipe and form."""
+    rows, lines = result.by("recipe", "form"), []
+    for (name, form), row in rows.items():
+        other = rows[name, "unrolled"]
+        compiled, unrolled = (r["trace_seconds"] + r["compile_seconds"] for r in (row, other))
+        numbers = [f"{compiled:.1f} s", f"{row['median_ms']:.2f} ms"]
+        ratios = [f"{compiled / unrolled:.2f}", f"{row['median_ms'] / other['median_ms']:.2f}"]
+        lines.append([f"`{name}`", form, *numbers, *ratios])
+    c = result.config
+    titles = ["recipe", "layers", "trace and compile", "step", "compile / unrolled", "step / unrolled"]
+    cpu = " A CPU multiplies FP8 values in float32: its steps say nothing of a GPU's."
+    return (
+        f"{markdown_table(titles, lines)}\n\n"
+        f"{c['layers']} Transformer blocks of width {c['width']}, {c['batch']} × {c['sequence']} tokens "
+        f"({result.rows[0]['timer']}).{cpu if result.header['platform'] == 'cpu' else ''}"
+    )
+
+
+main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
-    main()
+    common.command(NAME)

@@ -41,6 +41,11 @@ class GemmShape:
         return cls(*map(int, sizes))
 
 
+def parse_shapes(text: str | None) -> tuple[GemmShape, ...]:
+    """From "MxKxN,MxKxN"; none from nothing."""
+    return tuple(map(GemmShape.parse, text.split(","))) if text else ()
+
+
 # Operands of even the first, 16 + 8 MiB and 64 MiB out, exceed the 50 MiB L2 of an H200.
 H200_SHAPES = (GemmShape(8192, 1024, 4096), GemmShape(8192, 4096, 16384), GemmShape(16384, 8192, 28672))
 # Where products that are compared with the recipes' own are measured.

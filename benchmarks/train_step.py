@@ -18,22 +18,22 @@ allocator's own of a process that only does a recipe's optimizer steps, with the
 
 import argparse
 import dataclasses
+import functools
 import math
-import multiprocessing
-import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import tcfp_jax
-from benchmarks import common
-from benchmarks.shapes import H200_SHAPES, GemmShape
+from benchmarks import common, timing
+from benchmarks.common import Result, markdown_table, times
+from benchmarks.shapes import H200_SHAPES, GemmShape, parse_shapes
 from models.gpt import Block, GPTConfig
 from models.mlp import MLP, Activation
 from pallas_kernels.dispatch import Backend
@@ -44,7 +44,7 @@ Part = Literal["mlp", "mlp gelu", "block", "optimizer step"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[-1]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
-VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="fp8"), "tcfp12_fast": recipe("tcfp12_fast")}
+VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="full"), "tcfp12_fast": recipe("tcfp12_fast")}
 # Those that differ in the optimizer's state only.
 ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
 VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}
@@ -60,7 +60,7 @@ LEAST_SNR_DB = 11.0
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run. A shape's m, k and n are tokens, d and d_ff."""
+    """Settings of a run. A shape's m, k and n are tokens, d and d_ff; `peaks` of the optimizer's shapes have a peak."""
 
     shapes: tuple[GemmShape, ...]
     optimizer_shapes: tuple[GemmShape, ...]
@@ -70,15 +70,16 @@ class Config:
     rounds: int = 5
     calls: int = 5
     seed: int = 0
+    peaks: int = 1
 
 
 @dataclass(frozen=True)
-class Row(common.Timing):
+class Row(timing.Timing):
     """One recipe in one part at one shape, "tokens x d x d_ff" of what ran (a block's d_ff is 4 d).
 
     `compile_seconds` holds tracing, too; XLA tries a product's algorithms once in a process, so a recipe profits from
     those before it. `worst_snr_db` is of all outputs against BF16's, None for BF16; `peak_bytes` is of the first of
-    the optimizer's shapes, None elsewhere.
+    the optimizer's shapes, None elsewhere, with the trials of XLA's compiler.
     """
 
     part: Part
@@ -169,7 +170,7 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, error_d
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
     compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
-    threaded = common.Threaded(jitted, compiled, *jax.jit(init)(key))
+    threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), seconds, outputs)
 
 
@@ -213,32 +214,27 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
         worst[name] = check_outputs(name, reference, outputs)
     del outputs, reference
     candidates = {name: (c.function, c.args) for name, c in made.items()}
-    times = common.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
+    timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
     for name, c in made.items():
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
-    # Once: every peak is a process of its own, and its parts are counted in bytes that do not depend on the shape.
-    wanted = part == OPTIMIZER and shape == config.optimizer_shapes[0]
-    has_peak = wanted and jax.local_devices()[0].memory_stats() is not None
+    has_peaks = part == OPTIMIZER and shape in config.optimizer_shapes[: config.peaks] and timing.has_peaks()
     return [
         Row(
-            **dataclasses.asdict(times[name]), part=part, recipe=name,
+            **dataclasses.asdict(timed[name]), part=part, recipe=name,
             shape=str(dataclasses.replace(shape, n=4 * shape.k) if part == "block" else shape),
-            speed_over_bf16=times[BASELINE].median_ms / times[name].median_ms,
+            speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=c.compile_seconds, worst_snr_db=None if name == BASELINE else worst[name],
-            peak_bytes=_peak_alone(name, shape, config.backend) if has_peak else None,
+            peak_bytes=timing.measure_alone(measure_peak, [(name, shape, config.backend)])[0] if has_peaks else None,
         ) for name, c in made.items()
     ]  # fmt: skip
 
 
-def measure(config: Config, save: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
-    """Every part at every shape; `save` gets all rows so far after each."""
-    rows: list[Row] = []
+def measure(config: Config) -> Iterator[Row]:
+    """Every part at every shape."""
     for part in config.parts:
         for shape in _shapes(part, config):
-            rows += measure_part(part, shape, config)
-            save(rows)
-    return rows
+            yield from measure_part(part, shape, config)
 
 
 def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:
@@ -254,7 +250,7 @@ def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | 
     step = make_optimizer_step(shape, _recipe(name, backend), error_dtype=error_dtype).function
     if not all(math.isfinite(step()) for _ in range(3)):
         raise ArithmeticError(f"{name}: the loss is not finite, so its memory means nothing")
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return timing.peak_bytes()
 
 
 def _recipe(name: str, backend: Backend | None) -> Recipe:
@@ -264,61 +260,77 @@ def _recipe(name: str, backend: Backend | None) -> Recipe:
     )
 
 
-def _peak_alone(*args: Any) -> int | None:
-    # In a process of its own, which inherits the environment: a peak belongs to a process and never falls.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(measure_peak, *args).result()
-
-
-def read_config(options: argparse.Namespace) -> Config:
-    """The settings of a command line; `ValueError` where it names an unknown recipe, part or shape."""
-    shapes: tuple[GemmShape, ...] = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
-    if text := options.shapes or (SMOKE_SHAPE if options.smoke else None):
-        shapes = tuple(map(GemmShape.parse, text.split(",")))
-    optimizer_shapes = OPTIMIZER_SHAPES if shapes is H200_SHAPES else shapes
-    recipes = dict.fromkeys((BASELINE, *_chosen("recipes", options.recipes, tuple(VARIANTS))))
-    config = Config(shapes, optimizer_shapes, tuple(recipes), _chosen("parts", options.parts, PARTS), options.backend)
-    return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
-
-
-def _chosen(option: str, text: str | None, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
-    names = tuple(name.strip() for name in text.split(",")) if text else allowed
-    if unknown := [name for name in names if name not in allowed]:
-        raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
-    return names
-
-
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Run the command and return its rows."""
-    parser = common.make_parser(NAME, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Recipes, shapes, parts, and the backend of every op."""
     parser.add_argument("--recipes", help=f"NAME,... (default: {','.join(VARIANTS)}); bf16 always runs")
     parser.add_argument("--shapes", help="TOKENSxDxD_FF,... (default: three of a Transformer's on a GPU)")
     parser.add_argument("--parts", help=f"PART,... (default: {','.join(PARTS)})")
     parser.add_argument("--backend", choices=get_args(Backend), help="of every op (default: the recipe's choice)")
-    options = parser.parse_args(arguments)
-    config, header, path = read_config(options), common.make_header(), common.result_path(NAME, options)
-    common.print_header(NAME, header)
-    if header.platform == "cpu":
-        print("a CPU has no FP8 units: it multiplies the same numbers in float32, so ratios here mean nothing")
-    rows = measure(config, lambda rows: common.write_result(path, NAME, header, config, rows))
-    show(rows)
-    common.announce(path)
-    return rows
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line; `ValueError` where it names an unknown recipe, part or shape."""
+    default = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
+    shapes = parse_shapes(options.shapes or (SMOKE_SHAPE if options.smoke else None)) or default
+    optimizer_shapes = OPTIMIZER_SHAPES if shapes is H200_SHAPES else shapes
+    recipes = dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, tuple(VARIANTS))))
+    parts = common.chosen_of("parts", options.parts, PARTS)
+    config = Config(shapes, optimizer_shapes, tuple(recipes), parts, options.backend)
+    return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
 
 def show(rows: list[Row]) -> None:
     """Print the rows."""
-    common.print_table(
-        ["part", "tokens x d x d_ff", "recipe", "median ms", "min..max", "BF16/this", "dB", "compile s", "MB", "timer"],
-        [(r.part, r.shape, r.recipe, f"{r.median_ms:.4f}", f"{r.min_ms:.4f}..{r.max_ms:.4f}",
-          f"{r.speed_over_bf16:.3f}", "-" if r.worst_snr_db is None else f"{r.worst_snr_db:.1f}",
-          f"{r.compile_seconds:.1f}", "-" if r.peak_bytes is None else f"{r.peak_bytes / 1e6:.0f}", r.timer)
-         for r in rows],
-    )  # fmt: skip
+    columns = ("part", "shape", "recipe", "median_ms", "min_ms", "max_ms", "speed_over_bf16", "worst_snr_db")
+    common.print_rows(rows, *columns, "compile_seconds", "peak_bytes", "timer")
 
+
+def table(result: Result) -> str:
+    """A line a part and shape, a column a recipe."""
+    names = [name for name in result.distinct("recipe") if name != BASELINE]
+    rows, lines = result.by("part", "shape", "recipe"), []
+    for part, shape in result.distinct("part", "shape"):
+        line = [f"{part}, {times(shape)}", f"{rows[part, shape, BASELINE]['median_ms']:.3f} ms"]
+        found = [rows.get((part, shape, name)) for name in names]
+        lines.append([*line, *("–" if row is None else f"**{row['speed_over_bf16']:.2f}**" for row in found)])
+    peaks = [f"`{row['recipe']}` {row['peak_bytes'] / 1e6:,.0f}" for row in result.rows if row["peak_bytes"]]
+    slowest = max(row["compile_seconds"] for row in result.rows)
+    return (
+        f"{markdown_table(['tokens × d × d_ff', 'BF16', *(f'`{name}`' for name in names)], lines)}\n\n"
+        f"The first column is BF16's time ({result.rows[0]['timer']}), the others the speed over it in the same run. "
+        f"No first compilation took longer than {slowest:.0f} s."
+        + (f" Peak memory of an optimizer step at its first shape, in MB: {', '.join(peaks)}." if peaks else "")
+    )
+
+
+def plot(figure: Any, result: Result) -> None:
+    """A panel for every part, a group of bars for every shape."""
+    parts = result.distinct("part")
+    names = [name for name in result.distinct("recipe") if name != BASELINE]
+    shapes = {part: list(dict.fromkeys(r["shape"] for r in result.rows if r["part"] == part)) for part in parts}
+    figure.set_size_inches(11, 4.4)
+    panels = figure.subplots(1, len(parts), sharey=True, squeeze=False, width_ratios=[len(shapes[p]) for p in parts])
+    rows, legend = result.by("part", "shape", "recipe"), dict[str, Any]()
+    for axes, part in zip(panels[0], parts, strict=True):
+        shown = [name for name in names if (part, shapes[part][0], name) in rows]
+        width = 0.84 / len(shown)
+        for i, name in enumerate(shown):
+            heights = [rows[part, shape, name]["speed_over_bf16"] for shape in shapes[part]]
+            at = np.arange(len(heights)) + (i + 0.5) * width - 0.42
+            legend[name] = axes.bar(at, heights, width * 0.92, color=f"C{names.index(name)}")
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        # One size a line: side by side the shapes would lie on each other.
+        axes.set_xticks(range(len(shapes[part])), [shape.replace("x", "\n× ") for shape in shapes[part]], fontsize=8)
+        axes.set_title(part, fontsize=10)
+        axes.set_xlim(-0.6, len(shapes[part]) - 0.4)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[0, 0].set_ylabel("speed over BF16")
+    figure.suptitle("Training steps at tokens × d × d_ff", fontsize=11)
+    figure.legend(legend.values(), legend.keys(), ncols=len(names), loc="outside lower center", frameon=False)
+
+
+main = functools.partial(common.main, NAME)
 
 if __name__ == "__main__":
-    # Before the first use of a device: the children need the memory that this process would otherwise reserve.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    main()
+    common.command(NAME)

@@ -13,26 +13,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from benchmarks import tune_blocks
-from benchmarks.common import threaded, time_interleaved
-from benchmarks.quantizers import keep_error, same_bits
-from benchmarks.shapes import H200_SHAPES, GemmShape, random_operands
+from benchmarks.products import Form, donating, draw, same_bits
+from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
+from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.matmul import mosaic
-from pallas_kernels.matmul.api import SUM_BOUND, Accumulation, matmul
+from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
+HALVES: tuple[Literal[1, 2], ...] = (1, 2)
 Cases = Literal["all", "missing"]
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
@@ -59,7 +56,7 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
     Entries are written as they are found.
     """
     started, entries = time.perf_counter(), []
-    for case in itertools.chain(_products(), _quantizers(), _block_cases()):
+    for case in itertools.chain(_products(), _quantizers()):
         if only not in f"{case.op} {case.variant}" or (cases == "missing" and _is_timed(case)):
             continue
         if time.perf_counter() - started > budget_seconds:
@@ -86,12 +83,8 @@ def time_case(case: Case) -> Entry:
     for (backend, _, config), function in zip(candidates, compiled, strict=True):
         if not case.agree(arguments, backend, function(*arguments), expected):
             raise ArithmeticError(f"{backend} {config} at {at} differs from XLA; it is not timed")
-    named: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    for i, (_, function, _) in enumerate(candidates):
-        named[str(i)] = (function, arguments)
-        if case.memory == "donates":
-            w, error = arguments
-            named[str(i)] = (threaded(keep_error(function), error, w), ())
+    donates = case.memory == "donates"
+    named = {str(i): donating(f, *arguments) if donates else (f, arguments) for i, (_, f, _) in enumerate(candidates)}
     times = time_interleaved(named, rounds=ROUNDS, calls=CALLS)
     milliseconds: dict[str, float] = {}
     configs: dict[str, dict[str, Any]] = {}
@@ -115,110 +108,85 @@ def write(op: str, entry: Entry) -> None:
     tuning.load.cache_clear()
 
 
-def _same_sums(accumulation: Accumulation, arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
-    """Whether two products are within their bounds of each other."""
-    x, *halves, scale = arguments
-    signless = [lax.bitcast_convert_type(lax.bitcast_convert_type(v, jnp.uint8) & 0x7F, v.dtype) for v in (x, *halves)]
-    magnitude = matmul(*signless, scale=scale, accumulation="full", out_dtype=jnp.float32, backend="xla")
-    wide = [v.astype(jnp.float32) for v in (got, expected)]
-    # Each result is rounded to its dtype once more, XLA's sum of two products twice.
-    rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
-    bound = (SUM_BOUND[backend, accumulation] + SUM_BOUND["xla", accumulation]) * magnitude + rounding * abs(wide[1])
-    return bool(np.asarray(jnp.all(jnp.abs(wide[0] - wide[1]) <= bound)))
-
-
-def _same_bits(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
-    return same_bits(got, expected)
+# Products -------------------------------------------------------------------------------------------------------------
 
 
 def _products() -> Iterator[Case]:
+    for shape, form in _forms():
+        yield product_case(shape, form)
+
+
+def _forms() -> Iterator[tuple[GemmShape, Form]]:
+    """The products of an MLP of each width: forward, dgrad of the other layer, and both wgrads."""
     for mlp in H200_SHAPES:
         m, d, d_ff = mlp.m, mlp.k, mlp.n
-        layer = [GemmShape(m, d, d_ff), GemmShape(m, d_ff, d)]  # forward of both layers, and dgrad of the other
-        accumulations: tuple[Accumulation, ...] = ("fast", "full")
-        for shape, halves, accumulation in itertools.product(layer, (2, 1), accumulations):
-            yield _product(shape, halves, accumulation, jnp.bfloat16)
-        for shape, accumulation in itertools.product((GemmShape(d, m, d_ff), GemmShape(d_ff, m, d)), accumulations):
-            yield _product(shape, 1, accumulation, jnp.float32)
+        layers = (GemmShape(m, d, d_ff), GemmShape(m, d_ff, d))
+        gradients = (GemmShape(d, m, d_ff), GemmShape(d_ff, m, d))
+        for shape, halves, accumulation in itertools.product(layers, HALVES[::-1], get_args(Accumulation)):
+            yield shape, Form(halves, accumulation)
+        for shape, accumulation in itertools.product(gradients, get_args(Accumulation)):
+            yield shape, Form(1, accumulation, out_dtype="float32")
+        # Blocks of 64 and 32 are timed at the middle shape alone: which backend wins does not depend on the size.
+        for block in _blocks(mlp):
+            for shape, halves in itertools.product(layers, HALVES):
+                yield shape, Form(halves, scaling=Block(block))
+            for shape in gradients:
+                yield shape, Form(1, scaling=Block(block, "vector"), out_dtype="float32")
+    for shape in (MIDDLE, GemmShape(MIDDLE.m, MIDDLE.n, MIDDLE.k)):
+        yield shape, Form(1, scaling=Block(32, "vector"))
 
 
-def _product(shape: GemmShape, halves: int, accumulation: Accumulation, out_dtype: Any) -> Case:
-    def draw() -> tuple[Any, ...]:
-        # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
-        x, w = random_operands(shape)
-        x_q = quantize(x, jnp.float8_e4m3fn, backend="xla")
-        w_q = dual_quantize(w, backend="xla")
-        weights = (w_q.hi, w_q.lo)[:halves]
-        return (x_q.values, *weights, (x_q.scale * w_q.scale).astype(jnp.bfloat16))
-
-    def multiply(x: Any, w: Any, *rest: Any, backend: Any, config: Any = None) -> Any:
-        *lo, scale = rest
-        options = dict(scale=scale, accumulation=accumulation)
-        if config is None:
-            return matmul(x, w, *lo, out_dtype=out_dtype, backend=backend, **options)
-        return mosaic.matmul(
-            x, w, lo[0] if lo else None, bias=None, out_dtype=jnp.dtype(out_dtype), out_sharding=None, config=config,
-            **options,
-        )  # fmt: skip
-
-    candidates: list[Named] = [("xla", jax.jit(functools.partial(multiply, backend="xla")), None)]
-    for config in configs(shape, halves, accumulation):
-        candidates.append(("mosaic", jax.jit(functools.partial(multiply, backend="mosaic", config=config)), config))
-    variant = mosaic.variant(halves == 2, accumulation, out_dtype)
-    agree = functools.partial(_same_sums, accumulation)
-    return Case("matmul", (shape.m, shape.k, shape.n), variant, draw, candidates, agree)
+def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
+    return BLOCK_SIZES[::-1] if mlp == MIDDLE else (128,)
 
 
-def configs(shape: GemmShape, halves: int, accumulation: str) -> list[mosaic.Config]:
-    """The tile sizes worth timing: the best guesses, each in both orders of the output tiles."""
-    guesses = mosaic.candidates(shape.m, shape.k, shape.n, halves, accumulation)[:8]
-    return [dataclasses.replace(guess, inner=inner) for guess in guesses for inner in ("m", "n")]
+def product_case(shape: GemmShape, form: Form) -> Case:
+    """XLA's product, and the Mosaic kernel with each of its best guesses, in both orders of the output tiles."""
+    # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
+    pair = lambda: form.quantize(*random_operands(shape), backend="xla")
+    candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
+    for guess in form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]:
+        for inner in ("m", "n"):
+            config = dataclasses.replace(guess, inner=inner)
+            run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
+            candidates.append(("mosaic", run, config))
+    return Case(form.op, (shape.m, shape.k, shape.n), form.variant, pair, candidates, form.agree)
+
+
+# Quantizers -----------------------------------------------------------------------------------------------------------
 
 
 def _quantizers() -> Iterator[Case]:
+    one: Callable[..., Any] = functools.partial(quantize, dtype=jnp.float8_e4m3fn)
     for mlp in H200_SHAPES:
-        for rows, columns in ((mlp.m, mlp.k), (mlp.m, mlp.n)):
-            for orientation in ("rows", "both"):
-                call = functools.partial(quantize, dtype=jnp.float8_e4m3fn, orientation=orientation)
-                draw = functools.partial(_draw, (rows, columns), (jnp.bfloat16,))
-                yield Case("quantize", (rows, columns), f"{orientation} bfloat16", draw, _both(call), _same_bits)
-            split = functools.partial(dual_quantize, orientation="rows")
-            draw = functools.partial(_draw, (rows, columns), (jnp.bfloat16,))
-            yield Case("dual_quantize", (rows, columns), "rows nearest no error", draw, _both(split), _same_bits)
+        for shape, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), get_args(Orientation)):
+            call = functools.partial(one, orientation=orientation)
+            yield _case("quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
+            for block in _blocks(mlp):
+                call = functools.partial(one, scaling=Block(block, "vector"), orientation=orientation)
+                yield _case("block_quantize", shape, f"{orientation} vector {block} bfloat16", call, jnp.bfloat16)
+        for shape in ((mlp.m, mlp.k), (mlp.m, mlp.n)):
+            yield _case("dual_quantize", shape, "rows nearest no error", dual_quantize, jnp.bfloat16)
         for shape in ((mlp.k, mlp.n), (mlp.n, mlp.k)):
-            split = functools.partial(dual_quantize, orientation="both")
-            draw = functools.partial(_draw, shape, (jnp.float32,))
-            yield Case("dual_quantize", shape, "both nearest no error", draw, _both(split), _same_bits)
-            for dtype in (jnp.float32, jnp.bfloat16):
-                draw = functools.partial(_draw, shape, (jnp.float32, dtype))
-                call, variant = functools.partial(_split_with_error, split), f"both nearest error {jnp.dtype(dtype)}"
-                yield Case("dual_quantize", shape, variant, draw, _both(call), _same_bits, "donates")
+            yield from _splits("dual_quantize", shape, "both", functools.partial(dual_quantize, orientation="both"))
+            for block in _blocks(mlp):
+                squares: Any = dict(scaling=Block(block), orientation="both")
+                call = functools.partial(one, **squares)
+                yield _case("block_quantize", shape, f"both square {block} float32", call, jnp.float32)
+                split = functools.partial(dual_quantize, **squares)
+                yield from _splits("block_dual_quantize", shape, f"both {block}", split)
 
 
-def _block_cases() -> Iterator[Case]:
-    for arguments in tune_blocks.products():
-        yield Case(*arguments)
-    for op, shape, variant, dtypes, call in tune_blocks.quantizers():
-        draw = functools.partial(_draw, shape, dtypes)
-        if len(dtypes) == 1:
-            yield Case(op, shape, variant, draw, _both(call), _same_bits)
-        else:
-            with_error = functools.partial(_split_with_error, call)
-            yield Case(op, shape, variant, draw, _both(with_error), _same_bits, "donates")
+def _splits(op: str, shape: tuple[int, int], form: str, split: Callable[..., Any]) -> Iterator[Case]:
+    yield _case(op, shape, f"{form} nearest no error", split, jnp.float32)
+    with_error = lambda w, error, *, backend: split(w, error=error, backend=backend)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        yield _case(op, shape, f"{form} nearest error {jnp.dtype(dtype)}", with_error, jnp.float32, dtype)
 
 
-def _split_with_error(split: Callable[..., Any], w: Any, error: Any, *, backend: Any) -> Any:
-    return split(w, error=error, backend=backend)
-
-
-def _draw(shape: tuple[int, int], dtypes: tuple[Any, ...]) -> tuple[Any, ...]:
-    keys = jax.random.split(jax.random.key(0), len(dtypes))
-    sizes = (1.0, 1e-3)  # of a value and of its error
-    return tuple(
-        (jax.random.normal(key, shape) * size).astype(dtype)
-        for key, dtype, size in zip(keys, dtypes, sizes, strict=False)
-    )
-
-
-def _both(call: Callable[..., Any]) -> list[Named]:
-    return [(backend, jax.jit(functools.partial(call, backend=backend)), None) for backend in ("xla", "triton")]
+def _case(op: str, shape: tuple[int, int], variant: str, call: Callable[..., Any], *dtypes: Any) -> Case:
+    backends: tuple[Backend, ...] = ("xla", "triton")
+    candidates: list[Named] = [(b, jax.jit(functools.partial(call, backend=b)), None) for b in backends]
+    agree = lambda arguments, backend, got, expected: same_bits(got, expected)
+    memory: Any = "keeps" if len(dtypes) == 1 else "donates"
+    return Case(op, shape, variant, functools.partial(draw, shape, dtypes), candidates, agree, memory)

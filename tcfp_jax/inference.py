@@ -14,11 +14,10 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx
+from tcfp_jax import nnx, paths
 from tcfp_jax.conversion import replacement
-from tcfp_jax.layers import Stored
+from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -40,7 +39,7 @@ def quantize_params(
       params: the parameters, nested dicts of arrays or an `nnx.State`; in the result, dicts by name.
       recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
-      storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `weight_copies`; "packed"
+      storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
         the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once.
 
     Raises:
@@ -49,7 +48,7 @@ def quantize_params(
     >>> import jax.numpy as jnp
     >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")
     >>> sorted(variables["params"]), type(variables["tcfp"]["kernel"]).__name__
-    (['bias'], 'QArray')
+    (['bias'], 'Stored')
     """
     if storage not in ("recipe", "packed"):
         raise ValueError(f'storage={storage!r} is unknown; use "recipe" or "packed"')
@@ -62,19 +61,19 @@ def quantize_params(
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
     for path, leaf in entries:
-        names = path_names(path)
-        node = _find(quantized, names)
+        names = paths.path_names(path)
+        node = paths.find(quantized, names)
         if node is not None and storage == "packed":
-            _put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
+            paths.put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
         if node is None or names[-1] != "kernel":
-            _put(rest, names, leaf)
+            paths.put(rest, names, leaf)
     return {"params": rest, "tcfp": quantized}
 
 
 def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:
     """Variables of `storage="packed"` as those of `storage="recipe"`: after loading, once, instead of at every use.
 
-    Products have the same bits either way. Memory grows from 12.5 bits a value to 8 or 16, times `weight_copies`.
+    Products have the same bits either way. Memory grows from 12.5 bits per value to 8 or 16 per copy.
 
     Args:
       variables: from `quantize_params(..., storage="packed")`.
@@ -86,7 +85,7 @@ def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Wei
     >>> import jax.numpy as jnp
     >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise", storage="packed")
     >>> type(unpack(served, "tensorwise")["tcfp"]["kernel"]).__name__
-    'QArray'
+    'Stored'
     """
     packed = lambda node: isinstance(node, PackedTCFP12)
     if not any(map(packed, jax.tree.leaves(variables["tcfp"], is_leaf=packed))):
@@ -113,22 +112,22 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
     >>> model = nnx.TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
     >>> load_quantized(model, quantize_params(flax_nnx.state(model, flax_nnx.Param), "tcfp12"))
     >>> model.kernel
-    Stored(shape=(4, 2), dtype=dtype('float32'))
+    Absent(shape=(4, 2), dtype=dtype('float32'))
     """
     if not isinstance(model, flax_nnx.Module):
         kind = "; a Linen model applies the variables as they are" if isinstance(model, nn.Module) else ""
-        raise TypeError(f"{type(model).__name__} is no flax.nnx.Module{kind}")
-    stored, params = (_leaves(variables[name]) for name in ("tcfp", "params"))
+        raise TypeError(f"{type(model).__name__} is not a flax.nnx.Module{kind}")
+    stored, params = (paths.entries(variables[name]) for name in ("tcfp", "params"))
     planned = []
     for path, module in replacement.layers(model):
         if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
             name = replacement.KERNELS.get(type(module), "kernel")
-            kernel_path = "/".join(filter(None, (path, name)))
+            kernel_path = paths.join(path, name)
             if kernel_path in stored:
                 planned.append((module, name, kernel_path))
     taken = {kernel_path for *_, kernel_path in planned}
     nodes = flax_nnx.iter_graph(model)
-    held = {"/".join(map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
+    held = {paths.join(*map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
     if set(stored) - taken:
         raise ValueError(
             f"no low-precision layer takes {min(set(stored) - taken)}; convert the model as that of the weights was"
@@ -138,42 +137,18 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
     for module, name, kernel_path in planned:
-        module.stored = flax_nnx.Variable(stored[kernel_path])
+        nnx.store(module, stored[kernel_path])
         if kernel_path not in params:
             kernel = getattr(module, name)
-            setattr(module, name, flax_nnx.static(Stored(tuple(kernel.shape), np.dtype(kernel.dtype))))
+            setattr(module, name, flax_nnx.static(Absent(tuple(kernel.shape), np.dtype(kernel.dtype))))
     for path, value in params.items():
         held[path].set_value(value)
 
 
 def _plain(recipe: Recipe) -> Recipe:
     """The recipe without what only training needs."""
-    if recipe.weight is None:
-        return recipe
-    weight = dataclasses.replace(recipe.weight, remainder="dropped")
-    return dataclasses.replace(recipe, weight=weight, amax="fresh")
+    return recipe if recipe.weight is None else named_recipe(recipe, remainder="dropped", amax="fresh")
 
 
 def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     return {path: dataclasses.replace(weight, recipe=_plain(weight.recipe)) for path, weight in weights.items()}
-
-
-def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What nested dicts hold, by path."""
-    if not isinstance(tree, Mapping):
-        return {"/".join(path): tree}
-    return {found: leaf for name, value in tree.items() for found, leaf in _leaves(value, (*path, name)).items()}
-
-
-def _find(tree: Any, names: list[str]) -> Any:
-    for name in names:
-        if not isinstance(tree, Mapping) or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
-
-
-def _put(tree: dict[str, Any], names: list[str], value: Any) -> None:
-    for name in names[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[names[-1]] = value

@@ -1,24 +1,183 @@
 """Flax Linen layers: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.LayerNorm` and `nn.Embed` with low precision.
 
 A layer creates `params` only, with the names and shapes of Flax's own, so checkpoints are interchangeable both ways.
-It reads its quantized kernel from the `tcfp` collection if the caller passes one (`tcfp_jax.layer_state`) and
-otherwise quantizes its parameter on the fly, so that `init`, evaluation and plain use need nothing. No forward pass
-writes a variable.
+It multiplies by its stored kernel if the caller passes one: in the `tcfp` collection (`tcfp_jax.layer_state`), or as a
+parameter beside its own (`kernel@tcfp`, where a converted model puts it, so that `nn.scan`, `nn.vmap` and `nn.remat`
+treat it as they treat the kernel). Otherwise it quantizes its parameter on the fly, so that `init`, evaluation and
+plain use need nothing. No forward pass writes a variable.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
-from tcfp_jax import layers as adapters
-from tcfp_jax.layers import COLLECTION, RNG, check_unused, multiplier
+from tcfp_jax import layers
+from tcfp_jax.layers import CHOICES, Absent, Multiply
+from tcfp_jax.products.contraction import Contraction, matrix_product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
 __all__ = [
     "COLLECTION", "RNG", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm",
+    "kernel_of",
 ]  # fmt: skip
+
+COLLECTION = "tcfp"
+RNG = "tcfp"
+BESIDE = "@tcfp"  # no Python identifier holds it, so no layer has a parameter of that name
+
+
+def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
+    """The layer's parameter, or `Absent` where inference weights took its place; for adapters to pass to `multiply`.
+
+    Args:
+      layer: a bound Linen layer.
+      name: of the parameter.
+      init: its initializer.
+      shape: its shape.
+
+    >>> class Transposed(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return kernel_of(self, "kernel", nn.initializers.normal(), (4, x.shape[-1])).shape
+    >>> Transposed().init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0]
+    (4, 3)
+    """
+    dtype = getattr(layer, "param_dtype", jnp.float32)
+    absent = not layer.is_initializing() and not layer.has_variable("params", name)
+    if absent and stored_weight(layer, name) is not None:
+        return Absent(tuple(shape), jnp.dtype(dtype))
+    return layer.param(name, init, shape, dtype)
+
+
+def stored_weight(layer: nn.Module, name: str) -> Any:
+    """The quantized parameter of a bound layer, or None."""
+    if layer.has_variable("params", name + BESIDE):
+        return layer.get_variable("params", name + BESIDE)
+    return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
+
+
+def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
+    """The products of a bound Linen layer: with its stored kernel if the caller passed one.
+
+    >>> class Layer(nn.Module):
+    ...     def __call__(self, x):
+    ...         return multiplier(self, Recipe())("bk,kn->bn", x, jnp.ones((3, 4)))
+    >>> Layer().apply({}, jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else jax.random.key(0)
+
+    def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
+        contraction, stored = layers.as_contraction(equation, x), stored_weight(layer, name)
+        return layers.product(contraction, x, kernel, recipe=recipe, stored=stored, key=key)
+
+    return multiply
+
+
+def body(kind: type, method: str) -> Callable[..., Any]:
+    """The function that a class defines as a method, without the wrapper that Linen puts around it."""
+    return inspect.unwrap(getattr(kind, method))
+
+
+def refusal(layer: Any, kind: type) -> str | None:
+    """Why the layer's own way to multiply keeps it from a recipe, or None.
+
+    >>> refusal(nn.Dense(4, precision="highest"), nn.Dense)
+    "precision='highest'"
+    """
+    fields = getattr(kind, "__dataclass_fields__", {})
+    for name in CHOICES:
+        if name in fields and getattr(layer, name) is not fields[name].default:
+            return f"{name}={getattr(layer, name)!r}"
+    return None
+
+
+def check_unused(layer: Any, kind: type) -> None:
+    """Raise if a field is set that the recipe decides.
+
+    Raises:
+      ValueError: names the field.
+    """
+    reason = refusal(layer, kind)
+    if reason is not None:
+        raise ValueError(
+            f"{type(layer).__name__}({reason}): the recipe decides how the product is computed; "
+            f"leave {reason.split('=')[0]} unset, or use nn.{kind.__name__}"
+        )
+
+
+def read(layer: Any) -> layers.Reader:
+    """A bound Linen layer as `tcfp_jax.layers` reads it; parameters are made with Flax's names and initial values."""
+    return _Reader(layer)
+
+
+class _Reader:
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.dtype = layer.dtype
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return _as_tuple(self._layer.features)
+
+    @property
+    def axis(self) -> tuple[int, ...]:
+        return _as_tuple(self._layer.axis)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        batch = _as_tuple(self._layer.batch_dims)
+        if batch != tuple(range(len(batch))):
+            raise ValueError(f"batch_dims={batch} must be consecutive leading axes from 0")
+        return batch
+
+    @property
+    def kernel_shape(self) -> tuple[int, ...]:
+        return self._layer.shape
+
+    def equation(self, given: str | None) -> str:
+        return nn.merge_param("einsum_str", self._layer.einsum_str, given)
+
+    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
+        return kernel_of(self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape)
+
+    def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
+        if not self._layer.use_bias:
+            return None
+        return self._layer.param("bias", _reshaping(self._layer.bias_init, flat), shape, self._layer.param_dtype)
+
+    def embedding(self) -> Any:
+        return self._layer.embedding
+
+    def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
+        return body(nn.LayerNorm, "__call__")(layer, x, mask=mask)
+
+    def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
+        value = getattr(self._layer, name)
+        return (lambda *args, **options: change(value(*args, **options))) if name == "param" else value
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _reshaping(init: Any, flat: tuple[int, ...] | None) -> Any:
+    """An initializer that is called for the shape `flat`, and whose result is reshaped."""
+    if flat is None:
+        return init
+
+    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+        value = init(key, flat, dtype)
+        if isinstance(value, nn.meta.AxisMetadata):
+            return nn.meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+        return jnp.reshape(value, shape)
+
+    return initialize
 
 
 class TCFPDense(nn.Dense):
@@ -50,7 +209,7 @@ class TCFPDense(nn.Dense):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[..., k]` to `[..., features]`."""
         check_unused(self, nn.Dense)
-        return adapters.dense(self, multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
 
 class TCFPDenseGeneral(nn.DenseGeneral):
@@ -76,7 +235,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
         check_unused(self, nn.DenseGeneral)
-        return adapters.dense_general(self, multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense_general(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
 
 class TCFPEinsum(nn.Einsum):
@@ -88,7 +247,7 @@ class TCFPEinsum(nn.Einsum):
     Raises:
       TypeError: integer or complex inputs.
       ValueError: a field is set that the recipe decides, or the equation does not fit.
-      NotImplementedError: an equation that is no stack of matrix products.
+      NotImplementedError: an equation that is not a stack of matrix products.
 
     >>> layer = TCFPEinsum((3, 2, 4), "bk,khd->bhd", recipe="tcfp12")
     >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((5, 3)))
@@ -102,7 +261,7 @@ class TCFPEinsum(nn.Einsum):
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of `inputs` and the kernel, plus the bias."""
         check_unused(self, nn.Einsum)
-        return adapters.einsum(self, multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
+        return layers.einsum(read(self), multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
 
 
 class TCFPLayerNorm(nn.LayerNorm):
@@ -119,7 +278,7 @@ class TCFPLayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nn.LayerNorm`."""
-        return adapters.layer_norm(self, x, mask=mask)
+        return layers.layer_norm(read(self), x, mask=mask)
 
 
 class TCFPEmbed(nn.Embed):
@@ -129,7 +288,7 @@ class TCFPEmbed(nn.Embed):
     straight-through gradient.
 
     Raises:
-      ValueError: tokens that are no integers, or `promote_dtype` is set.
+      ValueError: tokens that are not integers, or `promote_dtype` is set.
 
     >>> layer = TCFPEmbed(8, 4)
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.arange(3))
@@ -142,12 +301,12 @@ class TCFPEmbed(nn.Embed):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Integer tokens `[...]` to `[..., features]`."""
         check_unused(self, nn.Embed)
-        return adapters.embed(self, inputs)
+        return layers.embed(read(self), inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
         check_unused(self, nn.Embed)
-        return adapters.attend(self, multiplier(self, named_recipe(self.recipe)), query)
+        return layers.attend(read(self), multiplier(self, named_recipe(self.recipe)), query)
 
 
 class TCFPDotGeneral(nn.Module):
@@ -191,4 +350,4 @@ class TCFPDotGeneral(nn.Module):
                 "leave them None"
             )
         owner = self.parent if isinstance(self.parent, nn.Module) else self
-        return multiplier(owner, named_recipe(self.recipe))("...k,kn->...n", lhs, rhs)
+        return multiplier(owner, named_recipe(self.recipe))(matrix_product(lhs.ndim), lhs, rhs)

@@ -1,8 +1,9 @@
 """Flax NNX layers: `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with low precision.
 
 Each is a subclass of Flax's own with the same `Param`s, so states are interchangeable both ways. A layer multiplies by
-the quantized kernel in `stored`, which `tcfp_jax.conversion.sync(model, optimizer)` makes the optimizer's own variable,
-and quantizes its parameter on the fly where there is none. No forward pass writes a variable.
+the quantized kernel in `stored`, whose arrays are the optimizer's own variables after
+`tcfp_jax.conversion.sync(model, optimizer)`, and quantizes its parameter on the fly where there is none. No forward
+pass writes a variable.
 """
 
 import contextvars
@@ -13,18 +14,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.checks import check_real
-from tcfp_jax.layers import CHOICES, Multiply, Stored, common_dtype, dense_general_equation
-from tcfp_jax.products.contraction import contract
+from tcfp_jax import layers
+from tcfp_jax.layers import CHOICES, Multiply, forward_of
+from tcfp_jax.products.contraction import Contraction, axes_product, matrix_product, parse
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Layout, parse
-from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
+from tcfp_jax.weights.layout import Layout
 
 Products = Literal["recipe", "flax"]
 Lookup = Literal["packed", "float"]
 
-# A function that `survey` puts here is told of every product: (layer, name of the kernel, equation, x).
+# A function that `survey` puts here is told of every product: (layer, name of the kernel, contraction, x).
 WATCHER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("tcfp_nnx_watcher", default=None)
 
 
@@ -38,7 +38,7 @@ class LowPrecision:
     __slots__ = ()
     recipe: Recipe | None
     products: Products
-    stored: nnx.Variable | None
+    stored: Any  # a stored weight whose arrays are `nnx.Variable`s, or None
     forward: Callable[..., jax.Array]
 
 
@@ -65,24 +65,38 @@ def multiplier(layer: Any) -> Multiply:
     (2, 4)
     """
 
-    def multiply(equation: str, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        watch = WATCHER.get()
+    def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
+        contraction, watch = layers.as_contraction(equation, x), WATCHER.get()
         if watch is not None:
-            watch(layer, name, equation, x)
-        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-        stored: Any = jax.tree.map(lambda leaf: leaf[...], layer.stored, is_leaf=is_variable)
-        quantized, shape = stored, None
-        if isinstance(kernel, Stored):
-            # Under nnx.scan and nnx.vmap arrays lose their stacked axes; what stands for one keeps them.
-            axes = len(equation.replace(" ", "").split("->")[0].split(",")[1])
-            kernel, shape = None, kernel.shape[len(kernel.shape) - axes :]
-        if isinstance(stored, PackedTCFP12):
-            quantized, kernel = None, stored.dequantize()
-        recipe = layer.recipe
-        key = jax.random.key(0) if quantized is None and recipe.stochastic else None
-        return contract(equation, x, kernel, recipe=recipe, quantized=quantized, key=key, shape=shape)
+            watch(layer, name, contraction, x)
+        # A stochastic residual without state, in evaluation, draws its bits from a fixed key: calls repeat.
+        options: Any = dict(recipe=layer.recipe, stored=stored_weight(layer), key=lambda: jax.random.key(0))
+        return layers.product(contraction, x, kernel, **options)
 
     return multiply
+
+
+def stored_weight(layer: Any) -> Any:
+    """The stored weight of a layer with the arrays that its variables hold now, or None.
+
+    >>> stored_weight(TCFPLinear(3, 4, rngs=nnx.Rngs(0))) is None
+    True
+    """
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    return jax.tree.map(lambda variable: variable[...], layer.stored, is_leaf=is_variable)
+
+
+def store(layer: Any, weight: Any) -> None:
+    """Let a layer multiply by a stored weight; arrays that are not variables yet become some.
+
+    >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
+    >>> from tcfp_jax.weights.quantization import quantize_weight
+    >>> store(layer, quantize_weight(jnp.ones((4, 2)), layer.recipe)[0])
+    >>> stored_weight(layer).shape
+    (4, 2)
+    """
+    variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
+    layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
 def prepare(layer: Any, recipe: Recipe | str | None) -> None:
@@ -120,52 +134,73 @@ def layout(layer: Any) -> Layout | None:
     Layout(inputs=(1,), outputs=(0,), stack=())
     """
     if isinstance(layer, nnx.Linear):
-        return Layout((0,), (1,))
+        return matrix_product(1).layout
     if isinstance(layer, nnx.Embed):
-        return Layout((1,), (0,))
+        return matrix_product(1, transposed=True).layout
     if isinstance(layer, nnx.LinearGeneral):
-        batch, inputs = len(layer.batch_axis), len(layer.in_features)
-        stop = batch + inputs + len(layer.out_features)
-        axes = tuple(range(stop))
-        return Layout(axes[batch : batch + inputs], axes[batch + inputs :], axes[:batch])
+        places = tuple(range(len(layer.batch_axis) + len(layer.in_features)))
+        batch = places[: len(layer.batch_axis)]
+        return axes_product(len(places), places[len(batch) :], batch, len(layer.out_features)).layout
     if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
-        return parse(layer.einsum_str, len(layer.einsum_str.split(",")[0].replace("...", "").replace(" ", "")))[3]
+        return parse(layer.einsum_str, len(layer.einsum_str.split(",")[0].replace("...", "").replace(" ", ""))).layout
     return None
 
 
-def linear(layer: Any, multiply: Multiply, inputs: jax.Array) -> jax.Array:
-    """`nnx.Linear`: `y = x W + b`, x `[..., k]`, W `[k, n]`."""
-    inputs, kernel, bias, dtype = _operands(layer, inputs)
-    y = multiply("...k,kn->...n", inputs.astype(dtype), kernel)
-    return y if bias is None else y + bias.astype(dtype)
+def read(layer: Any) -> layers.Reader:
+    """An NNX layer as `tcfp_jax.layers` reads it; its parameters are there, so shapes are not looked at."""
+    return _Reader(layer)
 
 
-def linear_general(layer: Any, multiply: Multiply, inputs: jax.Array) -> jax.Array:
-    """`nnx.LinearGeneral`: contracts `axis`, keeps `batch_axis` apart; W `[*batch, *in, *out]`."""
-    inputs, kernel, bias, dtype = _operands(layer, inputs)
-    axes = tuple(sorted(axis % inputs.ndim for axis in layer.axis))
-    batch = tuple(sorted(axis % inputs.ndim for axis in layer.batch_axis))
-    features = tuple(layer.out_features)
-    y = multiply(dense_general_equation(inputs.ndim, axes, batch, len(features)), inputs.astype(dtype), kernel)
-    if bias is None:
-        return y
-    ones = (1,) * (inputs.ndim - len(axes) - len(batch))
-    return y + bias.astype(dtype).reshape(*(inputs.shape[axis] for axis in batch), *ones, *features)
+class _Reader:
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.dtype = layer.dtype
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        sizes = self._layer.out_features
+        return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
+    @property
+    def axis(self) -> tuple[int, ...]:
+        return tuple(self._layer.axis)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self._layer.batch_axis)
+
+    @property
+    def kernel_shape(self) -> tuple[int, ...]:
+        return self._layer.kernel_shape
+
+    def equation(self, given: str | None) -> str:
+        equation = given or self._layer.einsum_str
+        if equation is None:
+            raise ValueError("Einsum has no einsum_str, neither in the layer nor in the call; pass one")
+        return equation
+
+    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
+        return self._layer.kernel[...]
+
+    def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
+        return None if self._layer.bias is None else self._layer.bias[...]
+
+    def embedding(self) -> Any:
+        return self._layer.embedding[...]
+
+    def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
+        return nnx.LayerNorm.__call__(layer, x, mask=mask)
+
+    def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
+        value = getattr(self._layer, name)
+        return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
-def einsum(layer: Any, multiply: Multiply, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-    """`nnx.Einsum`: the equation of the call or of the layer."""
-    inputs, kernel, bias, dtype = _operands(layer, inputs)
-    equation = einsum_str or layer.einsum_str
-    if equation is None:
-        raise ValueError("Einsum has no einsum_str, neither in the layer nor in the call; pass one")
-    equation = equation.replace(" ", "")
-    y = multiply(equation, inputs.astype(dtype), kernel)
-    if bias is None:
-        return y
-    _, letters, result, kept = parse(equation, inputs.ndim)
-    sizes = dict(zip(letters, kernel.shape[len(kernel.shape) - kept.ndim :]))
-    return y + bias.astype(dtype).reshape([sizes.get(letter, 1) for letter in result])
+FORWARDS: dict[type, Callable[..., jax.Array]] = {
+    nnx.Linear: forward_of(layers.dense, read),
+    nnx.LinearGeneral: forward_of(layers.dense_general, read),
+    nnx.Einsum: forward_of(layers.einsum, read),
+}
 
 
 class TCFPLinear(nnx.Linear, LowPrecision):
@@ -181,7 +216,7 @@ class TCFPLinear(nnx.Linear, LowPrecision):
     (2, 4)
     """
 
-    forward = staticmethod(linear)
+    forward = staticmethod(FORWARDS[nnx.Linear])
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -196,7 +231,7 @@ class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(linear_general)
+    forward = staticmethod(FORWARDS[nnx.LinearGeneral])
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -208,13 +243,13 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
     """`nnx.Einsum` whose product follows a recipe; errors as in `TCFPLinear`.
 
     Raises:
-      NotImplementedError: an equation that is no stack of matrix products.
+      NotImplementedError: an equation that is not a stack of matrix products.
 
     >>> jax.eval_shape(lambda: TCFPEinsum("bk,khd->bhd", (3, 2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3)))).shape
     (5, 2, 4)
     """
 
-    forward = staticmethod(einsum)
+    forward = staticmethod(FORWARDS[nnx.Einsum])
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -231,8 +266,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nnx.LayerNorm`."""
-        rounded: Any = _Rounded(self)
-        return nnx.LayerNorm.__call__(rounded, x, mask=mask)
+        return layers.layer_norm(read(self), x, mask=mask)
 
 
 class TCFPEmbed(nnx.Embed):
@@ -242,7 +276,7 @@ class TCFPEmbed(nnx.Embed):
     rounds the rows, straight-through; "float" leaves them.
 
     Raises:
-      ValueError: tokens that are no integers, an unknown `lookup`, or an argument that the recipe decides.
+      ValueError: tokens that are not integers, an unknown `lookup`, or an argument that the recipe decides.
 
     >>> layer = TCFPEmbed(8, 4, rngs=nnx.Rngs(0))
     >>> [y.shape for y in jax.eval_shape(lambda: (layer(jnp.arange(3)), layer.attend(jnp.ones((2, 4)))))]
@@ -251,7 +285,7 @@ class TCFPEmbed(nnx.Embed):
 
     recipe: Recipe | None
     products: Products
-    stored: nnx.Variable | None
+    stored: Any
     lookup: Lookup
 
     def __init__(
@@ -269,14 +303,7 @@ class TCFPEmbed(nnx.Embed):
             return super().__call__(inputs, out_sharding)
         if out_sharding is not None:
             raise NotImplementedError("out_sharding with packed rows: constrain the result instead")
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ValueError(f"Embed looks up integers, but got {inputs.dtype}; cast the tokens to int32")
-        rows = self.embedding[...]
-        if self.num_embeddings == 1:
-            rows = jnp.broadcast_to(rows, (*inputs.shape, self.features))
-        else:
-            rows = jnp.take(rows, inputs, axis=0)
-        return fake_quantize(rows).astype(self.dtype)
+        return layers.embed(read(self), inputs)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
@@ -284,32 +311,9 @@ class TCFPEmbed(nnx.Embed):
             return super().attend(query, out_sharding)
         if out_sharding is not None:
             raise NotImplementedError("out_sharding: the product follows the sharding of query; constrain its result")
-        check_real("query", query)
-        query = query.astype(self.dtype)
-        return multiplier(self)("...k,nk->...n", query, self.embedding[...], name="embedding")
+        return layers.attend(read(self), multiplier(self), query)
 
 
 TYPES: dict[type, type] = {
     nnx.Linear: TCFPLinear, nnx.LinearGeneral: TCFPLinearGeneral, nnx.Einsum: TCFPEinsum,
 }  # fmt: skip
-FORWARDS: dict[type, Callable[..., jax.Array]] = {
-    nnx.Linear: linear, nnx.LinearGeneral: linear_general, nnx.Einsum: einsum,
-}  # fmt: skip
-
-
-def _operands(layer: Any, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
-    inputs = jnp.asarray(inputs)
-    check_real("inputs", inputs)
-    kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
-    return inputs, kernel, bias, common_dtype(inputs, kernel, bias, layer.dtype)
-
-
-class _Rounded:
-    """A layer whose parameters are rounded when they are read."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._layer, name)
-        return nnx.Param(fake_quantize(value[...])) if isinstance(value, nnx.Param) else value

@@ -1,4 +1,4 @@
-"""Every guide's Python blocks run, in order."""
+"""Every page of the site with Python on it runs, block by block, in order."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,36 @@ from pathlib import Path
 import jax
 import pytest
 
-GUIDES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+from tcfp_jax import moved, recipes
+
+DOCS = Path(__file__).parents[1] / "docs"
+# Pages of words and tables alone, and those that include a file of the repository.
+WITHOUT_CODE = {"architecture", "catalog", "changelog", "glossary", "index", "log", "measurements"}
+PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
-def test_python_blocks_run(path):
+def test_pages_without_code_are_known():
+    assert {name for name, blocks in PAGES.items() if not blocks} == WITHOUT_CODE
+    assert not [path.name for path in (DOCS / "api").glob("*.md") if "```python" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
+def test_python_blocks_run(name):
     namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
-    assert blocks, f"{path.name} shows nothing"
     with jax.numpy_dtype_promotion("standard"):
-        for block in blocks:
-            exec(compile(block, path.name, "exec"), namespace)
+        for block in PAGES[name]:
+            exec(compile(block, f"{name}.md", "exec"), namespace)
+
+
+def test_every_page_is_in_the_navigation():
+    named = set(re.findall(r"[\w/]+\.md", (DOCS.parent / "mkdocs.yml").read_text()))
+    assert named == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+def test_the_changelog_says_where_everything_went():
+    text = (DOCS.parent / "CHANGELOG.md").read_text()
+    for module in moved.MODULES:
+        last = module.split(".")[-1]
+        assert any(f"`{name}`" in text for name in (module, f".{last}", last)), module
+    assert not [override for override in recipes._MOVED if f"`{override}=" not in text]

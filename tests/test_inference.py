@@ -12,8 +12,8 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, unpack
-from tcfp_jax.layers import Stored, kernel_of
-from tcfp_jax.linen import TCFPDense
+from tcfp_jax.layers import Absent
+from tcfp_jax.linen import TCFPDense, kernel_of
 from tcfp_jax.weights.packed import PackedTCFP12
 from tests.arrays import nnx_model, same, variables_of
 
@@ -144,4 +144,4 @@ def test_bad_input():
     model = convert(make(use_bias=False), "tcfp12")
     with pytest.raises(ValueError, match="the variables has bias, which the model lacks"):
         load_quantized(model, served)
-    assert not isinstance(model.kernel, Stored)  # nothing changed
+    assert not isinstance(model.kernel, Absent)  # nothing changed

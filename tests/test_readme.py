@@ -1,27 +1,29 @@
-"""README's Python blocks run, in order, and CI runs README's own test command."""
+"""README's Python blocks run, in order, it stays short, and CI runs its own test command."""
 
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
-def test_python_blocks_run(name, capsys):
-    text = (ROOT / name).read_text()
+@pytest.mark.usefixtures("quick_compiles")
+def test_python_blocks_run():
     namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     with jax.numpy_dtype_promotion("standard"):
-        for block in blocks:
-            exec(compile(block, name, "exec"), namespace)
-    assert blocks or name != "README.md"
+        for block in BLOCKS:
+            exec(compile(block, "README.md", "exec"), namespace)
+    leaves = jax.tree.leaves(namespace["params"])
+    assert len(leaves) == 4 and all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves)
 
 
 def command(marker):
-    found = re.search(rf"<!-- {marker} command -->\n```bash\n(.+)\n```", (ROOT / "README.md").read_text())
+    found = re.search(rf"<!-- {marker} command -->\n```bash\n(.+)\n```", README)
     assert found, f"README has no {marker} command"
     return found.group(1)
 
@@ -31,6 +33,14 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert command("run").endswith("-m models.train")
 
 
-def test_example_is_short():
-    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    assert len(first.splitlines()) <= 22
+def test_the_page_and_its_example_are_short():
+    assert len(README.splitlines()) <= 150
+    assert len(BLOCKS[0].splitlines()) <= 22
+    # Code on the first screen: nothing but the summary and the table that helps to choose stands before it.
+    before = README[: README.index("```")]
+    assert len(re.sub(r"<!-- begin: choose -->.*<!-- end: choose -->", "", before, flags=re.DOTALL).splitlines()) <= 20
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert targets and not [target for target in targets if not (ROOT / target).exists()]

@@ -119,7 +119,7 @@ def _unseen(jaxpr: Any, variables: Any, arrays: Any) -> tuple[Product, ...]:
     """Parameter products that ran outside every adapter."""
     origins = []
     for path, _ in jax.tree_util.tree_flatten_with_path((variables, arrays))[0]:
-        names = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
+        names = path_names(path)
         from_params = names[0] == "0" and names[1] == "params"
         origins.append(Origin(frozenset({"/".join(names[2:])})) if from_params else Origin(from_input=True))
     return tuple(dict.fromkeys(product for product in parameter_products(jaxpr, origins) if not product.seen))
@@ -140,9 +140,3 @@ def outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
 def _call(function: Any, rngs: Any, arguments: Any) -> Any:
     args, kwargs = arguments
     return function(rngs, *args, **kwargs)
-
-
-def flat(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
-    """Leaves by path."""
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {"/".join(path_names(path)): leaf for path, leaf in entries}

@@ -16,13 +16,13 @@ import jax
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx
+from tcfp_jax import nnx, paths
 from tcfp_jax.conversion import census, interception, replacement
 from tcfp_jax.conversion.interception import Conversion
 from tcfp_jax.conversion.policy import Include, check_pattern, policy
 from tcfp_jax.conversion.registry import own_base, register_adapter
 from tcfp_jax.conversion.report import Report
-from tcfp_jax.layers import Stored
+from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -63,7 +63,7 @@ def convert_to_tcfp(
 
     Raises:
       TypeError: not a Flax module.
-      ValueError: a bound model, an unknown recipe or group, a rule that is no regex, nothing to convert (for Linen
+      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, nothing to convert (for Linen
         without `inputs`: when the model is first applied), or with `strict` a product that no adapter saw.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
@@ -157,7 +157,7 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
             report, params = census.of_linen(model, inputs, dict(options or {}))
     if report is None:
         raise ValueError("find_weights needs sample inputs: find_weights(model, *inputs)")
-    shapes = {path: leaf.shape for path, leaf in census.flat(params).items()}
+    shapes = {path: leaf.shape for path, leaf in paths.leaves(params).items()}
     weights: dict[str, Weight] = {}
     for record in (*report.converted, *report.skipped):  # layers of NNX that are switched off keep their state
         if record.layout is None or record.recipe is None or record.weight_path not in shapes:
@@ -182,24 +182,22 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
     >>> import optax, tcfp_jax
     >>> sync(model, flax_nnx.Optimizer(model, tcfp_jax.error_feedback("tcfp12"), wrt=flax_nnx.Param))
-    >>> sorted(model.stored.get_value())
-    ['hi', 'hi_transposed', 'lo', 'lo_transposed', 'scale']
+    >>> nnx.stored_weight(model).shape
+    (4, 4)
     """
-    variables: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     is_state = lambda node: isinstance(node, ErrorFeedbackState)
     for node in jax.tree.leaves(optimizer.opt_state, is_leaf=is_state):
         if isinstance(node, ErrorFeedbackState):
-            variables.update(census.flat(node.weights, lambda leaf: isinstance(leaf, flax_nnx.Variable)))
+            weights.update(paths.entries(node.weights))
     found = 0
-    # After its first update an optimizer holds quantized weights as nested states, no more as our own classes, and a
-    # compiled step would be compiled again. Writing the state over itself now does what that update will do.
-    flax_nnx.update(optimizer.opt_state, flax_nnx.state(flax_nnx.as_pure(optimizer.opt_state)))
     for path, module in replacement.layers(model):
         if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
-            name = "embedding" if isinstance(module, nnx.TCFPEmbed) else "kernel"
-            variable = variables.get("/".join(filter(None, (path, name))))
-            if variable is not None and jax.tree.leaves(variable.get_value()):
-                module.stored, found = variable, found + 1
+            name = replacement.KERNELS.get(type(module), "kernel")
+            weight = weights.get(paths.join(path, name))
+            if weight is not None:
+                nnx.store(module, weight)
+                found += 1
     if not found:
         raise ValueError(
             "the optimizer holds no quantized weight of this model; end its optax.chain with tcfp_jax.error_feedback"
@@ -223,7 +221,7 @@ def export(model: Any) -> Any:
         found = [module for _, module in replacement.layers(model) if isinstance(module, replacement.LAYERS)]
         if not found:
             raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
-        if any(isinstance(getattr(module, "kernel", None), Stored) for module in found):
+        if any(isinstance(getattr(module, "kernel", None), Absent) for module in found):
             raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
         for module in found:
             replacement.restore_class(module)
@@ -250,8 +248,8 @@ def to_bf16(model: Any, *patterns: str) -> Any:
 
     Raises:
       TypeError: not a Flax module.
-      ValueError: no pattern, one that is no regex, or one that finds no low-precision layer (for a Linen model that was
-        converted without inputs: if no pattern does, when it is applied).
+      ValueError: no pattern, one that is not a regex, or one that finds no low-precision layer (for a Linen model that
+        was converted without inputs: if no pattern does, when it is applied).
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
     >>> x = jax.numpy.ones((2, 3))
@@ -267,7 +265,7 @@ def restore(model: Any, *patterns: str) -> Any:
 
     Raises:
       TypeError: not a Flax module.
-      ValueError: no pattern, one that is no regex, or one that was not switched off.
+      ValueError: no pattern, one that is not a regex, or one that was not switched off.
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12"), "mlp")
     >>> interception.conversion_of(restore(model, "mlp")).policy.off

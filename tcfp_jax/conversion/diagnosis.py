@@ -1,9 +1,10 @@
 """`diagnose`: what a recipe would do to each layer of a model, before anything is converted."""
 
-import dataclasses
 import functools
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,16 +15,16 @@ from tcfp_jax.conversion.convert import convert_to_tcfp, survey
 from tcfp_jax.conversion.policy import policy
 from tcfp_jax.conversion.report import Record, describe
 from tcfp_jax.optim.feedback import error_feedback
-from tcfp_jax.paths import path_names
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.paths import leaves
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 
-# Speed over jitted BF16, forward and backward, of an MLP with 2 m k n operations a product, on one NVIDIA H200:
-# benchmarks/results/nvidia-h200/train_step.json, part "mlp". tests/test_diagnosis.py compares.
-SHAPES = ((8192, 1024, 4096), (8192, 4096, 16384), (16384, 8192, 28672))
-MEASURED = {"tensorwise": (1.29, 1.70, 1.85), "tcfp12": (0.86, 0.97, 1.00), "tcfp12_fast": (1.13, 1.40, 1.45)}
+# By device and recipe, the speed over jitted BF16 of an MLP's forward and backward pass: part "mlp" of what
+# `python -m benchmarks.train_step` measured. A shape is m x k x n.
+MEASURED = Path(__file__).with_name("measured.json")
+DEVICE = "NVIDIA H200"
 _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
 
 
@@ -75,7 +76,7 @@ class Diagnosis:
     break_even: float | None
 
     def __str__(self) -> str:
-        """A header, a line a layer, totals, and the break-even."""
+        """A header, one line per layer, totals, and the break-even."""
         head = f"{'layer':36} {'kernel':20} {'parameters':>12} {'BF16':>13} {'FP32':>13} {'stored':>13} {'+ error':>13}"
         lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
         columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
@@ -87,7 +88,7 @@ class Diagnosis:
         at = "not reached at the sizes that were measured"
         if self.break_even is not None:
             at = f"{self.break_even:.1e} operations a product (2 m k n)"
-        lines.append(f"{describe(self.recipe)} is faster than BF16 on an NVIDIA H200 from: {at}")
+        lines.append(f"{describe(self.recipe)} is faster than BF16 on an {DEVICE} from: {at}")
         return "\n".join(lines)
 
 
@@ -101,7 +102,7 @@ def diagnose(
     """What `recipe` would do to every layer: eligibility, bytes, signal-to-noise ratio and predicted speed; printed.
 
     Nothing is converted, and the model is traced, not run. Speed is interpolated in the number of operations between
-    what was measured on an H200 (`MEASURED`), and is that of the smallest or largest shape beyond them.
+    what was measured on an H200 (`measured.json`), and is that of the smallest or largest shape beyond them.
 
     Args:
       model: a Linen or NNX model that is not converted.
@@ -131,8 +132,8 @@ def diagnose(
         model = flax_nnx.clone(model)
     converted = convert_to_tcfp(model, chosen, *inputs, include=("linear", "small", "head"), options=options)
     report = survey(converted)
-    leaves = {} if params is None else _leaves(params)
-    lines = [_line(record, chosen, leaves.get(record.weight_path)) for record in report.converted]
+    kernels = {} if params is None else leaves(params)
+    lines = [_line(record, chosen, kernels.get(record.weight_path)) for record in report.converted]
     lines += [_refused(record) for record in report.skipped if record.choice.reason.endswith("would override")]
     diagnosis = Diagnosis(chosen, tuple(lines), tuple(map(str, report.unseen)), break_even(chosen))
     print(diagnosis)
@@ -142,15 +143,16 @@ def diagnose(
 def predict(recipe: Recipe, operations: float) -> float | None:
     """Speed over BF16 of products of this many operations; None for a recipe that was not measured.
 
-    >>> predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384)
+    >>> round(predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384), 2)
     1.7
     """
-    speeds = MEASURED.get(describe(recipe)) if recipe.mode is not TCFPMode.BF16 else (1.0, 1.0, 1.0)
-    if speeds is None or operations <= 0:
+    points = _points(recipe)
+    if not points or operations <= 0:
         return None
-    points = [math.log(2 * m * k * n) for m, k, n in SHAPES]
-    at = min(max(math.log(operations), points[0]), points[-1])
-    for (x, y), (x2, y2) in zip(zip(points, speeds), zip(points[1:], speeds[1:])):
+    sizes = [math.log(size) for size, _ in points]
+    speeds = [speed for _, speed in points]
+    at = min(max(math.log(operations), sizes[0]), sizes[-1])
+    for (x, y), (x2, y2) in zip(zip(sizes, speeds), zip(sizes[1:], speeds[1:])):
         if at <= x2:
             return y + (y2 - y) * (at - x) / (x2 - x)
     return speeds[-1]
@@ -162,13 +164,18 @@ def break_even(recipe: Recipe) -> float | None:
     >>> break_even(named_recipe("tcfp12")) is None
     True
     """
-    speeds = MEASURED.get(describe(recipe))
-    if speeds is None:
-        return None
-    for shape, speed in zip(SHAPES, speeds):
-        if speed > 1:
-            return 2.0 * math.prod(shape)
-    return None
+    return next((size for size, speed in _points(recipe) if speed > 1), None)
+
+
+@functools.cache
+def _measured() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text(encoding="utf-8"))[DEVICE]
+
+
+def _points(recipe: Recipe) -> list[tuple[float, float]]:
+    """(operations of a product, speed over BF16) as they were measured, by size; none for other recipes."""
+    operations = lambda shape: 2.0 * math.prod(map(int, shape.split("x")))
+    return sorted((operations(row["shape"]), row["speed_over_bf16"]) for row in _measured().get(describe(recipe), []))
 
 
 def _line(record: Record, recipe: Recipe, kernel: Any) -> Line:
@@ -205,7 +212,7 @@ def _refused(record: Record) -> Line:
 
 
 def _snr(kernel: Any, recipe: Recipe) -> float:
-    """Signal over rounding noise in dB of the first values of a kernel, a scale for all of them."""
+    """Signal over rounding noise, in dB, of the first values of a kernel, quantized as one tensor."""
     signal, noise = map(float, _powers(jnp.asarray(kernel).reshape(-1)[:_SAMPLE], recipe=recipe))
     return 10 * math.log10(signal / noise) if noise and signal else math.inf
 
@@ -213,15 +220,10 @@ def _snr(kernel: Any, recipe: Recipe) -> float:
 @functools.partial(jax.jit, static_argnames="recipe")
 def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     w = w.astype(jnp.float32)[None]
-    if recipe.mode is TCFPMode.BF16:
-        # As arithmetic: XLA on a GPU takes a cast there and back away.
+    if recipe.weight is None:
+        # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     else:
-        nearest = recipe if recipe.residual != "stochastic" else dataclasses.replace(recipe, residual="nearest")
+        nearest = named_recipe(recipe, remainder="dropped") if recipe.stochastic else recipe
         error = w - quantize_weight(w, nearest)[0].dequantize()
     return jnp.sum(w * w), jnp.sum(error * error)
-
-
-def _leaves(params: Any) -> dict[str, Any]:
-    entries, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {"/".join(path_names(path)): leaf for path, leaf in entries}

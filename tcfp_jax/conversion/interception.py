@@ -18,14 +18,17 @@ import jax
 from flax import errors
 from flax import linen as nn
 
-from tcfp_jax import layers as adapters
+from tcfp_jax import linen, paths
 from tcfp_jax.conversion.policy import OWN, SWITCHED_OFF, Choice, Policy
 from tcfp_jax.conversion.registry import Adapter, linen_adapter
 from tcfp_jax.conversion.report import Record
 from tcfp_jax.conversion.tracing import SCOPE
+from tcfp_jax.layers import as_contraction
+from tcfp_jax.products.contraction import Contraction
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import parse
 
+# Part of the key of every cache of traced functions: without it a function that was traced inside one model would be
+# replayed inside another one, past the interceptor.
 TRACE_KEY = jax.make_user_context(None)
 _NUMBERS = itertools.count(1)
 _RUNNING: contextvars.ContextVar[Any] = contextvars.ContextVar("tcfp_linen_run", default=None)
@@ -54,6 +57,7 @@ class Run:
 
     def __call__(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Run one method of one module, as `nn.intercept_methods` asks."""
+        # Flax hands over a method, or a partial of one where a lifted transform wrapped it.
         module, function = context.module, getattr(context.orig_method, "func", context.orig_method)
         if module.scope is None or context.method_name == "setup":
             return next_fun(*args, **kwargs)
@@ -61,6 +65,7 @@ class Run:
         self.stack.append((path, type(module), module.scope.path))
         try:
             adapter = linen_adapter(function)
+            # `init` runs Flax's own code, so that parameters are those of the float model.
             if adapter is None or module.is_initializing():
                 return next_fun(*args, **kwargs)
             return self._layer(adapter, module, path, next_fun, args, kwargs)
@@ -70,10 +75,11 @@ class Run:
     def _path(self, module: nn.Module) -> str:
         """The module's path; one that is applied by itself inside another (a tied head) is named below that one."""
         path = "/".join(module.scope.path) if module.scope is not None else ""
+        # `layer.apply(...)` inside of a model has a root scope, whose path is empty; the stack knows who called it.
         if self.stack and not path:
             parent, kind, scope_path = self.stack[-1]
             if scope_path or type(module) is not kind:
-                return "/".join(filter(None, (parent, module.name or type(module).__name__)))
+                return paths.join(parent, module.name or type(module).__name__)
         return path
 
     def _layer(
@@ -90,8 +96,8 @@ class Run:
                 return self._converted(adapter, module, record, args, kwargs)
             self.skipped[path] = choice.reason
             self._note(record)
-            if adapter.base is not None:
-                return adapters.body(adapter.base, adapter.method)(module, *args, **kwargs)
+            if adapter.base is not None:  # our own layer switched off: the method that it overrides is Flax's
+                return linen.body(adapter.base, adapter.method)(module, *args, **kwargs)
             return next_fun(*args, **kwargs)
 
     def _choose(self, adapter: Adapter, module: Any, path: str, shape: tuple[int, ...]) -> Choice:
@@ -99,38 +105,39 @@ class Run:
         if adapter.base is not None:  # a layer that the model's author gave a recipe
             if policy.is_off(path):
                 return Choice(None, SWITCHED_OFF)
-            adapters.check_unused(module, adapter.base)
+            linen.check_unused(module, adapter.base)
             return Choice(named_recipe(getattr(module, "recipe", "tcfp12")), OWN)
         choice = policy.choose(path, module, adapter.group, math.prod(shape))
-        reason = adapters.refusal(module, adapter.module_type)
+        reason = linen.refusal(module, adapter.module_type)
         if choice.recipe is not None and reason is not None:
             return Choice(None, f"{reason}, which a recipe would override", choice.rule)
         return choice
 
     def _converted(self, adapter: Adapter, module: Any, record: Record, args: Any, kwargs: Any) -> Any:
         recipe: Any = record.recipe
-        plain, called = adapters.multiplier(module, recipe), []
+        plain, called = linen.multiplier(module, recipe), []
 
-        def multiply(equation: str, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-            *_, layout = parse(equation, x.ndim)
-            called.append(equation)
-            k = math.prod(kernel.shape[axis] for axis in (*layout.stack, *layout.inputs))
-            self._note(dataclasses.replace(record, layout=layout, tokens=x.size // max(1, k)))
-            if record.weight_path in self.state and adapters.stored_weight(module, name) is None:
+        def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
+            contraction = as_contraction(equation, x)
+            called.append(contraction)
+            tokens = contraction.tokens(x.shape)
+            self._note(dataclasses.replace(record, layout=contraction.layout, tokens=tokens))
+            # Multiplying by the float kernel instead would be silently slower and another model than the one trained.
+            if record.weight_path in self.state and linen.stored_weight(module, name) is None:
                 raise ValueError(
                     f"the state holds {record.weight_path}, but a lifted transform keeps it from the layer; pass it to "
                     'the converted model\'s own apply, or add "tcfp": 0 to variable_axes of the nn.scan or nn.vmap'
                 )
-            return plain(equation, x, kernel, name=name)
+            return plain(contraction, x, kernel, name=name)
 
         try:
             y = adapter.forward(module, multiply, *args, **kwargs)
         except errors.ScopeParamNotFoundError as error:
-            if module.has_variable("params", adapter.kernel) or adapters.stored_weight(module, adapter.kernel) is None:
+            if module.has_variable("params", adapter.kernel) or linen.stored_weight(module, adapter.kernel) is None:
                 raise
             raise NotImplementedError(
                 f"{record.path!r} has a quantized kernel only, but its adapter reads the float one; let the adapter "
-                "take it from tcfp_jax.layers.kernel_of(layer, name, init, shape), or leave the layer float"
+                "take it from tcfp_jax.linen.kernel_of(layer, name, init, shape), or leave the layer float"
             ) from error
         if not called and adapter.group in ("linear", "head"):
             raise ValueError(
@@ -173,10 +180,17 @@ def beside(variables: Any) -> Any:
     >>> beside({"params": {"a": {"bias": 1}}, "tcfp": {"a": {"kernel": 2}}})
     {'params': {'a': {'bias': 1, 'kernel@tcfp': 2}}}
     """
-    if not isinstance(variables, Mapping) or not variables.get(adapters.COLLECTION):
+    if not isinstance(variables, Mapping) or not variables.get(linen.COLLECTION):
         return variables
-    rest = {name: value for name, value in variables.items() if name != adapters.COLLECTION}
-    return {**rest, "params": _insert(rest.get("params", {}), variables[adapters.COLLECTION], ())}
+    rest = {name: value for name, value in variables.items() if name != linen.COLLECTION}
+    params, state = rest.get("params", {}), variables[linen.COLLECTION]
+    missing = [name for name, value in state.items() if isinstance(value, Mapping) and name not in params]
+    if missing:
+        raise ValueError(
+            f"the state holds {missing[0]!r}, but the parameters have only {sorted(params)}; pass the state of these "
+            "parameters"
+        )
+    return {**rest, "params": _beside(params, state)}
 
 
 def without_state(variables: Any) -> Any:
@@ -187,39 +201,28 @@ def without_state(variables: Any) -> Any:
     """
     if not isinstance(variables, Mapping):
         return variables
-    return {name: without_state(value) for name, value in variables.items() if not name.endswith(adapters.BESIDE)}
+    return {name: without_state(value) for name, value in variables.items() if not name.endswith(linen.BESIDE)}
 
 
-def state_paths(collection: Any, path: tuple[str, ...] = ()) -> set[str]:
-    """Paths of the weights in a `tcfp` collection.
+def _beside(params: Any, state: Any) -> dict[str, Any]:
+    """Parameters with each stored weight beside the parameter that it is made of, under a name of its own.
 
-    >>> state_paths({"a": {"kernel": 2}})
-    {'a/kernel'}
+    A lifted transform is told which collections it maps, and no model names `tcfp`; but every one names `params`, and
+    stacks, slices and broadcasts what is beside a kernel exactly as it does the kernel.
     """
-    if not isinstance(collection, Mapping):
-        return {"/".join(path)}
-    return {found for name, value in collection.items() for found in state_paths(value, (*path, name))}
-
-
-def _insert(params: Any, state: Any, path: tuple[str, ...]) -> dict[str, Any]:
     merged = dict(params)
     for name, value in state.items():
         if not isinstance(value, Mapping):
-            merged[name + adapters.BESIDE] = value
+            merged[name + linen.BESIDE] = value
         elif isinstance(merged.get(name, {}), Mapping):
-            if name not in merged and path == ():
-                raise ValueError(
-                    f"the state holds {name!r}, but the parameters have only {sorted(merged)}; pass the state of "
-                    "these parameters"
-                )
-            merged[name] = _insert(merged.get(name, {}), value, (*path, name))
+            merged[name] = _beside(merged.get(name, {}), value)
     return merged
 
 
 def _kernel_shape(module: Any, name: str) -> tuple[int, ...]:
     if module.has_variable("params", name):
         return tuple(jax.numpy.shape(nn.meta.unbox(module.get_variable("params", name))))
-    stored = adapters.stored_weight(module, name)
+    stored = linen.stored_weight(module, name)
     return () if stored is None else tuple(stored.shape)
 
 
@@ -261,7 +264,8 @@ def _method_of(base: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with running(type(self).tcfp_conversion) as run:
             if self.scope is not None:
-                run.state |= state_paths(self.variables.get(adapters.COLLECTION, {}), self.scope.path)
+                state = paths.entries(self.variables.get(linen.COLLECTION, {}))
+                run.state |= {paths.join(*self.scope.path, path) for path in state}
             return original(self, *args, **kwargs)
 
     # Not functools.wraps: it would copy the mark by which Linen knows methods that it has wrapped already.
@@ -276,7 +280,7 @@ def _apply_of(base: type[nn.Module]) -> Callable[..., Any]:
         conversion = type(self).tcfp_conversion
         with running(conversion) as run:
             if isinstance(variables, Mapping):
-                run.state |= state_paths(variables.get(adapters.COLLECTION, {}))
+                run.state |= set(paths.entries(variables.get(linen.COLLECTION, {})))
             result = base.apply(self, beside(variables), *args, **kwargs)
             # While records are taken, the one who takes them judges an empty conversion, with the whole report.
             whole = kwargs.get("method") in (None, "__call__") and run.records is None

@@ -84,7 +84,7 @@ def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("l
     """A checked policy.
 
     Raises:
-      ValueError: an unknown recipe, a rule that is no (regex, recipe) pair and no function, an unknown group.
+      ValueError: an unknown recipe, a rule that is neither a (regex, recipe) pair nor a function, an unknown group.
 
     >>> policy("tcfp12", {"mlp": "tensorwise"}).rules
     (('mlp', 'tensorwise'),)
@@ -126,7 +126,7 @@ def check_pattern(pattern: Any) -> str:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"{pattern!r} is no regular expression over paths such as 'block_0/mlp': {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression over paths like 'block_0/mlp': {error}") from error
     return pattern
 
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import layers as adapters
-from tcfp_jax import linen, nnx
+from tcfp_jax import layers, linen, nnx
 
 Group = Literal["linear", "head", "layer_norm", "embed"]
 
@@ -59,7 +58,7 @@ def register_adapter(
       kernel: name of the parameter that is multiplied; where it is not "kernel", pass `name=` to `multiply` too.
 
     Raises:
-      TypeError: `module_type` is no Flax module type, or `forward` cannot take a layer and `multiply`.
+      TypeError: `module_type` is not a Flax module type, or `forward` cannot take a layer and `multiply`.
       ValueError: the type has no such method.
       NotImplementedError: another method of an NNX type.
 
@@ -74,7 +73,7 @@ def register_adapter(
     """
     known = isinstance(module_type, type) and issubclass(module_type, nn.Module | flax_nnx.Module)
     if not known:
-        raise TypeError(f"module_type={module_type!r} is no subclass of flax.linen.Module or flax.nnx.Module")
+        raise TypeError(f"module_type={module_type!r} is not a subclass of flax.linen.Module or flax.nnx.Module")
     if not callable(forward):
         raise TypeError(f"forward={forward!r} is not callable; write forward(layer, multiply, *args)")
     try:
@@ -91,7 +90,7 @@ def register_adapter(
             raise NotImplementedError(f"method={method!r}: NNX layers are converted by __call__ only")
         _NNX[module_type] = adapter
     else:
-        _LINEN[adapters.body(module_type, method)] = adapter
+        _LINEN[linen.body(module_type, method)] = adapter
 
 
 def linen_adapter(function: Any) -> Adapter | None:
@@ -114,20 +113,21 @@ def own_base(module_type: type) -> type | None:
 
 
 def _register_flax() -> None:
-    norm = lambda layer, multiply, x, **options: adapters.layer_norm(layer, x, **options)
-    rows = lambda layer, multiply, inputs: adapters.embed(layer, inputs)
+    of = lambda function: layers.forward_of(function, linen.read)
+    norm = lambda layer, multiply, x, **options: layers.layer_norm(linen.read(layer), x, **options)
+    rows = lambda layer, multiply, inputs: layers.embed(linen.read(layer), inputs)
     for adapter in (
-        Adapter(nn.Dense, adapters.dense),
-        Adapter(nn.DenseGeneral, adapters.dense_general),
-        Adapter(nn.Einsum, adapters.einsum),
-        Adapter(nn.Embed, adapters.attend, "attend", "embedding", "head"),
+        Adapter(nn.Dense, of(layers.dense)),
+        Adapter(nn.DenseGeneral, of(layers.dense_general)),
+        Adapter(nn.Einsum, of(layers.einsum)),
+        Adapter(nn.Embed, of(layers.attend), "attend", "embedding", "head"),
         Adapter(nn.Embed, rows, "__call__", "embedding", "embed"),
         Adapter(nn.LayerNorm, norm, "__call__", "scale", "layer_norm"),
     ):
         own: type = getattr(linen, f"TCFP{adapter.module_type.__name__}")
-        _LINEN[adapters.body(adapter.module_type, adapter.method)] = adapter
+        _LINEN[linen.body(adapter.module_type, adapter.method)] = adapter
         _OWN[own] = adapter.module_type
-        _LINEN[adapters.body(own, adapter.method)] = dataclasses.replace(
+        _LINEN[linen.body(own, adapter.method)] = dataclasses.replace(
             adapter, module_type=own, base=adapter.module_type
         )
     for kind, forward in nnx.FORWARDS.items():

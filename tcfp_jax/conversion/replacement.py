@@ -1,7 +1,6 @@
-"""NNX conversion: layers change their class in place, so that every reference to them and to their `Param`s holds."""
+"""NNX conversion: layers change their class in place, so that references to them and to their `Param`s stay valid."""
 
 import contextlib
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx
+from tcfp_jax import nnx, paths
 from tcfp_jax.conversion.interception import TRACE_KEY, nothing_converted
 from tcfp_jax.conversion.policy import SWITCHED_OFF, Choice, Policy
 from tcfp_jax.conversion.registry import Adapter, nnx_adapter
 from tcfp_jax.conversion.report import Record
 from tcfp_jax.conversion.tracing import SCOPE
 from tcfp_jax.layers import Multiply
-from tcfp_jax.weights.layout import parse
+from tcfp_jax.products.contraction import Contraction
 
 LAYERS = (nnx.LowPrecision, nnx.TCFPEmbed, nnx.TCFPLayerNorm)
 KERNELS: dict[type, str] = {nnx.TCFPEmbed: "embedding", nnx.TCFPLayerNorm: "scale"}
@@ -30,7 +29,7 @@ def layers(model: Any) -> list[tuple[str, Any]]:
     >>> [path for path, _ in layers(flax_nnx.Sequential(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0))))]
     ['layers/0', 'layers', '']
     """
-    return [("/".join(map(str, path)), module) for path, module in flax_nnx.iter_modules(model)]
+    return [(paths.join(*map(str, path)), module) for path, module in flax_nnx.iter_modules(model)]
 
 
 def replace(model: Any, policy: Policy) -> list[Record]:
@@ -76,16 +75,14 @@ def watching(model: Any, seen: dict[tuple[str, str], tuple[Any, int]]) -> Iterat
     `model` is a copy to throw away: every layer that conversion knows, converted or not, runs under `SCOPE` from now
     on, so that a trace tells its products from those that the model's author wrote.
     """
-    paths = {id(module): path for path, module in layers(model)}
+    known = {id(module): path for path, module in layers(model)}
     for _, module in layers(model):
         if isinstance(module, (*LAYERS, flax_nnx.Embed)) or nnx_adapter(type(module)) is not None:
             object.__setattr__(module, "__class__", _scoped(type(module)))
 
-    def watch(layer: Any, name: str, equation: str, x: jax.Array) -> None:
-        if id(layer) in paths:  # nnx transforms hand out copies: those say their own layout
-            letters, kernel, _, layout = parse(equation, x.ndim)
-            k = math.prod(size for letter, size in zip(letters, x.shape) if letter in kernel)
-            seen[paths[id(layer)], name] = (layout, x.size // max(1, k))
+    def watch(layer: Any, name: str, contraction: Contraction, x: jax.Array) -> None:
+        if id(layer) in known:  # nnx transforms hand out copies: those say their own layout
+            seen[known[id(layer)], name] = (contraction.layout, contraction.tokens(x.shape))
 
     token = nnx.WATCHER.set(watch)
     try:

@@ -1,10 +1,13 @@
-"""`Report`: what conversion did to every layer, what it left and why, and which products it never saw."""
+"""`Report`: what conversion did to every layer, what it left alone and why, and which products it never saw."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tcfp_jax.conversion.policy import Choice
 from tcfp_jax.conversion.tracing import Product
+from tcfp_jax.paths import join
 from tcfp_jax.recipes import NAMES, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout
@@ -39,7 +42,7 @@ class Record:
     @property
     def weight_path(self) -> str:
         """Path of the parameter."""
-        return "/".join(filter(None, (self.path, self.parameter)))
+        return join(self.path, self.parameter)
 
     def __str__(self) -> str:
         """One line."""
@@ -54,7 +57,7 @@ class Report:
     """The layers of a converted model; `str` of it is a table.
 
     Attributes:
-      converted, skipped: one `Record` each layer.
+      converted, skipped: one `Record` per layer.
       unseen: products of parameters that no adapter saw; they run as the model's author wrote them.
       unmatched_rules: rules that no layer matched.
     """
@@ -65,7 +68,7 @@ class Report:
     unmatched_rules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Converted layers, then skipped ones, then what nobody asked for."""
+        """Converted layers, then skipped ones, then products and rules that met no layer."""
         lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} skipped"]
         lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
         lines += [f"product that no adapter saw: {product}" for product in self.unseen]
@@ -76,12 +79,20 @@ class Report:
 def describe(recipe: Recipe) -> str:
     """The name of a recipe, or the fields in which it differs from "tcfp12".
 
-    >>> describe(Recipe(wgrad="fp8"))
-    "tcfp12 with wgrad='fp8'"
+    >>> describe(named_recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
+    "tcfp12 with weight.dgrad='hi', wgrad='full'"
     """
     for name in NAMES:
         if named_recipe(name) == recipe:
             return name
-    base = Recipe()
-    fields = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) != getattr(base, f.name)]
-    return "tcfp12 with " + ", ".join(f"{name}={getattr(recipe, name)!r}" for name in fields)
+    return "tcfp12 with " + ", ".join(_differences(recipe, Recipe()))
+
+
+def _differences(value: Any, base: Any, prefix: str = "") -> Iterator[str]:
+    """`name=value` of every field in which two of a kind differ, down to the fields of their values."""
+    for field in dataclasses.fields(value):
+        mine, theirs = getattr(value, field.name), getattr(base, field.name)
+        if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
+            yield from _differences(mine, theirs, f"{prefix}{field.name}.")
+        elif mine != theirs:
+            yield f"{prefix}{field.name}={mine!r}"

@@ -1,8 +1,8 @@
 """Products of parameters in a traced program: dot products and convolutions of a parameter and an activation.
 
 Every variable of the jaxpr carries the parameters that it was computed from and whether an input took part. A product
-whose one operand comes from parameters alone and whose other operand comes from an input is a parameter product. What
-left `tcfp_jax.matmul`'s quantizer (`checkpoint_name` "tcfp_weight") counts as no parameter any more.
+is a parameter product if one operand comes from parameters alone and the other one from an input. What leaves the
+quantizer of `tcfp_jax.matmul` (`checkpoint_name` "tcfp_weight") no longer counts as a parameter: its product is ours.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def parameter_products(jaxpr: Any, origins: Sequence[Origin]) -> list[Product]:
 
 
 def arrays_of(tree: Any) -> tuple[list[Any], Any]:
-    """(arrays of a tree, a function that puts arrays back): what is no array stays a Python value when traced."""
+    """(arrays of a tree, a function that puts arrays back): what is not an array stays a Python value when traced."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -98,7 +98,7 @@ class _Walk:
     def _equation(self, eqn: Any, inputs: list[Origin], seen: bool, path: tuple[int, ...]) -> list[Origin]:
         name = eqn.primitive.name
         joined = _union(inputs)
-        if name == "name" and eqn.params["name"] == WEIGHT_NAME:
+        if name == "name" and eqn.params["name"] == WEIGHT_NAME:  # `name` is the primitive of checkpoint_name
             return [Origin(frozenset(), joined.from_input)]
         if name in _PRODUCTS:
             weights = [origin for origin in inputs[:2] if origin.is_weight]
@@ -115,6 +115,8 @@ class _Walk:
         if name == "cond":
             branches = [go(body, inputs[1:], i) for i, body in enumerate(eqn.params["branches"])]
             return [_union(origins) | inputs[0] for origins in zip(*branches, strict=True)]
+        # Every other primitive with one inner program (jit, remat, custom_vjp, ...) passes its operands on in order.
+        # What does not fit that mixes its inputs, as far as this walk can tell: every output has every origin.
         bodies = [value for value in eqn.params.values() if hasattr(_open(value), "eqns")]
         if len(bodies) == 1 and len(_open(bodies[0]).invars) == len(inputs):
             outputs = go(bodies[0], inputs, 0)
@@ -122,6 +124,8 @@ class _Walk:
                 return outputs
         return [joined] * len(eqn.outvars)
 
+    # What a loop carries may come from more parameters in its second round than in its first. Origins only grow, and
+    # there are finitely many, so walking the body until nothing changes ends.
     def _scan(self, eqn: Any, inputs: list[Origin], go: Any) -> list[Origin]:
         consts, carries = _scan_counts(eqn.params)
         while True:
@@ -152,7 +156,7 @@ def _scan_counts(params: Any) -> tuple[int, int]:
 
 
 def _open(body: Any) -> Any:
-    return getattr(body, "jaxpr", body)
+    return getattr(body, "jaxpr", body)  # a ClosedJaxpr holds the jaxpr
 
 
 def _union(origins: Sequence[Origin]) -> Origin:

@@ -1,7 +1,15 @@
 """Number formats: numbers, scales and datatypes as pure data, casts and packed storage on them, and a catalog.
 
-Every name of the catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The modules are `numbers`, `scales`,
-`datatypes`, `codebooks` and `catalog`, so that none has the name of a function.
+`datatype(number, scale)` describes a format, `cast(x, datatype)` gives x the values that the format can hold, and
+`pack(x, datatype)` stores x in the format's bits. Every name of the catalog is an attribute: `formats.mxfp4e2`,
+`formats.nvfp4`. The package imports nothing of the training side, so its casts and the quantizers of `pallas_kernels`
+check each other in tests.
+
+The modules have plural names (`numbers`, `scales`, `datatypes`) because `number`, `scale` and `datatype` are functions.
+
+>>> import jax.numpy as jnp
+>>> cast(jnp.array([1.0, -0.3, 0.07]), datatype("e2m1f", "e8m0")).tolist()
+[1.0, -0.25, 0.125]
 """
 
 from typing import Any

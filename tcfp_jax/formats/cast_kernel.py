@@ -1,11 +1,13 @@
 """The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded to nearest even, saturating.
 
-Such a cast costs memory traffic. XLA makes three kernels of it, reads x twice and writes int32 of the whole array in
-between. A Pallas-Triton program holds a block of tiles in registers: x is read once, the result written once.
+The time of such a cast is that of its memory traffic. XLA compiles it to three kernels, which read x twice and write an
+int32 array of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and
+the result is written once.
 
-It computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does not flush
-subnormals, so a product by a power of two is a float multiplication there. Which arrays it serves is `serves`; every
-other cast, and every other device, takes the definition. There is no choice to make by hand, since results are equal.
+The kernel computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does
+not flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the
+kernel takes; every other cast, and every other device, takes the definition. Nobody has to choose, because the results
+are equal.
 """
 
 import functools
@@ -22,8 +24,8 @@ from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import SIGN, Modes
-from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.rounding import SIGN, Modes
+from tcfp_jax.formats.scales import ScaleMode
 
 # 16 values a thread, as the quantizers of `pallas_kernels.tiled` have.
 VALUES = 4096
@@ -32,10 +34,11 @@ _LEAST_VALUES = 256
 
 
 def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes) -> bool:
-    """Whether the kernel computes this cast, on an NVIDIA GPU.
+    """Whether the kernel computes this cast on an NVIDIA GPU.
 
-    The tile must be one side, without subtiles, along the last axis and divide it; the smallest result must be a
-    float32 and the largest a `dtype`, so that no multiplication rounds.
+    The scale must be a power of two for tiles with one side, without subtiles, that run along the last axis and divide
+    it; its rule must depend on the largest value of a tile alone. The smallest result must be a float32 and the
+    largest a `dtype`, so that no multiplication rounds.
 
     >>> from tcfp_jax.formats.catalog import CATALOG
     >>> [serves((8, 64), jnp.dtype("bfloat16"), CATALOG[name], Modes()) for name in ("mxfp8e4", "nvfp4")]
@@ -46,7 +49,7 @@ def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes)
         return False
     if scale.number.kind != "exponent" or len(scale.tiles) != 1 or scale.is_subtile or number.kind == "uint":
         return False
-    if modes.roundmode != "even" or not modes.saturate or number.mbits > 20:
+    if modes.of_scale(scale) == "mse" or modes.roundmode != "even" or not modes.saturate or number.mbits > 20:
         return False
     (tile,) = scale.tiles
     if not shape or tile.dim % len(shape) != len(shape) - 1 or not tile.size or shape[-1] % tile.size:
@@ -63,7 +66,7 @@ def wanted() -> bool:
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:
-    """The cast of an array that `serves` accepts.
+    """The cast of an array that `serves` accepts, in its shape and dtype.
 
     Args:
       x: float32 or bfloat16.
@@ -132,7 +135,7 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
 
 
 def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
-    """The cast of `[tiles, size]`, one scale a row, in arithmetic that keeps subnormals.
+    """The cast of `[tiles, size]`, one scale per row, in arithmetic that keeps subnormals.
 
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps: what is left of float32's
     digits beside m is exactly the number's. Both sides of it are multiplied by a power of two in two factors, since

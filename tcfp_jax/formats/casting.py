@@ -1,8 +1,8 @@
 """Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold, in the dtype of `x`.
 
 A cast has two halves that packing shares: `quantize` finds each value's place on its number's grid and the scales
-(`Parts`), `assemble` multiplies them. All of it is integer work on the bits of float32 and float32 arithmetic that is
-exact or correctly rounded everywhere, never a cast to a small dtype and back, which XLA on a GPU would delete. So
+(`Parts`), and `assemble` multiplies them. Both are integer work on the bits of float32, and float32 arithmetic that is
+exact or correctly rounded everywhere; they never cast to a small dtype and back, which XLA on a GPU would delete. So
 results are bit-identical on every backend, with and without jit.
 
 * Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as inputs and as results.
@@ -27,9 +27,10 @@ from jax.typing import ArrayLike
 
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.datatypes import DataType
-from tcfp_jax.formats.float_bits import TINY, RoundMode
-from tcfp_jax.formats.parts import Modes, assemble, flushed, layout_of, quantize
-from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.float_bits import RoundMode
+from tcfp_jax.formats.parts import assemble, quantize, random_bits
+from tcfp_jax.formats.rounding import Modes
+from tcfp_jax.formats.scales import ScaleMode
 
 _INITIAL = Modes()
 _DEFAULTS = contextvars.ContextVar("tcfp_jax.formats.defaults", default=_INITIAL)
@@ -39,9 +40,10 @@ _DEFAULTS = contextvars.ContextVar("tcfp_jax.formats.defaults", default=_INITIAL
 def defaults(
     *, roundmode: RoundMode | None = None, scalemode: ScaleMode | None = None, saturate: bool | None = None
 ) -> Iterator[None]:
-    """What `cast` and `pack` do within a `with` block where they are not told; blocks nest.
+    """The modes that `cast` and `pack` use within a `with` block where their arguments name none; blocks nest.
 
-    A jitted function reads them when it is traced, once. A default `scalemode` concerns exponent scales only.
+    A jitted function reads the defaults once, when it is traced. A default `scalemode` concerns only exponent scales
+    that do not name a mode of their own.
 
     Raises:
       ValueError: an unknown mode.
@@ -75,7 +77,8 @@ def cast(
       datatype: made by `formats.datatype`, or of the catalog.
       roundmode: "even" (nearest, ties to even; the default), "nearest" (ties away from zero), "zero" (toward zero), or
         "stochastic" (one of the two neighbours, by distance; E[result] = x).
-      scalemode: "max" (the default), "midmax", "ceil" or "auto", for exponent scales; see `tcfp_jax.formats.scale_choice`.
+      scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto", for exponent scales that do not name their own;
+        the docstring of `tcfp_jax.formats.scale_choice` has the formulas.
       key: JAX random key, for "stochastic" only.
       saturate: what happens to inf and what is too large; True by default. See the module's docstring.
 
@@ -84,8 +87,8 @@ def cast(
 
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
-      ValueError: an unknown mode, a key without "stochastic" or the reverse, a `scalemode` for a datatype without
-        exponent scale, or a tile that does not fit the shape.
+      ValueError: an unknown mode, a key without "stochastic" or the reverse, a `scalemode` for a datatype that has no
+        exponent scale or whose exponent scales name their own, or a tile that does not fit the shape.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 
@@ -118,7 +121,8 @@ def _rounded(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | No
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
     """By the kernel where the program runs on an NVIDIA GPU; a default GPU does not say so of every program."""
-    kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.scalemode)
+    assert datatype.scale is not None, "the kernel serves scaled numbers only"
+    kernel = functools.partial(cast_kernel.cast_tiles, datatype=datatype, scalemode=modes.of_scale(datatype.scale))
     by_definition = functools.partial(_define, datatype=datatype, modes=modes)
     return lax.platform_dependent(x, cuda=kernel, default=by_definition)
 
@@ -127,35 +131,12 @@ def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | Non
     return float_bits.from_bits(_quantized_bits(float_bits.to_bits(x), datatype, modes, key), x.dtype)
 
 
-# One program a datatype and shape: op by op, the few hundred operations of a long division are compiled one by one.
+# Jitted here, so that a call outside jit is one program per datatype and shape: op by op, the few hundred operations of
+# a long division would be compiled one by one.
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _quantized_bits(bits: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
     """float32 bits of the cast of an array given by its bits."""
-    layout = layout_of(bits.shape, datatype)
-    parts = quantize(bits, datatype, layout, modes if datatype.residual is None else nearest(modes), key)
-    result = layout.join(assemble(parts, datatype))
-    if datatype.residual is None:
-        return result
-    rest = _quantized_bits(rest_of(bits, result), datatype.residual, modes, key)
-    return add_bits(result, rest)
-
-
-def nearest(modes: Modes) -> Modes:
-    """The modes of a value that has a residual: a stochastic residual alone makes the sum unbiased."""
-    return replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
-
-
-def rest_of(bits: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Bits of x - rounded, subnormals as zero; 0 where the difference is not finite, which `rounded` already says."""
-    difference = flushed(bits) - flushed(rounded)
-    keep = jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
-    return lax.bitcast_convert_type(jnp.where(keep, difference, jnp.float32(0)), jnp.int32)
-
-
-def add_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Bits of a + b, subnormals as zero."""
-    total = flushed(a) + flushed(b)
-    return lax.bitcast_convert_type(jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total), jnp.int32)
+    return assemble(quantize(bits, datatype, modes, random_bits(key, bits.shape)), datatype, bits.shape)
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -175,12 +156,15 @@ def check_arguments(
         raise TypeError(f"x is {array.dtype}, and casts take real floats; convert it first, such as x.astype(float32)")
     if not isinstance(datatype, DataType):
         raise TypeError(f"datatype is {type(datatype).__name__}; make a DataType with formats.datatype(number, scale)")
-    has_exponent = any(
-        part is not None and part.scale is not None and part.scale.number.kind == "exponent"
-        for part in (datatype, datatype.residual)
-    )
-    if scalemode not in (None, "max") and not has_exponent:
+    scales = [part.scale for part in (datatype, datatype.residual) if part is not None and part.scale is not None]
+    exponents = [scale for scale in scales if scale.number.kind == "exponent"]
+    if scalemode not in (None, "max") and not exponents:
         raise ValueError(f"scalemode={scalemode!r} chooses among powers of two, which {datatype.name} has not; drop it")
+    if scalemode is not None and exponents and all(scale.mode for scale in exponents):
+        raise ValueError(
+            f"scalemode={scalemode!r} is not for {datatype.name}, whose scales name their own mode "
+            f"({', '.join(scale.name for scale in exponents)}); drop it"
+        )
     modes = _with_defaults(roundmode, scalemode, saturate)
     if (key is None) != (modes.roundmode != "stochastic"):
         missing = 'roundmode="stochastic" needs key=jax.random.key(seed)' if key is None else "drop key="

@@ -1,9 +1,9 @@
 """Datatypes by name: TensorCast's, OCP's MX, NVFP4, TCFP-12, NF4. `CATALOG[name]`, or `formats.<name>`.
 
-How names are read. A number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2, a trailing `n` or `z` for fnuz), then an
-underscore and one letter each for what the scale and the zero point are: `F` float32, `f` float16 (below 16 bits a
-value in tiles of signed numbers: e5m3), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. A number after them is a tile;
-`c` is a channel; a final `s` makes tiles square.
+A name begins with a number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a trailing `n` or `z` stands for fnuz).
+After an underscore, one letter each says what the scale and the zero point are stored as: `F` float32, `f` float16 (or
+e5m3, where it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after them are the
+size of a tile, `c` is a channel, and a final `s` makes tiles square.
 
 Names that TensorCast gives to something else than they say mean here what they say: `uint8_*` are 8 bits (16 there),
 `bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` a scale of e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2
@@ -121,7 +121,7 @@ def _add_subtiled_and_codebooks() -> None:
 def _add_two_level() -> None:
     _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
     _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
-    _add("tcfp12", "e4m3fn", "e8m0_t32", residual=datatype("int4", "e8m0_t32"))
+    _add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
 
 
 _add_unscaled()

@@ -11,7 +11,13 @@ from tcfp_jax.formats.float_bits import RoundMode
 def nearest_index(
     value: jax.Array, book: CodebookSpec, table: int | jax.Array, mode: RoundMode, bits: jax.Array | None
 ) -> jax.Array:
-    """Index of the entry that `value` rounds to: "even" sends ties to the even index; beyond the ends, the ends.
+    """Index of the entry that `value` rounds to; what lies beyond the ends rounds to them.
+
+    Args:
+      value: float32, already divided by its scale.
+      table: the index of the table, or one index for all values.
+      mode: "even" sends ties to the even index, "nearest" away from zero.
+      bits: uniform uint32 of the shape of `value`, for "stochastic" only.
 
     >>> from tcfp_jax.formats.codebooks import codebook
     >>> book = codebook([-1.0, 0.0, 0.5, 1.0])
@@ -49,9 +55,10 @@ def look_up(index: jax.Array, book: CodebookSpec, selector: jax.Array | None) ->
 def search(
     value: jax.Array, book: CodebookSpec, axes: tuple[int, ...], mode: RoundMode, bits: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(indices, the table of each tile or None where there is one): least squared error, the first of equals.
+    """(indices, the index of each tile's table, or None where there is only one table).
 
-    Errors are summed as integers, so that the choice is the same in any order of summation.
+    A tile gets the table with the least squared error, and the first of equals. Errors are summed over `axes` as
+    integers, so that the choice is the same in any order of summation.
     """
     if not book.selector_bits:
         return nearest_index(value, book, 0, mode, bits), None

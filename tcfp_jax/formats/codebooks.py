@@ -1,7 +1,10 @@
-"""Numbers that are looked up in tables: NF4, tables of one's own, and TensorCast's implicit codebooks.
+"""Numbers that are looked up in tables: NF4, linear4, tables that a user gives, and TensorCast's implicit codebooks.
 
-A codebook has one table or several of 2**index_bits values; with several, each tile (or subtile) selects the one
-that fits it best, and stores which.
+A codebook has one table, or several, of 2**index_bits values. Where there are several, each tile (or subtile) selects
+the table that fits it best, and stores which one that is.
+
+`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8 to 7, which the residual of
+TCFP-12 uses: int4 leaves -8 unused, and a scale maps the largest magnitude to 7 in both.
 """
 
 import functools
@@ -15,7 +18,7 @@ import numpy as np
 
 from tcfp_jax.formats.numbers import NumberSpec, number
 
-CODEBOOK_GRAMMAR = "nf4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
+CODEBOOK_GRAMMAR = "nf4, linear4, or icbIMf_NUMBER, icbIMi_NUMBER, icbIMfi_NUMBER (I = 4 index bits, M bits of shifts)"
 
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -50,7 +53,7 @@ class CodebookSpec:
 
     @property
     def selector_bits(self) -> int:
-        """Bits with which a tile or subtile selects its table; 0 for one table."""
+        """Bits with which a tile or subtile selects its table, 0 where there is only one table."""
         return (len(self.tables) - 1).bit_length()
 
     @property
@@ -70,7 +73,7 @@ class CodebookSpec:
 
     @property
     def midmax(self) -> float:
-        """Maxfloat: what lies above it rounds to it, however far."""
+        """Equal to maxfloat, since everything above rounds to it."""
         return self.maxfloat
 
     @property
@@ -92,7 +95,7 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
     """A codebook by its code, or of the values given.
 
     Args:
-      tables: "nf4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several such tables.
+      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables.
       name: of a codebook of one's own; "codebook" without it.
 
     Raises:
@@ -123,6 +126,8 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
 def _by_code(code: str) -> CodebookSpec:
     if code == "nf4":
         return CodebookSpec("nf4", (tuple(float(np.float32(v)) for v in _NF4),), 1.0)
+    if code == "linear4":
+        return CodebookSpec("linear4", (tuple(float(v) for v in range(-8, 8)),), 7.0)
     found = re.fullmatch(r"icb4(\d)(f|i|fi)_(\w+)", code)
     if not found:
         raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")

@@ -1,8 +1,8 @@
 """Values as the codes that store them, codes as bytes, and back.
 
-Codes are uint32 with the layout that ml_dtypes has: sign, exponent, mantissa from the top; integers in two's
-complement. Bytes hold codes without gaps, the first code in the lowest bits: two 4-bit codes a byte, four 6-bit codes
-in three bytes. Only the last byte of an array is filled up.
+Codes are uint32 with the layout that ml_dtypes has: sign, exponent and mantissa from the top, and integers in two's
+complement. Bytes hold codes without gaps, the first code in the lowest bits: a byte holds two 4-bit codes, and three
+bytes hold four 6-bit codes. Only the last byte of an array is filled up, with zeros.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import SIGN, unit_shift
+from tcfp_jax.formats.rounding import SIGN, unit_shift
 from tcfp_jax.formats.scale_choice import is_wide
 
 

@@ -20,8 +20,9 @@ class DataType:
     Attributes:
       number: what a value is.
       scale: how values share scales, or None.
-      residual: a datatype for what rounding leaves, which is added to the value, or None.
-      name: for people.
+      residual: the datatype of what rounding leaves, which is stored too and added, or None. It is in units of the
+        value's exponent scale where there is one: (value + residual) * scale.
+      name: for people; two datatypes with different names may be equal.
     """
 
     number: NumberSpec | CodebookSpec
@@ -35,7 +36,7 @@ class DataType:
         return self.scale is None
 
     def bits_per_value(self, shape: Sequence[int] | None = None) -> float:
-        """Bits stored a value, scales and all: of an array of this shape exactly, without one of a large array.
+        """Bits stored per value, scales and all: exact for an array of `shape`, and the limit of large arrays without.
 
         Scales of a tensor or a channel count only where the shape is known. Tables of a codebook never count.
 
@@ -102,10 +103,11 @@ def datatype(
       number: a number's code or spec, a codebook or its code.
       scale: a scale's code or spec; None leaves the number unscaled.
       name: for people; the codes joined by an underscore without it.
-      residual: a datatype for `x - cast(x)`, which is stored too and added.
+      residual: the datatype of what rounding leaves, `x / scale - value` for exponent scales and `x - value * scale`
+        else, which is stored too and added.
 
     Raises:
-      ValueError: a bad code, or a number and a scale that contradict each other.
+      ValueError: a bad code, a number and a scale that contradict each other, or a residual with a residual.
 
     >>> datatype("e4m3fn").name, datatype("e2m1f", "e8m0_t32").name
     ('e4m3fn', 'e2m1f_e8m0_t32')
@@ -115,6 +117,8 @@ def datatype(
     if shared is not None and not isinstance(shared, ScaleSpec):
         raise ValueError(f"scale={scale!r} is neither a scale's code nor a ScaleSpec")
     made = DataType(spec, shared, residual, name or (spec.name if shared is None else f"{spec.name}_{shared.name}"))
+    if residual is not None and residual.residual is not None:
+        raise ValueError(f"{made.name}: its residual {residual.name} has a residual of its own; use one level")
     if shared is None:
         _check_unscaled(made)
     else:
@@ -125,7 +129,7 @@ def datatype(
 def _number(code: "str | DTypeLike | NumberSpec | CodebookSpec") -> NumberSpec | CodebookSpec:
     if isinstance(code, CodebookSpec):
         return code
-    if isinstance(code, str) and code.lower().startswith(("nf", "icb")):
+    if isinstance(code, str) and code.lower().startswith(("nf", "linear", "icb")):
         return codebook(code)
     return number(code)
 
@@ -163,5 +167,3 @@ def _check_scaled(made: DataType, shared: ScaleSpec) -> None:
         raise ValueError(f"{name}: subtiles need an offset (oO) or a codebook to select from; drop sS")
     if spec.kind == "float" and spec.smallest_subnormal < 2.0**-100:
         raise ValueError(f"{name}: {spec.name} has float32's range, so a scale does nothing; drop it")
-    if made.residual is not None and made.residual.residual is not None:
-        raise ValueError(f"{name}: a residual has no residual of its own; use one level")

@@ -1,11 +1,11 @@
 """float32 taken apart: powers of two from integer bits, exact division, and rounding to any grid.
 
-The casts of `tcfp_jax.formats.casting` are made of these. They share no code with `pallas_kernels.numerics` on purpose: each
-is the other's oracle. Magnitudes are int32 with the bits of |x|, whose order is that of the values.
+The casts of `tcfp_jax.formats.casting` are made of these functions. They share no code with `pallas_kernels.numerics`
+on purpose: each of the two is the other's oracle. Magnitudes are int32 with the bits of |x|, ordered as the values.
 
-XLA:CPU reads and writes subnormal float32 as zero, XLA:GPU does not. So no float operation here meets one: a subnormal
-is taken apart as an integer, and made as one. Products and quotients by powers of two are integer additions to the
-exponent; that is exact, and the same on every backend, with and without jit.
+XLA:CPU reads and writes subnormal float32 as zero, and XLA:GPU does not. So no float operation here meets a subnormal:
+it is taken apart as an integer, and made as one. Products and quotients by powers of two are integer additions to the
+exponent, which are exact and the same on every backend, with and without jit.
 """
 
 from typing import Literal, NamedTuple
@@ -27,7 +27,7 @@ _DIGITS_AT_ONCE = 12
 
 
 class Grid(NamedTuple):
-    """Values a number has in its own units: steps of 2**(max(exponent, emin) - mbits), up to `largest`."""
+    """The values of a number in its own units: steps of 2**(max(exponent, emin) - mbits), up to `largest`."""
 
     emin: int
     mbits: int
@@ -35,7 +35,7 @@ class Grid(NamedTuple):
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """int32 bits of float32(x), for any float dtype; exact but for float64, which is rounded to float32 first.
+    """int32 bits of float32(x), for any float dtype: exact, except that float64 is rounded to float32 first.
 
     >>> hex(int(to_bits(jnp.bfloat16(1.0))))
     '0x3f800000'
@@ -47,7 +47,7 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32 bits as an array of `dtype`, rounded to nearest even; what is finite stays finite.
+    """float32 bits as an array of `dtype`, rounded to nearest even; a finite value stays finite.
 
     >>> float(from_bits(jnp.int32(0x3f800000), jnp.dtype("float16")))
     1.0
@@ -104,13 +104,14 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Magnitude bits of value * 2**exponent, for a value >= 0; exact where float32 has it, subnormals included.
+    """Magnitude bits of value * 2**exponent, for a value >= 0: exact, or a subnormal rounded to nearest even.
 
     >>> int(scale_up(jnp.float32(1.0), jnp.int32(-149)))
     1
     """
     bits = lax.bitcast_convert_type(value, jnp.int32) + (exponent << MANTISSA_BITS)
     steps = (value * power_of_two(126 + exponent)) * jnp.float32(2.0**MANTISSA_BITS)
+    steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
     subnormal = jnp.minimum(steps, jnp.float32(HIDDEN)).astype(jnp.int32)
     magnitude = jnp.where(bits < HIDDEN, subnormal, bits)
     return jnp.where(value == 0, jnp.zeros_like(magnitude), magnitude)
@@ -119,9 +120,12 @@ def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
 def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
     """|x| / |y| in float32 with `digits` mantissa bits, and the last bit set where that is not exact.
 
-    A value rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. Long division in
-    integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and y count as
-    zero, as does x / 0.
+    A value that is rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. It is a long
+    division in integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and
+    y count as zero, as does x / 0.
+
+    Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
+    to odd".
 
     >>> float(divide_to_odd(jnp.int32(0x40c00000), jnp.int32(0x40000000), 23))
     3.0
@@ -162,7 +166,7 @@ def _divide(magnitude: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.
 
 
 def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quotient: jax.Array) -> jax.Array:
-    # An exponent above 254 has no bits; capped, the sum stays an int32.
+    # No float32 has an exponent field above 254; capping it keeps the sum within int32.
     bits = (jnp.minimum(exponent, 254) << MANTISSA_BITS) + (quotient - HIDDEN)
     bits = jnp.where(exponent > 254, INFINITY - 1, jnp.minimum(bits, INFINITY - 1))
     nothing = (magnitude < HIDDEN) | (divisor < HIDDEN) | (exponent < 1)
@@ -170,15 +174,16 @@ def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quo
 
 
 def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
-    """Values >= 0 rounded to a grid whose steps are normal float32; beyond `largest` the grid goes on.
+    """Values >= 0 rounded to a grid whose steps are normal float32; the grid goes on beyond `largest`.
 
-    `bits` are uniform uint32 for "stochastic": the upper neighbour with probability (value - lower) / step, to 2**-24.
+    `bits` are uniform uint32 for "stochastic", which takes the upper neighbour with probability (value - lower) / step,
+    exact to 2**-24.
 
     >>> [float(round_to_grid(jnp.float32(2.5), Grid(0, 1, 6.0), mode, None)) for mode in ("even", "nearest", "zero")]
     [2.0, 3.0, 2.0]
     """
     emax = int(np.frexp(grid.largest)[1]) - 1
-    # What is at least twice the largest binade is over the top whatever its digits; a step stays finite.
+    # A value of twice the largest binade or more is beyond the grid whatever its digits; capped, its step stays finite.
     capped = jnp.minimum(value, jnp.float32(2.0 ** min(emax + 1, 127)))
     exponent = lax.bitcast_convert_type(capped, jnp.int32) & INFINITY
     step_bits = jnp.maximum(exponent, (grid.emin + 127) << MANTISSA_BITS) - (grid.mbits << MANTISSA_BITS)
@@ -197,7 +202,7 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array
 
 
 def round_bits(magnitude: jax.Array, mbits: int, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
-    """Magnitudes with all but `mbits` bits of mantissa rounded away, for numbers with float32's own exponents.
+    """Magnitudes rounded to `mbits` bits of mantissa, for numbers with float32's own exponents.
 
     >>> hex(int(round_bits(jnp.int32(0x3f808000), 7, "even", None)))
     '0x3f800000'

@@ -1,7 +1,7 @@
-"""Real storage: `pack` keeps an array in the bits that its datatype says, `unpack` gives the virtual cast back.
+"""Real storage: `pack` keeps an array in the bits that its datatype says, and `unpack` gives the virtual cast back.
 
 unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit
-pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size, each part filled up to a whole byte
+pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      where each part fills whole bytes
 """
 
 import functools
@@ -15,14 +15,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from tcfp_jax.formats import float_bits
-from tcfp_jax.formats.casting import add_bits, check_arguments, nearest, rest_of
+from tcfp_jax.formats.casting import check_arguments
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.codes import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import Modes, Parts, assemble, layout_of, quantize
-from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.parts import Parts, assemble, layout_of, quantize, random_bits
+from tcfp_jax.formats.rounding import Modes
+from tcfp_jax.formats.scales import ScaleMode
 from tcfp_jax.formats.sparsity import largest_mask
 
 
@@ -33,10 +34,10 @@ class PackedArray:
 
     Attributes:
       values: codes, in the order of the array; with `sparsity` those that were kept.
-      scales, zeros: one a tile, or None.
-      offsets, selectors: one a subtile, or None.
-      outer: the tensor's scale, or None.
-      mask: a bit a value, set where it was kept, or None.
+      scales, zeros: one code per tile, or None.
+      offsets, selectors: one code per subtile, or None.
+      outer: the code of the tensor's scale, or None.
+      mask: one bit per value, set where the value was kept, or None.
       residual: what the first rounding left, packed, or None.
       datatype, shape, dtype: of the array it stands for.
       sparsity: (n, m), of which every n values along the last axis m were kept, or None.
@@ -76,7 +77,7 @@ def pack(
     Args:
       x, datatype, roundmode, scalemode, key, saturate: those of `formats.cast`.
       sparsity: (n, m) keeps the m largest of every n values along the last axis, as `formats.sparse` does, and stores
-        those and a bit for each value.
+        those and one bit per value.
 
     Raises:
       TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero
@@ -96,8 +97,7 @@ def pack(
         array = jnp.where(kept, array, jnp.zeros_like(array))
     else:
         kept = None
-    bits = float_bits.to_bits(array)
-    return _pack(bits, kept, datatype, modes, key, array.dtype, sparsity)
+    return _pack(float_bits.to_bits(array), kept, datatype, modes, key, array.dtype, sparsity)
 
 
 def unpack(packed: PackedArray) -> jax.Array:
@@ -125,14 +125,25 @@ def _pack(
     dtype: np.dtype,
     sparsity: tuple[int, int] | None,
 ) -> PackedArray:
-    layout = layout_of(bits.shape, datatype)
-    parts = quantize(bits, datatype, layout, modes if datatype.residual is None else nearest(modes), key)
+    parts = quantize(bits, datatype, modes, random_bits(key, bits.shape))
+    return _pack_parts(parts, kept, datatype, bits.shape, dtype, sparsity)
+
+
+def _pack_parts(
+    parts: Parts,
+    kept: jax.Array | None,
+    datatype: DataType,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sparsity: tuple[int, int] | None,
+) -> PackedArray:
+    """What `quantize` found, in bits; a residual is an array of float32 of its own."""
     residual = None
     if datatype.residual is not None:
-        rest = rest_of(bits, layout.join(assemble(parts, datatype)))
-        residual = _pack(rest, None, datatype.residual, modes, key, np.dtype(np.float32), None)
+        assert parts.residual is not None
+        residual = _pack_parts(parts.residual, None, datatype.residual, shape, np.dtype(np.float32), None)
     codes = parts.value if isinstance(datatype.number, CodebookSpec) else encode(parts.value, datatype.number)
-    codes = layout.join(codes)
+    codes = layout_of(shape, datatype).join(codes)
     if kept is not None:
         assert sparsity is not None
         codes = _compress(codes, kept, *sparsity)
@@ -142,7 +153,7 @@ def _pack(
         mask=None if kept is None else to_bytes(kept, 1),
         residual=residual,
         datatype=datatype,
-        shape=bits.shape,
+        shape=shape,
         dtype=np.dtype(dtype),
         sparsity=sparsity,
     )
@@ -180,6 +191,10 @@ def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None
 
 @jax.jit
 def _unpack(packed: PackedArray) -> jax.Array:
+    return assemble(_unpack_parts(packed), packed.datatype, packed.shape)
+
+
+def _unpack_parts(packed: PackedArray) -> Parts:
     datatype, shape = packed.datatype, packed.shape
     layout = layout_of(shape, datatype)
     count = math.prod(shape)
@@ -191,12 +206,10 @@ def _unpack(packed: PackedArray) -> jax.Array:
     codes = layout.split(codes)
     number = datatype.number
     value = codes.astype(jnp.int32) if isinstance(number, CodebookSpec) else decode(codes, number)
-    parts = Parts(value)
-    scale = datatype.scale
-    if scale is not None:
-        parts = _unpack_scales(packed, parts, layout.scale_shape, layout.subscale_shape)
-    result = layout.join(assemble(parts, datatype))
-    return result if packed.residual is None else add_bits(result, _unpack(packed.residual))
+    parts = Parts(value, residual=None if packed.residual is None else _unpack_parts(packed.residual))
+    if datatype.scale is None:
+        return parts
+    return _unpack_scales(packed, parts, layout.scale_shape, layout.subscale_shape)
 
 
 def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], subshape: tuple[int, ...]) -> Parts:

@@ -1,10 +1,13 @@
-"""What a quantized array is made of: values on their number's grid, and the scales of its tiles.
+"""What a quantized array is made of: values on their number's grid, the scales of its tiles, and what rounding leaves.
 
-`quantize` finds the parts and `assemble` multiplies them; `tcfp_jax.formats.casting` joins the two, `tcfp_jax.formats.packing`
-stores what is between them. What happens to subnormals, NaN and inf is said in `tcfp_jax.formats.casting`.
+`quantize` finds the parts and `assemble` puts them together; `tcfp_jax.formats.casting` joins the two, and
+`tcfp_jax.formats.packing` stores what is between them. What happens to subnormals, NaN and inf is said in
+`tcfp_jax.formats.casting`.
 """
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -15,36 +18,29 @@ from jax import lax
 from tcfp_jax.formats import codebook_search, float_bits, scale_choice
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, TINY, Grid, RoundMode
+from tcfp_jax.formats.float_bits import INFINITY, NAN, TINY, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.scale_choice import ScaleMode
+from tcfp_jax.formats.residuals import add_rest, rest_of
+from tcfp_jax.formats.rounding import SIGN, Modes, digits, fixed_point, flushed, round_units, round_unscaled, scaled_up
+from tcfp_jax.formats.scales import ScaleMode
 from tcfp_jax.formats.tiles import Tiling, tiling
 
-SIGN = -(2**31)
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class Modes:
-    """How a cast rounds, scales and treats what is too large."""
-
-    roundmode: RoundMode = "even"
-    scalemode: ScaleMode = "max"
-    saturate: bool = True
-
-
 class Parts(NamedTuple):
-    """A quantized array, split into tiles: what is stored, not yet as bits.
+    """A quantized array, split into tiles: what a datatype stores, before it is written as bits.
 
     Attributes:
       value: float32 values of the number in its own units; int32 indices for a codebook.
-      exponent: int32, of an exponent scale, one a tile.
-      scale: float32, a float scale, one a tile.
+      exponent: int32, the exponent scales, one per tile.
+      scale: float32, the float scales, one per tile.
       nan: bool, whether a tile with an exponent scale is NaN.
-      zero: float32, a zero point, one a tile.
-      offset: int32, one a subtile.
-      selector: int32, which table, one a subtile.
-      outer: float32, the tensor's scale.
+      zero: float32, the zero points, one per tile.
+      offset: int32, one per subtile.
+      selector: int32, the index of the table, one per subtile.
+      outer: float32, the scale of the tensor above those of its tiles.
+      residual: the parts of what rounding left, or None.
     """
 
     value: jax.Array
@@ -55,6 +51,12 @@ class Parts(NamedTuple):
     offset: jax.Array | None = None
     selector: jax.Array | None = None
     outer: jax.Array | None = None
+    residual: "Parts | None" = None
+
+
+def random_bits(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    """Uniform uint32 for stochastic rounding, or None without a key."""
+    return None if key is None else jax.random.bits(key, shape, jnp.uint32)
 
 
 def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
@@ -67,16 +69,35 @@ def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
 # Quantize -------------------------------------------------------------------------------------------------------------
 
 
-def quantize(bits: jax.Array, datatype: DataType, layout: Tiling, modes: Modes, key: jax.Array | None) -> Parts:
-    """The parts of an array given by its float32 bits; a residual is not among them."""
-    random = None if key is None else layout.split(jax.random.bits(key, layout.shape, jnp.uint32))
+def quantize(bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Array | None) -> Parts:
+    """The parts of an array given by its float32 bits.
+
+    Args:
+      bits: int32 of any shape.
+      random: uniform uint32 of that shape, for stochastic rounding: of the residual alone where there is one, because
+        that makes the sum unbiased.
+    """
+    layout = layout_of(bits.shape, datatype)
+    if datatype.residual is None:
+        return _quantize_value(bits, datatype, layout, modes, random)
+    nearest = replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
+    parts = _quantize_value(bits, datatype, layout, nearest, None)
+    rest = layout.join(rest_of(layout.split(bits), _assemble_value(parts, datatype), _unit(parts)))
+    return parts._replace(residual=quantize(rest, datatype.residual, modes, random))
+
+
+def _quantize_value(
+    bits: jax.Array, datatype: DataType, layout: Tiling, modes: Modes, random: jax.Array | None
+) -> Parts:
+    """The parts of an array but for its residual."""
     bits = layout.split(bits)
+    random = None if random is None else layout.split(random)
     magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
     number, scale = datatype.number, datatype.scale
     if scale is None:
         if isinstance(number, CodebookSpec):
             return Parts(codebook_search.nearest_index(flushed(bits), number, 0, modes.roundmode, random))
-        return Parts(_round_unscaled(magnitude, sign, number, modes, random))
+        return Parts(round_unscaled(magnitude, sign, number, modes, random))
     if scale.zero is not None:
         assert isinstance(number, NumberSpec)
         return _quantize_asymmetric(bits, number, datatype, layout, modes, random)
@@ -84,39 +105,92 @@ def quantize(bits: jax.Array, datatype: DataType, layout: Tiling, modes: Modes, 
     lost = None
     if not number.has_nan:
         lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
+    rounded = functools.partial(
+        _round_scaled, magnitude=magnitude, sign=sign, number=number, layout=layout, modes=modes, random=random
+    )
     if scale.number.kind == "exponent":
-        exponent, wanted = scale_choice.choose_exponent(amax, number, scale.number, modes.scalemode)
-        parts = Parts(magnitude, exponent=exponent, nan=jnp.zeros_like(exponent, bool) if lost is None else lost)
-        if scale.offset:
-            sub = jnp.max(scale_choice.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
-            _, sub_wanted = scale_choice.choose_exponent(sub, number, scale.number, modes.scalemode)
-            offset = jnp.clip(wanted - sub_wanted, 0, (1 << scale.offset) - 1)
-            parts = parts._replace(offset=offset)
-            exponent = exponent - offset
-        units = float_bits.scale_down(magnitude, exponent + _fixed_point(number))
-    else:
-        parts, effective = _float_scales(magnitude, amax, datatype, lost)
-        units = float_bits.divide_to_odd(
-            magnitude, lax.bitcast_convert_type(effective, jnp.int32), _digits(number, modes)
-        )
+        parts = _exponent_scales(magnitude, amax, datatype, layout, modes.of_scale(scale))
+        parts = parts._replace(nan=jnp.zeros_like(amax, bool) if lost is None else lost)
+        at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) + fixed_point(number)))
+        if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
+            return at(parts)
+        return _better_half(at, parts, magnitude, sign, datatype, layout)
+    parts, effective = _float_scales(magnitude, amax, datatype, lost)
+    divisor = lax.bitcast_convert_type(effective, jnp.int32)
+    return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, digits(number, modes)))
+
+
+def _round_scaled(
+    parts: Parts,
+    units: jax.Array,
+    *,
+    magnitude: jax.Array,
+    sign: jax.Array,
+    number: NumberSpec | CodebookSpec,
+    layout: Tiling,
+    modes: Modes,
+    random: jax.Array | None,
+) -> Parts:
+    """`parts` with the values: |x| / scale, rounded, with the sign of x."""
     if isinstance(number, CodebookSpec):
         signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
         signed = jnp.where(sign < 0, -signed, signed)
         index, selector = codebook_search.search(signed, number, layout.subtile_axes, modes.roundmode, random)
         return parts._replace(value=index, selector=selector)
-    return parts._replace(value=_round_units(units, magnitude, sign, number, modes, random))
+    return parts._replace(value=round_units(units, magnitude, sign, number, modes, random))
 
 
-def _fixed_point(number: NumberSpec | CodebookSpec) -> int:
-    """Integers are kept in steps of one, and exponent scales mean them in steps of 2**-(bits - 2)."""
-    return 1 - number.mbits if isinstance(number, NumberSpec) and number.is_integer else 0
+def _exponent_scales(
+    magnitude: jax.Array, amax: jax.Array, datatype: DataType, layout: Tiling, mode: ScaleMode
+) -> Parts:
+    """Parts with the exponents of the tiles and the offsets of their subtiles; the values are yet to be rounded."""
+    scale, number = datatype.scale, datatype.number
+    assert scale is not None
+    exponent, wanted = scale_choice.choose_exponent(amax, number, scale.number, mode)
+    parts = Parts(magnitude, exponent=exponent)
+    if not scale.offset:
+        return parts
+    sub = jnp.max(scale_choice.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
+    _, sub_wanted = scale_choice.choose_exponent(sub, number, scale.number, mode)
+    return parts._replace(offset=jnp.clip(wanted - sub_wanted, 0, (1 << scale.offset) - 1))
 
 
-def _digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
-    if isinstance(number, CodebookSpec) or modes.roundmode == "stochastic":
-        return float_bits.MANTISSA_BITS
-    # One digit to round by, and the sticky one below it.
-    return min(number.mbits + 2, float_bits.MANTISSA_BITS)
+def _exponent_of(parts: Parts) -> jax.Array:
+    """The exponent that a value is scaled by: its tile's, less its subtile's offset."""
+    assert parts.exponent is not None
+    return parts.exponent if parts.offset is None else parts.exponent - parts.offset
+
+
+def _better_half(
+    at: Callable[[Parts], Parts],
+    parts: Parts,
+    magnitude: jax.Array,
+    sign: jax.Array,
+    datatype: DataType,
+    layout: Tiling,
+) -> Parts:
+    """What `at` rounds with each tile's exponent, or with one less where that leaves the smaller squared error."""
+    scale, number = datatype.scale, datatype.number
+    assert scale is not None and parts.exponent is not None
+    covering, finite = parts.exponent, magnitude < INFINITY
+    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering + fixed_point(number))
+    x = jnp.where(sign < 0, -x, x)
+    largest = number.maxfloat if isinstance(number, CodebookSpec) else scale_choice.grid_of(number).largest
+
+    def error(rounded: Parts) -> jax.Array:
+        value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
+        return scale_choice.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
+
+    wide = at(parts)
+    # The smallest exponent stays what says that a tile is zero.
+    narrow = at(parts._replace(exponent=jnp.maximum(covering - 1, scale.number.emin + 1)))
+    better = error(narrow) < error(wide)
+    return jax.tree.map(lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide)
+
+
+def _unit(parts: Parts) -> jax.Array:
+    """The power of two that a residual is counted in: the exponent scale of its tile, or 1 where there is none."""
+    return jnp.int32(0) if parts.exponent is None else parts.exponent
 
 
 def _float_scales(
@@ -147,88 +221,6 @@ def _settled(values: jax.Array) -> jax.Array:
     return jnp.where(small, jnp.copysign(jnp.float32(0), values), clipped)
 
 
-def _round_unscaled(
-    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
-    if number.kind == "exponent":
-        return _round_exponent(magnitude, sign, number, modes, random)
-    if scale_choice.is_wide(number):
-        rounded = float_bits.round_bits(scale_choice.finite_magnitude(magnitude), number.mbits, modes.roundmode, random)
-        largest = int(np.float32(number.max).view(np.int32))
-        return _finish(rounded, rounded > largest, jnp.int32(largest), magnitude, sign, number, modes)
-    shift = unit_shift(number)
-    if shift == 0:
-        units = lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, 0, magnitude), jnp.float32)
-    else:
-        # Capped so that moving the exponent up cannot leave float32.
-        units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
-    rounded = _round_units(units, magnitude, sign, number, modes, random, shift)
-    return _scaled_up(rounded, jnp.int32(shift)) if shift else rounded
-
-
-def unit_shift(number: NumberSpec) -> int:
-    """The power of two, 1 or less, that an unscaled number is counted in, so that its smallest values are normal."""
-    return 0 if number.is_integer else min(0, number.emin - number.mbits + 100)
-
-
-def _round_exponent(
-    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
-    """Powers of two; NaN for what is not positive. Ties go up, since a significand of 1 is odd."""
-    exponent, mantissa = float_bits.normalize(magnitude)
-    significand = lax.bitcast_convert_type(mantissa + (127 << 23), jnp.float32)
-    rounded = float_bits.round_to_grid(significand, Grid(0, 0, 2.0), modes.roundmode, random)
-    exponent = jnp.where(magnitude >= INFINITY, 128, exponent + (rounded >= 2).astype(jnp.int32))
-    over = (exponent > number.emax) & ((modes.roundmode != "zero") | (magnitude == INFINITY))
-    exponent = jnp.clip(exponent, number.emin, number.emax)
-    power = jnp.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
-    nan = (magnitude > INFINITY) | (sign < 0) | (magnitude == 0)
-    nan = nan if modes.saturate else nan | over
-    return lax.bitcast_convert_type(jnp.where(nan, NAN, power), jnp.float32)
-
-
-def _round_units(
-    units: jax.Array,
-    magnitude: jax.Array,
-    sign: jax.Array,
-    number: NumberSpec | CodebookSpec,
-    modes: Modes,
-    random: jax.Array | None,
-    shift: int = 0,
-) -> jax.Array:
-    assert isinstance(number, NumberSpec)
-    grid = scale_choice.grid_of(number)
-    grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)
-    rounded = float_bits.round_to_grid(units, grid, modes.roundmode, random)
-    largest = jnp.float32(grid.largest)
-    as_bits = lax.bitcast_convert_type(rounded, jnp.int32)
-    largest_bits = lax.bitcast_convert_type(largest, jnp.int32)
-    return _finish(as_bits, rounded > largest, largest_bits, magnitude, sign, number, modes)
-
-
-def _finish(
-    rounded: jax.Array,
-    over: jax.Array,
-    largest: jax.Array,
-    magnitude: jax.Array,
-    sign: jax.Array,
-    number: NumberSpec,
-    modes: Modes,
-) -> jax.Array:
-    """Signed values from magnitudes that may lie beyond the largest, and from where `x` was not finite."""
-    infinite = magnitude == INFINITY
-    value = jnp.where(over | infinite, largest, rounded)
-    if not modes.saturate and (number.has_inf or number.has_nan):
-        beyond = infinite if modes.roundmode == "zero" else over | infinite
-        value = jnp.where(beyond, INFINITY if number.has_inf else NAN, value)
-    if not number.has_negative_zero:
-        sign = jnp.where(value == 0, 0, sign)
-    if number.kind == "uint":
-        value, sign = jnp.where(sign < 0, 0, value), jnp.zeros_like(sign)
-    signed = jnp.where(magnitude > INFINITY, NAN, jnp.where(value > INFINITY, value, value | sign))
-    return lax.bitcast_convert_type(signed, jnp.float32)
-
-
 def _quantize_asymmetric(
     bits: jax.Array, number: NumberSpec, datatype: DataType, layout: Tiling, modes: Modes, random: jax.Array | None
 ) -> Parts:
@@ -245,7 +237,7 @@ def _quantize_asymmetric(
 
     def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
         as_bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-        units = float_bits.divide_to_odd(as_bits, divisor, _digits(number, modes))
+        units = float_bits.divide_to_odd(as_bits, divisor, digits(number, modes))
         return jnp.minimum(float_bits.round_to_grid(units, grid, mode, random), 2 * jnp.float32(number.max))
 
     if scale.zero.is_integer:
@@ -265,17 +257,33 @@ def _quantize_asymmetric(
 # Assemble -------------------------------------------------------------------------------------------------------------
 
 
-def assemble(parts: Parts, datatype: DataType) -> jax.Array:
-    """float32 bits of the values that parts stand for, still split into tiles; without a residual."""
-    number, scale = datatype.number, datatype.scale
-    value = parts.value
+def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Array:
+    """float32 bits of the array of `shape` that parts stand for."""
+    layout = layout_of(shape, datatype)
+    bits = _assemble_value(parts, datatype)
+    if datatype.residual is not None:
+        assert parts.residual is not None
+        rest = layout.split(assemble(parts.residual, datatype.residual, shape))
+        bits = add_rest(bits, rest, _unit(parts))
+    return layout.join(bits)
+
+
+def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
+    """float32 values of a number in its own units."""
     if isinstance(number, CodebookSpec):
-        value = codebook_search.look_up(value, number, parts.selector)
+        return codebook_search.look_up(parts.value, number, parts.selector)
+    return parts.value
+
+
+def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
+    """float32 bits of the values without their residual, still split into tiles."""
+    number, scale = datatype.number, datatype.scale
+    value = _look_up(parts, number)
     if scale is None:
         return lax.bitcast_convert_type(value, jnp.int32)
     if parts.exponent is not None:
-        exponent = parts.exponent if parts.offset is None else parts.exponent - parts.offset
-        bits = lax.bitcast_convert_type(_scaled_up(value, exponent + _fixed_point(number)), jnp.int32)
+        exponent = _exponent_of(parts)
+        bits = lax.bitcast_convert_type(scaled_up(value, exponent + fixed_point(number)), jnp.int32)
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:
@@ -289,16 +297,3 @@ def assemble(parts: Parts, datatype: DataType) -> jax.Array:
         result = jnp.where(result == 0, jnp.float32(0), result)
     bits = lax.bitcast_convert_type(result, jnp.int32)
     return jnp.where(jnp.isnan(result), NAN, bits)
-
-
-def _scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Signed float32 value * 2**exponent; what is not finite and the sign of zero stay."""
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
-    scaled = float_bits.scale_up(lax.bitcast_convert_type(magnitude, jnp.float32), exponent)
-    return lax.bitcast_convert_type(jnp.where(magnitude >= INFINITY, bits, scaled | sign), jnp.float32)
-
-
-def flushed(bits: jax.Array) -> jax.Array:
-    """float32 values of bits, subnormals as zero."""
-    return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)

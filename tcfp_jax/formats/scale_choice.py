@@ -6,12 +6,19 @@ For an exponent scale s = 2**e, with amax = max |x| over the finite values of th
     "midmax"    the same, + 1 where amax / s > midmax                only what would round beyond maxfloat is avoided
     "auto"      "midmax", as in TensorCast
     "ceil"      the smallest e with amax / 2**e <= maxfloat          nothing saturates; JAX, TE, DeepGEMM
+    "mse"       that e, or e - 1 where this leaves a smaller sum of squared errors in the tile
 
 e is clipped to what the scale's number holds, and above so that no value of the number leaves float32. A tile of zeros
-gets the smallest e. A float scale is `amax / max` rounded to the scale's number, at least its smallest positive value.
+gets the smallest e, which "mse" gives to no other tile. A float scale is `amax / max` rounded to the scale's number,
+at least its smallest positive value.
+
+"mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
+step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
+because clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any
+order of summation.
 """
 
-from typing import Literal
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +29,19 @@ from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Grid
 from tcfp_jax.formats.numbers import NumberSpec
-
-ScaleMode = Literal["max", "midmax", "ceil", "auto"]
+from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
+_STEPS_OF_ERROR = 256.0
 
 
 def is_wide(number: NumberSpec) -> bool:
-    """Whether its exponents are float32's own, so that rounding it is dropping bits."""
+    """Whether a number has float32's own exponents, so that rounding to it is dropping bits of the mantissa."""
     return number.kind == "float" and number.emin == -126
 
 
 def grid_of(number: NumberSpec) -> Grid:
-    """The values of a number: integers in steps of one, floats in their own units."""
+    """The values of a number as a grid: integers in steps of one, floats in their own units."""
     if number.is_integer:
         # One binade that begins below the largest value: every step is 1.
         return Grid(number.mbits - 1, number.mbits - 1, number.max)
@@ -49,7 +56,9 @@ def finite_magnitude(magnitude: jax.Array) -> jax.Array:
 def choose_exponent(
     amax: jax.Array, number: NumberSpec | CodebookSpec, scale: NumberSpec, mode: ScaleMode
 ) -> tuple[jax.Array, jax.Array]:
-    """(e, e before it is clipped) of the scale 2**e for magnitudes `amax`; see the module's docstring.
+    """(e, e before it is clipped) of the scale 2**e that covers magnitudes `amax`; the module has the formulas.
+
+    For "mse" it is the larger of the two candidates, which only the values of a tile can decide between.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> amax = float_bits.to_bits(jnp.float32(500.0))
@@ -59,9 +68,26 @@ def choose_exponent(
     exponent, mantissa = float_bits.normalize(amax)
     wanted = exponent - number.emax
     if mode != "max":
-        limit = number.maxfloat if mode == "ceil" else number.midmax
+        limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
         wanted = wanted + (mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)).astype(jnp.int32)
-    return jnp.clip(wanted, scale.emin, largest_exponent(number, scale)), wanted
+    smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1) if mode == "mse" else scale.emin
+    return jnp.clip(wanted, smallest, largest_exponent(number, scale)), wanted
+
+
+def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> jax.Array:
+    """The sum of squared errors over `axes`, which are kept, as int32 in a fixed step: exact in any order.
+
+    The step is 1/256 of the unit of `error`, or the power of two above it that keeps the sum below 2**31 while
+    errors are at most largest / 2, as they are with a scale of half the size; a larger error counts as the largest.
+
+    >>> squared_error(jnp.array([1.0, -0.5]), 7.0, (0,)).tolist()
+    [81920]
+    """
+    count = math.prod(error.shape[axis] for axis in axes)
+    limit = math.isqrt((2**31 - 1) // max(count, 1))
+    steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
+    whole = jnp.clip(lax.round(error * jnp.float32(steps), lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
+    return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=axes, keepdims=True)
 
 
 def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> int:
@@ -70,7 +96,7 @@ def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> in
 
 
 def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
-    """A scale >= 0 in float32, rounded to its number (ties to even); 0 stays 0, what is positive stays positive."""
+    """A scale >= 0 in float32, rounded to its number (ties to even): 0 stays 0, and a positive one stays positive."""
     if is_wide(scale):
         bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, "even", None)
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
@@ -81,7 +107,7 @@ def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
 
 
 def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Array:
-    """Amax / largest as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 (or subnormal).
+    """`amax / largest` as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 or subnormal.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> float(choose_scale(float_bits.to_bits(jnp.float32(12.0)), 6.0, number("e4m3fn")))
@@ -89,7 +115,7 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Arra
     """
     divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
     quotient = float_bits.divide(amax, divisor)
-    # A quotient below the smallest normal is 0 by then, but its scale must not be.
+    # `divide` gives 0 for a quotient below the smallest normal, but a tile that is not zero needs a positive scale.
     quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
     return round_scale(quotient, scale)
 

@@ -7,20 +7,27 @@ Grammar: segments joined by underscores, in this order.
     [tX[sS][oO][dY]]    a tile of X values, X = 2, 4, ... 1024, or 0 for a whole channel, along axis Y (-1 without it)
     [tX...]             the other side of a 2-D block; the two are the axes -2 and -1 unless they say otherwise
     [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' (two levels)
+    [MODE]              how an exponent is chosen: "max", "midmax", "ceil" or "mse"
 
 Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and `oO` gives each an offset of O bits
 by which its power of two is smaller than the tile's. A channel `t0dY` is a tile as long as axis Y: one scale for
-every index of the other axes.
+every index of the other axes. A scale that names its mode is always chosen so, and the `scalemode` of a cast does not
+concern it; `tcfp_jax.formats.scale_choice` has the formulas of the modes.
 """
 
 import functools
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 
-SCALE_GRAMMAR = "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER], such as e8m0_t32, float16_int8_t32 or float32"
+SCALE_GRAMMAR = (
+    "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32, float16_int8_t32 or float32"
+)
+ScaleMode = Literal["max", "midmax", "ceil", "mse", "auto"]
 
+_MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")  # "auto" is a cast's name for one of them
 _TILES = (0, *(1 << power for power in range(1, 11)))
 
 
@@ -44,6 +51,7 @@ class ScaleSpec:
       tiles: the sides of a block, one or two; none for one scale a tensor.
       offset: bits of a subtile's offset, 0 for none.
       outer: what the tensor's scale above the tiles' is stored as, or None.
+      mode: the rule by which an exponent is always chosen, or None where each cast says it.
     """
 
     name: str
@@ -52,6 +60,7 @@ class ScaleSpec:
     tiles: tuple[Tile, ...]
     offset: int
     outer: NumberSpec | None
+    mode: ScaleMode | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -100,7 +109,9 @@ def scale(code: str) -> ScaleSpec:
     numbers: list[NumberSpec] = []
     found_tiles: list[re.Match[str]] = []
     outer = None
-    for segment in text.split("_"):
+    *segments, last = text.split("_")
+    mode = next((mode for mode in _MODES if mode == last), None)
+    for segment in segments if mode else [*segments, last]:
         if found := re.fullmatch(r"t(\d+)(?:s(\d+))?(?:o(\d+))?(?:d(-?\d+))?", segment):
             if outer is not None:
                 raise ValueError(f"{code!r}: tile {segment!r} follows the tensor's scale; use {SCALE_GRAMMAR}")
@@ -119,7 +130,7 @@ def scale(code: str) -> ScaleSpec:
     if not 1 <= len(numbers) <= 2 or len(found_tiles) > 2:
         raise ValueError(f"{code!r} needs one scale, at most one zero point and two tiles; use {SCALE_GRAMMAR}")
     tiles, offset = _tiles(code, found_tiles)
-    spec = ScaleSpec(text, numbers[0], numbers[1] if len(numbers) == 2 else None, tiles, offset, outer)
+    spec = ScaleSpec(text, numbers[0], numbers[1] if len(numbers) == 2 else None, tiles, offset, outer, mode)
     _check(spec)
     return spec
 
@@ -165,5 +176,7 @@ def _check(spec: ScaleSpec) -> None:
             raise ValueError(f"{spec.name!r}: two levels are a float scale above float scales, without zero point")
         if not spec.is_tile:
             raise ValueError(f"{spec.name!r}: a tensor's scale needs tiles below it; add tX")
+    if spec.mode and spec.number.kind != "exponent":
+        raise ValueError(f"{spec.name!r}: {spec.mode!r} chooses an exponent, not {spec.number.name}; drop it")
     if spec.offset and spec.number.kind != "exponent":
         raise ValueError(f"{spec.name!r}: offsets are steps of a power of two; use an exponent scale such as e8m0")

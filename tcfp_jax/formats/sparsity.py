@@ -12,13 +12,13 @@ def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
 
     Args:
       x: real floats of any shape.
-      n: values of a group, a divisor of the axis.
-      m: how many stay, 1 to n - 1.
+      n: how many values a group has, a divisor of the axis.
+      m: how many of them are kept, 1 to n - 1.
       dim: the axis, negative or not.
 
     Returns:
-      The shape and dtype of `x`, kept values with their signs. NaN counts as larger than everything. The gradient is
-      that of what was kept.
+      The shape and dtype of `x`; kept values have their signs. NaN counts as larger than everything. The gradient
+      reaches the values that were kept.
 
     Raises:
       TypeError: `x` is not real floating point.

@@ -1,7 +1,7 @@
 """Tiles of an array: any axes, any sizes; a last tile that is not full is filled with zeros.
 
-An axis of n values in tiles is three axes, `[count, subtiles, subtile]`, in its place, so that nothing is transposed
-and a scale that kept its reduced axes broadcasts.
+An axis of n values becomes three axes in its place, `[count, subtiles, subtile]`, so that nothing is transposed, and a
+scale that was reduced over a tile with its axes kept broadcasts over the tile.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Tiling:
     """How an array of `shape` splits; made by `tiling`.
 
     Attributes:
-      shape: of the array.
-      padded: the same with full tiles.
-      split_shape: with three axes for each tiled one.
+      shape: the shape of the array.
+      padded: that shape with its last tiles full.
+      split_shape: `padded` with three axes in place of each tiled axis.
       tile_axes: axes of `split_shape` within a tile.
       subtile_axes: axes of `split_shape` within a subtile.
     """
@@ -31,7 +31,7 @@ class Tiling:
     subtile_axes: tuple[int, ...]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """`x` in tiles, filled with zeros."""
+        """`x` in `split_shape`, its last tiles filled with zeros."""
         if self.padded != self.shape:
             x = jnp.pad(x, [(0, full - size) for full, size in zip(self.padded, self.shape, strict=True)])
         return x.reshape(self.split_shape)
@@ -43,12 +43,12 @@ class Tiling:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of what is one a tile."""
+        """The shape of an array with one value per tile."""
         return tuple(1 if axis in self.tile_axes else size for axis, size in enumerate(self.split_shape))
 
     @property
     def subscale_shape(self) -> tuple[int, ...]:
-        """The shape of what is one a subtile."""
+        """The shape of an array with one value per subtile."""
         return tuple(1 if axis in self.subtile_axes else size for axis, size in enumerate(self.split_shape))
 
 

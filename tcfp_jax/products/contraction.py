@@ -1,80 +1,209 @@
-"""`contract`: an einsum of activations and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that it is."""
+"""A product of activations and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the kernel is.
+
+`Contraction` says which axes of x and of the kernel are multiplied. A layer knows its own and builds it; `parse` makes
+one of an einsum equation that a user wrote. `contract` computes the product.
+"""
 
 import math
+from dataclasses import dataclass
 
 import jax
 
 from pallas_kernels.operands import Operand
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import check_fits, parse
+from tcfp_jax.weights.layout import Layout, check_fits
 from tcfp_jax.weights.stored import Stored
 
 
+@dataclass(frozen=True)
+class Contraction:
+    """Which axes of x meet which axes of the kernel, and where they are in the result.
+
+    Attributes:
+      layout: the part that each axis of the kernel takes.
+      ndim: how many axes x has.
+      inputs: the axes of x that are contracted, in the order of `layout.inputs`.
+      stack: the axes of x that run along `layout.stack`, in its order.
+      order: the axes of the result, as places in `[*stack, *rest, *outputs]`, where `rest` are the other axes of x;
+        None leaves them in that order.
+
+    >>> matrix_product(3).rest
+    (0, 1)
+    """
+
+    layout: Layout
+    ndim: int
+    inputs: tuple[int, ...]
+    stack: tuple[int, ...] = ()
+    order: tuple[int, ...] | None = None
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The axes of x that the kernel does not have."""
+        return tuple(axis for axis in range(self.ndim) if axis not in self.inputs + self.stack)
+
+    def check(self, x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """Raise unless x and a kernel of these shapes can be multiplied.
+
+        Raises:
+          ValueError: another number of axes, or two axes that should be equally long are not.
+        """
+        layout = self.layout
+        if len(x_shape) != self.ndim or len(shape) != layout.ndim:
+            raise ValueError(
+                f"x{list(x_shape)} and kernel{list(shape)} do not fit a product of {self.ndim} and {layout.ndim} axes"
+            )
+        pairs = zip(self.stack + self.inputs, layout.stack + layout.inputs, strict=True)
+        for axis, other in pairs:
+            if x_shape[axis] != shape[other]:
+                raise ValueError(
+                    f"axis {axis} of x{list(x_shape)} does not fit axis {other} of kernel{list(shape)}: "
+                    f"{x_shape[axis]} values are multiplied by {shape[other]}; check the sizes of the layer"
+                )
+
+    def tokens(self, x_shape: tuple[int, ...]) -> int:
+        """How many rows of x each matrix of the kernel multiplies."""
+        return math.prod(x_shape[axis] for axis in self.rest)
+
+    def kernel_sizes(self, shape: tuple[int, ...]) -> list[int | None]:
+        """The size of each axis of the result that the kernel has, and None for the axes of x alone.
+
+        >>> parse("bk,khd->hbd", 2).kernel_sizes((8, 2, 4))
+        [2, None, 4]
+        """
+        sizes = [shape[axis] for axis in self.layout.stack], [shape[axis] for axis in self.layout.outputs]
+        found = [*sizes[0], *(None for _ in self.rest), *sizes[1]]
+        return found if self.order is None else [found[place] for place in self.order]
+
+
+def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
+    """`x[..., k] @ w[k, n]`, or with a kernel `[n, k]` where it is `transposed`; x has `ndim` axes.
+
+    Raises:
+      ValueError: x is a scalar.
+
+    >>> matrix_product(2) == parse("bk,kn->bn", 2) and matrix_product(2, transposed=True) == parse("bk,nk->bn", 2)
+    True
+    """
+    if not ndim:
+        raise ValueError("x is a scalar, but a layer multiplies x[..., k]; give it an axis")
+    return Contraction(Layout((1,), (0,)) if transposed else Layout((0,), (1,)), ndim, (ndim - 1,))
+
+
+def axes_product(ndim: int, axes: tuple[int, ...], batch: tuple[int, ...], features: int) -> Contraction:
+    """X contracted along `axes` with a kernel `[*batch, *axes, *features]`; the result is `[*batch, *rest, *features]`.
+
+    >>> axes_product(3, (1, 2), (0,), 1) == parse("bhd,bhdn->bn", 3)
+    True
+    """
+    first, last = len(batch), len(batch) + len(axes)
+    places = tuple(range(last + features))
+    return Contraction(Layout(places[first:last], places[last:], places[:first]), ndim, axes, batch)
+
+
+def parse(equation: str, x_ndim: int) -> Contraction:
+    """The product that an einsum equation describes; it has two operands, and x comes first.
+
+    Args:
+      equation: explicit; an ellipsis may stand for leading axes of x and the result.
+      x_ndim: how many axes x has.
+
+    Raises:
+      ValueError: the equation is not `x,kernel->result`.
+      NotImplementedError: the product is not a stack of matrix products.
+
+    >>> parse("...k,nk->...n", 3).layout
+    Layout(inputs=(1,), outputs=(0,), stack=())
+    """
+    text = equation.replace(" ", "")
+    if text.count("->") != 1 or text.split("->")[0].count(",") != 1:
+        raise ValueError(f"equation {equation!r} is not 'x,kernel->result' with two operands; write it out")
+    operands, result = text.split("->")
+    x, kernel = operands.split(",")
+    explicit = len(x.replace("...", ""))
+    if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
+        raise ValueError(f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim} axes")
+    # The ellipsis becomes capital letters that the equation does not use: from here on every axis has a letter.
+    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][: x_ndim - explicit]
+    x, result = (part.replace("...", "".join(free)) for part in (x, result))
+    repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
+    lost = set(x) - set(kernel) - set(result) or set(kernel) - set(x) - set(result)
+    unknown = set(result) - set(x) - set(kernel)
+    if "..." in kernel or repeated or lost or unknown:
+        raise NotImplementedError(
+            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has an FP8 form, without diagonals "
+            "and plain sums; keep the float layer"
+        )
+    axes = lambda keep: tuple(i for i, letter in enumerate(kernel) if keep(letter in x, letter in result))
+    inputs, outputs = axes(lambda x, out: x and not out), axes(lambda x, out: out and not x)
+    if not inputs or not outputs:
+        raise NotImplementedError(f"equation {equation!r} contracts nothing or is not a matrix product; keep the layer")
+    stack = axes(lambda x, out: x and out)
+    of_x = lambda chosen: tuple(x.index(kernel[axis]) for axis in chosen)
+    rest = [letter for letter in x if letter not in kernel]
+    natural = "".join([*(kernel[axis] for axis in stack), *rest, *(kernel[axis] for axis in outputs)])
+    order = None if natural == result else tuple(natural.index(letter) for letter in result)
+    return Contraction(Layout(inputs, outputs, stack), x_ndim, of_x(inputs), of_x(stack), order)
+
+
 def contract(
-    equation: str,
+    contraction: Contraction,
     x: jax.Array,
     kernel: jax.Array | None,
     *,
     recipe: Recipe,
-    quantized: Stored | None = None,
+    quantized: Stored | Operand | None = None,
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """`einsum(equation, x, kernel)` with the operands, products and gradients that `recipe` describes.
+    """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
-    Letters that x, kernel and result share are a stack of products with a scale each.
+    Axes that x, kernel and result share are a stack of products with a scale each.
 
     Args:
-      equation: explicit, two operands, x first; an ellipsis may stand for leading axes of x and the result.
+      contraction: which axes are multiplied.
       x: real floats.
       kernel: real floats, or None where only `quantized` exists.
       recipe: how to multiply.
-      quantized: the kernel as `error_feedback` stored it: `layout.matrix` of it.
+      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that.
       key: random key for a stochastic residual where the kernel is quantized here.
       shape: of the kernel where it is None.
 
     Raises:
-      ValueError: the equation does not fit the operands, or `quantized` is another weight.
-      NotImplementedError: a product that is no stack of matrix products.
+      ValueError: the contraction does not fit the operands, or `quantized` is another weight.
 
     >>> import jax.numpy as jnp
-    >>> contract("bk,khd->bhd", jnp.ones((2, 3)), jnp.ones((3, 4, 5)), recipe=Recipe()).shape
+    >>> contract(parse("bk,khd->bhd", 2), jnp.ones((2, 3)), jnp.ones((3, 4, 5)), recipe=Recipe()).shape
     (2, 4, 5)
     """
-    x_letters, letters, result, layout = parse(equation, x.ndim)
+    layout = contraction.layout
     shape = tuple(shape or ()) if kernel is None else kernel.shape
-    sizes = dict(zip(letters, shape))
-    if len(shape) != len(letters) or any(sizes.get(c, s) != s for c, s in zip(x_letters, x.shape)):
-        raise ValueError(f"equation {equation!r} does not fit x{list(x.shape)} and kernel{list(shape)}")
-    if isinstance(quantized, Operand):
-        quantized = Stored(None, quantized)
+    contraction.check(x.shape, shape)
     matrix = None if kernel is None else layout.matrix(kernel)
-    if quantized is not None:
-        check_fits(quantized, layout, shape, "kernel")
+    stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
+    if stored is not None:
+        check_fits(stored, layout, shape)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
-        quantized = None if quantized is None else quantized.swap()
-    pick = lambda axes: [letters[axis] for axis in axes]
-    stack, inputs, outputs = pick(layout.stack), pick(layout.inputs), pick(layout.outputs)
-    rest = [letter for letter in x_letters if letter not in stack + inputs]
-    x = x.transpose([x_letters.index(letter) for letter in stack + rest + inputs])
-    kept = x.shape[: len(stack) + len(rest)]
+        stored = None if stored is None else stored.swap()
+    x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
+    stack = x.shape[: len(layout.stack)]
+    kept = x.shape[: len(layout.stack) + len(contraction.rest)]
     # XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes whose result is turned over, as the gradient
     # of a transposed kernel is; over one axis it can.
-    leading = (*kept[: len(stack)], -1) if layout.transposed else kept
-    x = x.reshape(*leading, math.prod(sizes[letter] for letter in inputs))
+    leading = (*stack, -1) if layout.transposed else kept
+    x = x.reshape(*leading, math.prod(shape[axis] for axis in layout.inputs))
 
-    def multiply(x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None) -> jax.Array:
+    def multiply(x: jax.Array, w: jax.Array | None, stored: Stored | None, key: jax.Array | None) -> jax.Array:
         if w is None:
-            return matmul(x, quantized, recipe=recipe)
-        return matmul(x, w, recipe=recipe, quantized=quantized, key=key)
+            return matmul(x, stored, recipe=recipe)
+        return matmul(x, w, recipe=recipe, quantized=stored, key=key)
 
     if key is not None and stack:
-        key = jax.random.split(key, tuple(sizes[letter] for letter in stack))
+        key = jax.random.split(key, stack)  # each matrix of the stack is rounded with bits of its own
     for _ in stack:
         multiply = jax.vmap(multiply)
-    y = multiply(x, matrix, quantized, key)
-    y = y.reshape(*kept, *(sizes[letter] for letter in outputs))
-    order = stack + rest + outputs
-    return y.transpose([order.index(letter) for letter in result])
+    y = multiply(x, matrix, stored, key)
+    y = y.reshape(*kept, *(shape[axis] for axis in layout.outputs))
+    return y if contraction.order is None else y.transpose(contraction.order)

@@ -5,16 +5,17 @@
     einsum("...k,nk->...n", x, w):    inputs (1,), outputs (0,)                       [n, k], read transposed
     einsum("...ek,ekn->...en", x, w): stack (0,), inputs (1,), outputs (2,)           [e, k, n], a scale each
 
-The matrix keeps the order of the kernel's axes where it can, so that it is a view and not a copy.
+The matrix keeps the order of the kernel's axes where it can, so that it is a view and not a copy. A matrix `[n, k]` is
+stored as it is, and its layer multiplies by `Stored.swap()` of it.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.stored import Stored
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Layout:
 
     @property
     def ndim(self) -> int:
-        """Axes of the kernel."""
+        """How many axes the kernel has."""
         return len(self.stack) + len(self.inputs) + len(self.outputs)
 
     def stacked(self, ndim: int) -> "Layout":
@@ -71,7 +72,7 @@ class Layout:
         return Layout(shift(self.inputs), shift(self.outputs), tuple(range(extra)) + shift(self.stack))
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`.
+        """The shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`.
 
         Raises:
           ValueError: the kernel has another number of axes.
@@ -93,57 +94,27 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """How one parameter is stored and multiplied: what `tcfp_jax.error_feedback` needs to know of it."""
+    """How one parameter is stored and multiplied: what `tcfp_jax.error_feedback` needs to know of it.
+
+    Attributes:
+      recipe: of the layer that multiplies by it.
+      layout: which of its axes that layer contracts.
+    """
 
     recipe: Recipe
     layout: Layout
 
 
-def parse(equation: str, x_ndim: int) -> tuple[str, str, str, Layout]:
-    """(letters of x, of the kernel, of the result, the kernel's layout) of a two-operand einsum; x comes first.
+def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
+    """Raise unless `stored` is the matrix, or the stack of matrices, that a kernel of this shape is.
 
     Raises:
-      ValueError: the equation is not `x,kernel->result`.
-      NotImplementedError: a product that is no stack of matrix products.
-
-    >>> parse("...k,kn->...n", 2)
-    ('Ak', 'kn', 'An', Layout(inputs=(0,), outputs=(1,), stack=()))
-    """
-    text = equation.replace(" ", "")
-    if text.count("->") != 1 or text.split("->")[0].count(",") != 1:
-        raise ValueError(f"equation {equation!r} is not 'x,kernel->result' with two operands; write it out")
-    operands, result = text.split("->")
-    x, kernel = operands.split(",")
-    explicit = len(x.replace("...", ""))
-    if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
-        raise ValueError(f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim} axes")
-    free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][: x_ndim - explicit]
-    x, result = (part.replace("...", "".join(free)) for part in (x, result))
-    repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
-    lost = set(x) - set(kernel) - set(result) or set(kernel) - set(x) - set(result)
-    unknown = set(result) - set(x) - set(kernel)
-    if "..." in kernel or repeated or lost or unknown:
-        raise NotImplementedError(
-            f"equation {equation!r}: only a stack of products x[..., k] @ w[k, n] has an FP8 form, without diagonals "
-            "and plain sums; keep the float layer"
-        )
-    axes = lambda keep: tuple(i for i, letter in enumerate(kernel) if keep(letter in x, letter in result))
-    inputs, outputs = axes(lambda x, out: x and not out), axes(lambda x, out: out and not x)
-    if not inputs or not outputs:
-        raise NotImplementedError(f"equation {equation!r} contracts nothing or is no matrix product; keep the layer")
-    return x, kernel, result, Layout(inputs, outputs, axes(lambda x, out: x and out))
-
-
-def check_fits(quantized: Any, layout: Layout, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless `quantized` is a kernel of this shape, stored by this layout.
-
-    Raises:
-      ValueError: another shape, or scales that do not fit; the repair is in the message.
+      ValueError: it has another shape, or its stack was quantized as one tensor; the repair is in the message.
     """
     wanted = layout.matrix_shape(shape)
-    if quantized.shape != wanted or quantized.stack != wanted[:-2]:
+    if stored.shape != wanted or stored.stack != wanted[:-2]:
         raise ValueError(
-            f"the stored {name} is {list(quantized.shape)} with scales {list(quantized.stack)}, but its layer "
-            f"multiplies {list(wanted)} with scales {list(wanted[:-2])} (kernel {list(shape)}); build the state with "
-            "error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
+            f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
+            f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
+            f"{list(shape)}); build the state with error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
         )

@@ -1,19 +1,26 @@
-"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales a block; 12.5 bits a value.
+"""The packed TCFP-12 format: an E4M3 value, a 4-bit residual and two E8M0 scales per block; 12.5 bits per value.
 
     x ~ (value + level[code] * residual_scale) * scale            per block of `block` values on the last axis
 
 `value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to one of 16 levels times a power of
-two. Two tables of levels: "linear", the integers -8 to 7, and "nf4", the quantiles of a normal distribution (QLoRA),
-which are denser around zero. Both hold an exact zero, so a residual of zero comes back as zero. At block 32 that is
-8 + 4 + 2 * 8 / 32 = 12.5 bits a value, and that is what is stored: codes are packed two to a byte.
+two. There are two tables of levels: "linear", the integers -8 to 7, and "nf4", the quantiles of a normal distribution
+(QLoRA), which are denser around zero. Both hold an exact zero, so a residual of zero comes back as zero. At block 32
+that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, and that is what is stored: codes are packed two to a byte.
 
 The scale of the residual is the power of two that covers the block's largest residual, or half of it where that has the
 smaller squared error: E4M3's residuals shrink with |x|, so most of a block lies far below its largest one.
 A stochastic residual always takes the covering scale, because clipping would bias it.
 
+The format is the datatype `tcfp_jax.formats.tcfp12`, and its rounding is done there. This module adds what a weight of
+a training step needs: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN instead of
+standing alone, subnormal float32 read as zero, and an array type whose fields products and checkpoints read directly.
+For finite `x` without subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
+`quantize_tcfp12(x).dequantize()` is `formats.cast(x, formats.tcfp12)` bit for bit.
+
 Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP Microscaling Formats 1.0, 2023.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,24 +33,20 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.checks import check_real
+from tcfp_jax.formats.codebooks import codebook
+from tcfp_jax.formats.datatypes import DataType, datatype
+from tcfp_jax.formats.float_bits import to_bits
+from tcfp_jax.formats.parts import quantize
+from tcfp_jax.formats.rounding import Modes
 
 Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
 
 VALUE_DTYPE = jnp.float8_e4m3fn
-LARGEST_BLOCK = 1024  # sums of _fixed_point_square stay below 2**31
+LARGEST_BLOCK = 1024  # sums of squares in steps of 1/256 stay below 2**31
 _FIXED_POINT = 256.0
-LEVELS: dict[str, np.ndarray] = {
-    "linear": np.arange(-8, 8, dtype=np.float32),
-    "nf4": np.array(
-        [
-            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-        ],
-        np.float32,
-    ),
-}  # fmt: skip
+_BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
+LEVELS: dict[str, np.ndarray] = {name: np.array(book.tables[0], np.float32) for name, book in _BOOKS.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +56,7 @@ class PackedTCFP12:
 
     Attributes:
       values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
-      codes: uint8 `[..., blocks, block / 2]`, two residual codes a byte, the even position in the low half.
+      codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even position in the low half.
       scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is exactly zero has code 0 as its
         residual scale.
       length: size of the last axis of the tensor it stands for.
@@ -100,12 +103,12 @@ def quantize_tcfp12(
     """`x` in the packed TCFP-12 format; see the module's docstring for the formula.
 
     Args:
-      x: real floats `[..., length]`; arithmetic is float32. Any length: a short last block is padded.
-      block: values that share two scales, an even number up to 1024; bits a value are 12 + 16 / block.
+      x: real floats `[..., length]` of any length, since a short last block is padded; arithmetic is float32.
+      block: values that share two scales, an even number up to 1024; it takes 12 + 16 / block bits per value.
       residual: "linear" or "nf4", the table of levels.
       scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3
         on the bulk of a block and leaves what lies beyond to the residual, or clips it.
-      sigma: for `scale="sigma"`, positive.
+      sigma: how many times the RMS of a block, for `scale="sigma"`; positive.
       key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
 
     Returns:
@@ -125,9 +128,7 @@ def quantize_tcfp12(
     blocks = _blocks(x.astype(jnp.float32), block)
     factor = numerics.pow2_scale(_bound(blocks, scale, sigma), VALUE_DTYPE)
     scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
-    values = numerics.round_to(scaled, VALUE_DTYPE)
-    rest = numerics.residual(scaled, values)
-    codes, residual_scale = _encode(rest, residual, key)
+    values, codes, residual_scale = _round(scaled, residual, None if key is None else _random_bits(key, blocks.shape))
     pairs = codes.reshape(*codes.shape[:-1], block // 2, 2).astype(jnp.uint8)
     return PackedTCFP12(
         values=values.astype(VALUE_DTYPE),
@@ -191,44 +192,31 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), bound, amax)
 
 
-def _encode(rest: jax.Array, residual: Residual, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(codes int32 `[..., blocks, block]`, E8M0 scales `[..., blocks]`) of the residual of E4M3."""
-    levels = LEVELS[residual]
-    amax = numerics.amax(rest, axis=-1)
-    # Linear levels reach -8 but only 7: the smaller side decides.
-    covering = numerics.pow2_cover(amax, float(levels[-1]))
-    if key is not None:
-        uniform = jax.random.uniform(key, rest.shape, jnp.float32)
-        codes, chosen = _nearby_code(rest, covering, levels, uniform), covering
-    else:
-        halved = covering * jnp.float32(0.5)
-        wide, narrow = (_nearby_code(rest, scale, levels, None) for scale in (covering, halved))
-        wide_error = _squared_error(rest, wide, covering, levels, covering)
-        narrow_is_better = _squared_error(rest, narrow, halved, levels, covering) < wide_error
-        codes = jnp.where(narrow_is_better[..., None], narrow, wide)
-        chosen = jnp.where(narrow_is_better, halved, covering)
-    encoded = lax.bitcast_convert_type(numerics.encode_e8m0(chosen), jnp.uint8)
-    encoded = jnp.where(amax == 0, jnp.zeros_like(encoded), encoded)
-    return codes, lax.bitcast_convert_type(encoded, jnp.float8_e8m0fnu)
+@functools.partial(jax.jit, static_argnames="residual")
+def _round(scaled: jax.Array, residual: Residual, random: jax.Array | None) -> tuple[jax.Array, ...]:
+    """(float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of blocks that are scaled already."""
+    finite = jnp.isfinite(scaled)
+    # What is not finite must stay visible, and the format library would saturate an inf.
+    scaled = jnp.where(finite, scaled, jnp.float32(jnp.nan))
+    modes = Modes() if random is None else Modes(roundmode="stochastic")
+    parts = quantize(to_bits(scaled), _scaled_format(residual), modes, random)
+    left = parts.residual
+    assert left is not None and left.exponent is not None
+    lost = ~jnp.all(finite, axis=-1)
+    codes = jnp.where(lost[..., None], 0, left.value.reshape(scaled.shape))
+    code = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127).astype(jnp.uint8)
+    return parts.value, codes, lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
 
 
-def _nearby_code(rest: jax.Array, scale: jax.Array, levels: np.ndarray, uniform: jax.Array | None) -> jax.Array:
-    """The code of the nearest level (ties to the even code), or of one of the two around it by distance."""
-    table = jnp.asarray(levels)
-    target = jnp.clip(rest * numerics.reciprocal_pow2(scale)[..., None], levels[0], levels[-1])
-    lower = sum((target >= level).astype(jnp.int32) for level in levels[1:-1])
-    below, above = target - table[lower], table[lower + 1] - target
-    if uniform is not None:
-        return lower + (uniform * (below + above) < below).astype(jnp.int32)
-    odd = (lower & 1) == 1
-    return lower + ((below > above) | ((below == above) & odd)).astype(jnp.int32)
+def _scaled_format(residual: Residual) -> DataType:
+    """`formats.tcfp12` of what is divided by its scale already, a block to a row: a block may have any size."""
+    return datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
 
 
-def _squared_error(
-    rest: jax.Array, codes: jax.Array, scale: jax.Array, levels: np.ndarray, unit: jax.Array
-) -> jax.Array:
-    error = rest - jnp.asarray(levels)[codes] * scale[..., None]
-    return _fixed_point_square(error * numerics.reciprocal_pow2(unit)[..., None])
+def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32 whose 24 highest bits are `jax.random.uniform`'s numbers, so that a key gives what it always gave."""
+    uniform = jax.random.uniform(key, shape, jnp.float32)
+    return (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
 
 
 def _fixed_point_square(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Benchmarks run, check what they measure, never overwrite committed numbers, and README says what their JSON says."""
+"""Benchmarks run, check what they measure, and never overwrite committed numbers."""
 
 import dataclasses
 import json
@@ -15,52 +15,55 @@ from benchmarks import (
     digits,
     gemm,
     memory,
-    plots,
+    products,
     quality,
     quantizers,
     report,
     scan,
-    train_step,
+    skip_residual,
+    timing,
     tune,
 )
-from benchmarks.shapes import GemmShape, dot_bf16, random_operands
+from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 
 pytestmark = pytest.mark.usefixtures("quick_module")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standard_promotion():
-    """Optax's Adam raises a float to an integer power, which strict dtype promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+SMOKES = {
+    "gemm": ["--measure", "products,quantizers"], "scaled_products": [], "skip_residual": [], "quality": [],
+    "memory": [], "convergence": ["--tasks", "gpt"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """(folder of results, rows by benchmark) of one smoke run of everything; `gemm` runs `quantizers`, too."""
+    """(folder of results, rows by benchmark) of one smoke run of those that need no model of their own."""
     out = tmp_path_factory.mktemp("results")
-    options = ["--smoke", "--out", str(out)]
-    rows: dict = {module.NAME: module.main(options) for module in (quality, memory)}
-    # The other task has a test of its own.
-    rows[convergence.NAME] = convergence.main([*options, "--tasks", "gpt"])
-    rows[gemm.NAME] = gemm.main([*options, "--measure", "products,quantizers"])
-    rows[gemm.SCALED] = gemm.main([*options, "--measure", "scales"])
-    train_step.main([*options, "--parts", "mlp", "--recipes", "tcfp12_fast"])
-    return out, rows
+    return out, {name: common.main(name, ["--smoke", "--out", str(out), *more]) for name, more in SMOKES.items()}
 
 
-@pytest.mark.parametrize("name", ["gemm", gemm.SCALED, "quality", "convergence", "memory"])
+@pytest.mark.parametrize("name", [*SMOKES, "quantizers"])
 def test_smoke_rows_are_finite_and_written(smoke, name):
     out, rows = smoke
     content = json.loads((out / common.device_slug() / f"{name}.json").read_text())
     assert content["benchmark"] == name
     assert content["header"]["jax"] == jax.__version__
-    assert len(content["rows"]) == len(rows[name]) > 0
-    for row in rows[name]:
-        numbers = [value for value in dataclasses.asdict(row).values() if isinstance(value, int | float)]
-        assert numbers
-        assert all(map(math.isfinite, numbers))
+    assert content["header"]["library"] == common.library_digest()
+    module = report.benchmark(name)
+    expected = [dataclasses.asdict(r) for r in rows.get(name, rows["gemm"]) if isinstance(r, module.Row)]
+    assert content["rows"] == json.loads(json.dumps(expected)) != []
+    for row in content["rows"]:
+        assert all(math.isfinite(value) for value in row.values() if isinstance(value, int | float))
+    result = common.read_result(name, out)
+    titles, rule, *lines = module.table(result).split("\n\n")[0].splitlines()
+    assert len(lines) > 0 and {line.count("|") for line in lines} == {titles.count("|")} == {rule.count("|")}
+
+
+@pytest.mark.parametrize("name", report.BENCHMARKS)
+def test_every_benchmark_has_the_same_shape(name):
+    module = report.benchmark(name)
+    assert name == module.NAME
+    assert dataclasses.is_dataclass(module.Config) and dataclasses.is_dataclass(module.Row)
+    assert all(callable(getattr(module, part)) for part in ("configure", "measure", "show", "table", "main"))
 
 
 def test_quality_finds_what_theory_says(smoke):
@@ -92,48 +95,65 @@ def test_distributions_are_what_they_are_called(distribution):
     assert low < kurtosis < high
 
 
-def test_gemm_does_not_time_a_wrong_product():
-    x, w = random_operands(GemmShape(16, 32, 16))
-    half = w.astype(jnp.bfloat16)
-    right = gemm._baseline(x, half)
-    wrong = dataclasses.replace(right, function=lambda x, w: dot_bf16(x, w).at[3, 5].add(1.0))
+def test_a_wrong_product_is_not_timed(monkeypatch):
+    right = products.bf16_product(*random_operands(GemmShape(16, 32, 16)))
+    assert products.check_product(right) <= 1
+    wrong = dataclasses.replace(right, function=lambda *args: right.function(*args).at[3, 5].add(1.0))
+    monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
     with pytest.raises(ArithmeticError, match="not timed"):
-        gemm.check_product(wrong, gemm.Config(shapes=()))
+        list(gemm.measure_products(gemm.Config((GemmShape(16, 32, 16),)), lambda *_: [right, wrong]))
+    monkeypatch.setattr(skip_residual, "find_products", lambda *_: ([right, wrong], 0.5))
+    with pytest.raises(ArithmeticError, match="not timed"):
+        skip_residual.measure(skip_residual.SMOKE)
     with pytest.raises(ValueError, match="MxKxN"):
         GemmShape.parse("8x16")
 
 
-def test_quantizers_are_timed_beside_the_products(smoke):
+def test_skipping_is_measured_where_residuals_are_zero(smoke):
+    rows = {row.kind: row for row in smoke[1]["skip_residual"]}
+    assert list(rows) == ["bf16", "all blocks", "nonzero blocks"]
+    assert {row.skipped for row in rows.values()} == {0.5}
+    assert rows["all blocks"].speed_over_all == rows["bf16"].speed_over_bf16 == 1
+    assert rows["nonzero blocks"].bound_used <= 1
+
+
+def test_quantizers_are_compared_before_they_are_timed(smoke):
     content = json.loads((smoke[0] / common.device_slug() / "quantizers.json").read_text())
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
     with pytest.raises(ArithmeticError, match="differs from the reference"):
-        quantizers._check("wrong", jnp.ones(3), jnp.ones(3).at[1].set(2))
+        quantizers.check("wrong", jnp.ones(3), jnp.ones(3).at[1].set(2))
 
 
 def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
     tuning.PATH.write_text('{"another": {}}')
     tuning.load.cache_clear()
-    shape = GemmShape(128, 128, 128)
-    case = tune._product(shape, 2, "fast", jnp.bfloat16)
+    case = tune.product_case(GemmShape(128, 128, 128), products.Form(2, "fast"))
     kept = [c for c in case.candidates if c[0] == "xla" or jax.__version_info__ >= (0, 11)][:2]
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
         tune.write(case.op, entry)
     assert tuning.find(case.op, case.variant, (128, 256, 128)) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
-    wrong = ("triton", jax.jit(lambda x, w, lo, scale: jnp.zeros((128, 128), jnp.bfloat16)), None)
+    wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
     with pytest.raises(ArithmeticError, match="differs from XLA"):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
     tuning.load.cache_clear()
 
 
+def test_tuning_stops_at_its_budget(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "time_case", lambda case: pytest.fail("timed"))
+    monkeypatch.setattr(tune, "random_operands", lambda *args: pytest.fail("drawn"))
+    assert gemm.main(["--tune", "--only", "block_matmul dual", "--budget-seconds", "-1"]) == []
+    assert "stopped before block_matmul dual square 128" in capsys.readouterr().out
+
+
 def test_timing_states_its_timer_and_spread():
     x = jnp.ones((64, 64))
-    timing = common.time_jitted(jax.jit(jnp.dot), x, x, rounds=3, calls=2)
-    assert 0 < timing.min_ms <= timing.median_ms <= timing.max_ms
-    assert timing.timer == ("CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock")
+    taken = timing.time_interleaved({"dot": (jax.jit(jnp.dot), (x, x))}, rounds=3, calls=2)["dot"]
+    assert 0 < taken.min_ms <= taken.median_ms <= taken.max_ms
+    assert taken.timer == ("CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock")
 
 
 def test_memory_counts_the_parts(smoke):
@@ -144,11 +164,12 @@ def test_memory_counts_the_parts(smoke):
     assert rows["tcfp12, stochastic lo, no error buffer"].errors_bytes == 0
     arithmetic = [row for row in smoke[1]["memory"] if row.kind == "arithmetic" and row.name == "BF16"]
     assert [row.state_bytes for row in arithmetic] == [12 * 10**9 * billions for billions in memory.BILLIONS]
+    assert memory.bytes_per_weight(memory.SETTINGS[1].recipe) == pytest.approx(20, abs=0.01)
 
 
 def test_convergence_pairs_runs_by_seed():
     def row(name, seed, loss):
-        return convergence.Row("gpt", name, seed, loss, loss, math.exp(loss), loss, None, 1.0, "", [], {})
+        return convergence.Row("gpt", name, seed, loss, loss, math.exp(loss), loss, None, 1.0, [], {})
 
     runs = [("bf16", 0, 1.0), ("bf16", 1, 2.0), ("tcfp12", 0, 1.1), ("tcfp12", 1, 1.9), ("tcfp12", 2, 9.0)]
     rows = [row(*run) for run in runs]
@@ -170,8 +191,10 @@ def test_convergence_stops_at_its_budget_and_resumes(smoke, capsys, monkeypatch)
     assert "1 of 1 runs left undone" in capsys.readouterr().out
     with pytest.raises(ValueError, match="drop --resume"):
         convergence.read_rows(out / common.device_slug() / "convergence.json", convergence.Config())
-    with pytest.raises(SystemExit):
-        convergence.main(["--recipes", "tcfp13"])
+    wrong = {"tcfp13": ["--recipes", "tcfp13"], "must contain bf16": ["--recipes", "tcfp12"], "needs": ["--resume"]}
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            convergence.main(arguments)
 
 
 def test_digits_are_learned():
@@ -193,32 +216,3 @@ def test_scan_compares_both_forms(tmp_path):
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
         gemm.main(["--smoke", "--out", str(common.RESULTS)])
-
-
-def test_report_rewrites_and_checks(smoke, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text("\n".join(f"# {name}\n<!-- begin: {name} -->\n<!-- end: {name} -->" for name in report.TABLES))
-    options = ["--readme", str(readme), "--results", str(smoke[0])]
-    assert report.main([*options, "--check"]) == 1
-    assert report.main(options) == 0
-    assert report.main([*options, "--check"]) == 0
-    written = readme.read_text()
-    for name in plots.DRAWN:
-        assert f"docs/plots/{name}.png" in written
-    readme.write_text(written.replace("1.00", "1.01", 1))
-    (tmp_path / "docs" / "plots" / "gemm.png").unlink()
-    assert report.main([*options, "--check"]) == 1
-    complaints = capsys.readouterr().err
-    assert "section gemm" in complaints
-    assert "plot" in complaints
-    readme.write_text("<!-- begin: speed -->\n<!-- end: speed -->")
-    with pytest.raises(ValueError, match="no benchmark fills"):
-        report.main(options)
-
-
-def test_sections_without_numbers_name_the_command(tmp_path):
-    assert "python -m benchmarks.memory --json" in report.render_section("memory", tmp_path)
-
-
-def test_readme_agrees_with_the_committed_numbers():
-    assert report.find_differences(common.ROOT / "README.md") == []

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formats_oracles import same
 
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, cast_kernel, datatype
 from tcfp_jax.formats.cast_kernel import cast_tiles, serves
-from tcfp_jax.formats.parts import Modes
+from tcfp_jax.formats.rounding import Modes
+from tests.formats_oracles import same
 
 SERVED = ("mxfp8e4", "mxfp8e5", "mxfp6e3", "mxfp6e2", "mxfp4e2", "mxint8", "mxint4", "bfp16", "e1m6b1_e32")
 BFLOAT16 = jnp.dtype("bfloat16")

@@ -19,6 +19,7 @@ def test_scale_codes():
     assert scale("e8m0_t32d-1_t16").tiles == (Tile(32, -1), Tile(16, -2))
     two = scale("e4m3fn_t16_float32")
     assert two.number == number("e4m3fn") and two.outer == number("float32") and two.zero is None
+    assert scale("e8m0_t32").mode is None and scale("e8m0_t32_mse").mode == "mse" and scale("e8m0_ceil").is_tensor
     assert scale("float8_e8m0fnu_t32").number == scale("e8m0_t32").number
     assert hash(two) == hash(scale("e4m3fn_t16_float32"))
 
@@ -33,6 +34,7 @@ def test_scale_codes():
         ("e8m0_t16_float32", "two levels"), ("float16_int8_t16_float32", "two levels"), 
         ("float16_float16_float16", "needs"),
         ("e4m3fn_t0_float32", "tiles below"), ("float16_t16s2o1", "power of two"), ("e8m0_x", "neither"), (3, "text"),
+        ("e8m0_t32_auto", "neither"), ("float32_t32_ceil", "exponent"), ("e8m0_mse_t32", "neither"),
         ("e4m3fn_t16_float32_t16", "follows"), ("e4m3fn_t16_float32_float32", "two numbers"),
     ],
 )  # fmt: skip

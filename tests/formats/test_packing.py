@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same_bits
 
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
 from tcfp_jax.formats.codes import decode, encode, from_bytes, to_bytes
+from tests.formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same_bits
 
 
 @pytest.mark.parametrize("name", FLOATS)

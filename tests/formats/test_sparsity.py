@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formats_oracles import QUICK
 
 from tcfp_jax.formats import rotate, sparse
+from tests.formats_oracles import QUICK
 
 thinned = jax.jit(sparse, static_argnums=(1, 2, 3), compiler_options=QUICK)
 rotated = jax.jit(rotate, static_argnames=("size", "dim", "direction"), compiler_options=QUICK)

@@ -110,10 +110,24 @@ def test_training_learns_and_repeats_bit_for_bit(recipe):
 
 
 def test_training_with_stochastic_residual():
-    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     losses, *state = train(Network(recipe), recipe, key=jax.random.key(3))
     again, *same_state = train(Network(recipe), recipe, key=jax.random.key(3))
     assert losses[-1] < 0.95 * losses[0] and losses == again and same(state, same_state)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return TCFPDense(32, name="dense")(nn.RMSNorm(name="norm")(x))
+
+
+def test_a_parameter_named_scale_is_no_weight():
+    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a quantized weight."""
+    losses, params, opt_state = train(Normed(), "tcfp12")
+    assert losses[-1] < losses[0] and set(params) == {"dense", "norm"}
+    state = tcfp_jax.layer_state(opt_state)
+    assert set(state) == {"dense"} and set(state["dense"]) == {"kernel"}
 
 
 def test_remat_changes_nothing():
@@ -138,7 +152,7 @@ def test_scan_over_layers_reads_the_stacked_state():
     network = Stack()
     params = network.init(jax.random.key(1), X)["params"]
     state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(params))
-    assert state["layer"]["kernel"].scale.shape == (3,)
+    assert state["layer"]["kernel"].stack == (3,)
     fresh = network.apply({"params": params}, X)
     np.testing.assert_allclose(network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5)
 
@@ -161,7 +175,7 @@ def test_dot_general_reads_the_kernel_of_its_owner():
 
 
 def test_stochastic_layer_takes_the_rng_stream():
-    recipe = tcfp_jax.recipe("tcfp12", residual="stochastic", error_feedback=False)
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     layer = TCFPDense(16, recipe=recipe)
     variables = layer.init(jax.random.key(1), X)
     run = lambda **rngs: layer.apply(variables, X, rngs=rngs)

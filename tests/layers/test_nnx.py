@@ -18,8 +18,7 @@ from tcfp_jax.conversion.convert import (
     sync,
     to_bf16,
 )
-from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral
-from tcfp_jax.weights.quantization import as_quantized
+from tcfp_jax.nnx import TCFPEinsum, TCFPEmbed, TCFPLayerNorm, TCFPLinear, TCFPLinearGeneral, stored_weight
 from tests.arrays import nnx_model, same
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
@@ -90,8 +89,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     assert losses[2] < losses[0] and all(np.isfinite(losses))
     # The layer reads what the optimizer wrote last: the weight of now, rounded.
     layer = model.blocks[0].up
-    stored = layer.stored.get_value()
-    values = jax.jit(lambda stored: as_quantized(stored).dequantize())(stored)
+    values = jax.jit(lambda stored: stored.dequantize())(stored_weight(layer))
     np.testing.assert_allclose(values, layer.kernel[...], rtol=0, atol=4e-3)
     trained = pure(model)
     flax_nnx.update(float_model, flax_nnx.state(model, flax_nnx.Param))  # a checkpoint goes both ways
@@ -253,6 +251,57 @@ def test_bad_input():
         survey(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)))
 
 
+def trained(model, tx, steps=3):
+    """(losses, optimizer) of a model whose layers read the optimizer's state; it is compiled once."""
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    TRACES.clear()
+    with jax.numpy_dtype_promotion("standard"):
+        losses = [float(train(model, optimizer, X)) for _ in range(steps)]
+    assert len(TRACES) == 1
+    return losses, optimizer
+
+
+class Normed(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.linear = flax_nnx.RMSNorm(16, rngs=rngs), TCFPLinear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(self.norm(x))
+
+
+def test_a_parameter_named_scale_is_no_weight():
+    """`RMSNorm` has the parameters `{"scale": ...}`, which once were taken for a quantized weight."""
+    model = nnx_model(Normed)
+    losses, optimizer = trained(model, optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback("tcfp12")))
+    assert losses[2] < losses[0]
+    state = tcfp_jax.layer_state(flax_nnx.as_pure(optimizer.opt_state))
+    assert set(state) == {"linear"} and same(state["linear"]["kernel"], stored_weight(model.linear))
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_blocks_keep_their_size_on_narrow_layers(block):
+    """A layer as narrow as a block has as many scales with one block size as with another."""
+    recipe = tcfp_jax.recipe("blockwise", block=block)
+    model = nnx_model(lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs))
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((4, 64)), jnp.float32)
+    fresh = forward(model, x)
+    optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(recipe), wrt=flax_nnx.Param)
+    sync(model, optimizer)
+    assert same(forward(model, x), fresh)
+    before = jax.tree.structure(flax_nnx.state((model, optimizer)))
+    train(model, optimizer, x)
+    assert same(forward(model, x), forward(without_state(model, recipe), x))
+    assert jax.tree.structure(flax_nnx.state((model, optimizer))) == before
+
+
+def without_state(model, recipe):
+    """A layer with the parameters of another one, and no state."""
+    layer = nnx_model(lambda rngs: TCFPLinear(64, 32, recipe=recipe, rngs=rngs))
+    flax_nnx.update(layer, flax_nnx.state(model, flax_nnx.Param))
+    return layer
+
+
 class Shared(flax_nnx.Module):
     def __init__(self, rngs):
         self.first = flax_nnx.Linear(16, 16, rngs=rngs)
@@ -269,7 +318,7 @@ def test_shared_layers_and_accumulation_have_one_state():
     optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
     sync(model, optimizer)
     assert model.second.stored is model.first.stored
-    values = lambda: np.asarray(as_quantized(model.first.stored.get_value()).values)
+    values = lambda: np.asarray(jax.tree.leaves(stored_weight(model.first))[0])
     stored, TRACES[:] = [values()], []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(2):

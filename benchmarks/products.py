@@ -1,0 +1,265 @@
+"""The products that benchmarks time: their operands, their values in float32, and the check that comes before a time.
+
+This is the only file of the benchmarks that calls the products of `pallas_kernels`. What quantizers share is below.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.shapes import GemmShape, dot_bf16
+from benchmarks.timing import threaded
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.hopper.plan import Config, block_candidates, candidates
+from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul.api import SUM_BOUND, matmul
+from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
+from pallas_kernels.operands import Product as Options
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.skip_matmul import mosaic as skip_mosaic
+from pallas_kernels.skip_matmul.api import skip_matmul
+
+E4M3 = jnp.float8_e4m3fn
+# Of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have bounds of their own, `SUM_BOUND`.
+BF16_SUM_BOUND = 2.0**-16
+Pair = tuple[Operand, Operand]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the operands of a product are stored, and how it adds.
+
+    Attributes:
+      halves: 2 for a residual weight, 1 for a single one.
+      accumulation: of the sum; products of blocks are always "full".
+      scaling: of the weight; that of x is the same along its rows.
+      out_dtype: of the result.
+      residual_blocks: the blocks of the residual that are multiplied.
+      activation_halves: 2 for x = hi + lo, whose product with W = hi + lo leaves out lo times lo.
+    """
+
+    halves: Literal[1, 2]
+    accumulation: Accumulation = "full"
+    scaling: Scaling = Tensor()
+    out_dtype: str = "bfloat16"
+    residual_blocks: Literal["all", "nonzero"] = "all"
+    activation_halves: Literal[1, 2] = 1
+
+    @property
+    def gemms(self) -> int:
+        """How many FP8 products it is made of."""
+        return self.halves if self.activation_halves == 1 else 3
+
+    @property
+    def op(self) -> str:
+        """How `tuned.json` names the op."""
+        return "block_matmul" if isinstance(self.scaling, Block) else "matmul"
+
+    @property
+    def variant(self) -> str:
+        """How `tuned.json` names the variant."""
+        if not isinstance(self.scaling, Block):
+            return mosaic.variant(self.halves, self._options)
+        one: Any = jax.ShapeDtypeStruct((1, 1), E4M3)
+        weight = Operand(one, one, one if self.halves == 2 else None, scaling=self.scaling)
+        return mosaic_blocks.variant(weight, self._options)
+
+    @property
+    def _options(self) -> Options:
+        return Options(jnp.dtype(self.out_dtype), self.accumulation)
+
+    def bound(self, backend: Backend) -> float:
+        """The product's own: largest error of a sum per unit of |x| @ |w|."""
+        # What the three products of two residual operands leave out is below 2**-8 of both.
+        return SUM_BOUND[backend, self.accumulation] + (2.0**-8 if self.activation_halves == 2 else 0)
+
+    def candidates(self, shape: GemmShape) -> list[Config]:
+        """The tile sizes that the Mosaic kernel has for a shape, best guess first."""
+        sizes = (shape.m, shape.k, shape.n)
+        if not isinstance(self.scaling, Block):
+            return candidates(*sizes, self.halves, self.accumulation)
+        if self.residual_blocks == "nonzero":
+            return skip_mosaic.candidates(*sizes, self.scaling.size)
+        return block_candidates(*sizes, self.halves, self.scaling.size)
+
+    def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
+        """The operands of x `[m, k]` and W `[n, k]`."""
+        return _quantize(x, w, self, backend)
+
+    def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
+        """The product by a backend, or by the Mosaic kernel with these tile sizes."""
+        out_dtype = jnp.dtype(self.out_dtype)
+        if self.activation_halves == 2:
+            # As in a layer: sums of float32, because rounding one would cost the quality that the third is for.
+            wide: Any = dict(out_dtype=jnp.float32, accumulation=self.accumulation, backend=backend)
+            assert x.lo is not None, "it was quantized with two halves"
+            low = Operand(x.lo, x.scale, scaling=x.scaling)
+            out = matmul(x.drop_residual(), w, **wide) + matmul(low, w.drop_residual(), **wide)
+            return out.astype(out_dtype)
+        if self.residual_blocks == "nonzero":
+            if config is None:
+                return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
+            return skip_mosaic.skip_matmul(self._options, x, w, None, config=config)
+        if config is None:
+            return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
+        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
+        return kernel.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
+
+    def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
+        """Whether a result is within its own bound and XLA's of XLA's result."""
+        wide = dataclasses.replace(self, accumulation="full", out_dtype="float32", residual_blocks="all")
+        magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
+        result, xla = (value.astype(jnp.float32) for value in (got, expected))
+        # Each result is rounded to its dtype once more, XLA's sum of two products twice.
+        rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
+        bound = (self.bound(backend) + self.bound("xla")) * magnitude + rounding * abs(xla)
+        return bool(np.asarray(jnp.all(jnp.abs(result - xla) <= bound)))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -> Pair:
+    def operand(value: jax.Array, scaling: Scaling, halves: int) -> Operand:
+        if halves == 2:
+            return dual_quantize(value, scaling, backend=backend).rows
+        return quantize(value, E4M3, scaling, backend=backend).rows
+
+    return operand(x, form.scaling.along_rows, form.activation_halves), operand(w, form.scaling, form.halves)
+
+
+def _magnitude(value: jax.Array) -> jax.Array:
+    """|value|, of FP8 by its bits; scales are not negative."""
+    if value.dtype not in (E4M3, jnp.float8_e5m2):
+        return value
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype)
+
+
+def halves_of(w: Operand) -> tuple[jax.Array, ...]:
+    """The float32 values of each half of a weight."""
+    hi = w.drop_residual().dequantize()
+    # Not from `lo_scale`, which says only where the residual is zero.
+    return (hi,) if w.lo is None else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product that can be checked and timed.
+
+    Attributes:
+      kind, accumulation, backend: what rows call it.
+      function, args: a jitted function and its arguments.
+      values: the float32 values of x `[m, k]` and of the parts of W `[n, k]` that the arguments stand for.
+      gemms: how many FP8 or BF16 products it is made of.
+      bound: of its sums, per unit of |x| @ |w|.
+      config: tile sizes, where they were chosen by hand.
+    """
+
+    kind: str
+    accumulation: Accumulation
+    backend: Backend
+    function: Callable[..., jax.Array]
+    args: tuple[Any, ...]
+    values: Callable[[], tuple[jax.Array, ...]]
+    gemms: int
+    bound: float
+    config: Config | None = None
+
+    @property
+    def name(self) -> str:
+        """Different for all products of a run."""
+        return f"{self.kind} {self.accumulation} {self.backend} {self.config or ''}"
+
+
+def bf16_product(x: jax.Array, w: jax.Array) -> Product:
+    """The baseline: bfloat16 x and W."""
+    half = w.astype(jnp.bfloat16)
+    values = lambda: (x.astype(jnp.float32), half.astype(jnp.float32))
+    return Product("bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND)
+
+
+def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None) -> Product:
+    """A product of operands that `form.quantize` made."""
+    function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
+    values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
+    bound = form.bound(backend)
+    return Product(kind, form.accumulation, backend, function, pair, values, form.gemms, bound, config)
+
+
+def possible(found: list[Product]) -> list[Product]:
+    """Those products if the backend has them, else none, and why."""
+    try:
+        for candidate in found:
+            jax.eval_shape(candidate.function, *candidate.args)
+    except NotImplementedError as reason:
+        print(f"{found[0].kind}: {reason}")
+        return []
+    return found
+
+
+def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> float:
+    """Largest error over its bound, on randomly chosen rows and columns, against float64.
+
+    Raises:
+      ArithmeticError: it is above 1, or not a number.
+    """
+    out = candidate.function(*candidate.args)
+    random = np.random.default_rng(seed)
+    rows, columns = (jnp.asarray(random.choice(size, min(size, checked_rows), replace=False)) for size in out.shape)
+    wide_x, *wide_w = candidate.values()
+    x = np.asarray(wide_x[rows]).astype(np.float64)
+    halves = [np.asarray(half[columns]).astype(np.float64) for half in wide_w]
+    parts = [x @ half.T for half in halves]
+    exact = sum(parts)
+    magnitude = np.abs(x) @ np.abs(sum(halves)).T
+    # An output is rounded once, in a dual product of XLA's each half and their sum.
+    rounding = float(jnp.finfo(out.dtype).eps)
+    bound = candidate.bound * magnitude + rounding * sum(np.abs(part) for part in parts)
+    got = np.asarray(out[rows[:, None], columns[None, :]]).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        used = float(np.max(np.abs(got - exact) / bound))
+    if not used <= 1:
+        raise ArithmeticError(
+            f"{candidate.name}: the error is {used} of its bound; the product is wrong, so it is not timed"
+        )
+    return used
+
+
+# Quantizers -----------------------------------------------------------------------------------------------------------
+
+
+def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple[Any, tuple[()]]:
+    """`split(w, error)` as a step that writes the new error in place of the old one, and its arguments."""
+
+    def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+        quantized = split(w, error)
+        return quantized.error, quantized._replace(error=None)
+
+    return threaded(step, error, w), ()
+
+
+def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """Gaussian values of deviation 1, then of an error's 0.001; unsigned integers are random bits."""
+    keys = jax.random.split(jax.random.key(0), len(dtypes))
+    return tuple(
+        jax.random.bits(key, shape)
+        if dtype == jnp.uint32
+        else (jax.random.normal(key, shape) * (1e-3 if i else 1.0)).astype(dtype)
+        for i, (key, dtype) in enumerate(zip(keys, dtypes, strict=True))
+    )
+
+
+def same_bits(got: Any, expected: Any) -> bool:
+    """Whether two trees of arrays are equal bit for bit, compared on the device: fetching them would take longer."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+        bits_a, bits_b = (jax.lax.bitcast_convert_type(v, as_bits) for v in (a, b))
+        if not np.asarray(jnp.array_equal(bits_a, bits_b)):
+            return False
+    return True

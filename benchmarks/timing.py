@@ -1,0 +1,159 @@
+"""Time and memory: candidates in turn, by the kernels' own clock where there is one, and peaks of single processes.
+
+CUPTI gives the sum of a call's kernels on a GPU; elsewhere it is the wall clock. `Timing.timer` says which it was.
+"""
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Timer = Literal["CUPTI kernel time", "wall clock"]
+Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # name: (jitted function, arguments)
+Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median and extremes over samples, and what measured them."""
+
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    samples: int
+    timer: Timer
+
+
+def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5) -> dict[str, Timing]:
+    """Time candidates in turn, so that a chip that warms up or slows down does so for all of them.
+
+    Each is warmed up first. On a GPU, CUPTI gives the sum of the kernels' own times for every call; where it does not
+    work, the wall clock around the calls of a round gives their mean. All candidates of one call of this function are
+    measured by the same timer.
+
+    Args:
+      candidates: name to (jitted function, arguments).
+      rounds: how often every candidate has its turn.
+      calls: in one turn, queued one after the other.
+    """
+    _warm_up(candidates)
+    samples = _sample(candidates, _kernel_times, rounds, calls) if jax.default_backend() == "gpu" else None
+    if samples is None:
+        return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
+    return _timings(samples, "CUPTI kernel time")
+
+
+def time_on_host(candidates: Candidates, *, rounds: int = 5, calls: int = 1) -> dict[str, Timing]:
+    """Time candidates that run on the CPU in turn, by the wall clock, whatever JAX's default device; each warmed up.
+
+    They need not be JAX's: a function that returns something else is done when it returns.
+    """
+    _warm_up(candidates)
+    return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
+
+
+def _warm_up(candidates: Candidates) -> None:
+    for function, args in candidates.values():
+        jax.block_until_ready(function(*args))
+
+
+def _timings(samples: dict[str, list[float]] | None, timer: Timer) -> dict[str, Timing]:
+    assert samples is not None  # the wall clock always works
+    return {
+        name: Timing(statistics.median(values), min(values), max(values), len(values), timer)
+        for name, values in samples.items()
+    }
+
+
+def _sample(candidates: Candidates, measure: Measure, rounds: int, calls: int) -> dict[str, list[float]] | None:
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, (function, args) in candidates.items():
+            times = measure(function, args, calls)
+            if times is None:
+                return None
+            samples[name] += times
+    return samples
+
+
+def _kernel_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float] | None:
+    """CUPTI's kernel milliseconds of each call, or None where this jax or machine has no CUPTI."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+    except ImportError:
+        return None
+    try:
+        _, times = profiler.measure(function, aggregate=True, iterations=max(2, calls))(*args)
+    except RuntimeError as error:
+        print(f"CUPTI gives no times ({error}); using the wall clock", flush=True)
+        return None
+    return None if times is None else [float(t) for t in times]
+
+
+def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float]:
+    started = time.perf_counter()
+    # Calls are queued in order, so the last result is ready when all are.
+    for _ in range(calls):
+        out = function(*args)
+    jax.block_until_ready(out)
+    return [(time.perf_counter() - started) * 1e3 / calls]
+
+
+class Threaded:
+    """A step `(state, *inputs) -> (state, result)` with its state, which it donates: a call is the next step.
+
+    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
+    """
+
+    def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
+        self.compiled, self.state, self.inputs = compiled, state, inputs
+        self.trace, self.lower = jitted.trace, jitted.lower
+
+    def __call__(self) -> Any:
+        """Run a step; its result."""
+        self.state, result = self.compiled(self.state, *self.inputs)
+        return result
+
+
+def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:
+    """`step`, jitted and compiled, with a copy of `state` that it may donate."""
+    jitted = jax.jit(step, donate_argnums=0)
+    return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def has_peaks() -> bool:
+    """Whether the device reports the allocator's peak; CPUs do not."""
+    return jax.local_devices()[0].memory_stats() is not None
+
+
+def peak_bytes() -> int | None:
+    """The allocator's peak of this process so far, compilation's own trials included; None where none is reported."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def measure_alone(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """`function(*args)` of each `args`, each in a new process, all at once: a peak is a process's and never falls.
+
+    Args:
+      function: of a module, by whose name a new process finds it.
+      calls: arguments that pickle.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(len(calls), context, initializer=take_memory_as_needed, max_tasks_per_child=1)
+    with pool:
+        return [future.result() for future in [pool.submit(function, *args) for args in calls]]
+
+
+def take_memory_as_needed() -> None:
+    """Let JAX allocate what it uses, before its first use of a device: other processes need the rest."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -1,0 +1,154 @@
+"""How values are rounded to a number's grid, and what becomes of values that lie beyond it.
+
+`round_unscaled` takes magnitudes of x, and `round_units` takes those that a scale has divided. Magnitudes and signs are
+int32 with the bits of |x| and the sign bit alone, because integer operations mean the same on every backend, also for
+subnormals, which float operations of XLA:CPU read as zero.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tcfp_jax.formats import float_bits, scale_choice
+from tcfp_jax.formats.codebooks import CodebookSpec
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, Grid, RoundMode
+from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.scales import ScaleMode, ScaleSpec
+
+SIGN = -(2**31)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How a cast rounds, chooses exponent scales, and treats what is too large; see `formats.cast`."""
+
+    roundmode: RoundMode = "even"
+    scalemode: ScaleMode = "max"
+    saturate: bool = True
+
+    def of_scale(self, scale: ScaleSpec) -> ScaleMode:
+        """The rule for an exponent scale: its own where it names one."""
+        return scale.mode or self.scalemode
+
+
+def fixed_point(number: NumberSpec | CodebookSpec) -> int:
+    """The exponent of an integer's step under an exponent scale: -(bits - 2), where values are kept in steps of one.
+
+    OCP's MXINT8 is a fixed-point number below 2, so that a scale has the magnitude of the tile's largest value. For
+    floats and codebooks, which are kept in their own units, it is 0.
+    """
+    return 1 - number.mbits if isinstance(number, NumberSpec) and number.is_integer else 0
+
+
+def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
+    """How many mantissa bits a quotient needs so that rounding it to the number is rounding it once."""
+    if isinstance(number, CodebookSpec) or modes.roundmode == "stochastic":
+        return float_bits.MANTISSA_BITS
+    # One digit to round by, and the sticky one below it.
+    return min(number.mbits + 2, float_bits.MANTISSA_BITS)
+
+
+def round_unscaled(
+    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
+) -> jax.Array:
+    """float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
+    if number.kind == "exponent":
+        return _round_exponent(magnitude, sign, number, modes, random)
+    if scale_choice.is_wide(number):
+        rounded = float_bits.round_bits(scale_choice.finite_magnitude(magnitude), number.mbits, modes.roundmode, random)
+        largest = int(np.float32(number.max).view(np.int32))
+        return _finish(rounded, rounded > largest, jnp.int32(largest), magnitude, sign, number, modes)
+    shift = unit_shift(number)
+    if shift == 0:
+        units = lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, 0, magnitude), jnp.float32)
+    else:
+        # Capped so that moving the exponent up cannot leave float32.
+        units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
+    rounded = round_units(units, magnitude, sign, number, modes, random, shift)
+    return scaled_up(rounded, jnp.int32(shift)) if shift else rounded
+
+
+def unit_shift(number: NumberSpec) -> int:
+    """The power of two, 1 or less, that an unscaled number is counted in, so that its smallest values are normal."""
+    return 0 if number.is_integer else min(0, number.emin - number.mbits + 100)
+
+
+def _round_exponent(
+    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
+) -> jax.Array:
+    """Powers of two; NaN for what is not positive. Ties go up, since a significand of 1 is odd."""
+    exponent, mantissa = float_bits.normalize(magnitude)
+    significand = lax.bitcast_convert_type(mantissa + (127 << 23), jnp.float32)
+    rounded = float_bits.round_to_grid(significand, Grid(0, 0, 2.0), modes.roundmode, random)
+    exponent = jnp.where(magnitude >= INFINITY, 128, exponent + (rounded >= 2).astype(jnp.int32))
+    over = (exponent > number.emax) & ((modes.roundmode != "zero") | (magnitude == INFINITY))
+    exponent = jnp.clip(exponent, number.emin, number.emax)
+    power = jnp.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
+    nan = (magnitude > INFINITY) | (sign < 0) | (magnitude == 0)
+    nan = nan if modes.saturate else nan | over
+    return lax.bitcast_convert_type(jnp.where(nan, NAN, power), jnp.float32)
+
+
+def round_units(
+    units: jax.Array,
+    magnitude: jax.Array,
+    sign: jax.Array,
+    number: NumberSpec | CodebookSpec,
+    modes: Modes,
+    random: jax.Array | None,
+    shift: int = 0,
+) -> jax.Array:
+    """float32 values of a number in its own units, times 2**-shift.
+
+    Args:
+      units: float32 |x| / scale, or |x| * 2**-shift for an unscaled number.
+      magnitude, sign: the bits of |x| and the sign bit of x, for NaN, inf and the sign of the result.
+      random: uniform uint32, for stochastic rounding only.
+    """
+    assert isinstance(number, NumberSpec)
+    grid = scale_choice.grid_of(number)
+    grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)
+    rounded = float_bits.round_to_grid(units, grid, modes.roundmode, random)
+    largest = jnp.float32(grid.largest)
+    as_bits = lax.bitcast_convert_type(rounded, jnp.int32)
+    largest_bits = lax.bitcast_convert_type(largest, jnp.int32)
+    return _finish(as_bits, rounded > largest, largest_bits, magnitude, sign, number, modes)
+
+
+def _finish(
+    rounded: jax.Array,
+    over: jax.Array,
+    largest: jax.Array,
+    magnitude: jax.Array,
+    sign: jax.Array,
+    number: NumberSpec,
+    modes: Modes,
+) -> jax.Array:
+    """Signed values from magnitudes that may lie beyond the largest, and from where `x` was not finite."""
+    infinite = magnitude == INFINITY
+    value = jnp.where(over | infinite, largest, rounded)
+    if not modes.saturate and (number.has_inf or number.has_nan):
+        beyond = infinite if modes.roundmode == "zero" else over | infinite
+        value = jnp.where(beyond, INFINITY if number.has_inf else NAN, value)
+    if not number.has_negative_zero:
+        sign = jnp.where(value == 0, 0, sign)
+    if number.kind == "uint":
+        value, sign = jnp.where(sign < 0, 0, value), jnp.zeros_like(sign)
+    signed = jnp.where(magnitude > INFINITY, NAN, jnp.where(value > INFINITY, value, value | sign))
+    return lax.bitcast_convert_type(signed, jnp.float32)
+
+
+def scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Signed float32 value * 2**exponent; what is not finite and the sign of zero stay."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
+    scaled = float_bits.scale_up(lax.bitcast_convert_type(magnitude, jnp.float32), exponent)
+    return lax.bitcast_convert_type(jnp.where(magnitude >= INFINITY, bits, scaled | sign), jnp.float32)
+
+
+def flushed(bits: jax.Array) -> jax.Array:
+    """float32 values of bits, subnormals as zero."""
+    return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)

@@ -1,0 +1,147 @@
+"""The pages say what the JSON says, and how old it is."""
+
+import dataclasses
+import doctest
+import importlib
+import json
+import shutil
+
+import pytest
+
+from benchmarks import common, report, train_step
+
+HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
+BENCHMARKS = ("train_step", "recipes")  # those that the pages of these tests have
+
+
+def step(part, recipe, speed, shape="32x32x48"):
+    timing = dict(median_ms=1.0, min_ms=1.0, max_ms=1.0, samples=1, timer="wall clock")
+    more = dict(compile_seconds=1.0, worst_snr_db=20.0, peak_bytes=None)
+    return train_step.Row(**timing, part=part, shape=shape, recipe=recipe, speed_over_bf16=speed, **more)
+
+
+def write(root, name, rows, library="0", device="chip"):
+    path = root / "results" / device / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {**HEADER, "library": library, "device": device}
+    rows = [dataclasses.asdict(row) for row in rows]
+    path.write_text(json.dumps({"benchmark": name, "header": header, "config": {}, "rows": rows}))
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder with both pages and two results, whose report is written; its options."""
+    monkeypatch.setattr(report, "BENCHMARKS", BENCHMARKS)
+    pages = {page: names if names == ("choose",) else BENCHMARKS for page, names in report.PAGES.items()}
+    monkeypatch.setattr(report, "PAGES", pages)
+    for page, names in pages.items():
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text("\n".join(f"# {n}\n<!-- begin: {n} -->\n<!-- end: {n} -->" for n in names))
+    steps = [step(part, name, 1.0) for part in ("mlp", "optimizer step") for name in ("bf16", "tcfp12")]
+    write(tmp_path, "train_step", [*steps, step("mlp", "tcfp12 wgrad fp8", 1.5), step("mlp", "tcfp12_fast", 1.25)])
+    write(tmp_path, "recipes", [step("mlp", "bf16", 1.0), step("mlp", "rowwise", 1.75)])
+    assert report.main(options(tmp_path)) == 0
+    return tmp_path
+
+
+def options(root, *more):
+    return ["--root", str(root), "--results", str(root / "results"), *more]
+
+
+def test_a_fresh_report_passes_its_check_and_an_edit_does_not(root, capsys):
+    assert report.main(options(root, "--check")) == 0
+    page = root / "docs" / "measurements.md"
+    assert "plots/train_step.png" in page.read_text()
+    page.write_text(page.read_text().replace("**1.00**", "**1.01**", 1))
+    (root / "docs" / "plots" / "train_step.png").unlink()
+    (root / report.MEASURED).write_text("{}")
+    assert report.main(options(root, "--check")) == 1
+    complaints = capsys.readouterr().err
+    for complaint in ("section train_step", "train_step.png", "measured.json"):
+        assert complaint in complaints
+
+
+def test_a_page_has_every_section_and_no_other(root, capsys):
+    page = root / "docs" / "measurements.md"
+    page.write_text(page.read_text().replace("recipes -->", "speed -->"))
+    with pytest.raises(ValueError, match="no benchmark fills"):
+        report.main(options(root))
+    page.write_text("nothing")
+    assert report.main(options(root, "--check")) == 1
+    assert "no section recipes" in capsys.readouterr().err
+
+
+def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsys):
+    page = root / "docs" / "measurements.md"
+    assert page.read_text().count(common.AGE) == 2
+    # The same numbers, measured with the library of today.
+    rows = [step("mlp", "bf16", 1.0), step("mlp", "rowwise", 1.75)]
+    write(root, "recipes", rows, library=common.library_digest())
+    (root / "results" / "chip" / "recipes.json").write_text((root / "results" / "chip" / "recipes.json").read_text())
+    assert common.AGE not in report.render_section("recipes", root / "results")
+    assert report.main(options(root)) == 0
+    assert page.read_text().count(common.AGE) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in out[-1:]] == ["train_step"]
+    page.write_text(page.read_text().replace(common.AGE, ""))
+    assert report.main(options(root, "--check")) == 0
+
+
+def test_the_digest_is_that_of_the_libraries(tmp_path):
+    for name in (*common.LIBRARIES, "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text("1")
+    before = common.library_digest(tmp_path)
+    (tmp_path / "benchmarks" / "a.py").write_text("2")
+    (tmp_path / "tcfp_jax" / "measured.json").write_text("{}")
+    assert common.library_digest(tmp_path) == before
+    (tmp_path / "pallas_kernels" / "tuned.json").write_text("{}")
+    tuned = common.library_digest(tmp_path)
+    (tmp_path / "tcfp_jax" / "a.py").write_text("2")
+    assert len({before, tuned, common.library_digest(tmp_path)}) == 3
+
+
+def test_the_table_to_choose_by(root):
+    lines = {line.split("|")[1].strip(): line for line in (root / "README.md").read_text().splitlines() if "|" in line}
+    assert lines["`bf16`"].split("|")[2:4] == [" 1 ", " 12 "]
+    assert lines["`tcfp12`"].split("|")[2:5] == [" **1.00** ", " 20 ", " – "]
+    assert lines["`rowwise`"].split("|")[2] == " **1.75**¹ "  # no optimizer step: both passes
+    assert lines["`mxfp8`"].split("|")[2] == " – "
+    # An optimizer step is preferred, wherever it was measured.
+    write(root, "recipes", [step(part, "rowwise", s) for part, s in (("mlp", 1.75), ("optimizer step", 1.5))])
+    assert "| **1.50** |" in report.choose(root / "results") and "¹" not in report.choose(root / "results")
+    line = "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |"
+    assert line in report.render_section("recipes", root / "results")
+
+
+def test_diagnose_gets_the_recipes_of_accelerators(root):
+    write(root, "train_step", [step("mlp", "tcfp12", 0.1)], device="cpu")
+    path = root / "results" / "cpu" / "train_step.json"
+    path.write_text(path.read_text().replace('"platform": "gpu"', '"platform": "cpu"'))
+    assert json.loads(report.measured(root / "results")) == {
+        "chip": {
+            "tcfp12": [{"shape": [32, 32, 48], "speed_over_bf16": 1.0}],
+            "tcfp12_fast": [{"shape": [32, 32, 48], "speed_over_bf16": 1.25}],
+        }
+    }
+
+
+def test_sections_without_numbers_name_the_command(tmp_path):
+    assert "python -m benchmarks.memory --json" in report.render_section("memory", tmp_path)
+    assert "| – |" in report.choose(tmp_path)
+
+
+def test_the_pages_agree_with_the_committed_numbers():
+    assert report.find_differences() == []
+
+
+@pytest.mark.parametrize("name", ["common", "memory", "report", "shapes", "casts", "timing"])
+def test_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
+
+
+def test_numbers_of_an_accelerator_are_preferred(root):
+    chip = root / "results" / "chip" / "recipes.json"
+    shutil.copytree(chip.parent, root / "results" / "cpu")
+    (root / "results" / "cpu" / "recipes.json").write_text(chip.read_text().replace('"chip"', '"cpu"'))
+    assert common.read_result("recipes", root / "results").header["device"] == "chip"
