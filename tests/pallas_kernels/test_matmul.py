@@ -19,7 +19,7 @@ from pallas_kernels.quantize.api import quantize
 from tests.helpers import float64_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-KEYS = jax.random.split(jax.random.key(0), 5)
+RNG = np.random.default_rng(1)
 OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
 needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
 BACKENDS = ["xla", "triton", pytest.param("mosaic", marks=needs_mosaic)]
@@ -31,15 +31,18 @@ ROUNDING = 2.0**-19
 def operands(scaling, halves=2, m=256, k=256, n=128, x_dtype=E4M3, w_dtype=E4M3):
     """(x, w, x @ w.T, |x| @ |w|.T) with the products in float64; rows of very different sizes."""
 
-    @jax.jit
-    def draw():
-        x, w = jax.random.normal(KEYS[0], (m, k)), jax.random.normal(KEYS[1], (n, k))
-        x, w = (v * jnp.exp(2 * jax.random.normal(key, (v.shape[0], 1))) for v, key in zip((x, w), KEYS[2:]))
-        if halves == 2:
-            return quantize(x, x_dtype, scaling.along_rows).rows, dual_quantize(w, scaling, dtype=w_dtype).rows
-        return quantize(x, x_dtype, scaling.along_rows).rows, quantize(w, w_dtype, scaling).rows
+    rng = np.random.default_rng(0)
+    drawn = [
+        (rng.standard_normal((rows, k)) * np.exp(2 * rng.standard_normal((rows, 1)))).astype(np.float32)
+        for rows in (m, n)
+    ]
 
-    x, w = draw()
+    @jax.jit
+    def quantized(x, w):
+        x = quantize(x, x_dtype, scaling.along_rows).rows
+        return x, (dual_quantize(w, scaling, dtype=w_dtype) if halves == 2 else quantize(w, w_dtype, scaling)).rows
+
+    x, w = quantized(*drawn)
     a, b = float64_of(x), float64_of(w)
     return x, w, a @ b.T, np.abs(a) @ np.abs(b).T
 
@@ -54,10 +57,10 @@ def within(got, exact, magnitude, bound=ROUNDING):
 @pytest.mark.parametrize("bias", ["bias", "no bias"])
 def test_with_one_scale_an_operand(backend, accumulation, halves, bias):
     x, w, exact, magnitude = operands(Tensor(), halves)
-    bias = jax.random.normal(KEYS[4], (128,)) * np.median(magnitude) if bias == "bias" else None
+    bias = (RNG.standard_normal(128) * np.median(magnitude)).astype(np.float32) if bias == "bias" else None
     got = matmul(x, w, bias, out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
     if bias is not None:
-        exact, magnitude = exact + np.asarray(bias, np.float64), magnitude + np.abs(np.asarray(bias))
+        exact, magnitude = exact + np.float64(bias), magnitude + np.abs(bias)
     assert within(got, exact, magnitude)
 
 
@@ -209,7 +212,7 @@ def test_scales_that_do_not_fit_their_values():
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("name", ["tcfp12", "tcfp12_fast"])
 def test_a_layer_and_its_gradients(backend, name):
-    x, w = jax.random.normal(KEYS[0], (128, 256)), jax.random.normal(KEYS[1], (256, 128))
+    x, w = (RNG.standard_normal(shape).astype(np.float32) for shape in ((128, 256), (256, 128)))
 
     def gradients(backend, quantize_backend):
         recipe = tcfp_jax.recipe(name, backend=backend, quantize_backend=quantize_backend)

@@ -21,7 +21,7 @@ from pallas_kernels.tiled import fit_tile
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
-KEYS = jax.random.split(jax.random.key(0), 4)
+RNG = np.random.default_rng(0)
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -33,8 +33,9 @@ def put():
 
 
 def hard_values(shape):
-    x = jax.random.normal(KEYS[0], shape) * jnp.exp(4 * jax.random.normal(KEYS[1], shape))
-    return x.at[0, :6].set(jnp.array([0.0, -0.0, 1.0625, -1.1875, 1e-40, 2.0**-9]))
+    x = (RNG.standard_normal(shape) * np.exp(4 * RNG.standard_normal(shape))).astype(np.float32)
+    x[0, :6] = [0.0, -0.0, 1.0625, -1.1875, 1e-40, 2.0**-9]
+    return x
 
 
 def collectives(compiled):
@@ -43,9 +44,10 @@ def collectives(compiled):
 
 
 def operands():
-    x = Operand((jax.random.normal(KEYS[0], (256, 256)) * 30).astype(E4M3), jnp.float32(0.5))
-    hi = (jax.random.normal(KEYS[1], (128, 256)) * 60).astype(E4M3)
-    return x, Operand(hi, jnp.float32(0.5), jax.random.normal(KEYS[2], (128, 256)).astype(E4M3))
+    def drawn(rows, size):
+        return jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 256)) * size, E4M3)
+
+    return Operand(drawn(256, 30), jnp.float32(0.5)), Operand(drawn(128, 60), jnp.float32(0.5), drawn(128, 1))
 
 
 def spread(put, operand, spec):
@@ -71,7 +73,7 @@ def close(got, x, w, bias=0.0):
     ],
 )
 def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
-    bias = jax.random.normal(KEYS[3], (128,)) * 1e3
+    bias = jnp.asarray(RNG.standard_normal(128) * 1e3, jnp.float32)
     x, w = (spread(put, operand, spec) for operand, spec in zip(operands(), (x_spec, w_spec), strict=True))
     call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, bias=bias, backend="triton"))
     compiled = call.lower(x, w).compile()
@@ -96,7 +98,7 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
 def test_quantizers_with_one_scale_move_one_number(put, spec):
     w = put(hard_values((128, 128)), spec)
-    error = put(hard_values((128, 128))[::-1] * jnp.float32(1e-6), spec)
+    error = put(hard_values((128, 128))[::-1] * np.float32(1e-6), spec)
     call = lambda w, error, backend: dual_quantize(w, error=error, orientation="both", backend=backend)
     compiled = jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
     assert collectives(compiled) == {"all-reduce"}  # of the amax

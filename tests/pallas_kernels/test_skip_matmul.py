@@ -24,7 +24,6 @@ from tests.helpers import float64_of
 needs_mosaic = pytest.mark.skipif(jax.__version_info__[:2] < SMALLEST_JAX, reason="Mosaic's FP8 products need jax 0.11")
 needs_plugin = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 E4M3 = jnp.float8_e4m3fn
-X_KEY, W_KEY = jax.random.split(jax.random.key(0))
 # Which blocks of 128 x 128 FP8 represents exactly: rows are n-tiles, columns k-blocks.
 EXACT = {
     "half": [[1, 0, 0, 1], [0, 1, 1, 0]],
@@ -37,15 +36,17 @@ EXACT = {
 def operands(exact, scaling=Block(128), m=256, bad=None):
     """Operands of a product over k = 512 with n = 256, and it and its sum of magnitudes in float64."""
 
+    rng = np.random.default_rng(0)
+
     @jax.jit
-    def draw(exact):
-        x, w = jax.random.normal(X_KEY, (m, 512)), jax.random.normal(W_KEY, (256, 512))
+    def quantized(x, w, exact):
         rounded = quantize(w, E4M3, Block(128)).rows.dequantize()
         w = jnp.where(jnp.repeat(jnp.repeat(exact, 128, 0), 128, 1), rounded, w)
         w = w if bad is None else w.at[bad].set(jnp.nan)
         return quantize(x, E4M3, scaling.along_rows).rows, dual_quantize(w, scaling).rows
 
-    x, w = draw(jnp.array(EXACT[exact], bool))
+    drawn = (rng.standard_normal((rows, 512)).astype(np.float32) for rows in (m, 256))
+    x, w = quantized(*drawn, np.array(EXACT[exact], bool))
     a, b = float64_of(x), float64_of(w)
     return x, w, a @ b.T, np.abs(a) @ np.abs(b).T
 
