@@ -26,8 +26,6 @@ from pallas_kernels.operands import Product as Options
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.skip_matmul import mosaic as skip_mosaic
 from pallas_kernels.skip_matmul.api import skip_matmul
-from tcfp_jax.products.operands import product
-from tcfp_jax.recipes import recipe
 
 E4M3 = jnp.float8_e4m3fn
 # Of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have bounds of their own, `SUM_BOUND`.
@@ -100,8 +98,12 @@ class Form:
         """The product by a backend, or by the Mosaic kernel with these tile sizes."""
         out_dtype = jnp.dtype(self.out_dtype)
         if self.activation_halves == 2:
-            chosen = recipe("residual_activation", backend=backend)
-            return product(x, w, chosen, self.accumulation, out_dtype=out_dtype)
+            # As in a layer: sums of float32, because rounding one would cost the quality that the third is for.
+            wide: Any = dict(out_dtype=jnp.float32, accumulation=self.accumulation, backend=backend)
+            assert x.lo is not None, "it was quantized with two halves"
+            low = Operand(x.lo, x.scale, scaling=x.scaling)
+            out = matmul(x.drop_residual(), w, **wide) + matmul(low, w.drop_residual(), **wide)
+            return out.astype(out_dtype)
         if self.residual_blocks == "nonzero":
             if config is None:
                 return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import jax
 from jax.extend import source_info_util
 
-Backend = Literal["xla", "triton", "mosaic", "cudnn"]
-BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "cudnn", "xla")
+Backend = Literal["xla", "triton", "mosaic"]
+BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
 
 
 def _no_objection(*args: Any) -> None:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand
 
 TARGET = Path(__file__).parent / "data" / "h200.txtpb"
 PTXAS = shutil.which("ptxas") or ""
@@ -31,6 +34,11 @@ class Compiled:
     def results(self, operation: str) -> list[str]:
         """Types of the results of an HLO operation, wherever it occurs."""
         return re.findall(rf"= (\S+) {operation}(?:-start)?\(", self.text)
+
+
+def expected() -> bool:
+    """Whether this run promised that programs are compiled for an H200, as `.ci/run` does where the wheels exist."""
+    return os.environ.get("TCFP_EXPECT_H200_COMPILER") == "1"
 
 
 def missing() -> str | None:
@@ -56,6 +64,26 @@ def h200s(*shape: int) -> Mesh:
 def on(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None) -> jax.ShapeDtypeStruct:
     """An argument of `compile_for`, split over `axes` of the mesh."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def on_once(mesh: Mesh, shape: tuple[int, ...], dtype, *axes: str | None, halves: int = 1) -> Operand:
+    """An operand with one scale."""
+    values = on(mesh, shape, dtype, *axes)
+    return Operand(values, on(mesh, (), jnp.float32), values if halves == 2 else None)
+
+
+def on_blocks(
+    mesh: Mesh, sizes: tuple[int, int, int], scaling: Block, x_axes=(), w_axes=(), *, halves: int = 2
+) -> tuple[Operand, Operand]:
+    """x and w of a product of m, k, n in blocks; `scaling` is that of w."""
+
+    def blocked(shape, scaling, axes, halves):
+        values = on(mesh, shape, jnp.float8_e4m3fn, *axes)
+        scale = on(mesh, scaling.scale_shape(shape), SCALE_DTYPE, *axes)
+        return Operand(values, scale, *((values, scale) if halves == 2 else (None, None)), scaling)
+
+    m, k, n = sizes
+    return blocked((m, k), scaling.along_rows, x_axes, 1), blocked((n, k), scaling, w_axes, halves)
 
 
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:

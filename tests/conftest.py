@@ -1,18 +1,24 @@
-"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only where `-m gpu` asks for it."""
+"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only where `-m gpu` asks for it.
 
+Programs are compiled quickly, that is without LLVM's optimizations (XLA's own passes run as ever), because tests
+compile much and compute little. Tests marked `optimized` compile as users do: those that compare bits of two programs,
+read compiled programs, or run thousands of steps; and so do all tests marked `gpu`.
+"""
+
+import contextlib
 import os
-import sys
+import re
 from collections.abc import Iterator
-
-# A worker of pytest-xdist has other arguments, and inherits what its parent decided.
-if "PYTEST_XDIST_WORKER" not in os.environ and not {"gpu", "-mgpu"} & set(sys.argv):
-    os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import hypothesis
 import jax
 import pytest
 
+QUICK = "jax_disable_most_optimizations"
+DEVICES = "--xla_force_host_platform_device_count"
+# Read when JAX first looks for devices, which no import of a test file does before this one.
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
@@ -20,20 +26,66 @@ hypothesis.settings.load_profile("repeatable")
 
 # Files that take longest. `--dist loadfile` hands out whole files: the long ones first, or one ends alone.
 LONGEST = (
-    "test_benchmarks", "test_train", "test_house", "test_blocks", "test_tcfp12", "test_kernels", "test_gemm",
+    "test_benchmarks", "test_train", "test_house", "test_kernels", "test_tcfp12", "test_gemm",
     "test_train_step", "test_scaled_recipes", "test_conversion", "test_models", "test_linen", "test_readme", "test_nnx",
 )  # fmt: skip
 
 
+def asks_for_gpu(expression: str) -> bool:
+    """Whether the expression of `pytest -m` selects tests marked `gpu`.
+
+    >>> [asks_for_gpu(e) for e in ("gpu", "gpu and not slow", "not slow and gpu", "not gpu", "not (gpu)", "")]
+    [True, True, True, False, False, False]
+    """
+    return re.search(r"(?<!not )(?<!not \()\bgpu\b", expression) is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # Whatever form the option has on the command line; workers of pytest-xdist get their parent's.
+    on_gpu = asks_for_gpu(config.option.markexpr)
+    if not on_gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
+        jax.config.update("jax_platforms", "cpu")
+    _PROGRAMS["default"] = not on_gpu
+    jax.config.update(QUICK, not on_gpu)
     # xdist would hand out files with many tests first, whatever they take.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
+@contextlib.contextmanager
+def no_meshes() -> Iterator[None]:
+    """Refuse to make meshes: what runs while files are collected must not need the eight devices of a CPU.
+
+    `pytest -m gpu` imports every file on machines with one GPU.
+    """
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("a mesh is made while tests are collected, perhaps with one device; use helpers.mesh_of")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "make_mesh", refuse)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    with no_meshes():
+        return (yield)
+
+
+def compiled_for_users(item: pytest.Item) -> bool:
+    """Whether a test compiles with all optimizations."""
+    return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long files first, and in a file the optimized tests first, so that compilation changes at most twice in each.
     rank = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+    place = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(
+        key=lambda item: (rank.get(item.path.stem, len(LONGEST)), place[item.path], not compiled_for_users(item))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -42,25 +94,28 @@ def _gpu_is_there(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
 
 
-@pytest.fixture
-def quick_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """LLVM optimizes nothing, for tests that compile much and compute little; XLA's own passes run as ever.
+@pytest.fixture(autouse=True)
+def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    quick = _PROGRAMS["default"] and not compiled_for_users(request.node)
+    optimized_in = None if quick else request.node.path
+    if optimized_in not in (None, _PROGRAMS["optimized in"]):
+        # JAX holds programs by what they compute, not by how they were compiled: an earlier test's would be taken.
+        jax.clear_caches()
+    _PROGRAMS["optimized in"] = optimized_in
+    jax.config.update(QUICK, quick)
+    yield
+    jax.config.update(QUICK, _PROGRAMS["default"])
 
-    Tests marked `optimized` compare bits of two programs as users compile them.
-    """
-    if request.node.get_closest_marker("optimized"):
-        yield
-        return
-    yield from _without_optimizations()
+
+# Whether modules' fixtures compile quickly, and the file whose optimized tests have made all programs that are held.
+_PROGRAMS = {"default": True, "optimized in": None}
+
+
+@pytest.fixture
+def quick_compiles() -> None:
+    """Nothing: every test compiles quickly unless it is marked `optimized`."""
 
 
 @pytest.fixture(scope="module")
-def quick_module() -> Iterator[None]:
-    """The same for a whole file, its module's fixtures too."""
-    yield from _without_optimizations()
-
-
-def _without_optimizations() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def quick_module() -> None:
+    """Nothing, as `quick_compiles`."""

@@ -24,17 +24,17 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (8192, 512)).astype(jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (1024, 512))
     both = dict(orientation="both", backend="triton")
-    x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x)
-    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(w, w * jnp.float32(1e-3))
+    x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x).rows
+    w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(w, w * jnp.float32(1e-3)).rows
     bits = jax.random.bits(jax.random.key(2), w.shape)
     jax.block_until_ready(jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits))
-    scale, bias = x_q.scale * w_q.scale, jnp.ones(w.shape[0])
+    bias = jnp.ones(w.shape[0])
     for backend in ("mosaic", "triton"):
         for accumulation in ("fast", "full"):
-            for halves in ((w_q.hi,), (w_q.hi, w_q.lo)):
+            for weight in (w_q.drop_residual(), w_q):
                 call = functools.partial(matmul, accumulation=accumulation, backend=backend)
-                out = jax.jit(lambda x, *w, f=call: f(x, *w, scale=scale, bias=bias))(x_q.values, *halves)
-                print(backend, accumulation, len(halves), float(jnp.abs(out).max()), flush=True)
+                out = jax.jit(call)(x_q, weight, bias)
+                print(backend, accumulation, weight.nbytes, float(jnp.abs(out).max()), flush=True)
 
 
 if __name__ == "__main__":

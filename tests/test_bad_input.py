@@ -34,7 +34,7 @@ def test_empty_batch(recipe, shape):
 
 
 def rounding_bound(recipe, product, a, b):
-    """How far a product may be from the exact one, computed from the data: half a unit in the last place of each operand.
+    """How far a product may be from the exact one, from the data: half a unit in the last place of each operand.
 
     An FP8 value of a tensor whose scale is a power of two is off by at most |v| 2**-(mantissa + 1), or by half of the
     smallest step (2**-10 of E4M3's units) where it is tiny; the sum by what float32 leaves of it.

@@ -110,7 +110,8 @@ def test_there_are_few_doors():
     [
         ("pallas_kernels", {"jax", "numpy", "pallas_kernels"}),
         ("tcfp_jax", {"jax", "numpy", "flax", "optax", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib"}),
-        ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tcfp_jax", "pallas_kernels", "models"}),
+        ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tcfp_jax", "pallas_kernels",
+                    "models"}),
     ],
 )  # fmt: skip
 def test_packages_know_only_what_they_may(folder, allowed):
@@ -151,7 +152,9 @@ def test_public_names_of_formats():
         _ = formats.mxfp5
 
 
-@pytest.mark.parametrize("first", ["tcfp_jax.formats.casting", "tcfp_jax.linen", "tcfp_jax.conversion", "pallas_kernels.matmul.api"])  # fmt: skip
+@pytest.mark.parametrize(
+    "first", ["tcfp_jax.formats.casting", "tcfp_jax.linen", "tcfp_jax.conversion", "pallas_kernels.matmul.api"]
+)
 def test_packages_import_in_any_order(first):
     script = (
         f"import {first}\nimport tcfp_jax, tcfp_jax.linen, pallas_kernels.matmul.api\n"

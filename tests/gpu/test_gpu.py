@@ -19,11 +19,14 @@ from jax import lax
 
 import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.hopper.plan import candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.matmul.api import matmul as matmul_fp8
+from pallas_kernels.operands import Product, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import float64_of, same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,20 +47,14 @@ def on_cpu(function, *arguments):
         return function(*jax.tree.map(lambda a: jax.device_put(np.asarray(a), cpu), arguments))
 
 
-def same_bits(a, b):
-    a, b = (np.asarray(x) for x in (a, b))
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
 def split_parts(w, e, backend="xla"):
-    parts = dual_quantize(w, error=e, orientation="both", backend=backend)
-    return parts.hi, parts.lo, parts.scale, parts.error, parts.lo_transposed.T
+    return dual_quantize(w, error=e, orientation="both", backend=backend)
 
 
 def under_grad(split, w, e):
     def loss(v):
         parts = split(lax.stop_gradient(v), e)
-        return jnp.sum(v * parts[1].astype(jnp.float32)), parts
+        return jnp.sum(v * parts.rows.lo.astype(jnp.float32)), parts
 
     return jax.grad(loss, has_aux=True)(w)[1]
 
@@ -80,9 +77,8 @@ TRANSFORMS = {
 def test_residual_survives_the_compiler(transform, backend):
     split = functools.partial(split_parts, backend=backend)
     parts = jax.jit(functools.partial(transform, split))(W, E)
-    assert float(jnp.mean(parts[1].astype(jnp.float32) != 0)) >= 0.99
-    for got, expected in zip(parts, on_cpu(split_parts, W, E), strict=True):
-        assert same_bits(got, expected)
+    assert float(jnp.mean(parts.rows.lo.astype(jnp.float32) != 0)) >= 0.99
+    assert same_bits(parts, on_cpu(split_parts, W, E))
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)
@@ -97,7 +93,7 @@ def test_residual_survives_in_the_optimizer_update(error_dtype, backend):
             updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
             params = optax.apply_updates(params, updates)
         stored = tcfp_jax.layer_state(state)["kernel"]
-        return stored.lo, params["kernel"] - stored.dequantize()
+        return stored.for_dgrad().lo, params["kernel"] - stored.dequantize()
 
     lo, left = jax.jit(two_steps)(params)
     assert float(jnp.mean(lo.astype(jnp.float32) != 0)) >= 0.99
@@ -116,38 +112,32 @@ def test_quantize_is_bit_identical_to_the_cpu(dtype, scale, backend):
     every_bfloat16 = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16).reshape(256, 256)
     finite = jnp.where(jnp.isfinite(every_bfloat16), every_bfloat16, 0)
     for x in (finite, W, W * 1e-38, W * 1e37):
-        call = functools.partial(quantize_values, dtype=dtype, scale=scale, orientation="both")
+        call = functools.partial(quantize_values, dtype=dtype, scaling=Tensor(scale), orientation="both")
         expected = on_cpu(functools.partial(call, backend="xla"), x)
-        for got, wanted in zip(jax.jit(functools.partial(call, backend=backend))(x), expected, strict=True):
-            assert same_bits(got, wanted)
+        assert same_bits(jax.jit(functools.partial(call, backend=backend))(x), expected)
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)
 def test_stochastic_residual_is_bit_identical_to_the_cpu(backend):
     bits = jax.random.bits(jax.random.key(2), W.shape)
-    call = lambda w, bits, backend: dual_quantize(w, bits=bits, backend=backend)[:3]
+    call = lambda w, bits, backend: dual_quantize(w, bits=bits, backend=backend)
     got = jax.jit(functools.partial(call, backend=backend))(W, bits)
-    for a, b in zip(got, on_cpu(functools.partial(call, backend="xla"), W, bits), strict=True):
-        assert same_bits(a, b)
+    assert same_bits(got, on_cpu(functools.partial(call, backend="xla"), W, bits))
 
 
 def test_packed_format_is_bit_identical_to_the_cpu():
     for residual in ("linear", "nf4"):
         call = functools.partial(tcfp_jax.quantize_tcfp12, residual=residual)
-        for got, expected in zip(*map(jax.tree.leaves, (jax.jit(call)(W), on_cpu(call, W))), strict=True):
-            assert same_bits(got, expected)
+        assert same_bits(jax.jit(call)(W), on_cpu(call, W))
 
 
 def drawn_product(x_dtype, form, m, k, n):
-    """(x, hi, lo or None, scale) of a Gaussian product, and its exact value and sum of magnitudes in float64."""
-    x = quantize_values(jax.random.normal(jax.random.key(3), (m, k)), x_dtype)
-    w = dual_quantize(jax.random.normal(jax.random.key(4), (n, k)))
-    lo = w.lo if form == "dual" else None
-    a, b = np.asarray(x.values, np.float64), np.asarray(w.hi, np.float64)
-    if lo is not None:
-        b = b + np.asarray(lo, np.float64)
-    scale = x.scale * w.scale
-    return (x.values, w.hi, lo, scale), float(scale) * a @ b.T, float(scale) * np.abs(a) @ np.abs(b).T
+    """(x, w) of a Gaussian product, and its exact value and sum of magnitudes in float64."""
+    x = quantize_values(jax.random.normal(jax.random.key(3), (m, k)), x_dtype).rows
+    w = dual_quantize(jax.random.normal(jax.random.key(4), (n, k))).rows
+    w = w if form == "dual" else w.drop_residual()
+    a, b = float64_of(x), float64_of(w)
+    return x, w, a @ b.T, np.abs(a) @ np.abs(b).T
 
 
 @pytest.mark.parametrize("backend", MULTIPLIERS)
@@ -156,14 +146,14 @@ def drawn_product(x_dtype, form, m, k, n):
 @pytest.mark.parametrize("x_dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("m, k, n", [(256, 512, 384), (1024, 4096, 128), (100, 50, 36)], ids=str)
 def test_products_stay_within_the_bound(backend, accumulation, form, x_dtype, m, k, n):
-    (x, hi, lo, scale), exact, magnitude = drawn_product(x_dtype, form, m, k, n)
+    x, w, exact, magnitude = drawn_product(x_dtype, form, m, k, n)
     call = functools.partial(matmul_fp8, accumulation=accumulation, out_dtype=jnp.float32, backend=backend)
     mixed = x_dtype == jnp.float8_e5m2
     if (backend != "xla" and m == 100) or (backend == "triton" and mixed):
         with pytest.raises(NotImplementedError, match=r"multiple|one format"):
-            jax.eval_shape(call, x, hi, lo, scale=scale)
+            jax.eval_shape(call, x, w)
         return
-    got = jax.jit(call)(x, hi, lo, scale=scale)
+    got = jax.jit(call)(x, w)
     ratio = np.max(np.abs(np.asarray(got, np.float64) - exact) / (SUM_BOUND[backend, accumulation] * magnitude))
     print(f"{backend} {accumulation} {form} {m}x{k}x{n}: {ratio:.3f} of the bound")
     assert ratio <= 1
@@ -175,15 +165,13 @@ def test_products_stay_within_the_bound(backend, accumulation, form, x_dtype, m,
 def test_every_kind_of_tile_is_right(accumulation, form, index):
     """Many output tiles for each multiprocessor, rounded to bfloat16, with a bias."""
     m, k, n = 8192, 1024, 4096
-    configs = mosaic.candidates(m, k, n, 2 if form == "dual" else 1, accumulation)
+    configs = candidates(m, k, n, 2 if form == "dual" else 1, accumulation)
     assert {config.pipeline for config in configs} == {"steady", "drained"}
-    config = configs[index]
-    (x, hi, lo, scale), exact, magnitude = drawn_product(jnp.float8_e4m3fn, form, m, k, n)
+    x, w, exact, magnitude = drawn_product(jnp.float8_e4m3fn, form, m, k, n)
     bias = jax.random.normal(jax.random.key(5), (n,))
-    call = functools.partial(
-        mosaic.matmul, accumulation=accumulation, out_dtype=jnp.dtype(jnp.bfloat16), out_sharding=None, config=config
-    )
-    got = np.asarray(jax.jit(call)(x, hi, lo, scale=scale, bias=bias), np.float64)
+    options = Product(jnp.dtype(jnp.bfloat16), accumulation)
+    call = functools.partial(mosaic.matmul, options, config=configs[index])
+    got = np.asarray(jax.jit(call)(x, w, bias), np.float64)
     exact = exact + np.asarray(bias, np.float64)
     assert np.all(np.abs(got - exact) <= SUM_BOUND["mosaic", accumulation] * magnitude + 2.0**-8 * np.abs(exact))
 

@@ -15,7 +15,7 @@ from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, s
 from tcfp_jax.inference import load_quantized, quantize_params
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import TCFPLinear
-from tests.arrays import nnx_model, same, variables_of
+from tests.helpers import nnx_model, same_bits, variables_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,16 +89,18 @@ def test_a_step_of_a_converted_gpt_is_that_of_the_one_written_by_hand(name):
     converted, by_hand = convert(GPT(), recipe, TOKENS), GPT(dense)
     assert len(survey(converted).converted) == 6
     results = [step(model, params, find_weights(model, TOKENS)) for model in (converted, by_hand)]
-    assert same(*results) and all(np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(results[0]))
-    assert not same(results[0][1], step(GPT(), params, {})[1])
+    assert same_bits(*results) and all(
+        np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(results[0])
+    )
+    assert not same_bits(results[0][1], step(GPT(), params, {})[1])
 
 
 def test_the_base_model_and_layers_that_are_off_run_flax():
     variables = variables_of(GPT(), TOKENS)
     run = lambda model: jax.jit(lambda v: model.apply(v, TOKENS))(variables)
     exact, converted = run(GPT()), convert(GPT(), "tcfp12_fast", TOKENS)
-    assert not same(run(converted), exact)
-    assert all(same(run(model), exact) for model in (GPT(), to_bf16(converted, ""), export(converted)))
+    assert not same_bits(run(converted), exact)
+    assert all(same_bits(run(model), exact) for model in (GPT(), to_bf16(converted, ""), export(converted)))
 
 
 class MLP(flax_nnx.Module):
@@ -133,7 +135,7 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
         sync(model, optimizer)
         losses = [train(model, optimizer, X) for _ in range(2)]
         results.append((losses, flax_nnx.as_pure(flax_nnx.state(optimizer))))
-    assert same(*results) and float(results[0][0][1]) < float(results[0][0][0])
+    assert same_bits(*results) and float(results[0][0][1]) < float(results[0][0][0])
 
 
 @named

@@ -10,9 +10,9 @@ from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, model_config
 from models.mlp import MLP
 from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, source_files
+from tests.helpers import variables_of
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture
@@ -74,10 +74,7 @@ def test_corpus_refuses_an_empty_tree(tmp_path):
 def test_gpt_gives_float32_logits(dtype):
     model = GPT(MICRO, dtype=dtype)
     tokens = jnp.zeros((2, 16), jnp.int32)
-    draw = np.random.default_rng(0)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    params = jax.tree.map(lambda leaf: draw.normal(0, 0.02, leaf.shape).astype(leaf.dtype), shapes)
-    logits = jax.jit(model.apply)(params, tokens)
+    logits = jax.jit(model.apply)(variables_of(model, tokens), tokens)
     assert logits.shape == (2, 16, 256)
     assert logits.dtype == jnp.float32
     assert bool(jnp.isfinite(logits).all())
@@ -87,9 +84,9 @@ def test_gpt_is_causal():
     # In BF16: a per-tensor FP8 scale depends on every position, future ones too, though only through its exponent.
     model = GPT(MICRO, recipe="bf16", dtype="float32")
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 256)
-    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    variables, apply = variables_of(model, tokens), jax.jit(model.apply)
     changed = tokens.at[0, 10:].set(7)
-    before, after = (jax.jit(model.apply)(variables, text) for text in (tokens, changed))
+    before, after = (apply(variables, text) for text in (tokens, changed))
     assert jnp.array_equal(before[:, :10], after[:, :10])
     assert not jnp.array_equal(before[:, 10:], after[:, 10:])
 
@@ -144,16 +141,21 @@ def test_mlp_learns_a_separable_task(recipe):
     model = MLP(features=(32, 2), recipe=recipe, dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(0), (64, 16))
     label = jax.nn.one_hot((x[:, 0] > 0).astype(jnp.int32), 2)
-    params = model.init(jax.random.key(1), x)
+    params = variables_of(model, x)
 
-    @jax.jit
     def loss(params):
         return -jnp.mean(jnp.sum(label * jax.nn.log_softmax(model.apply(params, x)), axis=-1))
 
-    first, gradient = loss(params), jax.jit(jax.grad(loss))
-    for _ in range(30):
-        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient(params))
-    assert loss(params) < first / 3
+    @jax.jit
+    def losses_of_steps(params):
+        def step(params, _):
+            value, gradients = jax.value_and_grad(loss)(params)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), value
+
+        return jax.lax.scan(step, params, length=31)[1]
+
+    losses = losses_of_steps(params)
+    assert losses[-1] < losses[0] / 3
 
 
 def test_mlp_needs_a_layer():

@@ -3,25 +3,24 @@
 import functools
 import re
 
-import compile_for_h200 as h200
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from compile_for_h200 import compile_for, h200s, on
-from pallas_kernels.block_matmul.api import block_matmul
-from pallas_kernels.block_quantize.api import block_quantize
 
 import tcfp_jax
-from pallas_kernels.blocks import Blocked, scales_shape
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
+from pallas_kernels.operands import Block
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax import formats
 from tcfp_jax.weights.quantization import quantize_weight
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import compile_for, h200s, on, on_blocks, on_once
 
 REASON = h200.missing()
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     # Deprecated since jax 0.11 and still the way to 16-byte stores; products on Hopper do not use it.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
@@ -40,25 +39,12 @@ GATHERS = ("all-gather", "all-to-all", "collective-permute")
 @pytest.mark.parametrize("x_dtype", [F8, jnp.float8_e5m2])
 def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd):
     mesh = h200s(1)
-    weight = on(mesh, (N, K), F8)
-
-    def product(x, hi, lo, scale):
-        lo = lo if halves == 2 else None
-        return matmul(x, hi, lo, scale=scale, accumulation=accumulation, backend="mosaic")
-
-    compiled = compile_for(mesh, product, on(mesh, (M, K), x_dtype), weight, weight, on(mesh, (), jnp.bfloat16))
+    product = functools.partial(matmul, accumulation=accumulation, backend="mosaic")
+    compiled = compile_for(mesh, product, on_once(mesh, (M, K), x_dtype), on_once(mesh, (N, K), F8, halves=halves))
     assert compiled.targets == ["mosaic_gpu_v2"]
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
     assert stacks, "ptxas said nothing of the kernel"
     assert max(map(int, stacks)) <= LARGEST_STACK
-
-
-def block_operands(mesh, block, tile, x_axes=(), w_axes=()):
-    """x, w and the residual of w, as `block_matmul` takes them."""
-    scales = [on(mesh, scales_shape(shape, block, form), jnp.float8_e8m0fnu, *axes)
-              for shape, form, axes in (((M, K), "vector", x_axes), ((N, K), tile, w_axes))]  # fmt: skip
-    x, w = on(mesh, (M, K), F8, *x_axes), on(mesh, (N, K), F8, *w_axes)
-    return Blocked(x, scales[0]), Blocked(w, scales[1]), Blocked(w, scales[1])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +53,8 @@ def block_operands(mesh, block, tile, x_axes=(), w_axes=()):
 )
 def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     mesh = h200s(1)
-    call = functools.partial(block_matmul, block=block, tile=tile, backend="mosaic")
-    compiled = compile_for(mesh, call, *block_operands(mesh, block, tile)[: 1 + halves])
+    operands = on_blocks(mesh, (M, K, N), Block(block, tile), halves=halves)
+    compiled = compile_for(mesh, functools.partial(matmul, backend="mosaic"), *operands)
     assert compiled.targets == ["mosaic_gpu_v2"]
     stacks = re.findall(r"(\d+) bytes stack frame", "".join(capfd.readouterr()))
     assert stacks and max(map(int, stacks)) <= LARGEST_STACK
@@ -77,8 +63,8 @@ def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
 @pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
 def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
     mesh = h200s(2, 2)
-    call = functools.partial(block_matmul, block=128, backend="mosaic")
-    compiled = compile_for(mesh, call, *block_operands(mesh, 128, "square", x_axes, w_axes))
+    operands = on_blocks(mesh, (M, K, N), Block(128), x_axes, w_axes)
+    compiled = compile_for(mesh, functools.partial(matmul, backend="mosaic"), *operands)
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
 
@@ -86,7 +72,7 @@ def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums)
 @pytest.mark.parametrize("block", [32, 128])
 def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     mesh = h200s(1)
-    call = functools.partial(block_quantize, dtype=F8, block=block, orientation="both", backend="triton")
+    call = functools.partial(quantize, dtype=F8, scaling=Block(block, "vector"), orientation="both", backend="triton")
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
     assert not compiled.results("reduce") and not compiled.results("transpose")
@@ -96,12 +82,10 @@ def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
 @pytest.mark.parametrize("backend", ["mosaic", "triton"])
 def test_the_epilogue_is_part_of_the_product(backend, bias):
     mesh = h200s(1)
-    operands = [on(mesh, shape, F8) for shape in ((M, K), (N, K), (N, K))]
-
-    def product(x, hi, lo, scale, bias):
-        return matmul(x, hi, lo, scale=scale, bias=bias, out_dtype=bias.dtype, backend=backend)
-
-    compiled = compile_for(mesh, product, *operands, on(mesh, (), jnp.float32), on(mesh, (N,), bias))
+    operands = on_once(mesh, (M, K), F8), on_once(mesh, (N, K), F8, halves=2)
+    compiled = compile_for(
+        mesh, functools.partial(matmul, out_dtype=bias, backend=backend), *operands, on(mesh, (N,), bias)
+    )
     assert len(compiled.targets) == 1
     assert not [shape for shape in compiled.results("fusion") if f"[{M},{N}]" in shape]
 
@@ -161,12 +145,8 @@ def test_the_products_of_a_layer_run_on_fp8_tensor_cores(name, products, backend
 )
 def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
     mesh = h200s(2, 2)
-    weight = on(mesh, (N, K), F8, *w_axes)
-    call = functools.partial(matmul, backend=backend)
-    compiled = compile_for(
-        mesh, lambda x, hi, lo, s: call(x, hi, lo, scale=s),
-        on(mesh, (M, K), F8, *x_axes), weight, weight, on(mesh, (), jnp.bfloat16),
-    )  # fmt: skip
+    operands = on_once(mesh, (M, K), F8, *x_axes), on_once(mesh, (N, K), F8, *w_axes, halves=2)
+    compiled = compile_for(mesh, functools.partial(matmul, backend=backend), *operands)
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
 

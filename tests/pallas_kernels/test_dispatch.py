@@ -1,0 +1,84 @@
+"""Which implementation of an op runs, what is said of the others, and what is recorded."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from pallas_kernels import dispatch as module
+from pallas_kernels.dispatch import Implementation, dispatch, judge, recording
+from pallas_kernels.quantize.api import quantize
+from tests.helpers import mesh_of
+
+
+def multiples_of_16(options, k):
+    return f"k={k} is no multiple of 16" if k % 16 else None
+
+
+TABLE = (
+    Implementation("mosaic", lambda options, k: "mosaic", multiples_of_16, configure=lambda options, k: f"tile {k}"),
+    Implementation("xla", lambda options, k: "xla", meshes="any"),
+)
+CHOICE = (
+    Implementation("mosaic", lambda options, k: "mosaic", decline=lambda options, k: "slower here"),
+    Implementation("triton", lambda options, k: "triton"),
+    Implementation("xla", lambda options, k: "xla"),
+)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A device that runs kernels, as far as the choice between them goes."""
+    monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H200")
+
+
+def chosen(table, backend, k):
+    return next((v.backend for v in judge(table, backend, None, k) if v.reason is None), None)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_none_takes_the_first_that_accepts():
+    assert chosen(TABLE, None, 32) == "mosaic" and chosen(TABLE, None, 5) == "xla"
+    assert [verdict.config for verdict in judge(TABLE, None, None, 32)] == ["tile 32", None]
+    assert dispatch("op", TABLE, None, None, 5) == "xla"
+
+
+def test_a_cpu_interprets_a_kernel_only_where_it_is_named():
+    assert [v.reason for v in judge(TABLE, None, None, 32)] == [
+        "a CPU runs it in its interpreter, and only where it is named", None,
+    ]  # fmt: skip
+    assert chosen(TABLE, "mosaic", 32) == "mosaic"
+
+
+def test_a_named_backend_runs_or_raises():
+    assert chosen(TABLE, "mosaic", 32) == "mosaic" and chosen(TABLE, "mosaic", 5) is None
+    with pytest.raises(NotImplementedError, match="op cannot run with backend='mosaic': mosaic: k=5 is no multiple"):
+        dispatch("op", TABLE, "mosaic", None, 5)
+    with pytest.raises(NotImplementedError, match=r"op has no 'triton' implementation \(it has 'mosaic', 'xla'\)"):
+        dispatch("op", TABLE, "triton", None, 32)
+    with pytest.raises(ValueError, match="backend='cuda' is unknown"):
+        judge(TABLE, "cuda", None, 32)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_what_declines_runs_only_when_it_is_named():
+    assert chosen(CHOICE, None, 1) == "triton" and chosen(CHOICE, "mosaic", 1) == "mosaic"
+    assert [v.reason for v in judge(CHOICE, None, None, 1)] == ["slower here", None, "triton comes first"]
+    assert judge(CHOICE, "xla", None, 1)[0].reason == "backend='xla' was asked for"
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_under_explicit_axes_runs_what_follows_them():
+    with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
+        assert chosen(TABLE, None, 32) == "xla" and chosen(CHOICE, None, 32) is None
+        with pytest.raises(NotImplementedError, match="the mesh has explicit axes"):
+            dispatch("op", TABLE, "mosaic", None, 32)
+
+
+def test_calls_are_recorded_with_what_they_are_for():
+    with recording() as calls, jax.named_scope("quantize_x"):
+        quantize(jnp.ones((24, 16), jnp.bfloat16), jnp.float8_e4m3fn)
+        quantize(jnp.ones((24, 16)), jnp.float8_e4m3fn, backend="triton")  # which cannot run it
+    assert [(call.step, call.op) for call in calls] == [("quantize x", "quantize")] * 2
+    assert calls[0].operands == "bfloat16[24, 16]" and calls[0].chosen.backend == "xla"
+    assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[0].reason

@@ -1,0 +1,226 @@
+"""`matmul` of operands with every scaling, on every backend, against float64; kernels run in their interpreters."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.hopper import plan
+from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
+from pallas_kernels.quantize.api import quantize
+from tests.helpers import float64_of
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+KEYS = jax.random.split(jax.random.key(0), 5)
+OLD_JAX = jax.__version_info__[:2] < plan.SMALLEST_JAX
+needs_mosaic = pytest.mark.skipif(OLD_JAX, reason="Mosaic's FP8 products need jax 0.11")
+BACKENDS = ["xla", "triton", pytest.param("mosaic", marks=needs_mosaic)]
+# Of sums in float32, per unit of |x| @ |w|.
+ROUNDING = 2.0**-19
+
+
+@functools.cache
+def operands(scaling, halves=2, m=256, k=256, n=128, x_dtype=E4M3, w_dtype=E4M3):
+    """(x, w, x @ w.T, |x| @ |w|.T) with the products in float64; rows of very different sizes."""
+
+    @jax.jit
+    def draw():
+        x, w = jax.random.normal(KEYS[0], (m, k)), jax.random.normal(KEYS[1], (n, k))
+        x, w = (v * jnp.exp(2 * jax.random.normal(key, (v.shape[0], 1))) for v, key in zip((x, w), KEYS[2:]))
+        if halves == 2:
+            return quantize(x, x_dtype, scaling.along_rows).rows, dual_quantize(w, scaling, dtype=w_dtype).rows
+        return quantize(x, x_dtype, scaling.along_rows).rows, quantize(w, w_dtype, scaling).rows
+
+    x, w = draw()
+    a, b = float64_of(x), float64_of(w)
+    return x, w, a @ b.T, np.abs(a) @ np.abs(b).T
+
+
+def within(got, exact, magnitude, bound=ROUNDING):
+    return np.all(np.abs(np.asarray(got, np.float64) - exact) <= bound * magnitude)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("accumulation", ["fast", "full"])
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("bias", ["bias", "no bias"])
+def test_with_one_scale_an_operand(backend, accumulation, halves, bias):
+    x, w, exact, magnitude = operands(Tensor(), halves)
+    bias = jax.random.normal(KEYS[4], (128,)) * np.median(magnitude) if bias == "bias" else None
+    got = matmul(x, w, bias, out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
+    if bias is not None:
+        exact, magnitude = exact + np.asarray(bias, np.float64), magnitude + np.abs(np.asarray(bias))
+    assert within(got, exact, magnitude)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "scaling, halves",
+    [(Block(128, "square"), 2), (Block(128, "vector"), 1), (Block(64, "square"), 1), (Block(32, "vector"), 2),
+     (Row("pow2"), 1), (Row("float32"), 1)],
+    ids=str,
+)  # fmt: skip
+def test_with_many_scales_an_operand(scaling, halves, backend):
+    x, w, exact, magnitude = operands(scaling, halves)
+    got = matmul(x, w, out_dtype=jnp.float32, backend=backend)
+    assert within(got, exact, magnitude)
+
+
+@pytest.mark.parametrize("x_dtype, w_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("scaling", [Tensor("pow2"), Tensor("float32"), Row("pow2"), Block(32)], ids=str)
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_formats_and_results(x_dtype, w_dtype, scaling, out_dtype):
+    x, w, exact, magnitude = operands(scaling, 1, 32, 48, 16, x_dtype, w_dtype)
+    got = matmul(x, w, out_dtype=out_dtype)
+    assert got.dtype == out_dtype
+    assert within(got, exact, magnitude, 4 * max(float(jnp.finfo(out_dtype).eps), 2.0**-21))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [Tensor(), Block(128)], ids=str)
+def test_bfloat16_results_and_leading_axes(scaling, backend):
+    x, w, exact, magnitude = operands(scaling)
+    scale = x.scale if scaling == Tensor() else x.scale.reshape(2, 128, 2)
+    stack = dataclasses.replace(x, values=x.values.reshape(2, 128, 256), scale=scale)
+    bias = jnp.ones(128)
+    got = matmul(stack, w, bias, backend=backend)
+    assert got.shape == (2, 128, 128) and got.dtype == jnp.bfloat16
+    assert within(got.reshape(256, 128), exact + 1, magnitude + np.abs(exact) + 1, 2.0**-8)
+
+
+def test_ragged_sizes_and_leading_axes():
+    x, w, exact, magnitude = operands(Block(32), m=24, k=50, n=70)
+    stack = dataclasses.replace(x, values=x.values.reshape(2, 12, 50), scale=x.scale.reshape(2, 12, 2))
+    got = jax.jit(functools.partial(matmul, out_dtype=jnp.float32))(stack, w)
+    assert got.shape == (2, 12, 70) and within(got.reshape(24, 70), exact, magnitude)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scaling", [Tensor(), Block(128, "vector"), Row()], ids=str)
+def test_a_weight_gradient_contracts_all_tokens(scaling, backend):
+    x, w, exact, magnitude = operands(scaling, 1)
+    tokens = [dataclasses.replace(o, values=o.values.reshape(-1, 2, 128)) for o in (x, w)]
+    got = matmul(*tokens, out_dtype=jnp.float32, backend=backend)
+    assert got.shape == (256, 128) and within(got, exact, magnitude)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("accumulation", ["fast", "full"])
+def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
+    x, w, exact, magnitude = operands(Tensor(), x_dtype=E5M2)
+    configs = plan.candidates(256, 256, 128, 2, accumulation)
+    assert {config.cluster for config in configs} == {1, 2}
+    for config in configs:
+        got = mosaic.matmul(Product(jnp.dtype(jnp.float32), accumulation), x, w, None, config=config)
+        assert within(got, exact, magnitude)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("scaling, halves", [(Block(128), 2), (Block(64), 1)], ids=str)
+def test_every_config_of_the_kernel_with_blocks(scaling, halves):
+    x, w, exact, magnitude = operands(scaling, halves)
+    configs = plan.block_candidates(256, 256, 128, halves, scaling.size)
+    assert {config.cluster for config in configs} == {1, 2}
+    for config in configs:
+        got = mosaic_blocks.matmul(Product(jnp.dtype(jnp.float32), "full"), x, w, None, config=config)
+        assert within(got, exact, magnitude)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_vmap(backend):
+    x, w, exact, magnitude = operands(Tensor(), 1)
+    call = jax.vmap(lambda values: matmul(Operand(values, x.scale), w, out_dtype=jnp.float32, backend=backend))
+    assert within(call(x.values.reshape(2, 128, 256)).reshape(256, 128), exact, magnitude)
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_the_scales_of_a_residual_change_nothing(backend):
+    x, w, *_ = operands(Block(32), 2, 32, 64, 32)
+    assert w.lo_scale is not None
+    without = matmul(x, dataclasses.replace(w, lo_scale=None), backend=backend)
+    assert np.array_equal(matmul(x, w, backend=backend), without)
+
+
+def ones(shape, dtype=E4M3):
+    return Operand(jnp.ones(shape, dtype), jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    "backend, x, reason",
+    [
+        ("triton", ones((32, 24)), "m=32, k=24 and n=32 must be multiples of 16"),
+        ("triton", ones((32, 32), E5M2), "one format, not float8_e5m2 x float8_e4m3fn"),
+        ("mosaic", ones((100, 128)), "jax" if OLD_JAX else "m=100 must be a multiple of 128"),
+    ],
+)
+def test_what_kernels_reject(backend, x, reason):
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        matmul(x, ones((32, x.shape[1])), backend=backend)
+
+
+def test_what_kernels_reject_of_blocks():
+    x, w, *_ = operands(Block(32), 1, 256, 64, 128)
+    part = dataclasses.replace(x, values=x.values[:100], scale=x.scale[:100])
+    with pytest.raises(NotImplementedError, match="jax" if OLD_JAX else "m=100 must be a multiple of"):
+        matmul(part, w, backend="mosaic")
+    with pytest.raises(NotImplementedError, match=r"m=100, k=64 and n=128 must be multiples of 16, whole blocks with"):
+        matmul(part, w, backend="triton")
+
+
+def test_operands_that_do_not_fit_each_other():
+    x, w = ones((32, 48)), ones((32, 48), E5M2)
+    with pytest.raises(NotImplementedError, match="no tensor core"):
+        matmul(w, w)
+    with pytest.raises(ValueError, match=r"x\[32, 48\] and w\[48, 32\]"):
+        matmul(x, ones((48, 32)))
+    with pytest.raises(ValueError, match="both halves must match"):
+        matmul(x, dataclasses.replace(x, lo=w.values))
+    with pytest.raises(TypeError, match="not an FP8 format"):
+        matmul(dataclasses.replace(x, values=jnp.ones((32, 48))), x)
+    with pytest.raises(NotImplementedError, match="multiply x_hi and x_lo apart"):
+        matmul(dataclasses.replace(x, lo=x.values), x)
+    with pytest.raises(ValueError, match="bias has shape"):
+        matmul(x, x, jnp.ones(48))
+    with pytest.raises(ValueError, match="accumulation='slow' is unknown"):
+        matmul(x, x, accumulation="slow")
+
+
+def test_scales_that_do_not_fit_their_values():
+    x, w, *_ = operands(Block(32), 1, 256, 64, 128)
+    wider = [dataclasses.replace(o, scaling=Block(64, o.scaling.tile)) for o in (x, w)]
+    with pytest.raises(ValueError, match=re.escape("has scales [256, 1], but these are [256, 2]")):
+        matmul(*wider)
+    with pytest.raises(TypeError, match="the scales of x have dtype float32, not float8_e8m0fnu"):
+        matmul(dataclasses.replace(x, scale=x.scale.astype(jnp.float32)), w)
+    with pytest.raises(NotImplementedError, match="no product combines them; quantize x with"):
+        matmul(dataclasses.replace(x, scaling=Block(64, "vector")), w)
+    with pytest.raises(ValueError, match='accumulation="fast" with Block'):
+        matmul(x, w, accumulation="fast")
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("name", ["tcfp12", "tcfp12_fast"])
+def test_a_layer_and_its_gradients(backend, name):
+    x, w = jax.random.normal(KEYS[0], (128, 256)), jax.random.normal(KEYS[1], (256, 128))
+
+    def gradients(backend, quantize_backend):
+        recipe = tcfp_jax.recipe(name, backend=backend, quantize_backend=quantize_backend)
+
+        def loss(x, w):
+            return jnp.sum(jnp.sin(tcfp_jax.matmul(x, w, recipe=recipe)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+
+    # The sums of a product differ in their last bits, which may move a gradient to the neighbouring FP8 value.
+    for got, expected in zip(
+        *map(jax.tree.leaves, (gradients(backend, "triton"), gradients("xla", "xla"))), strict=True
+    ):
+        assert np.abs(got - expected).max() <= 1e-3 * np.abs(expected).max()

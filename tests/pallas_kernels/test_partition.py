@@ -1,0 +1,163 @@
+"""Kernels under meshes of eight virtual devices, compiled by XLA's partitioner: what moves, and that bits stay."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.operands import Block, Operand
+from pallas_kernels.partition import partitioned
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.tiled import fit_tile
+from tests.helpers import float64_of, mesh_of, same_bits
+
+E4M3 = jnp.float8_e4m3fn
+KEYS = jax.random.split(jax.random.key(0), 4)
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+@pytest.fixture
+def put():
+    """Puts a tree of arrays on a mesh of 2 x 4."""
+    mesh = mesh_of(2, 4)
+    return lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def hard_values(shape):
+    x = jax.random.normal(KEYS[0], shape) * jnp.exp(4 * jax.random.normal(KEYS[1], shape))
+    return x.at[0, :6].set(jnp.array([0.0, -0.0, 1.0625, -1.1875, 1e-40, 2.0**-9]))
+
+
+def collectives(compiled):
+    text = compiled.as_text()
+    return {name for name in COLLECTIVES if re.search(rf"= \S+ {name}", text)}
+
+
+def operands():
+    x = Operand((jax.random.normal(KEYS[0], (256, 256)) * 30).astype(E4M3), jnp.float32(0.5))
+    hi = (jax.random.normal(KEYS[1], (128, 256)) * 60).astype(E4M3)
+    return x, Operand(hi, jnp.float32(0.5), jax.random.normal(KEYS[2], (128, 256)).astype(E4M3))
+
+
+def spread(put, operand, spec):
+    """An operand with one scale, its values split."""
+    lo = None if operand.lo is None else put(operand.lo, spec)
+    return dataclasses.replace(operand, values=put(operand.values, spec), lo=lo)
+
+
+def close(got, x, w, bias=0.0):
+    a, b = float64_of(x), float64_of(w)
+    bound = 2.0**-18 * (np.abs(a) @ np.abs(b).T + np.abs(bias))
+    return np.all(np.abs(np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64))) <= bound)
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "expected"),
+    [
+        (P("a"), P(), set()),
+        (P("a"), P("b"), set()),
+        (P(("a", "b")), P(), set()),
+        (P(), P("b"), set()),
+        (P("a", "b"), P(None, "b"), {"all-reduce"}),
+    ],
+)
+def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
+    bias = jax.random.normal(KEYS[3], (128,)) * 1e3
+    x, w = (spread(put, operand, spec) for operand, spec in zip(operands(), (x_spec, w_spec), strict=True))
+    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, bias=bias, backend="triton"))
+    compiled = call.lower(x, w).compile()
+    assert collectives(compiled) == expected
+    assert close(compiled(x, w), *operands(), bias)
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "expected"), [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})]
+)
+def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expected):
+    x, w = operands()
+    x = quantize(x.dequantize(), E4M3, Block(32, "vector")).rows
+    w = dual_quantize(w.dequantize(), Block(32)).rows
+    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, backend="triton"))
+    compiled = call.lower(put(x, x_spec), put(w, w_spec)).compile()
+    assert collectives(compiled) == expected
+    assert close(compiled(put(x, x_spec), put(w, w_spec)), x, w)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
+def test_quantizers_with_one_scale_move_one_number(put, spec):
+    w = put(hard_values((128, 128)), spec)
+    error = put(hard_values((128, 128))[::-1] * jnp.float32(1e-6), spec)
+    call = lambda w, error, backend: dual_quantize(w, error=error, orientation="both", backend=backend)
+    compiled = jax.jit(functools.partial(call, backend="triton")).lower(w, error).compile()
+    assert collectives(compiled) == {"all-reduce"}  # of the amax
+    assert "f32[128,128]{1,0} all-reduce" not in compiled.as_text()
+    assert same_bits(compiled(w, error), jax.jit(functools.partial(call, backend="xla"))(w, error))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("spec, tile", [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")])
+def test_quantizers_with_blocks_move_nothing(put, spec, tile):
+    x = put(hard_values((256, 256)), spec)
+    call = functools.partial(quantize, dtype=E4M3, scaling=Block(32, tile), orientation="both")
+    compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
+    assert not collectives(compiled)
+    assert same_bits(compiled(x), jax.jit(functools.partial(call, backend="xla"))(x))
+
+
+@pytest.mark.optimized
+def test_an_axis_is_not_split_inside_a_block(put):
+    x = put(hard_values((256, 128)), P("a", "b"))
+    call = functools.partial(quantize, x, E4M3, Block(64, "vector"))
+    got, expected = (jax.jit(functools.partial(call, backend=backend))() for backend in ("triton", "xla"))
+    assert same_bits(got, expected)
+
+
+@pytest.mark.optimized
+def test_parts_that_no_tile_divides(put):
+    values = put(hard_values((32, 32)), P(("a", "b")))  # four rows on each device
+    call = functools.partial(dual_quantize, values, orientation="both")
+    got, expected = (jax.jit(functools.partial(call, backend=backend))() for backend in ("triton", "xla"))
+    assert same_bits(got, expected)
+    x, w = operands()
+    x = dataclasses.replace(x, values=x.values[:32])
+    split = spread(put, x, P(("a", "b")))
+    assert close(jax.jit(lambda x: matmul(x, w, out_dtype=jnp.float32, backend="triton"))(split), x, w)
+
+
+def test_operands_that_split_alike_are_brought_together_once(put):
+    seen = []
+
+    def local(x, w, *, summed_over):
+        seen.append((x.shape, w.shape, summed_over))
+        return x @ w.T
+
+    x, w = put(jnp.ones((16, 8)), P("a")), put(jnp.ones((32, 8)), P("a"))
+    out = jax.jit(partitioned(local, "m k, n k -> m n"))(x, w)
+    assert np.all(np.asarray(out) == 8)
+    assert seen[-1] in [((8, 8), (32, 8), ()), ((16, 8), (16, 8), ())]
+
+
+@pytest.mark.parametrize("backend, scaling", [("triton", None), ("xla", Block(32))], ids=str)
+def test_explicit_axes(backend, scaling):
+    """Kernels are left out, and blocks cannot be cut at all."""
+    options = {} if scaling is None else dict(scaling=scaling)
+    mesh = mesh_of(2, axis_type=AxisType.Explicit)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes"):
+        dual_quantize(jnp.ones((32, 32)), backend=backend, **options)
+
+
+def test_tiles_divide():
+    for m, k in itertools.product((16, 48, 64, 80, 4096), repeat=2):
+        tile = fit_tile(m, k)
+        assert m % tile.rows == k % tile.columns == 0
+    assert fit_tile(64, 0) is None

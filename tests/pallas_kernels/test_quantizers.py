@@ -1,0 +1,352 @@
+"""`quantize` and `dual_quantize` with every scaling: against NumPy's formulas, and kernels against the references."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Block, Row, Tensor
+from pallas_kernels.quantize.api import quantize
+from tests.helpers import decibels, float64_of, same_bits
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+KEYS = jax.random.split(jax.random.key(0), 4)
+ONCE = (Tensor("pow2"), Tensor("float32"))
+ROWS = (Row("pow2"), Row("float32"))
+SQUARES = tuple(Block(size, "square") for size in BLOCK_SIZES)
+BLOCKS = (*SQUARES, *(Block(size, "vector") for size in BLOCK_SIZES))
+
+
+# Programs, not single operations: those of the references are dozens, which would be compiled one by one.
+STATIC = ("dtype", "scaling", "orientation", "backend")
+quantized = jax.jit(quantize, static_argnames=STATIC)
+split = jax.jit(dual_quantize, static_argnames=STATIC)
+
+
+def scalings(*which):
+    return pytest.mark.parametrize("scaling", which, ids=str)
+
+
+def hard_values(shape, key=KEYS[0]):
+    """Values of very different sizes, a block of zeros, negative zeros, ties and subnormals."""
+    x = jax.random.normal(key, shape) * jnp.exp(6 * jax.random.normal(KEYS[1], shape))
+    x = x.at[..., :32, :32].set(0.0)
+    return x.at[..., 0, :6].set(jnp.array([-0.0, 1e-40, 2.0**-9, 1.0625, -1.1875, 0.0]))
+
+
+def parts(scaling, shape):
+    """(the index of a scale, the values that share it) of every scale of a matrix."""
+    if isinstance(scaling, Tensor):
+        return [((), np.s_[:, :])]
+    if isinstance(scaling, Row):
+        return [((i,), np.s_[i : i + 1, :]) for i in range(shape[0])]
+    size = scaling.size
+    rows = size if scaling.tile == "square" else 1
+    count = -(-shape[0] // rows), -(-shape[1] // size)
+    return [((i, j), np.s_[i * rows : (i + 1) * rows, j * size : (j + 1) * size]) for i, j in np.ndindex(*count)]
+
+
+def formula(scaling, x, largest):
+    """(scale, what x is multiplied by) of values that share a scale, by NumPy in float64."""
+    amax = np.max(np.abs(x).astype(np.float64))
+    if scaling.scale == "float32":
+        multiplier = np.float32(largest / max(amax, 1e-12))
+        return np.float32(1) / multiplier, multiplier
+    scale = 1.0 if amax < 2.0**-126 else 2.0 ** np.clip(np.ceil(np.log2(amax / largest)), -126, 127)
+    return np.float32(scale), np.float32(1 / scale)
+
+
+def flushed(x):
+    """X with zeros, of its signs, in the place of subnormals."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x)
+
+
+def one_nan(tree):
+    """E5M2 has three codes of NaN: NumPy's of all."""
+    return jax.tree.map(lambda leaf: np.where(np.isnan(np.float32(leaf)), leaf.dtype.type(np.nan), leaf), tree)
+
+
+def narrow(dtype):
+    return ml_dtypes.finfo(dtype).dtype
+
+
+class TestQuantize:
+    @pytest.mark.parametrize(
+        "scaling, dtype",
+        [(scaling, E4M3) for scaling in (*ONCE, *ROWS, *BLOCKS)]
+        + [(scaling, E5M2) for scaling in (*ONCE, Row("float32"), Block(64, "vector"), Block(32, "square"))],
+        ids=str,
+    )
+    def test_every_scale_and_value_is_the_formula(self, scaling, dtype):
+        """Of rows, and of columns, which are rows of the transpose."""
+        x = np.asarray(hard_values((72, 150)))
+        got = quantized(x, dtype, scaling, orientation="both")
+        for operand, matrix in ((got.rows, x), (got.columns, x.T)):
+            assert operand.scaling == scaling and operand.shape == matrix.shape
+            assert operand.scale.dtype == (SCALE_DTYPE if scaling in BLOCKS else jnp.float32)
+            found = parts(scaling, matrix.shape)
+            assert operand.scale.size == len(found) and operand.scale.shape == scaling.scale_shape(matrix.shape)
+            values, scales = np.asarray(operand.values), np.asarray(operand.scale, np.float32)
+            for index, part in found:
+                scale, multiplier = formula(scaling, matrix[part], LARGEST[dtype])
+                expected = np.clip(flushed(matrix[part]) * multiplier, -LARGEST[dtype], LARGEST[dtype])
+                assert scales[index] == scale and same_bits(values[part], expected.astype(narrow(dtype)))
+
+    @scalings(*ONCE, *ROWS)
+    @pytest.mark.parametrize("factor", [0.0, 1e30], ids=["zeros", "large"])
+    def test_the_formula_of_zeros_and_of_large_values(self, scaling, factor):
+        x = np.asarray(jax.random.normal(KEYS[0], (4, 48))) * np.float32(factor)
+        got = quantized(x, E4M3, scaling).rows
+        for index, part in parts(scaling, x.shape):
+            scale, multiplier = formula(scaling, x[part], 448.0)
+            assert np.asarray(got.scale)[index] == scale
+            assert same_bits(
+                np.asarray(got.values)[part], np.clip(x[part] * multiplier, -448, 448).astype(narrow(E4M3))
+            )
+
+    @scalings(Tensor(), Row(), Block(32, "vector"), Block(32, "square"))
+    def test_rows_alone_are_the_rows_of_both(self, scaling):
+        x = hard_values((72, 150))
+        alone, both = quantized(x, E4M3, scaling), quantized(x, E4M3, scaling, orientation="both")
+        assert alone.columns is None and same_bits(alone.rows, both.rows)
+
+    @scalings(Tensor(), Row(), Block(32, "vector"))
+    @pytest.mark.parametrize("shape", [(2, 32, 48), (5,), (0, 4)], ids=str)
+    def test_columns_have_the_last_axis_first(self, scaling, shape):
+        x = hard_values(shape) if len(shape) > 2 else jnp.ones(shape)
+        columns = quantized(x, E4M3, scaling, orientation="both").columns
+        assert columns.shape == (shape[-1], *shape[:-1])
+        flat = quantized(x.reshape(-1, shape[-1]).T, E4M3, scaling).rows
+        assert same_bits(columns.values.reshape(flat.shape), flat.values) and same_bits(columns.scale, flat.scale)
+
+    @pytest.mark.parametrize(
+        "scaling, backend",
+        [(Row(), "xla")]
+        + [(s, b) for s in (Tensor(), Block(32, "vector"), Block(32, "square")) for b in ("xla", "triton")],
+        ids=str,
+    )
+    @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+    def test_what_is_not_finite_is_nan_where_it_shares_a_scale_alone(self, scaling, bad, backend):
+        x = jnp.ones((64, 64)).at[3, 40].set(bad)
+        q = quantized(x, E4M3, scaling, orientation="both", backend=backend)
+        expected = np.zeros((64, 64), bool)
+        for _, part in parts(scaling, x.shape):
+            expected[part] |= not np.isfinite(np.asarray(x)[part]).all()
+        assert np.array_equal(np.isnan(np.asarray(q.rows.values, np.float32)), expected)
+        assert np.isnan(np.asarray(q.columns.values, np.float32)).sum() == expected.sum()
+
+    # Powers of two scale exactly, so what LLVM fuses can change no bit: one size of blocks shows it.
+    @pytest.mark.parametrize(
+        "scaling, dtype, orientation",
+        [
+            *(
+                pytest.param(scaling, dtype, orientation, marks=pytest.mark.optimized)
+                for scaling, dtype, orientation in (
+                    *((scaling, dtype, "both") for scaling in ONCE for dtype in LARGEST),
+                    (Tensor(), E4M3, "rows"),
+                    (Block(32, "vector"), E4M3, "both"),
+                    (Block(32), E4M3, "both"),
+                )
+            ),
+            *((scaling, E4M3, "both") for scaling in BLOCKS if scaling.size > 32),
+            (Block(32, "vector"), E5M2, "rows"),
+            (Block(32), E5M2, "rows"),
+        ],
+        ids=str,
+    )
+    def test_the_kernel_is_the_reference_bit_for_bit(self, scaling, dtype, orientation):
+        shape = (64, 48) if isinstance(scaling, Tensor) else (128, 256) if scaling.size > 32 else (64, 96)
+        x = hard_values(shape).astype(jnp.bfloat16)
+        if isinstance(scaling, Block):
+            x = x.at[40, 70].set(jnp.nan)
+        call = functools.partial(quantized, x, dtype, scaling, orientation=orientation)
+        assert same_bits(one_nan(call(backend="triton")), one_nan(call(backend="xla")))
+
+    @pytest.mark.optimized
+    @scalings(Tensor(), Block(32, "vector"))
+    def test_the_kernel_takes_leading_axes_and_a_given_amax(self, scaling):
+        x = hard_values((2, 32, 64))
+        amax = jnp.float32(0.5) if isinstance(scaling, Tensor) else None
+        call = functools.partial(quantized, x, E4M3, scaling, amax=amax, orientation="both")
+        got = call(backend="triton")
+        assert got.columns.shape == (64, 2, 32)
+        assert same_bits(got, call(backend="xla"))
+
+    @pytest.mark.parametrize(
+        "shape, scaling, reason",
+        [
+            ((24, 32), Tensor(), "x[24, 32]: both sizes must be multiples of 16"),
+            ((32,), Tensor(), "no tiles"),
+            ((64, 48), Block(32, "vector"), "x[64, 48]: both sizes must be multiples of block=32"),
+            ((64, 64), Row(), "has no 'triton' implementation"),
+        ],
+        ids=str,
+    )
+    def test_what_the_kernel_cannot_tile(self, shape, scaling, reason):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            quantize(jnp.ones(shape), E4M3, scaling, backend="triton")
+
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            (dict(orientation="columns"), "orientation='columns' is unknown"),
+            (dict(backend="cuda"), "backend='cuda' is unknown"),
+            (dict(scaling=Row(), amax=1.0), "has several scales"),
+            (dict(scaling=Block(32), amax=1.0), "has several scales"),
+        ],
+        ids=str,
+    )
+    def test_bad_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            quantize(jnp.ones((64, 64)), E4M3, **options)
+
+    def test_bad_input(self):
+        with pytest.raises(ValueError, match="no square blocks, which are cut from a matrix"):
+            quantize(jnp.ones((2, 64, 64)), E4M3, Block(32))
+        for scaling in (Row(), Block(32, "vector")):
+            with pytest.raises(ValueError, match="x is a scalar, which has no rows or blocks"):
+                quantize(jnp.float32(1), E4M3, scaling)
+        with pytest.raises(TypeError, match="float16 is not an FP8 format"):
+            quantize(jnp.ones((64, 64)), jnp.float16)
+        with pytest.raises(TypeError, match="only real floats"):
+            quantize(jnp.ones((64, 64), jnp.int32), E4M3)
+
+
+def test_scalings_say_what_they_refuse():
+    for make, message in (
+        (lambda: Block(16), "block=16 is not supported; use one of [32, 64, 128]"),
+        (lambda: Block(32, "row"), "tile='row' is unknown"),
+        (lambda: Tensor("amax"), "scale='amax' is unknown"),
+        (lambda: Row("amax"), "scale='amax' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make()
+
+
+class TestDualQuantize:
+    W, E = hard_values((64, 32)) * 1e-2, jax.random.normal(KEYS[2], (64, 32)) * 1e-4
+
+    @pytest.mark.parametrize(
+        "scaling, dtype",
+        [(Tensor(), E4M3), (Tensor(), E5M2), *((square, E4M3) for square in SQUARES), (Block(64, "vector"), E5M2)],
+        ids=str,
+    )
+    def test_both_halves_are_the_formula_and_nothing_is_lost(self, scaling, dtype):
+        w, error = hard_values((72, 150)), hard_values((72, 150), KEYS[2]) * 1e-6
+        q = split(w, scaling, dtype=dtype, error=error, orientation="both" if scaling.serves_both else "rows")
+        target = flushed(np.asarray(w + error))
+        for index, part in parts(scaling, w.shape):
+            scale, multiplier = formula(scaling, target[part], LARGEST[dtype])
+            assert np.asarray(q.rows.scale, np.float32)[index] == scale
+            scaled = (target[part] * multiplier).astype(np.float32)
+            hi = scaled.astype(narrow(dtype))
+            lo = (np.float64(scaled) - np.float64(hi)).astype(np.float32).astype(narrow(dtype))
+            assert same_bits(np.asarray(q.rows.hi)[part], hi)
+            assert np.array_equal(np.float32(np.asarray(q.rows.lo)[part]), np.float32(lo))
+        whole = float64_of(q.rows) + np.asarray(q.error, np.float64)
+        np.testing.assert_array_equal(whole, target.astype(np.float64))
+        if scaling.serves_both:
+            assert q.columns.shape == (150, 72) and same_bits(q.columns, q.rows.turn())
+            np.testing.assert_array_equal(float64_of(q.columns), float64_of(q.rows).T)
+
+    def test_a_block_without_residual_says_so(self):
+        w = jnp.full((64, 96), 0.5).at[40, 70].set(0.3)
+        codes = np.asarray(split(w, Block(32)).rows.lo_scale).view(np.uint8)
+        assert np.array_equal(codes == 0, [[True, True, True], [True, True, False]])
+
+    def test_what_a_stale_scale_clips_is_caught_by_lo(self):
+        x = jax.random.normal(KEYS[0], (32, 48)) * 3
+        fresh, stale = (split(x, amax=jnp.max(jnp.abs(x)) * jnp.float32(f)).rows for f in (1, 0.5))
+        assert float(jnp.max(jnp.abs(stale.hi.astype(jnp.float32)))) == 448
+        assert min(decibels(x, float64_of(q)) for q in (fresh, stale)) > 50
+
+    @pytest.mark.parametrize(
+        "scaling, rounding, error, orientation",
+        [
+            *(
+                pytest.param(Tensor(), rounding, error, orientation, marks=pytest.mark.optimized)
+                for rounding in ("nearest", "stochastic")
+                for error, orientation in ((None, "both"), ("float32", "both"), ("bfloat16", "both"), (None, "rows"))
+            ),
+            (Tensor(), "nearest", "float8_e5m2", "rows"),
+            (Block(32), "nearest", "float32", "both"),
+            (Block(64), "stochastic", None, "both"),
+            (Block(128), "nearest", "bfloat16", "both"),
+            (Block(128), "nearest", None, "rows"),
+        ],
+        ids=str,
+    )
+    def test_the_kernel_is_the_reference_bit_for_bit(self, scaling, rounding, error, orientation):
+        w = self.W if isinstance(scaling, Tensor) else hard_values((128, 256)).at[:64, :128].set(0.5)
+        options = dict(
+            error=None if error is None else (hard_values(w.shape, KEYS[2]) * 1e-4).astype(error),
+            bits=jax.random.bits(KEYS[3], w.shape) if rounding == "stochastic" else None,
+            orientation=orientation,
+        )
+        got, expected = (split(w, scaling, backend=backend, **options) for backend in ("triton", "xla"))
+        assert same_bits(got, expected)
+        assert np.count_nonzero(np.asarray(got.rows.lo, np.float32)) > 0
+
+    @pytest.mark.optimized
+    def test_transformations_change_no_bit_of_the_kernel(self):
+        stack, errors = jnp.stack([self.W, 3 * self.W]), jnp.stack([self.E, -self.E])
+        call = lambda w, e: dual_quantize(w, error=e, orientation="both", backend="triton")
+        second = lambda tree: jax.tree.map(lambda leaf: leaf[1], tree)
+        expected = split(stack[1], error=errors[1], orientation="both", backend="xla")
+        under_grad = jax.grad(lambda w, e: (jnp.sum(w), call(jax.lax.stop_gradient(w), e)), has_aux=True)
+        for got in (
+            jax.jit(call)(stack[1], errors[1]),
+            second(jax.jit(jax.vmap(call))(stack, errors)),
+            second(jax.lax.map(lambda pair: call(*pair), (stack, errors))),
+            jax.jit(jax.checkpoint(call))(stack[1], errors[1]),
+            under_grad(stack[1], errors[1])[1],
+        ):
+            assert same_bits(got, expected)
+
+    @pytest.mark.optimized
+    def test_transformations_change_no_bit_of_the_reference(self):
+        """With an error and with random bits; single operations, too."""
+        bits = jax.random.bits(KEYS[3], self.W.shape)
+
+        def call(w):
+            return dual_quantize(w, error=w * jnp.float32(1e-3)), dual_quantize(w, bits=bits)
+
+        expected = call(self.W)
+        for got in (
+            jax.jit(call)(self.W),
+            jax.tree.map(lambda a: a[1], jax.jit(jax.vmap(call))(jnp.stack([self.E, self.W]))),
+            jax.tree.map(lambda a: a[0], jax.lax.map(call, self.W[None])),
+            jax.jit(jax.checkpoint(call))(self.W),
+        ):
+            assert same_bits(got, expected)
+
+    @pytest.mark.parametrize(
+        "scaling, options, message",
+        [
+            (Row(), {}, "a residual needs scales that both orientations share"),
+            (Tensor("float32"), {}, "exact only under a power-of-two scale"),
+            (Block(32), dict(amax=1.0), "has several scales"),
+            (Block(32, "vector"), dict(orientation="both"), "other vectors"),
+            (Tensor(), dict(error=jnp.ones((64, 32))), "error has shape"),
+            (Block(32), dict(error=jnp.ones((64, 32))), "error has shape"),
+            (Tensor(), dict(bits=jnp.ones((64, 32), jnp.uint32)), "bits has shape"),
+        ],
+        ids=str,
+    )
+    def test_bad_options(self, scaling, options, message):
+        with pytest.raises(ValueError, match=message):
+            dual_quantize(jnp.ones((64, 64)), scaling, **options)
+
+    def test_bad_input(self):
+        with pytest.raises(TypeError, match="not uint32"):
+            dual_quantize(jnp.ones((4, 4)), bits=jnp.zeros((4, 4), jnp.int32))
+        with pytest.raises(NotImplementedError, match="squares"):
+            dual_quantize(jnp.ones((64, 64)), Block(32, "vector"), backend="triton")
+        with pytest.raises(NotImplementedError, match="has no 'mosaic' implementation"):
+            dual_quantize(jnp.ones((64, 64)), backend="mosaic")
