@@ -11,7 +11,7 @@ _FORMATS = (
 _CONVERSION = ("census", "interception", "policy", "registry", "replacement", "report", "tracing")
 MODULES = {
     "tcfp_jax.recipe": "tcfp_jax.recipes",
-    "tcfp_jax.adapters": "tcfp_jax.layers",
+    "tcfp_jax.adapters": "tcfp_jax.layers (forward passes) and tcfp_jax.linen (kernel_of)",
     "tcfp_jax.blocks": "tcfp_jax.weights.stored (Stored) and pallas_kernels.operands (Operand)",
     "tcfp_jax.quantization": "tcfp_jax.weights.quantization, and its classes are pallas_kernels.operands.Operand and "
     "tcfp_jax.weights.stored.Stored",

@@ -109,13 +109,3 @@ def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 # Whether modules' fixtures compile quickly, and the file whose optimized tests have made all programs that are held.
 _PROGRAMS = {"default": True, "optimized in": None}
-
-
-@pytest.fixture
-def quick_compiles() -> None:
-    """Nothing: every test compiles quickly unless it is marked `optimized`."""
-
-
-@pytest.fixture(scope="module")
-def quick_module() -> None:
-    """Nothing, as `quick_compiles`."""

@@ -16,7 +16,6 @@ W = jax.random.normal(jax.random.key(1), (32, 16)) * 0.1
 G = jax.random.normal(jax.random.key(2), (8, 16))
 QUANTIZING = ("tcfp12", "tcfp12_fast", "tensorwise")
 RECIPES = ("bf16", *QUANTIZING)
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @functools.partial(jax.jit, static_argnums=0)

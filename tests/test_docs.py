@@ -12,7 +12,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 # Pages of words and tables alone, and those that include a file of the repository.
 WITHOUT_CODE = {"architecture", "catalog", "changelog", "glossary", "index", "log", "measurements"}
 PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def test_pages_without_code_are_known():

@@ -110,8 +110,8 @@ def test_there_are_few_doors():
     [
         ("pallas_kernels", {"jax", "numpy", "pallas_kernels"}),
         ("tcfp_jax", {"jax", "numpy", "flax", "optax", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib"}),
-        ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tcfp_jax", "pallas_kernels",
-                    "models"}),
+        ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tcfp_jax",
+                    "pallas_kernels", "models"}),
     ],
 )  # fmt: skip
 def test_packages_know_only_what_they_may(folder, allowed):

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_python_blocks_run():
     namespace: dict = {}
     with jax.numpy_dtype_promotion("standard"):

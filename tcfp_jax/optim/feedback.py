@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Tensor
-from tcfp_jax.paths import path_names
+from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
@@ -100,7 +100,7 @@ def error_feedback(
         key_of = weights.keys(state.key, implementation)
         errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
         entries = [
-            _Step(r, error_type, key_of).next(w, i, _find(state.weights, weights.names[i]), errors[i], amax[i])
+            _Step(r, error_type, key_of).next(w, i, find(state.weights, weights.names[i]), errors[i], amax[i])
             for i, w, r in weights.leaves
         ]
         return updates, weights.state(entries, _next_key(state.key, implementation))
@@ -124,7 +124,11 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
     for state in states:
         if isinstance(state, ErrorFeedbackState):
-            _merge(collection, state.weights, ())
+            for path, weight in entries(state.weights).items():
+                names = path.split("/")
+                if find(collection, names) is not None:
+                    raise ValueError(f"two error_feedback transformations hold {path}; mask it out of one of them")
+                put(collection, names, weight)
     return collection
 
 
@@ -159,7 +163,7 @@ class _Weights:
         stored: dict[str, Any] = {}
         errors, amax = ([optax.MaskedNode()] * len(self.names) for _ in range(2))
         for (i, *_), entry in zip(self.leaves, entries, strict=True):
-            _insert(stored, self.names[i], entry.weight)
+            put(stored, self.names[i], entry.weight)
             for column, value in ((errors, entry.error), (amax, entry.amax)):
                 if value is not None:
                     column[i] = value
@@ -291,30 +295,3 @@ def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Arr
     if key_data is None:
         return None
     return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
-
-
-def _insert(collection: dict[str, Any], path: list[str], weight: Stored) -> None:
-    if not path:
-        raise ValueError("the parameters are a bare array without a name; put it in a dict, as Flax does")
-    node = collection
-    for name in path[:-1]:
-        node = node.setdefault(name, {})
-    node[path[-1]] = weight
-
-
-def _find(collection: dict[str, Any], path: list[str]) -> Stored:
-    node: Any = collection
-    for name in path:
-        node = node[name]
-    return node
-
-
-def _merge(collection: dict[str, Any], weights: Any, path: tuple[str, ...]) -> None:
-    for name, value in weights.items():
-        if not isinstance(value, Stored):
-            _merge(collection.setdefault(name, {}), value, (*path, name))
-        elif name in collection:
-            held = "/".join((*path, name))
-            raise ValueError(f"two error_feedback transformations hold {held}; mask it out of one of them")
-        else:
-            collection[name] = value

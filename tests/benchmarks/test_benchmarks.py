@@ -27,7 +27,6 @@ from benchmarks import (
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
 
-pytestmark = pytest.mark.usefixtures("quick_module")
 SMOKES = {
     "gemm": ["--measure", "products,quantizers"], "scaled_products": [], "skip_residual": [], "quality": [],
     "memory": [], "convergence": ["--tasks", "gpt"],

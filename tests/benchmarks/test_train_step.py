@@ -14,7 +14,6 @@ from tcfp_jax.products import layer
 SHAPE = GemmShape(32, 32, 48)
 # One recipe and what differs from it in the optimizer's state; the wrong product below is of another.
 VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if name == "bf16" or "fast" in name}
-pytestmark = pytest.mark.usefixtures("quick_module")
 
 
 @pytest.fixture(scope="module")

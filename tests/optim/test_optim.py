@@ -18,7 +18,6 @@ PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
 GRADIENTS = jax.tree.map(lambda p: jnp.full_like(p, 0.01), PARAMS)
 NO_FEEDBACK = tcfp_jax.recipe("tcfp12", remainder="dropped")
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ RECIPES = {
     "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
 }
 FLOAT32_EPS = 2.0**-23
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 M, K, N = 24, 32, 16
 

@@ -24,7 +24,6 @@ RECIPES = {
     "rowwise": tcfp_jax.recipe("rowwise"),
     "rowwise_float32": tcfp_jax.recipe("rowwise", scale="float32", gradient="float8_e5m2", wgrad="bf16"),
 }
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 M, K, N = 40, 64, 48  # a ragged block in each
 KEYS = jax.random.split(jax.random.key(0), 3)
 # Rows and columns of other sizes, which one scale a tensor would serve badly.

@@ -10,7 +10,6 @@ from tcfp_jax.weights.packed import LEVELS
 
 GAUSSIAN = jax.random.normal(jax.random.key(0), (512, 512))
 SMALL = jax.random.normal(jax.random.key(1), (3, 64))
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 every_residual = pytest.mark.parametrize("residual", ["linear", "nf4"])
 # One program; that it is the one of single operations is a test of its own.
 pack = jax.jit(tcfp_jax.quantize_tcfp12, static_argnames=("block", "residual", "scale", "sigma"))
