@@ -46,23 +46,30 @@ def partitioned(
         every part holds whole blocks.
       whole: letters of axes that no mesh axis may split.
     """
+    # "m k, n k -> m n" as lists of letters: one list for each operand and result.
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
     kept = {letter for side in outputs for letter in side}
     named = {letter for side in (*inputs, *outputs) for letter in side}
     blocks = {letter: of for letter, of in (blocks or {}).items() if letter in named}
 
+    # XLA calls `partition` at compile time, when it knows the shardings that the rest of the program prefers, and puts
+    # `local` in the place of the whole call (JAX docs, jax.experimental.custom_partitioning).
     @custom_partitioning
     def call(*operands: jax.Array) -> Any:
         return local(*operands, summed_over=())
 
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
+        # Results come first: what reads them has asked for their sharding, and operands can follow.
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
         chosen = {x: axes for x, axes in _choose_axes([*outputs, *inputs], given).items() if x not in whole}
+        # A block that two devices share would have two scales, so an axis is split between whole blocks or not at all,
+        # and the axis that counts its blocks is split alike.
         for letter, of in blocks.items():
             parts = math.prod(mesh.shape[axis] for axis in chosen.get(of.letter, ()))
             if of.length % (parts * of.size):
                 chosen[of.letter] = ()
             chosen[letter] = chosen.get(of.letter, ())
+        # An axis that no result has is summed over; where it is split, every device holds a part of the sum.
         split_sums = [letter for letter in chosen if letter not in kept and letter not in blocks]
         summed = tuple(axis for letter in split_sums for axis in chosen[letter])
 
@@ -113,6 +120,7 @@ def _entries(sharding: Any, rank: int) -> list[Axes]:
 
 
 def _mapped_in_a_loop(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Without a rule of its own, vmap would add a batch axis that the letters of the rule do not name.
     @custom_vmap
     def mapped(*operands: jax.Array) -> Any:
         return call(*operands)

@@ -133,10 +133,13 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -
     return plgpu.kernel(
         functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        # As many clusters as the chip holds at once: each walks several output tiles, so the start of one tile's copies can
+        # overlap the end of another's products.
         grid=(plan.blocks,),
         grid_names=("block",),
         cluster=(plan.config.cluster,),
         cluster_names=("member",),
+        # One warpgroup of 128 threads more than compute: it only copies ("warp specialization", CUTLASS's pingpong kernels).
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -173,11 +176,13 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 
         def multiply(acc: Any, x_smem: Any, w_smem: Any, wave: int) -> None:
             rows = x_smem.at[pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)]
+            # W is [n, k] in memory and wgmma reads both operands along k, so the transpose is a descriptor, not a move.
             for half in w_smem:
                 plgpu.wgmma(acc, rows, half.T)
 
         @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
         def _tiles(loop: Any) -> None:
+            # Neighbouring blocks take neighbouring tiles, so that panels of x and W are read from L2 by many at once.
             mi, ni = plgpu.planar_snake(loop.index[0], (m_tiles, n_tiles), "mn".index(config.inner), config.snake)
             mi = mi * cluster + member
             scale = scale_gmem[0]
@@ -208,6 +213,8 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 def specs(plan: Plan) -> list[Any]:
     """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
     config = plan.config
+    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies and
+    # wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
     swizzle = min(config.tile_k, SWIZZLE)
     vector = dict(memory_space=plgpu.SMEM, delay_release=0)
     tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
@@ -234,6 +241,7 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 
     def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, acc: Any) -> Any:
         multiply(acc, x_smem, w_smem, 0)
+        # The buffers are given back when this returns, so wgmma, which runs on by itself, must have read them.
         plgpu.wgmma_wait(0)
         return acc
 
@@ -269,6 +277,7 @@ def _promoting(
         return tuple(new)
 
     def compute(run: Any) -> None:
+        # In the accumulator's own layout, or every addition would move values between threads.
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         store([total * scale for total in run((zero,) * waves)])
 

@@ -96,6 +96,7 @@ def error_feedback(
     def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
+        # The weights that the caller is about to have: layers of the next step read what is quantized here.
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
         key_of = weights.keys(state.key, implementation)
         errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
@@ -156,12 +157,15 @@ class _Weights:
         """The random key of leaf i in this step."""
         if key_data is None:
             return lambda i: None
+        # One half of the split is this step's, the other the next step's key; a leaf's bits depend on its place alone.
         use = jax.random.split(_wrap(key_data, implementation))[1]
         return lambda i: jax.random.fold_in(use, i)
 
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
         stored: dict[str, Any] = {}
         errors, amax = ([optax.MaskedNode()] * len(self.names) for _ in range(2))
+        # Weights by name, because a Stored in the place of a parameter would be taken for one (`nnx.Optimizer` splits
+        # what is in a parameter's box); errors in the parameters' own tree, whose shardings they share.
         for (i, *_), entry in zip(self.leaves, entries, strict=True):
             put(stored, self.names[i], entry.weight)
             for column, value in ((errors, entry.error), (amax, entry.amax)):
@@ -200,6 +204,7 @@ class _Step(NamedTuple):
         key, stack = self.key(i), w.shape[:-2]
         if key is not None and stack:
             key = jax.random.split(key, stack)
+        # A stack of layers (nn.scan) has a scale for each: an outlier in one layer costs the others nothing.
         for _ in stack:
             one = jax.vmap(one)
         with jax.named_scope("quantize_w"):
