@@ -133,13 +133,13 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -
     return plgpu.kernel(
         functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        # As many clusters as the chip holds at once: each walks several output tiles, so the start of one tile's copies can
-        # overlap the end of another's products.
+        # As many clusters as the chip holds at once: each walks several output tiles, so that the copies of one tile may
+        # start before the products of another end.
         grid=(plan.blocks,),
         grid_names=("block",),
         cluster=(plan.config.cluster,),
         cluster_names=("member",),
-        # One warpgroup of 128 threads more than compute: it only copies ("warp specialization", CUTLASS's pingpong kernels).
+        # One warpgroup of 128 threads more than compute: it only copies (warp specialization, as in CUTLASS's kernels).
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -176,7 +176,7 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 
         def multiply(acc: Any, x_smem: Any, w_smem: Any, wave: int) -> None:
             rows = x_smem.at[pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)]
-            # W is [n, k] in memory and wgmma reads both operands along k, so the transpose is a descriptor, not a move.
+            # W is [n, k] in memory and wgmma reads both operands along k: the transpose is a descriptor, not a move.
             for half in w_smem:
                 plgpu.wgmma(acc, rows, half.T)
 
@@ -213,8 +213,8 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 def specs(plan: Plan) -> list[Any]:
     """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
     config = plan.config
-    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies and
-    # wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
+    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies
+    # and wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
     swizzle = min(config.tile_k, SWIZZLE)
     vector = dict(memory_space=plgpu.SMEM, delay_release=0)
     tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
