@@ -307,10 +307,8 @@ class TestDualQuantize:
         expected = split(stack[1], error=errors[1], orientation="both", backend="xla")
         under_grad = jax.grad(lambda w, e: (jnp.sum(w), call(jax.lax.stop_gradient(w), e)), has_aux=True)
         for got in (
-            jax.jit(call)(stack[1], errors[1]),
             second(jax.jit(jax.vmap(call))(stack, errors)),
             second(jax.lax.map(lambda pair: call(*pair), (stack, errors))),
-            jax.jit(jax.checkpoint(call))(stack[1], errors[1]),
             under_grad(stack[1], errors[1])[1],
         ):
             assert same_bits(got, expected)
