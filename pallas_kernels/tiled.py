@@ -95,13 +95,16 @@ def map_tiles(
     """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[m, k]` each.
 
     Args:
-      body: returns one tile for each of `outputs`, shaped as its inputs.
-      scalars: of one value each, handed to `body` as scalars.
-      name: of the kernel, as profilers show it.
-      reference: the same on whole matrices outside a kernel, for a device's part that no tile divides; rows and columns
-        have the shapes that are written.
-      values_per_thread: fewer leave registers for a longer `body`.
-      side: of all tiles, where they mean something, as blocks do; None chooses.
+      body: what is done to one tile; it returns a value for each of `outputs`, in the form that the output says.
+      inputs: the matrices, of one shape.
+      scalars: arrays of one value each, which `body` gets as scalars.
+      outputs: what is written.
+      name: the kernel's name, as profilers show it.
+      reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
+        matrices no tile divides, and returns results in the shapes that are written: for a "rows" output `[m, k / side]`,
+        for a "columns" output `[k, m / side]`.
+      values_per_thread: how many values of a tile each thread holds; fewer leave registers for a longer `body`.
+      side: the side of every tile, where a tile is a block that shares a scale; None lets the shape choose.
 
     Returns:
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
