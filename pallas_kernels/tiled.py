@@ -101,8 +101,8 @@ def map_tiles(
       outputs: what is written.
       name: the kernel's name, as profilers show it.
       reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
-        matrices no tile divides, and returns results in the shapes that are written: for a "rows" output `[m, k / side]`,
-        for a "columns" output `[k, m / side]`.
+        matrices no tile divides, and returns results in the shapes that are written: for a "rows" output
+        `[m, k / side]`, for a "columns" output `[k, m / side]`.
       values_per_thread: how many values of a tile each thread holds; fewer leave registers for a longer `body`.
       side: the side of every tile, where a tile is a block that shares a scale; None lets the shape choose.
 

@@ -133,8 +133,8 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -
     return plgpu.kernel(
         functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        # As many clusters as the chip holds at once. Each walks several output tiles: the copies of one may start before
-        # the products of another end.
+        # As many clusters as the chip holds at once. Each walks several output tiles, so copies of one tile may start
+        # before the products of another end.
         grid=(plan.blocks,),
         grid_names=("block",),
         cluster=(plan.config.cluster,),
