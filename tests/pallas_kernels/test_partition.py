@@ -85,9 +85,9 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     ("x_spec", "w_spec", "expected"), [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})]
 )
 def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expected):
-    x, w = operands()
-    x = quantize(x.dequantize(), E4M3, Block(32, "vector")).rows
-    w = dual_quantize(w.dequantize(), Block(32)).rows
+    x, w = (float64_of(operand).astype(np.float32) for operand in operands())
+    x = jax.jit(lambda x: quantize(x, E4M3, Block(32, "vector")).rows)(x)
+    w = jax.jit(lambda w: dual_quantize(w, Block(32)).rows)(w)
     call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, backend="triton"))
     compiled = call.lower(put(x, x_spec), put(w, w_spec)).compile()
     assert collectives(compiled) == expected
