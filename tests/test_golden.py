@@ -130,6 +130,9 @@ def measured():
     return found
 
 
+pytestmark = pytest.mark.optimized
+
+
 @pytest.mark.skipif("GOLDEN_WRITE" not in os.environ, reason="writes the golden file only where GOLDEN_WRITE is set")
 def test_write():
     PATH.write_text(json.dumps(measured(), indent=1, sort_keys=True) + "\n")

@@ -51,6 +51,7 @@ def quantize(
       ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
 
+    >>> import jax.numpy as jnp
     >>> q = quantize(jnp.array([1.0, -3.0]), jnp.float8_e4m3fn).rows
     >>> [float(v) for v in q.values], float(q.scale)
     ([128.0, -384.0], 0.0078125)

@@ -257,11 +257,11 @@ def test_nothing_is_written_that_the_backward_pass_does_not_read():
         (lambda: quantize(X[0, 0], jnp.float8_e4m3fn, Row()), "no rows"),
         (
             lambda: tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=quantize_weight(W, RECIPES["blockwise"])[0]),
-            r"tile='vector'\), but quantized is a .* tile='square'\)",
+            r"tile='vector'\) in both .*, but quantized is a .* tile='square'\)",
         ),
         (
             lambda: tcfp_jax.matmul(X, W, recipe="blockwise", quantized=tcfp_jax.quantize(W)),
-            r"one FP8 tensor with Block\(size=128, tile='square'\), but quantized is a .* Tensor",
+            r"one FP8 tensor with Block\(size=128, tile='square'\) in both .*, but quantized is a .* Tensor",
         ),
     ],
     ids=range(10),
