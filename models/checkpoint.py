@@ -24,12 +24,14 @@ import orbax.checkpoint as ocp
 import tcfp_jax
 from models.gpt import GPTConfig, model_config
 from models.training import TrainConfig, TrainState
-from tcfp_jax.recipes import Recipe
+from pallas_kernels.operands import Block, Row, Tensor
+from tcfp_jax.recipes import Dual, Recipe, Single
 
 Resume = Literal["never", "allowed"]
 
 CONFIG_FILE, METRICS_FILE, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block)}
 
 
 class RunDirectory:
@@ -130,7 +132,8 @@ def read_config(path: Path) -> TrainConfig:
     if isinstance(fields["model"], dict):
         fields["model"] = GPTConfig(**fields["model"])
     if isinstance(fields["recipe"], dict):
-        fields["recipe"] = Recipe(**fields["recipe"])
+        parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(fields["recipe"])}
+        fields["recipe"] = Recipe(**{**fields["recipe"], **parts})
     return TrainConfig(**fields)
 
 
@@ -160,14 +163,28 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     """What must be equal for a run to be continued; names are stored with what they stand for today."""
-    resolved = dataclasses.replace(config, dtype=config.compute_dtype)
+    fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
+    if isinstance(config.recipe, Recipe):
+        fields["recipe"] = _describe_recipe(config.recipe)
     return {
-        "config": dataclasses.asdict(resolved),
+        "config": fields,
         "model": dataclasses.asdict(model_config(config.model)),
-        "recipe": dataclasses.asdict(tcfp_jax.recipe(config.recipe)),
+        "recipe": _describe_recipe(tcfp_jax.recipe(config.recipe)),
         "text": corpus_digest,
         "device": jax.default_backend(),
     }
+
+
+def _describe_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe, and of the values in it, which say what they are: Tensor and Row have the same fields."""
+    fields = dataclasses.asdict(recipe)
+    for name, part in _nested(fields):
+        part["kind"] = type(getattr(recipe, name)).__name__
+    return fields
+
+
+def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, part) for name, part in fields.items() if isinstance(part, dict)]
 
 
 def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:

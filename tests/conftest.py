@@ -8,6 +8,7 @@ read compiled programs, or run thousands of steps; and so do all tests marked `g
 import contextlib
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -40,12 +41,29 @@ def asks_for_gpu(expression: str) -> bool:
     return re.search(r"(?<!not )(?<!not \()\bgpu\b", expression) is not None
 
 
+def share_programs(config: pytest.Config) -> None:
+    """One empty folder of compiled programs for all workers of this run, and for the processes that tests start.
+
+    From empty it saves 9 % of the CPU time (245 to 224 s for layers, optimizer and weights with two workers): files
+    that different workers run compile the same programs.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="tcfp_jax_programs_", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    settings = dict(compilation_cache_dir=folder.name, persistent_cache_min_compile_time_secs=0.05)
+    for name, value in settings.items():
+        os.environ[f"JAX_{name.upper()}"] = str(value)
+        jax.config.update(f"jax_{name}", value)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Whatever form the option has on the command line; workers of pytest-xdist get their parent's.
     on_gpu = asks_for_gpu(config.option.markexpr)
     if not on_gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
         jax.config.update("jax_platforms", "cpu")
+        share_programs(config)
     _PROGRAMS["default"] = not on_gpu
     jax.config.update(QUICK, not on_gpu)
     # xdist would hand out files with many tests first, whatever they take.

@@ -102,7 +102,10 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted, saves)
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", STOCHASTIC], ids=["bf16", "tensorwise", "stochastic"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "tensorwise", STOCHASTIC, tcfp_jax.recipe("rowwise"), tcfp_jax.recipe("blockwise", block=32)],
+    ids=["bf16", "tensorwise", "stochastic", "rows", "blocks"],
+)  # fmt: skip
 def test_every_kind_of_state_is_restored(tmp_path, recipe):
     path, config = tmp_path / "run", dataclasses.replace(CONFIG, recipe=recipe)
     state, digest = train.init(dataclasses.replace(config, seed=5)), "digest"
@@ -284,7 +287,7 @@ def _program(out):
 
 def _environment():
     # Compiled as this process compiles, or the bits could differ.
-    quick = "1" if jax.config.jax_disable_most_optimizations else "0"
+    quick = "1" if jax.config.read("jax_disable_most_optimizations") else "0"
     return {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": quick,
