@@ -22,6 +22,8 @@ RECIPES = {
     "tensorwise": tcfp_jax.recipe("tensorwise"),
     "float32_scale": tcfp_jax.recipe("tensorwise", scale="float32"),
     "e5m2_gradients": tcfp_jax.recipe("tcfp12_fast", gradient="float8_e5m2"),
+    "bf16_forward": tcfp_jax.recipe("tcfp12", forward="bf16"),
+    "bf16_dgrad": tcfp_jax.recipe("tcfp12_fast", dgrad="bf16", wgrad="bf16"),
     "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
 }
 FLOAT32_EPS = 2.0**-23
