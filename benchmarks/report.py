@@ -71,18 +71,18 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 
 def choose(results: Path = RESULTS) -> str:
     """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
-    names = (train_step.NAME, recipes.NAME, convergence.NAME)
-    steps, passes, trained = found = [read_result(name, results) for name in names]
+    # Every recipe of one run: ratios of several runs would compare the baselines, too.
+    timed, trained = found = [read_result(name, results) for name in (recipes.NAME, convergence.NAME)]
     ratios = convergence.summaries(trained) if trained else {}
-    speeds = {name: _speed(name, steps, passes) for name in USE_IT_WHEN}
+    speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
     lines = []
     for name, when in USE_IT_WHEN.items():
         summary = ratios.get(("gpt", name))
         perplexity = "–" if summary is None else convergence.ratio_of(summary)
         state = f"{memory.bytes_per_weight(recipe(name)):.4g}"
         lines.append([f"`{name}`", speeds[name], state, "1" if name == convergence.BASELINE else perplexity, when])
-    titles = ["recipe", "speed over BF16", "bytes of state a weight", "held-out perplexity over BF16", "use it when"]
-    shape = _shape(steps)
+    titles = ["recipe", "speed over BF16", "bytes of state per weight", "held-out perplexity over BF16", "use it when"]
+    shape = None if timed is None else timed.rows[0]["shape"]
     text = [
         f"Speed is of an optimizer step of an MLP{'' if shape is None else f' at {times(shape)}'} (tokens × d × d_ff), "
         "forward and backward pass, AdamW and quantization of the weights."
@@ -95,18 +95,12 @@ def choose(results: Path = RESULTS) -> str:
     return f"{markdown_table(titles, lines, last='left')}\n\n{' '.join(text)}\n\n*{origins}*\n"
 
 
-def _shape(steps: Result | None) -> str | None:
-    rows = [] if steps is None else [row for row in steps.rows if row["part"] == train_step.OPTIMIZER]
-    return rows[0]["shape"] if rows else None
-
-
-def _speed(name: str, steps: Result | None, passes: Result | None) -> str:
-    """Of an optimizer step at the first shape that has one, else of both passes at that shape, else a dash."""
-    places = ((steps, train_step.OPTIMIZER, ""), (passes, train_step.OPTIMIZER, ""), (passes, "mlp", "¹"))
-    for result, part, mark in places:
-        row = None if result is None else result.by("part", "shape", "recipe").get((part, _shape(steps), name))
-        if row is not None:
-            return "1" if name == train_step.BASELINE else f"**{row['speed_over_bf16']:.2f}**{mark}"
+def _speed(name: str, timed: Result | None) -> str:
+    """Of an optimizer step, else of a forward and backward pass, else a dash."""
+    found = {} if timed is None else timed.by("part", "recipe")
+    for part, mark in ((train_step.OPTIMIZER, ""), ("mlp", "¹")):
+        if (part, name) in found:
+            return "1" if name == train_step.BASELINE else f"**{found[part, name]['speed_over_bf16']:.2f}**{mark}"
     return "–"
 
 

@@ -39,7 +39,7 @@ def root(tmp_path, monkeypatch):
         (tmp_path / page).write_text("\n".join(f"# {n}\n<!-- begin: {n} -->\n<!-- end: {n} -->" for n in names))
     steps = [step(part, name, 1.0) for part in ("mlp", "optimizer step") for name in ("bf16", "tcfp12")]
     write(tmp_path, "train_step", [*steps, step("mlp", "tcfp12 wgrad fp8", 1.5), step("mlp", "tcfp12_fast", 1.25)])
-    write(tmp_path, "recipes", [step("mlp", "bf16", 1.0), step("mlp", "rowwise", 1.75)])
+    write(tmp_path, "recipes", [*steps, step("mlp", "rowwise", 1.75)])
     assert report.main(options(tmp_path)) == 0
     return tmp_path
 
@@ -107,7 +107,7 @@ def test_the_table_to_choose_by(root):
     assert lines["`tcfp12`"].split("|")[2:5] == [" **1.00** ", " 20 ", " – "]
     assert lines["`rowwise`"].split("|")[2] == " **1.75**¹ "  # no optimizer step: both passes
     assert lines["`mxfp8`"].split("|")[2] == " – "
-    # An optimizer step is preferred, wherever it was measured.
+    # An optimizer step is preferred where it was measured.
     write(root, "recipes", [step(part, "rowwise", s) for part, s in (("mlp", 1.75), ("optimizer step", 1.5))])
     assert "| **1.50** |" in report.choose(root / "results") and "¹" not in report.choose(root / "results")
     line = "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |"
