@@ -46,9 +46,12 @@ def table(result: Result) -> str:
         # A run that was cut short lacks some; the JSON is written after every row.
         found = [rows.get((part, name)) for part in parts]
         cells = [
-            cell for row in found
-            for cell in (("–", "–") if row is None else (f"{row['median_ms']:.3f} ms", f"**{row['speed_over_bf16']:.2f}**"))
-        ]  # fmt: skip
+            cell
+            for row in found
+            for cell in (
+                ("–", "–") if row is None else (f"{row['median_ms']:.3f} ms", f"**{row['speed_over_bf16']:.2f}**")
+            )
+        ]
         snr_db = None if found[0] is None else found[0]["worst_snr_db"]
         lines.append([f"`{name}`", *cells, "–" if snr_db is None else f"{snr_db:.1f}"])
     return (
