@@ -38,7 +38,7 @@ def test_tcfp12_of_the_catalog_is_the_packed_format():
     assert tcfp12() == formats.tcfp12 and formats.tcfp12.bits_per_value((8, 320)) == 12.5
 
 
-@pytest.mark.parametrize("block, residual", [(32, "linear"), (32, "nf4"), (64, "linear"), (128, "nf4")])
+@pytest.mark.parametrize("block, residual", [(32, "linear"), (64, "nf4")])
 def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     made = tcfp12(block, residual)
     for x in (every_magnitude((123, 2 * block)), every_magnitude((41, block + 29)), every_magnitude((24, 300))[None]):
