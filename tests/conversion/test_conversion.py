@@ -490,7 +490,8 @@ def test_boxed_parameters_and_mutable_collections():
     y, written = run(model, {"params": variables["params"], "tcfp": state}, X, mutable=["intermediates", "params"])
     assert set(written) == {"intermediates", "params"}
     assert jax.tree.structure(written["params"]) == jax.tree.structure(variables["params"])
-    assert same_bits(y, run(model, {"params": variables["params"]}, X))
+    # The same quantized kernel; two programs may sum its product in another order.
+    np.testing.assert_allclose(y, run(model, {"params": variables["params"]}, X), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="parameters lack other/kernel"):
         tcfp_jax.error_feedback({"other/kernel": find_weights(model)["dense/kernel"]}).init(variables["params"])
     with pytest.raises(ValueError, match="mask"):
