@@ -14,8 +14,9 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx, paths
-from tcfp_jax.conversion import replacement
+from tcfp_jax import paths
+from tcfp_jax.conversion import nnx_models
+from tcfp_jax.conversion.convert import hand_out
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.recipes import Recipe
@@ -118,31 +119,44 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         kind = "; a Linen model applies the variables as they are" if isinstance(model, nn.Module) else ""
         raise TypeError(f"{type(model).__name__} is not a flax.nnx.Module{kind}")
     stored, params = (paths.entries(variables[name]) for name in ("tcfp", "params"))
-    planned = []
-    for path, module in replacement.layers(model):
-        if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
-            name = replacement.KERNELS.get(type(module), "kernel")
-            kernel_path = paths.join(path, name)
-            if kernel_path in stored:
-                planned.append((module, name, kernel_path))
-    taken = {kernel_path for *_, kernel_path in planned}
-    nodes = flax_nnx.iter_graph(model)
-    held = {paths.join(*map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
-    if set(stored) - taken:
+    nodes = dict(flax_nnx.iter_graph(model))
+    held = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, flax_nnx.Variable)}
+    kinds = {path for path, node in held.items() if isinstance(node, flax_nnx.Param)}
+    if set(stored) - kinds:
         raise ValueError(
-            f"no low-precision layer takes {min(set(stored) - taken)}; convert the model as that of the weights was"
+            f"no parameter of the model is {min(set(stored) - kinds)}; convert the model as that of the weights was"
         )
-    wrong = (set(held) - taken) ^ (set(params) - taken)
+    wrong = (kinds - set(stored)) - set(params) or set(params) - set(held)
     if wrong:
         has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
-    for module, name, kernel_path in planned:
-        nnx.store(module, stored[kernel_path])
-        if kernel_path not in params:
-            kernel = getattr(module, name)
-            setattr(module, name, flax_nnx.static(Absent(tuple(kernel.shape), np.dtype(kernel.dtype))))
+    empty = [p for p in set(held) - kinds - set(params) if isinstance(held[p].get_raw_value(), jax.ShapeDtypeStruct)]
+    streams = [path for path in empty if isinstance(held[path], flax_nnx.RngState)]
+    if set(empty) - set(streams):
+        raise ValueError(
+            f"the model has no value for {min(set(empty) - set(streams))}; quantize nnx.state(model), which holds all "
+            "variables, in the place of nnx.state(model, nnx.Param)"
+        )
+    if hand_out(model, stored) < len(stored):
+        raise ValueError(
+            "a stored weight has no low-precision layer here; convert the model as that of the weights was"
+        )
+    for path in set(stored) - set(params):
+        _replace(nodes, held[path], Absent(tuple(held[path].shape), np.dtype(held[path].dtype)))
+    for path in streams:  # dropout is off in inference; a stream that is used draws from a fixed key
+        fixed = jax.random.key(0) if isinstance(held[path], flax_nnx.RngKey) else jax.numpy.uint32(0)
+        held[path].set_raw_value(fixed)
     for path, value in params.items():
-        held[path].set_value(value)
+        held[path].set_raw_value(value)
+
+
+def _replace(nodes: Mapping[Any, Any], parameter: Any, kernel: Absent) -> None:
+    """Put one object in every place of a parameter: layers may share it."""
+    for owner in nodes.values():
+        if isinstance(owner, flax_nnx.Pytree | dict):
+            entries = owner if isinstance(owner, dict) else vars(owner)
+            for name in [name for name, value in entries.items() if value is parameter]:
+                nnx_models.put(owner, name, flax_nnx.static(kernel))
 
 
 def _plain(recipe: Recipe) -> Recipe:

@@ -18,6 +18,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from pallas_kernels.checks import check_real
 from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_product, parse
+from tcfp_jax.products.marks import mark
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 
@@ -143,6 +144,8 @@ def product(
     if isinstance(stored, PackedTCFP12):
         stored, kernel = None, stored.dequantize()
     drawn = key() if stored is None and recipe.stochastic else None
+    if kernel is not None:
+        kernel = mark(kernel, contraction, recipe, x.shape)  # for the census of the model
     return contract(contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape)
 
 

@@ -1,14 +1,15 @@
 """Flax Linen layers: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.LayerNorm` and `nn.Embed` with low precision.
 
 A layer creates `params` only, with the names and shapes of Flax's own, so checkpoints are interchangeable both ways.
-It multiplies by its stored kernel if the caller passes one: in the `tcfp` collection (`tcfp_jax.layer_state`), or as a
-parameter beside its own (`kernel@tcfp`, where a converted model puts it, so that `nn.scan`, `nn.vmap` and `nn.remat`
-treat it as they treat the kernel). Otherwise it quantizes its parameter on the fly, so that `init`, evaluation and
-plain use need nothing. No forward pass writes a variable.
+It multiplies by its stored kernel if the caller passes one in the `tcfp` collection (`tcfp_jax.layer_state`); under
+`nn.scan` and `nn.vmap` the collection must be named, `variable_axes={"params": 0, "tcfp": 0}`. Otherwise it quantizes
+its parameter on the fly, so that `init`, evaluation and plain use need nothing. No forward pass writes a variable.
 """
 
+import contextlib
+import contextvars
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,30 +24,36 @@ from tcfp_jax.recipes import recipe as named_recipe
 
 __all__ = [
     "COLLECTION", "RNG", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm",
-    "kernel_of",
 ]  # fmt: skip
 
 COLLECTION = "tcfp"
 RNG = "tcfp"
-BESIDE = "@tcfp"  # no Python identifier holds it, so no layer has a parameter of that name
+
+# Whether a layer of ours, by its path, runs Flax's own code for now: set while a model that `to_bf16` switched is
+# traced, and part of the key of every cache of traced functions, because it decides what the trace is.
+OFF: contextvars.ContextVar[Callable[[str], bool] | None] = contextvars.ContextVar("tcfp_linen_off", default=None)
+_TRACE_KEY = jax.make_user_context(None)
 
 
-def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
-    """The layer's parameter, or `Absent` where inference weights took its place; for adapters to pass to `multiply`.
+@contextlib.contextmanager
+def switched_off(patterns: tuple[str, ...], is_off: Callable[[str], bool]) -> Iterator[None]:
+    """Let layers of ours run Flax's own code where `is_off` says so of their path."""
+    token = OFF.set(is_off)
+    try:
+        with _TRACE_KEY(patterns):
+            yield
+    finally:
+        OFF.reset(token)
 
-    Args:
-      layer: a bound Linen layer.
-      name: of the parameter.
-      init: its initializer.
-      shape: its shape.
 
-    >>> class Transposed(nn.Module):
-    ...     @nn.compact
-    ...     def __call__(self, x):
-    ...         return kernel_of(self, "kernel", nn.initializers.normal(), (4, x.shape[-1])).shape
-    >>> Transposed().init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0]
-    (4, 3)
-    """
+def runs_flax(layer: nn.Module) -> bool:
+    """Whether `to_bf16` switched off a bound layer of ours."""
+    is_off = OFF.get()
+    return is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path))
+
+
+def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
+    """The layer's parameter, or `Absent` where inference weights took its place."""
     dtype = getattr(layer, "param_dtype", jnp.float32)
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:
@@ -56,8 +63,6 @@ def kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
 
 def stored_weight(layer: nn.Module, name: str) -> Any:
     """The quantized parameter of a bound layer, or None."""
-    if layer.has_variable("params", name + BESIDE):
-        return layer.get_variable("params", name + BESIDE)
     return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
 
 
@@ -144,7 +149,7 @@ class _Reader:
         return nn.merge_param("einsum_str", self._layer.einsum_str, given)
 
     def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        return kernel_of(self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape)
+        return _kernel_of(self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape)
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
         if not self._layer.use_bias:
@@ -208,6 +213,8 @@ class TCFPDense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[..., k]` to `[..., features]`."""
+        if runs_flax(self):
+            return body(nn.Dense, "__call__")(self, inputs)
         check_unused(self, nn.Dense)
         return layers.dense(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
@@ -234,6 +241,8 @@ class TCFPDenseGeneral(nn.DenseGeneral):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
+        if runs_flax(self):
+            return body(nn.DenseGeneral, "__call__")(self, inputs)
         check_unused(self, nn.DenseGeneral)
         return layers.dense_general(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
 
@@ -260,6 +269,8 @@ class TCFPEinsum(nn.Einsum):
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """The einsum of `inputs` and the kernel, plus the bias."""
+        if runs_flax(self):
+            return body(nn.Einsum, "__call__")(self, inputs, einsum_str)
         check_unused(self, nn.Einsum)
         return layers.einsum(read(self), multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
 
@@ -278,6 +289,8 @@ class TCFPLayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nn.LayerNorm`."""
+        if runs_flax(self):
+            return body(nn.LayerNorm, "__call__")(self, x, mask=mask)
         return layers.layer_norm(read(self), x, mask=mask)
 
 
@@ -300,11 +313,15 @@ class TCFPEmbed(nn.Embed):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Integer tokens `[...]` to `[..., features]`."""
+        if runs_flax(self):
+            return body(nn.Embed, "__call__")(self, inputs)
         check_unused(self, nn.Embed)
         return layers.embed(read(self), inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
+        if runs_flax(self):
+            return body(nn.Embed, "attend")(self, query)
         check_unused(self, nn.Embed)
         return layers.attend(read(self), multiplier(self, named_recipe(self.recipe)), query)
 
@@ -351,3 +368,10 @@ class TCFPDotGeneral(nn.Module):
             )
         owner = self.parent if isinstance(self.parent, nn.Module) else self
         return multiplier(owner, named_recipe(self.recipe))(matrix_product(lhs.ndim), lhs, rhs)
+
+
+# Flax's class of each of ours.
+OWN: dict[type, type] = {
+    TCFPDense: nn.Dense, TCFPDenseGeneral: nn.DenseGeneral, TCFPEinsum: nn.Einsum, TCFPEmbed: nn.Embed,
+    TCFPLayerNorm: nn.LayerNorm,
+}  # fmt: skip

@@ -6,7 +6,6 @@ the quantized kernel in `stored`, whose arrays are the optimizer's own variables
 pass writes a variable.
 """
 
-import contextvars
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,16 +15,12 @@ from flax import nnx
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Multiply, forward_of
-from tcfp_jax.products.contraction import Contraction, axes_product, matrix_product, parse
+from tcfp_jax.products.contraction import Contraction
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Layout
 
 Products = Literal["recipe", "flax"]
 Lookup = Literal["packed", "float"]
-
-# A function that `survey` puts here is told of every product: (layer, name of the kernel, contraction, x).
-WATCHER: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("tcfp_nnx_watcher", default=None)
 
 
 class LowPrecision:
@@ -66,9 +61,7 @@ def multiplier(layer: Any) -> Multiply:
     """
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        contraction, watch = layers.as_contraction(equation, x), WATCHER.get()
-        if watch is not None:
-            watch(layer, name, contraction, x)
+        contraction = layers.as_contraction(equation, x)
         # A stochastic residual without state, in evaluation, draws its bits from a fixed key: calls repeat.
         options: Any = dict(recipe=layer.recipe, stored=stored_weight(layer), key=lambda: jax.random.key(0))
         return layers.product(contraction, x, kernel, **options)
@@ -127,23 +120,22 @@ def refusal(layer: Any) -> str | None:
     return None
 
 
-def layout(layer: Any) -> Layout | None:
-    """The layout of the layer's kernel, or None where only a call shows it.
+def kernel_name(layer: Any) -> str:
+    """The name of the parameter that a layer multiplies by.
 
-    >>> layout(TCFPEmbed(8, 4, rngs=nnx.Rngs(0)))
-    Layout(inputs=(1,), outputs=(0,), stack=())
+    >>> kernel_name(TCFPEmbed(8, 4, rngs=nnx.Rngs(0)))
+    'embedding'
     """
-    if isinstance(layer, nnx.Linear):
-        return matrix_product(1).layout
-    if isinstance(layer, nnx.Embed):
-        return matrix_product(1, transposed=True).layout
-    if isinstance(layer, nnx.LinearGeneral):
-        places = tuple(range(len(layer.batch_axis) + len(layer.in_features)))
-        batch = places[: len(layer.batch_axis)]
-        return axes_product(len(places), places[len(batch) :], batch, len(layer.out_features)).layout
-    if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
-        return parse(layer.einsum_str, len(layer.einsum_str.split(",")[0].replace("...", "").replace(" ", ""))).layout
-    return None
+    return "embedding" if isinstance(layer, nnx.Embed) else "kernel"
+
+
+def restore_class(layer: Any) -> None:
+    """Flax's own class again, and nothing of this project left in the layer."""
+    base = next(kind for kind in type(layer).__mro__[1:] if kind not in OWN and kind is not LowPrecision)
+    for name in ("recipe", "products", "stored", "lookup"):
+        if name in vars(layer):
+            delattr(layer, name)
+    object.__setattr__(layer, "__class__", base)
 
 
 def read(layer: Any) -> layers.Reader:
@@ -196,13 +188,6 @@ class _Reader:
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
-FORWARDS: dict[type, Callable[..., jax.Array]] = {
-    nnx.Linear: forward_of(layers.dense, read),
-    nnx.LinearGeneral: forward_of(layers.dense_general, read),
-    nnx.Einsum: forward_of(layers.einsum, read),
-}
-
-
 class TCFPLinear(nnx.Linear, LowPrecision):
     """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, n]`.
 
@@ -216,7 +201,7 @@ class TCFPLinear(nnx.Linear, LowPrecision):
     (2, 4)
     """
 
-    forward = staticmethod(FORWARDS[nnx.Linear])
+    forward = staticmethod(forward_of(layers.dense, read))
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -231,7 +216,7 @@ class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(FORWARDS[nnx.LinearGeneral])
+    forward = staticmethod(forward_of(layers.dense_general, read))
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -249,7 +234,7 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(FORWARDS[nnx.Einsum])
+    forward = staticmethod(forward_of(layers.einsum, read))
     __call__ = call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -314,6 +299,4 @@ class TCFPEmbed(nnx.Embed):
         return layers.attend(read(self), multiplier(self), query)
 
 
-TYPES: dict[type, type] = {
-    nnx.Linear: TCFPLinear, nnx.LinearGeneral: TCFPLinearGeneral, nnx.Einsum: TCFPEinsum,
-}  # fmt: skip
+OWN = (TCFPLinear, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm)

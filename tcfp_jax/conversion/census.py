@@ -1,142 +1,500 @@
-"""The census of a model: one traced call, and from it every layer, its weights, and the products nobody saw."""
+"""The census of a function: one walk over its program, and from it every product of a parameter.
+
+Nothing is evaluated. Every variable of the jaxpr carries a `Fact`: which parameters it was computed from, whether an
+input took part, the view that it is of one parameter, and which products it follows from. The same list is the report,
+what `find_weights` returns, and what the evaluation multiplies, so that none of them can claim what another does not
+do. Products that are left alone are in it too, each with its reason.
+"""
 
 import dataclasses
-import re
-import weakref
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-from flax import linen as nn
-from flax import nnx as flax_nnx
+import jax.numpy as jnp
+from jax.extend import core
 
-from tcfp_jax.conversion import interception, replacement
-from tcfp_jax.conversion.interception import Conversion
-from tcfp_jax.conversion.policy import SWITCHED_OFF, Choice, by_hand, rule_name
-from tcfp_jax.conversion.report import Record, Report
-from tcfp_jax.conversion.tracing import Origin, Product, arrays_of, parameter_products
-from tcfp_jax.paths import path_names
+from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move
+from tcfp_jax.products.layer import WEIGHT_NAME
+from tcfp_jax.products.marks import Mark, marked
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Layout
 
-# What is known of converted NNX models; a Linen model's class holds its own.
-REPORTS: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+Place = tuple[int, ...]
+_COMPUTED = "its weight is computed from parameters, and is not a view of one"
+_CLOSED = "the function closes over its weight; pass it in params"
+_NO_INPUT = "no input takes part: its other operand comes from parameters or constants alone"
 
 
-def linen(model: Any) -> tuple[Any, Conversion]:
-    """(a Linen model that is intercepted, its conversion); one written with our layers runs as it is, intercepted.
+@dataclass(frozen=True)
+class Fact:
+    """What is known of one value.
 
-    Raises:
-      TypeError: not a Flax module.
+    Attributes:
+      params: the parameters that it was computed from, by path.
+      path, view: of the one parameter that it shows, or None.
+      input: whether an input took part.
+      closed: an array that the function closes over: it counts as an input, and may be a parameter that was forgotten.
+      why: of a weight that is no view, the reason, where one is known; of an input, that a weight was mixed into it.
+      follows: the products that it was computed from with no other product of a parameter between.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{model!r} is neither a flax.linen.Module nor a flax.nnx.Module; pass the model itself")
-    conversion = interception.conversion_of(model)
-    if conversion is not None:
-        return model, conversion
-    conversion = Conversion(type(model), by_hand())
-    return interception.bake(model, conversion), conversion
+
+    params: frozenset[str] = frozenset()
+    path: str | None = None
+    view: View | None = None
+    input: bool = False
+    closed: bool = False
+    why: str = ""
+    follows: frozenset[Any] = frozenset()
+
+    @property
+    def is_weight(self) -> bool:
+        """From parameters alone."""
+        return bool(self.params) and not self.input
+
+    def opaque(self, why: str = "") -> "Fact":
+        """The same without its view."""
+        return dataclasses.replace(self, path=None, view=None, why=why or self.why)
 
 
-def of_linen(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Report, Any]:
-    """(report, parameters as shapes) of one traced call.
+@dataclass(frozen=True)
+class Product:
+    """One product of a parameter.
 
-    Raises:
-      ValueError: the model is not converted, and no layer of it is low-precision by hand.
+    Attributes:
+      path: of the parameter; of several, joined by " + ".
+      shape: of the parameter, or of the operand that was computed from it.
+      equation: x, parameter -> result, over the parameter's own axes.
+      k, n: the matrix that each row of x meets; 0 where there is no matrix.
+      rows: how many rows of x each matrix meets.
+      scope: the named scopes around it.
+      reason: why it cannot be converted; "" where it can.
+      layout: of the whole parameter; None where it cannot be stored for this product.
+      head: it makes the model's output: no product follows it, and its result has as many features as a table that is
+        looked up (or is multiplied by that table), or as nothing in the model contracts.
+      recipe: of a product that a layer computes in low precision by itself.
+      precision: what its author asked for, beyond the default.
     """
-    model, conversion = linen(model)
-    original = interception.unbaked(model, conversion)
-    rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
-    arrays, rebuild = arrays_of((inputs, options))
-    variables = jax.eval_shape(lambda arrays: _call(original.init, rngs, rebuild(arrays)), arrays)
-    variables = nn.meta.unbox(variables)
-    records: list[Record] = []
-    mutable = nn.DenyList("params")
 
-    def run(variables: Any, arrays: Any) -> Any:
-        args, kwargs = rebuild(arrays)
-        with interception.running(conversion, records):
-            return model.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+    path: str
+    shape: tuple[int, ...]
+    primitive: str
+    equation: str = ""
+    k: int = 0
+    n: int = 0
+    rows: int = 0
+    scope: str = ""
+    reason: str = ""
+    layout: Layout | None = None
+    head: bool = False
+    recipe: Recipe | None = None
+    precision: str = ""
 
-    jaxpr = jax.make_jaxpr(run)(variables, arrays)
-    if conversion.policy.recipe is None and not conversion.ever:
-        raise not_converted(model)
-    found = report(dict.fromkeys(records), _unseen(jaxpr, variables, arrays), conversion.policy.rules)
-    return found, variables.get("params", {})
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.path:40} {list(self.shape)!s:20} {self.equation or self.primitive:24}"
 
 
-def of_nnx(model: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Report:
-    """The report of the layers as they are now, with what one traced call shows where there are inputs.
+@dataclass(frozen=True)
+class Census:
+    """What one walk found.
 
-    What an earlier call showed is remembered: layouts that only a call knows, and tokens.
+    Attributes:
+      products: by place, in the program's order: the numbers of the equations around one, outermost first.
+      lookups: by place, tables of which rows are looked up, by path.
+      reads: by parameter, the primitives that read its numbers, other than products that can be converted.
     """
-    before = REPORTS.get(model, Report((), ()))
-    seen = {(r.path, r.parameter): (r.layout, r.tokens) for r in before.converted if r.layout is not None}
-    unseen = before.unseen
-    if inputs:
-        graphdef, state = flax_nnx.split(model)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        arrays, rebuild = arrays_of((inputs, options))
 
-        def run(state: Any, arrays: Any) -> Any:
-            args, kwargs = rebuild(arrays)
-            with replacement.watching(flax_nnx.merge(graphdef, state), seen) as merged:
-                return jax.tree.leaves(flax_nnx.as_pure(merged(*args, **kwargs)))
-
-        jaxpr = jax.make_jaxpr(run)(shapes, arrays)
-        unseen = _unseen(jaxpr, {"params": flax_nnx.as_pure(shapes)}, arrays)
-    records = replacement.records(model, seen)
-    off = tuple(record for record in records if record.choice.reason == SWITCHED_OFF)
-    on = tuple(record for record in records if record not in off)
-    skipped = tuple(record for record in before.skipped if record.parameter)  # none: low-precision already
-    found = Report(on, (*skipped, *off), unseen, before.unmatched_rules)
-    if model in REPORTS and inputs:
-        REPORTS[model] = dataclasses.replace(before, converted=tuple(records), unseen=unseen)
-    return found
+    products: dict[Place, Product]
+    lookups: dict[Place, str]
+    reads: dict[str, set[str]]
 
 
-def not_converted(model: Any) -> ValueError:
-    """The error of a model in which nothing is low-precision."""
-    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+def census(jaxpr: Any, facts: Sequence[Fact]) -> Census:
+    """The products of parameters in a closed jaxpr whose inputs are known by these facts.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(jnp.ones((3, 2)), jnp.ones((4, 2)))
+    >>> facts = [Fact(frozenset({"w"}), "w", View.of((3, 2))), Fact(input=True)]
+    >>> [(product.path, product.equation) for product in census(jaxpr, facts).products.values()]
+    [('w', 'cb,ab->ca')]
+    """
+    walk = _Walk()
+    outputs = walk.run(jaxpr.jaxpr, [*_closed(jaxpr.consts), *facts], ())
+    final = frozenset().union(*(fact.follows for fact in outputs)) - walk.consumed
+    contracted = {entry.k for entry in walk.found.values() if not entry.reason}
+    tables = {fact.path: fact.view.shape[0] for fact in facts if fact.path in set(walk.lookups.values()) and fact.view}
+    products = {}
+    for place, product in walk.found.items():
+        # A model without a head ends in its hidden width, which something contracts.
+        counts = product.path in tables or product.n in tables.values() or product.n not in contracted
+        last = place in final and place in walk.hidden and product.n > 1
+        products[place] = dataclasses.replace(product, head=last and counts)
+    return Census(products, walk.lookups, walk.reads)
 
 
-def switched(report: Report, off: tuple[str, ...]) -> Report:
-    """The report with layers that `to_bf16` switched off since among the skipped."""
-    found = [record for record in report.converted if any(re.search(pattern, record.path) for pattern in off)]
-    converted = tuple(record for record in report.converted if record not in found)
-    moved = tuple(dataclasses.replace(record, choice=Choice(None, SWITCHED_OFF)) for record in found)
-    return dataclasses.replace(report, converted=converted, skipped=(*report.skipped, *moved))
+class _Walk:
+    """Facts through a program. `found` is by place, so that a loop's body, walked until its facts rest, counts once."""
 
+    def __init__(self) -> None:
+        self.found: dict[Place, Product] = {}
+        self.lookups: dict[Place, str] = {}
+        self.reads: dict[str, set[str]] = {}
+        self.consumed: set[Any] = set()  # products whose result another product reads
+        self.hidden: set[Any] = set()  # products that read what another product or a table made
+        self.inside = ""  # why nothing in this body can be converted
 
-def report(records: Iterable[Record], unseen: tuple[Product, ...], rules: tuple[Any, ...]) -> Report:
-    """The report of these records."""
-    records = list(records)
-    matched = {record.choice.rule for record in records}
-    unmatched = tuple(rule_name(rule) for number, rule in enumerate(rules) if number not in matched)
-    converted = tuple(record for record in records if record.recipe is not None)
-    return Report(converted, tuple(record for record in records if record.recipe is None), unseen, unmatched)
+    def run(self, jaxpr: Any, facts: list[Fact], place: Place) -> list[Fact]:
+        """The facts of the outputs, from those of the constants and inputs."""
+        known: dict[Any, Fact] = dict(zip([*jaxpr.constvars, *jaxpr.invars], facts, strict=True))
+        read = lambda var: Fact() if isinstance(var, core.Literal) else known[var]
+        for number, eqn in enumerate(jaxpr.eqns):
+            inputs = [read(var) for var in eqn.invars]
+            known.update(zip(eqn.outvars, self._equation(eqn, inputs, (*place, number)), strict=True))
+        return [read(var) for var in jaxpr.outvars]
 
+    def _equation(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        name = eqn.primitive.name
+        if name == "name" and eqn.params["name"] == WEIGHT_NAME:
+            return [Fact(input=inputs[0].input)]  # quantized: what multiplies it is ours
+        if name == "name" and (mark := marked(eqn.params["name"])) is not None:
+            return [self._own(eqn, mark, inputs[0], place)]
+        if name in PRODUCTS:
+            return [self._product(eqn, inputs, place)]
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._opaque}
+        if name in INLINED and not eqn.params.get("differentiated"):
+            return self.run(*_opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs), place)
+        if name in rules:
+            return rules[name](eqn, inputs, place)
+        if any(True for _ in _bodies(eqn)):
+            return self._opaque(eqn, inputs, place)
+        return [self._moved(eqn, inputs, number, place) for number in range(len(eqn.outvars))]
 
-def _unseen(jaxpr: Any, variables: Any, arrays: Any) -> tuple[Product, ...]:
-    """Parameter products that ran outside every adapter."""
-    origins = []
-    for path, _ in jax.tree_util.tree_flatten_with_path((variables, arrays))[0]:
-        names = path_names(path)
-        from_params = names[0] == "0" and names[1] == "params"
-        origins.append(Origin(frozenset({"/".join(names[2:])})) if from_params else Origin(from_input=True))
-    return tuple(dict.fromkeys(product for product in parameter_products(jaxpr, origins) if not product.seen))
+    def _moved(self, eqn: Any, inputs: list[Fact], number: int, place: Place) -> Fact:
+        """What an ordinary equation makes: a view of its operand, or a mixture of all of them."""
+        name = eqn.primitive.name
+        several = name in ("optimization_barrier", "device_put", "mesh_cast") and len(inputs) > 1
+        source = inputs[number] if several else inputs[0] if inputs else Fact()
+        view = None
+        if source.view is not None and (several or name in ("dynamic_slice", "gather") or len(inputs) == 1):
+            view = move(source.view, eqn, number, [None] * len(eqn.invars[0].aval.shape))
+        if view is not None:
+            return dataclasses.replace(source, view=view)
+        joined = _join(inputs)
+        for fact in inputs:
+            if fact.path is not None:
+                self.reads.setdefault(fact.path, set()).add(name)
+        if joined.is_weight:
+            return dataclasses.replace(joined, why=joined.why or _COMPUTED)
+        if name == "gather" and inputs[0].is_weight:  # a lookup: what follows works on what the model has learned
+            joined = dataclasses.replace(joined, follows=joined.follows | {"lookup"})
+            if inputs[0].path is not None:
+                self.lookups[place] = inputs[0].path
+        why = _mixed(eqn, number, inputs) or (joined.why if _same_size(eqn, number, inputs) else "")
+        return dataclasses.replace(joined, params=joined.params if why else frozenset(), why=why)
 
+    # Bodies ----------------------------------------------------------------------------------------------------------
 
-def outer_layout(record: Record, shape: tuple[int, ...]) -> Any:
-    """The layout of the whole parameter, which `nn.scan` or `nn.vmap` may have stacked."""
-    layout, extra = record.layout, len(shape) - len(record.shape)
-    assert layout is not None
-    if extra < 0 or tuple(shape[extra:]) != record.shape:
-        raise NotImplementedError(
-            f"{record.weight_path} has shape {list(shape)}, but its layer sees {list(record.shape)}: layers must be "
-            'stacked along the first axis; use variable_axes={"params": 0}'
+    def _opaque(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        """Bodies that the evaluation binds as they are: their products are listed and stay what they are."""
+        before, self.inside = self.inside, self.inside or f"inside {eqn.primitive.name}"
+        outputs: list[Fact] | None = None
+        for number, (body, consts) in enumerate(_bodies(eqn)):
+            if len(body.invars) == len(inputs):
+                found = self.run(body, [*_closed(consts), *inputs], (*place, number))
+                outputs = found if outputs is None and len(found) == len(eqn.outvars) else outputs
+        self.inside = before
+        for fact in inputs:
+            if fact.path is not None:
+                self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
+        joined = _join(inputs)
+        return [fact.opaque(_COMPUTED) if fact.is_weight else fact for fact in outputs or [joined] * len(eqn.outvars)]
+
+    # What a loop carries may come from more in its second round than in its first. Facts only grow, and there are
+    # finitely many of them, so walking the body until nothing changes ends.
+    def _scan(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        (body, consts), (first, count) = _open(eqn.params["jaxpr"]), scan_counts(eqn.params)
+        second = first + count
+        fixed, carry, xs = inputs[:first], inputs[first:second], [_item(fact) for fact in inputs[second:]]
+        still = [body.outvars[i] is body.invars[first + i] for i in range(count)]
+        carry = [fact if same else fact.opaque(_carried(fact)) for fact, same in zip(carry, still, strict=True)]
+        while True:
+            outputs = self.run(body, [*_closed(consts), *fixed, *carry, *xs], place)
+            grown = [a if same else _grow(a, b) for a, b, same in zip(carry, outputs, still, strict=False)]
+            if grown == carry:
+                break
+            carry = grown
+        passed = {var: i for i, var in enumerate(body.invars)}
+        ys = [
+            inputs[passed[var]] if passed.get(var, -1) >= second else fact.opaque(_COMPUTED if fact.is_weight else "")
+            for var, fact in zip(body.outvars[count:], outputs[count:], strict=True)
+        ]
+        return [*carry, *ys]
+
+    def _while(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        (body, consts), (test, test_consts) = _open(eqn.params["body_jaxpr"]), _open(eqn.params["cond_jaxpr"])
+        fixed, carry = inputs[first:second], [fact.opaque(_carried(fact)) for fact in inputs[second:]]
+        while True:
+            outputs = self.run(body, [*_closed(consts), *fixed, *carry], (*place, 1))
+            grown = [_grow(a, b) for a, b in zip(carry, outputs, strict=True)]
+            if grown == carry:
+                break
+            carry = grown
+        self.run(test, [*_closed(test_consts), *inputs[:first], *carry], (*place, 0))
+        return carry
+
+    def _cond(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        branches = []
+        for number, closed in enumerate(eqn.params["branches"]):
+            body, consts = _open(closed)
+            branches.append(self.run(body, [*_closed(consts), *inputs[1:]], (*place, number)))
+        chosen = Fact(input=inputs[0].input)
+        # A choice between two weights is not a view, even of the same one: branches hand over numbers.
+        merged = [_join([chosen, *facts]) for facts in zip(*branches, strict=True)]
+        return [dataclasses.replace(fact, why=_COMPUTED if fact.is_weight else fact.why) for fact in merged]
+
+    # Products --------------------------------------------------------------------------------------------------------
+
+    def _product(self, eqn: Any, inputs: list[Fact], place: Place) -> Fact:
+        sides = [i for i in (0, 1) if inputs[i].is_weight]
+        joined = _join(inputs)
+        result = Fact(input=joined.input, follows=joined.follows)
+        self.found.pop(place, None)  # of an earlier walk of the same body
+        if not joined.input:  # of parameters and constants: a weight that is computed, such as A B of LoRA
+            for fact in inputs:
+                if fact.path is not None:
+                    self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
+            return dataclasses.replace(joined, why=_COMPUTED) if joined.params else joined
+        if _has_rows(eqn):
+            self.consumed |= joined.follows
+        if not sides:
+            hidden = next((fact for fact in inputs[:2] if fact.why and fact.params), None)
+            closed = next((fact for fact in inputs[:2] if fact.closed), None)
+            if hidden is not None:
+                self._refuse(eqn, inputs, inputs.index(hidden), place, hidden.why)
+            elif closed is not None and not all(fact.closed for fact in inputs[:2]):
+                self._refuse(eqn, inputs, inputs.index(closed), place, _CLOSED)
+            return result
+        side = sides[0]
+        other = inputs[1 - side]
+        if not other.input:
+            self._refuse(eqn, inputs, side, place, _NO_INPUT)
+            return result
+        self.found[place] = self._judged(eqn, inputs, side)
+        if other.follows:
+            self.hidden.add(place)
+        if inputs[side].path is not None and self.found[place].reason:
+            self.reads.setdefault(inputs[side].path, set()).add(eqn.primitive.name)
+        return dataclasses.replace(result, follows=frozenset({place}))
+
+    def _judged(self, eqn: Any, inputs: list[Fact], side: int) -> Product:
+        fact, shapes = inputs[side], [var.aval.shape for var in eqn.invars[:2]]
+        reason = self.inside or inside_gradient(eqn) or unconvertible(eqn, fact.view, side) or ""
+        base = Product(
+            fact.path or " + ".join(sorted(fact.params)), shapes[side] if fact.view is None else fact.view.shape,
+            eqn.primitive.name, scope=str(eqn.source_info.name_stack), precision=_precision(eqn),
+        )  # fmt: skip
+        if reason or fact.view is None:
+            return dataclasses.replace(base, reason=reason or fact.why or _COMPUTED)
+        found = factors(eqn.params["dimension_numbers"], shapes, side, fact.view)
+        assert isinstance(found, Factors), "unconvertible says when there are none"
+        size = lambda role: math.prod(s for s, r in zip(fact.view.sizes, found.roles, strict=True) if r == role)
+        return dataclasses.replace(
+            base, equation=written(found, len(shapes[side])), k=size("i"), n=size("o"), rows=found.rows,
+            layout=layout_of(fact.view, found.roles),
+        )  # fmt: skip
+
+    def _refuse(self, eqn: Any, inputs: list[Fact], side: int, place: Place, reason: str) -> None:
+        fact, shape = inputs[side], eqn.invars[side].aval.shape
+        path = fact.path or " + ".join(sorted(fact.params)) or "(closed over)"
+        self.found[place] = Product(
+            path, tuple(shape), eqn.primitive.name, scope=str(eqn.source_info.name_stack), reason=reason
         )
-    return layout.stacked(len(shape)) if extra else layout
+
+    def _own(self, eqn: Any, mark: Mark, fact: Fact, place: Place) -> Fact:
+        """A kernel on its way to a product that a layer of ours computes."""
+        layout = mark.layout.stacked(eqn.invars[0].aval.ndim)
+        if fact.is_weight and fact.view is not None:
+            size = lambda axes: math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
+            self.found[place] = Product(
+                fact.path or "", fact.view.shape, "dot_general", k=size(layout.inputs), n=size(layout.outputs),
+                rows=mark.rows, scope=str(eqn.source_info.name_stack), layout=_own_layout(fact.view, layout),
+                recipe=mark.recipe,
+            )  # fmt: skip
+        return Fact(input=fact.input)
 
 
-def _call(function: Any, rngs: Any, arguments: Any) -> Any:
-    args, kwargs = arguments
-    return function(rngs, *args, **kwargs)
+def inside_gradient(eqn: Any) -> str:
+    """Why a product of a derivative is left alone, or "".
+
+    A function that differentiates itself multiplies by parameters backward too, and those are not its forward products.
+    """
+    names = {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack}
+    if names & {"jvp", "transpose"}:
+        return "inside jax.grad or jax.jvp; transform the function that is differentiated, and differentiate that"
+    return ""
+
+
+def unconvertible(eqn: Any, view: View | None, side: int) -> str:
+    """Why a product with a view on one side has no low-precision form, or ""."""
+    if eqn.primitive.name != "dot_general":
+        return {"conv_general_dilated": "a convolution"}.get(eqn.primitive.name, f"a {eqn.primitive.name}")
+    if view is None:
+        return ""
+    types = [var.aval.dtype for var in (*eqn.invars, *eqn.outvars)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1 for dtype in types):
+        return f"a product of {types[1 - side]} by {types[side]}"
+    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
+    return found if isinstance(found, str) else ""
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many constants and carried values a scan has; jax 0.11 keeps flat trees of them instead of numbers."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def multiplies(jaxpr: Any) -> bool:
+    """Whether a program or a body in it has a product."""
+    bodies = (body for eqn in jaxpr.eqns for body, _ in _bodies(eqn))
+    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(multiplies, bodies))
+
+
+def written(found: Factors, ndim: int) -> str:
+    """A product as an einsum equation, the parameter's letters first in the alphabet.
+
+    >>> written(factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))), 2)
+    'ca,ab->cb'
+    """
+    contraction = found.contraction
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    layout, rest = contraction.layout, iter(letters[contraction.layout.ndim :])
+    kernel = letters[: layout.ndim]
+    x = [""] * contraction.ndim
+    for mine, theirs in ((layout.inputs, contraction.inputs), (layout.stack, contraction.stack)):
+        for axis, place in zip(mine, theirs, strict=True):
+            x[place] = kernel[axis]
+    x = [letter or next(rest) for letter in x]
+    natural = [
+        *(kernel[a] for a in layout.stack),
+        *(x[a] for a in contraction.rest),
+        *(kernel[a] for a in layout.outputs),
+    ]
+    result = natural if contraction.order is None else [natural[place] for place in contraction.order]
+    return f"{''.join(x)},{kernel}->{''.join(result)}"
+
+
+def _own_layout(view: View, layout: Layout) -> Layout | None:
+    """Of the whole parameter, from that of the array that a layer multiplies."""
+    atoms = ["o"] * len(view.sizes)
+    for role, axes in (("i", layout.inputs), ("b", layout.stack)):
+        for atom in (atom for axis in axes for atom in view.axes[axis]):
+            atoms[atom] = role
+    return layout_of(view, tuple(atoms))
+
+
+def _open(body: Any) -> tuple[Any, Any]:
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+
+
+def _opened(closed: Any, inputs: list[Fact]) -> tuple[Any, list[Fact]]:
+    body, consts = _open(closed)
+    return body, [*_closed(consts), *inputs]
+
+
+def _closed(consts: Any) -> list[Fact]:
+    """Arrays that a function closes over: inputs, as far as anyone can tell, or parameters that were forgotten."""
+    return [Fact(input=True, closed=True) if getattr(const, "ndim", 0) else Fact() for const in consts]
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[Any, Any]]:
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            body, consts = _open(one)
+            if hasattr(body, "eqns") and hasattr(body, "invars"):
+                yield body, consts
+
+
+def _item(fact: Fact) -> Fact:
+    """One entry of what a scan runs over."""
+    view = fact.view
+    if view is None:
+        return fact
+    if len(view.axes[0]) == 1:
+        return dataclasses.replace(fact, view=view.drop(0))
+    return fact.opaque(_COMPUTED) if view.axes[0] else dataclasses.replace(fact, view=view.squeeze((0,)))
+
+
+def _carried(fact: Fact) -> str:
+    return "its weight is carried, and changed, by a loop" if fact.is_weight else fact.why
+
+
+def _grow(fact: Fact, other: Fact) -> Fact:
+    joined = _join([fact, other])
+    why = fact.why or other.why
+    if fact.is_weight and joined.input and fact.view is None:
+        why = "its weight is carried by a loop, which mixes it with an input"
+    return dataclasses.replace(joined, why=why)
+
+
+def _join(facts: Sequence[Fact]) -> Fact:
+    params: frozenset[str] = frozenset().union(*(fact.params for fact in facts))
+    follows: frozenset[Any] = frozenset().union(*(fact.follows for fact in facts))
+    used = [fact for fact in facts if fact.input]
+    why = next((fact.why for fact in facts if fact.why), "")
+    closed = bool(used) and all(fact.closed for fact in used)
+    return Fact(params, None, None, bool(used), closed, why, follows)
+
+
+def _mixed(eqn: Any, number: int, inputs: list[Fact]) -> str:
+    """Why the result of an ordinary equation may still be a weight, although an input took part; "" if it is none.
+
+    Rows looked up in a table are activations, and so is x plus a bias. What keeps the size of a weight of two axes or
+    more is still a weight: one that was gathered by an array, or that an input changed.
+    """
+    name, out = eqn.primitive.name, eqn.outvars[number].aval
+    if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
+        sizes = eqn.params["slice_sizes"]
+        if sum(size > 1 for size in sizes) >= 2:
+            return "its weight is gathered by an array of indices"
+        return ""
+    for fact, var in zip(inputs, eqn.invars, strict=True):
+        shape = getattr(var.aval, "shape", ())
+        wide = sum(size > 1 for size in shape) >= 2
+        if fact.is_weight and wide and math.prod(shape) == math.prod(out.shape) and _is_matrix(fact):
+            return "its weight is mixed with an input before the product"
+    return ""
+
+
+def _is_matrix(fact: Fact) -> bool:
+    """Whether a weight has two axes of its own: a bias or a gain that was broadcast has one."""
+    return fact.view is None or sum(len(axes) > 0 for axes in fact.view.axes) >= 2
+
+
+def _same_size(eqn: Any, number: int, inputs: list[Fact]) -> bool:
+    """Whether the operand that a weight was mixed into keeps its size."""
+    size = math.prod(eqn.outvars[number].aval.shape)
+    return any(fact.why and fact.params and math.prod(var.aval.shape) == size
+               for fact, var in zip(inputs, eqn.invars, strict=True))  # fmt: skip
+
+
+def _has_rows(eqn: Any) -> bool:
+    """Whether both operands have axes of their own: a sum of x times one-hot labels is a loss and not a product."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    contracted, batch = eqn.params["dimension_numbers"]
+    return all(var.aval.ndim > len(c) + len(b) for var, c, b in zip(eqn.invars, contracted, batch, strict=True))
+
+
+def _precision(eqn: Any) -> str:
+    asked = eqn.params.get("precision")
+    named = asked if isinstance(asked, tuple | list) else (asked,)
+    usual = (None, "DEFAULT")
+    found = [getattr(one, "name", one) for one in named]
+    return "" if all(one in usual or str(one).upper() == "DEFAULT" for one in found) else str(found[0])

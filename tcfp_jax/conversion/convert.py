@@ -1,14 +1,14 @@
-"""Every way in and out for a Flax model: convert it, see what happened, switch layers off and on, take it back.
+"""Every way in and out for a model: convert it, see what happened, switch layers off and on, take it back.
 
     model = convert_to_tcfp(model, "tcfp12_fast", tokens)                    # Linen: a new model; NNX: in place
     tx = optax.chain(optax.adamw(3e-4), error_feedback(find_weights(model)))
     model.apply({"params": params, "tcfp": layer_state(opt_state)}, tokens)  # Linen; NNX: sync(model, optimizer), once
 
-Parameters keep their names, shapes and values: a float checkpoint loads before and after.
+Parameters keep their names, shapes and values: a float checkpoint loads before and after. What `transform` made of a
+function is surveyed, switched and exported by the same functions.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,20 +16,15 @@ import jax
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax import nnx, paths
-from tcfp_jax.conversion import census, interception, replacement
-from tcfp_jax.conversion.interception import Conversion
-from tcfp_jax.conversion.policy import Include, check_pattern, policy
-from tcfp_jax.conversion.registry import own_base, register_adapter
+from tcfp_jax import linen, nnx, paths
+from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.linen_models import Conversion
+from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
 from tcfp_jax.conversion.report import Report
-from tcfp_jax.layers import Absent
+from tcfp_jax.conversion.transform import Examined, Transformed, check_strict, nothing_converted
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
-
-__all__ = [
-    "convert_to_tcfp", "export", "find_weights", "register_adapter", "restore", "survey", "sync", "to_bf16",
-]  # fmt: skip
 
 
 def convert_to_tcfp(
@@ -41,143 +36,110 @@ def convert_to_tcfp(
     strict: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model with the products of its layers computed as `recipe` says.
+    """The model with every product of a parameter and an input computed as `recipe` says, whoever wrote its layers.
 
-    An NNX model is changed in place and returned. For a Linen model the result is another one of the same class, whose
-    methods run their layers through adapters; the original is untouched. Dense, DenseGeneral, Einsum (and so the
-    projections of attention), Embed.attend and registered layers are known, under scan, remat and vmap too.
+    An NNX model is changed in place and returned. For a Linen model the result is another one of the same class; the
+    original is untouched. Both are thin users of `transform`, which see for what is found and what is left alone.
 
     Args:
-      model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`.
+      model: a `flax.linen.Module` that is not bound, or a `flax.nnx.Module`. Converting a converted model converts the
+        original one anew.
       recipe: a `Recipe` or the name of one.
-      inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`: with them the model is traced now, so
-        that errors come now and `survey(model)` and `find_weights(model)` need no inputs.
-      rules: pairs of a regex over paths such as "block_0/mlp" and a recipe (None: leave the layer alone), as a mapping
-        or a sequence; or functions `(path, module)` to a recipe, or None where they have no opinion. The first match
-        wins, also over `include`.
-      include: layers that take `recipe` without a rule: "linear"; "head", the output head, known by its name or as
-        `Embed.attend`; "small", kernels below 1024 x 1024, which are slower than in BF16; "layer_norm" and "embed",
-        which are rounded to the packed format. What is left out runs Flax's own code, and `survey` says why.
-      strict: raise where a parameter is multiplied by code that no adapter saw; needs `inputs`.
+      inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`: with them, or with `options`, the model
+        is traced now, so that errors come now and `survey(model)` and `find_weights(model)` need no inputs.
+      rules: as in `transform`; paths are those of parameters, such as "block_0/mlp/kernel".
+      include: as in `transform`.
+      strict: as in `transform`; needs sample arguments.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
-      TypeError: not a Flax module.
-      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, nothing to convert (for Linen
-        without `inputs`: when the model is first applied), or with `strict` a product that no adapter saw.
+      TypeError: not a Flax module, or an argument that the model's call does not have.
+      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, nothing to convert (without
+        sample arguments: when the model is called), or what `strict` forbids. An NNX model is unchanged then.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> isinstance(model, nn.Dense)
     True
     """
     chosen = policy(recipe, rules, include)
-    if strict and not inputs:
+    options = dict(options or {})
+    sampled = bool(inputs or options)
+    _check_inputs(inputs)
+    if strict and not sampled:
         raise ValueError("strict=True looks for products in a trace; pass sample inputs after the recipe")
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise ValueError(f"{type(model).__name__} is bound to variables; convert it before bind, or unbind it")
-        earlier = interception.conversion_of(model)
-        base = type(model) if earlier is None else earlier.base
-        conversion = Conversion(base, chosen)
-        converted = interception.bake(model, conversion)
-        if inputs:
-            conversion.report, conversion.shapes = census.of_linen(converted, inputs, dict(options or {}))
-            if not conversion.report.converted:
-                skipped = {record.path: record.choice.reason for record in conversion.report.skipped}
-                raise interception.nothing_converted(type(model).__name__, skipped)
-    elif isinstance(model, flax_nnx.Module):
-        converted = model
-        census.REPORTS[model] = census.report(replacement.replace(model, chosen), (), chosen.rules)
-        if inputs:
-            census.REPORTS[model] = census.of_nnx(model, inputs, dict(options or {}))
-    else:
-        raise TypeError(f"{model!r} is neither a flax.linen.Module nor a flax.nnx.Module; pass the model itself")
-    if strict:
-        _check_strict(survey(converted))
-    return converted
+        base = linen_models.plain(model)
+        found, shapes = linen_models.examine(base, chosen, inputs, options) if sampled else (None, None)
+        _check(type(model).__name__, found, shapes, strict=strict)
+        return linen_models.converted(base, Conversion(type(base), chosen, found, shapes))
+    if isinstance(model, flax_nnx.Module):
+        found = nnx_models.examine(model, chosen, inputs, options) if sampled else None
+        _check(type(model).__name__, found, flax_nnx.state(model, flax_nnx.Param), strict=strict)
+        held = None if found is None else [record.weight_path for record in found.report.converted]
+        nnx_models.convert(model, chosen, held, nnx_models.Sample(inputs, options) if sampled else None)
+        return model
+    raise _not_a_model(model)
 
 
 def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> Report:
-    """What became of every layer of a converted model, and the parameter products that no adapter saw.
+    """What became of every product of a parameter: recipes, and what was left alone and why.
 
     Args:
-      model: from `convert_to_tcfp`, or one written with this project's layers.
-      inputs: sample arguments, traced and never computed. Without them the report of the conversion is returned.
+      model: from `convert_to_tcfp` or `transform`, or one written with this project's layers.
+      inputs: sample arguments, traced and never computed (of a function all of its arguments). Without them those of
+        the conversion are taken.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
-      TypeError: not a Flax module.
+      TypeError: neither a Flax module nor from `transform`.
       ValueError: nothing in the model is low-precision, or there are no inputs, neither now nor at conversion.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> print(survey(model))
-    1 layers converted, 0 skipped
-    (root)                                   Dense            [3, 4]               tcfp12
+    1 products converted, 0 skipped
+    kernel                                   [3, 4]               ca,ab->cb                tcfp12
     """
-    if isinstance(model, flax_nnx.Module):
-        report = census.of_nnx(model, inputs, dict(options or {}))
-        if model not in census.REPORTS and not report.converted:
-            raise census.not_converted(model)
-        return report
-    model, conversion = census.linen(model)
-    if inputs:
-        return census.of_linen(model, inputs, dict(options or {}))[0]
-    if conversion.report is None:
-        raise ValueError("survey needs sample inputs: survey(model, *inputs), or pass them to convert_to_tcfp")
-    return census.switched(conversion.report, conversion.policy.off)
+    return _examined(model, inputs, options, "survey")[0].report
 
 
 def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> dict[str, Weight]:
     """The weights of a converted model by parameter path, for `tcfp_jax.error_feedback` and `quantize_params`.
 
-    Each with its own recipe, and with the axes that its layer contracts; layers of `nn.scan` are a stack.
+    Each with its own recipe, and with the axes that its first converted product contracts; layers of a loop are a
+    stack. A product that reads the weight in another form quantizes it at each use, and `survey` says so.
 
     Args:
-      model: from `convert_to_tcfp`, or one written with this project's layers.
-      inputs: sample arguments; not needed where the conversion of a Linen model had some.
+      model: from `convert_to_tcfp` or `transform`, or one written with this project's layers.
+      inputs: sample arguments, as in `survey`.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
-      TypeError: not a Flax module.
-      ValueError: nothing in the model is low-precision, no inputs, or two layers that share a weight and multiply it
-        in different ways.
-      NotImplementedError: layers stacked along another axis than the first.
+      TypeError: neither a Flax module nor from `transform`.
+      ValueError: nothing in the model is low-precision, or no inputs.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> find_weights(model)["kernel"].layout
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
-    if isinstance(model, flax_nnx.Module):
-        report: Report | None = census.of_nnx(model, inputs, dict(options or {}))
-        params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
-    else:
-        model, conversion = census.linen(model)
-        report, params = conversion.report, conversion.shapes
-        if inputs:
-            report, params = census.of_linen(model, inputs, dict(options or {}))
-    if report is None:
-        raise ValueError("find_weights needs sample inputs: find_weights(model, *inputs)")
-    shapes = {path: leaf.shape for path, leaf in paths.leaves(params).items()}
-    weights: dict[str, Weight] = {}
-    for record in (*report.converted, *report.skipped):  # layers of NNX that are switched off keep their state
-        if record.layout is None or record.recipe is None or record.weight_path not in shapes:
-            continue  # a rounded parameter, or a tied head applied by itself: its parameter belongs to another layer
-        weight = Weight(record.recipe, census.outer_layout(record, shapes[record.weight_path]))
-        if weights.setdefault(record.weight_path, weight) != weight:
-            raise ValueError(
-                f"{record.weight_path} is multiplied in two ways: {weights[record.weight_path]} and {weight}; give "
-                "its layers one recipe and one equation, or leave one out by rules"
-            )
-    return weights
+    found, chosen = _examined(model, inputs, options, "find_weights")
+    if isinstance(model, flax_nnx.Module) and nnx_models.conversion_of(model) is not None:
+        nnx_models.await_sync(chosen)
+    return found.weights
 
 
-def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
-    """Let the low-precision layers of an NNX model read the quantized weights in the optimizer's state.
+def sync(model: Any, optimizer: flax_nnx.Optimizer | None) -> None:
+    """Let an NNX model read the quantized weights in the optimizer's state.
 
-    Once, after the optimizer is made: layers then hold the optimizer's own variables, which `optimizer.update` writes.
+    Once, after the optimizer is made: modules then hold the optimizer's own variables, which `optimizer.update` writes.
+    Parameters that change in any other way (`nnx.update`, a moving average) no longer fit them, and the next product
+    says so: an error, or NaN where it is traced. For evaluation with averaged or restored parameters,
+    `sync(nnx.clone(model), None)`: with None the model quantizes its own parameters again, whatever they are.
 
     Raises:
-      ValueError: the optimizer holds no quantized weight of this model.
+      ValueError: the optimizer holds no quantized weight of this model; or None, and the model holds none, or it is for
+        inference and has no float ones.
 
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
     >>> import optax, tcfp_jax
@@ -185,19 +147,15 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
     >>> nnx.stored_weight(model).shape
     (4, 4)
     """
+    if optimizer is None:
+        _forget(model)
+        return
     weights: dict[str, Any] = {}
     is_state = lambda node: isinstance(node, ErrorFeedbackState)
     for node in jax.tree.leaves(optimizer.opt_state, is_leaf=is_state):
         if isinstance(node, ErrorFeedbackState):
             weights.update(paths.entries(node.weights))
-    found = 0
-    for path, module in replacement.layers(model):
-        if isinstance(module, nnx.LowPrecision | nnx.TCFPEmbed):
-            name = replacement.KERNELS.get(type(module), "kernel")
-            weight = weights.get(paths.join(path, name))
-            if weight is not None:
-                nnx.store(module, weight)
-                found += 1
+    found = hand_out(model, weights)
     if not found:
         raise ValueError(
             "the optimizer holds no quantized weight of this model; end its optax.chain with tcfp_jax.error_feedback"
@@ -205,51 +163,51 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer) -> None:
 
 
 def export(model: Any) -> Any:
-    """Flax's own layers again, sharing the parameters: an NNX model in place, a Linen model as the class it had.
-
-    A Linen model written with `TCFPDense` by hand has no other class to return to: exported are its layers, one by
-    one, and `to_bf16(model, "")` runs Flax's code in all of them.
+    """The model, or the function, as it was: an NNX model in place, with its parameters as they are now.
 
     Raises:
-      TypeError: not a Flax module.
+      TypeError: neither a Flax module nor from `transform`.
       ValueError: nothing in the model was converted, or its float kernels are gone (`load_quantized`).
 
     >>> type(export(convert_to_tcfp(nn.Dense(4), "tcfp12"))) is nn.Dense
     True
     """
-    if isinstance(model, flax_nnx.Module):
-        found = [module for _, module in replacement.layers(model) if isinstance(module, replacement.LAYERS)]
-        if not found:
-            raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
-        if any(isinstance(getattr(module, "kernel", None), Absent) for module in found):
-            raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
-        for module in found:
-            replacement.restore_class(module)
-        return model
-    kind = own_base(type(model))
-    if kind is not None:
-        fields = interception.fields_of(model)
-        fields.pop("recipe", None)
-        return kind(**fields, parent=None)
-    model, conversion = census.linen(model)
-    if conversion.policy.recipe is None:
-        raise ValueError(
-            f"{type(model).__name__} was not converted; if it has low-precision layers, write Flax's own in their "
-            'place (the parameters fit as they are), or run Flax\'s code in them by to_bf16(model, "")'
-        )
-    return interception.unbaked(model, conversion)
+    if isinstance(model, Transformed):
+        return model.function
+    if isinstance(model, nn.Module):
+        conversion, own = linen_models.conversion_of(model), linen.OWN.get(type(model))
+        if own is not None:
+            fields = linen_models.fields_of(model)
+            fields.pop("recipe", None)
+            return own(**fields, parent=None)
+        if conversion is None or conversion.policy.recipe is None:
+            raise ValueError(
+                f"{type(model).__name__} was not converted; if it has low-precision layers, write Flax's own in their "
+                'place (the parameters fit as they are), or run Flax\'s code in them by to_bf16(model, "")'
+            )
+        return linen_models.plain(model)
+    if not isinstance(model, flax_nnx.Module):
+        raise _not_a_model(model)
+    if nnx_models.absent_of(model):
+        raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
+    by_hand_layers = [module for module in nnx_models.modules_of(model).values() if isinstance(module, nnx.OWN)]
+    if not nnx_models.export(model) + len(by_hand_layers):
+        raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
+    for module in by_hand_layers:
+        nnx.restore_class(module)
+    return model
 
 
 def to_bf16(model: Any, *patterns: str) -> Any:
-    """Layers whose path a pattern finds run Flax's own code, in their own dtype, until `restore`.
+    """Layers whose path a pattern finds run the model's own code, in their own dtype, until `restore`.
 
-    A Linen model is returned anew, an NNX model changed in place; state and parameters stay as they are. Models that
-    were not converted but written with this project's layers are switched alike.
+    A Linen model and a function are returned anew, an NNX model is changed in place; state and parameters stay as they
+    are. Models that were not converted but written with this project's layers are switched alike.
 
     Raises:
-      TypeError: not a Flax module.
-      ValueError: no pattern, one that is not a regex, or one that finds no low-precision layer (for a Linen model that
-        was converted without inputs: if no pattern does, when it is applied).
+      TypeError: neither a Flax module nor from `transform`.
+      ValueError: no pattern, one that is not a regex, or one that finds no low-precision product (where no sample
+        inputs were given, nothing is looked for).
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12", include=("linear", "small")), "")
     >>> x = jax.numpy.ones((2, 3))
@@ -257,53 +215,156 @@ def to_bf16(model: Any, *patterns: str) -> Any:
     >>> bool((model.apply(variables, x) == nn.Dense(4).apply(variables, x)).all())
     True
     """
-    return _switch(model, patterns, "flax")
+    return _switch(model, patterns, "off")
 
 
 def restore(model: Any, *patterns: str) -> Any:
-    """Undo `to_bf16` for the layers whose path a pattern finds; for a Linen model the patterns given to `to_bf16`.
+    """Undo `to_bf16` for the patterns that were given to it.
 
     Raises:
-      TypeError: not a Flax module.
+      TypeError: neither a Flax module nor from `transform`.
       ValueError: no pattern, one that is not a regex, or one that was not switched off.
 
     >>> model = to_bf16(convert_to_tcfp(nn.Dense(4), "tcfp12"), "mlp")
-    >>> interception.conversion_of(restore(model, "mlp")).policy.off
+    >>> linen_models.conversion_of(restore(model, "mlp")).policy.off
     ()
     """
-    return _switch(model, patterns, "recipe")
+    return _switch(model, patterns, "on")
 
 
-def _switch(model: Any, patterns: tuple[str, ...], products: nnx.Products) -> Any:
+def _switch(model: Any, patterns: tuple[str, ...], how: str) -> Any:
     if not patterns:
         raise ValueError('name layers by patterns over their paths, such as "block_0/.*"; "" is all of them')
     for pattern in patterns:
         check_pattern(pattern)
     if isinstance(model, flax_nnx.Module):
-        replacement.switch(model, patterns, products)
-        return model
-    model, conversion = census.linen(model)
-    off = conversion.policy.off
-    if products == "flax":
-        layers = () if conversion.report is None else conversion.report.converted
-        for pattern in patterns if layers else ():
-            if not any(re.search(pattern, record.path) for record in layers):
-                raise ValueError(f"{pattern!r} finds no low-precision layer; survey(model) lists them")
-        off = (*off, *(pattern for pattern in patterns if pattern not in off))
-    else:
-        unknown = [pattern for pattern in patterns if pattern not in off]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} was not switched off; to_bf16 was given {list(off)}")
-        off = tuple(pattern for pattern in off if pattern not in patterns)
-    changed = Conversion(
-        conversion.base, dataclasses.replace(conversion.policy, off=off), conversion.report, conversion.shapes
+        return _switch_nnx(model, patterns, how)
+    if isinstance(model, Transformed):
+        return model.with_policy(_switched(model.policy, patterns, how, None))
+    conversion = _linen_conversion(model)
+    report = None if conversion.found is None else conversion.found.report
+    chosen = _switched(conversion.policy, patterns, how, report)
+    found = conversion.found and conversion.found.by(chosen)
+    return linen_models.converted(
+        linen_models.plain(model), dataclasses.replace(conversion, policy=chosen, found=found)
     )
-    return interception.bake(model, changed)
 
 
-def _check_strict(report: Report) -> None:
-    if report.unseen:
-        raise ValueError(
-            f"strict=True: {len(report.unseen)} products of parameters that no adapter saw: "
-            f"{'; '.join(map(str, report.unseen[:5]))}; use register_adapter for their layers"
-        )
+def _switch_nnx(model: Any, patterns: tuple[str, ...], how: str) -> Any:
+    own = {path: module for path, module in nnx_models.modules_of(model).items() if hasattr(module, "products")}
+    chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
+    mine = []
+    for pattern in patterns:
+        found = [module for path, module in own.items() if finds(pattern, paths.join(path, "kernel"))]
+        if found and any(module.products != ("flax" if how == "off" else "recipe") for module in found):
+            mine.append((found, "flax" if how == "off" else "recipe"))
+        elif chosen is None:
+            state = "switched off" if how == "off" else "on"
+            raise ValueError(f"{pattern!r} finds no low-precision layer that is not {state} already")
+    if chosen is not None:
+        report = None
+        if sample is not None:
+            report = nnx_models.examine(model, chosen, sample.args, sample.options).report
+        wanted = _switched(chosen, patterns, how, report)
+        nnx_models.rename(model, wanted)
+    for found, products in mine:
+        for module in found:
+            module.products = products
+    return model
+
+
+def _switched(chosen: Policy, patterns: tuple[str, ...], how: str, report: Report | None) -> Policy:
+    if how == "off":
+        for pattern in patterns if report is not None else ():
+            if not any(finds(pattern, record.weight_path) for record in report.converted):  # type: ignore[union-attr]
+                raise ValueError(f"{pattern!r} finds no low-precision product; survey(model) lists them")
+        return chosen.switched((*chosen.off, *(pattern for pattern in patterns if pattern not in chosen.off)))
+    unknown = [pattern for pattern in patterns if pattern not in chosen.off]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} was not switched off; to_bf16 was given {list(chosen.off)}")
+    return chosen.switched(tuple(pattern for pattern in chosen.off if pattern not in patterns))
+
+
+def _examined(model: Any, inputs: tuple[Any, ...], options: Any, what: str) -> tuple[Examined, Policy]:
+    """(what a call of a model holds, the policy of the model)."""
+    options, sampled = dict(options or {}), bool(inputs or options)
+    _check_inputs(inputs)
+    needs = ValueError(f"{what} needs sample inputs: {what}(model, *inputs), or pass them to convert_to_tcfp")
+    if isinstance(model, Transformed):
+        return model.examine(*inputs, **options), model.policy
+    if isinstance(model, flax_nnx.Module):
+        chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
+        if not sampled and sample is not None:
+            inputs, options, sampled = sample.args, sample.options, True
+        if not sampled:
+            raise _not_converted(model) if chosen is None and not _own_layers(model) else needs
+        found = nnx_models.examine(model, chosen or by_hand(), inputs, options)
+    else:
+        conversion = _linen_conversion(model)
+        chosen, found = conversion.policy, conversion.found
+        if sampled:
+            found, _ = linen_models.examine(linen_models.plain(model), chosen, inputs, options)
+        if found is None:
+            raise needs
+    if not found.report.converted and (chosen is None or chosen.recipe is None) and not found.weights:
+        raise _not_converted(model)
+    return found, chosen or by_hand()
+
+
+def _linen_conversion(model: Any) -> Conversion:
+    if not isinstance(model, nn.Module):
+        raise _not_a_model(model)
+    return linen_models.conversion_of(model) or Conversion(type(model), by_hand())
+
+
+def hand_out(model: Any, weights: Mapping[str, Any]) -> int:
+    """Stored weights to the layers written by hand and to the converted modules; how many were taken."""
+    own = {paths.join(path, nnx.kernel_name(layer)): layer for path, layer in _own_layers(model).items()}
+    taken = 0
+    for path in set(weights) & set(own):
+        nnx.store(own[path], weights[path])
+        taken += 1
+    rest = {path: weight for path, weight in weights.items() if path not in own}
+    return taken + (nnx_models.store(model, rest) if nnx_models.conversion_of(model) is not None else 0)
+
+
+def _forget(model: Any) -> None:
+    if nnx_models.absent_of(model):
+        raise ValueError("the model holds quantized kernels only; load the float parameters into a new model")
+    own = [layer for layer in _own_layers(model).values() if layer.stored is not None]
+    for layer in own:
+        layer.stored = flax_nnx.data(None)
+    if not nnx_models.forget(model) + len(own):
+        raise ValueError(f"{type(model).__name__} holds no stored weight; there is nothing to undo")
+
+
+def _own_layers(model: Any) -> dict[str, Any]:
+    return {p: m for p, m in nnx_models.modules_of(model).items() if isinstance(m, nnx.LowPrecision | nnx.TCFPEmbed)}
+
+
+def _check(name: str, found: Examined | None, shapes: Any, *, strict: bool) -> None:
+    if found is None:
+        return
+    if not found.report.converted and not found.report.rounded:
+        raise nothing_converted(name, found.report, paths.leaves(shapes))
+    if strict:
+        check_strict(found.report)
+
+
+def _check_inputs(inputs: tuple[Any, ...]) -> None:
+    for value in jax.tree.leaves(inputs):
+        if isinstance(value, str):
+            raise TypeError(f"the input {value[:40]!r} is a string; pass arrays, such as the tokens that it stands for")
+
+
+def _not_converted(model: Any) -> ValueError:
+    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+
+
+def _not_a_model(model: Any) -> TypeError:
+    kind, repair = f"{type(model).__module__}.{type(model).__qualname__}", "pass the model itself"
+    if isinstance(getattr(model, "module", None), nn.Module):
+        repair = "pass its .module, which is one"
+    elif callable(model) or hasattr(model, "apply"):
+        repair = "for any other function of parameters and inputs use tcfp_jax.transform(fn, recipe)"
+    return TypeError(f"the model is a {kind}, which is neither a flax.linen.Module nor a flax.nnx.Module; {repair}")

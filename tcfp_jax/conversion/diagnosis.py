@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from tcfp_jax.conversion.convert import convert_to_tcfp, survey
-from tcfp_jax.conversion.policy import policy
+from tcfp_jax import paths
+from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.policy import Policy, policy
 from tcfp_jax.conversion.report import Record, describe
+from tcfp_jax.conversion.transform import transform
 from tcfp_jax.optim.feedback import error_feedback
-from tcfp_jax.paths import leaves
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -30,10 +32,10 @@ _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken 
 
 @dataclass(frozen=True)
 class Line:
-    """One layer.
+    """One product of a parameter.
 
     Attributes:
-      path, layer, shape: of the layer and its kernel.
+      path, equation, shape: of the parameter and its product.
       eligible: whether `convert_to_tcfp` with this recipe converts it by default.
       reason: why not.
       parameters: values of the whole kernel, all layers of a stack.
@@ -41,10 +43,11 @@ class Line:
         stores it for the layers, and that with its float32 error buffer; the float master is extra.
       snr_db: of the quantized weight; None without parameters.
       speed_up: predicted, of its forward and backward products over BF16; None where nothing was measured.
+      extrapolated: the product is smaller than the smallest that was measured.
     """
 
     path: str
-    layer: str
+    equation: str
     shape: tuple[int, ...]
     eligible: bool
     reason: str
@@ -55,6 +58,7 @@ class Line:
     bytes_with_error: int
     snr_db: float | None
     speed_up: float | None
+    extrapolated: bool = False
 
     def __str__(self) -> str:
         """One line of the table."""
@@ -62,29 +66,30 @@ class Line:
         text = f"{self.path or '(root)':36} {list(self.shape)!s:20} {self.parameters:>12,}"
         text += "".join(f" {number:>13,}" for number in numbers)
         text += f" {'-' if self.snr_db is None else format(self.snr_db, '.1f'):>6}"
-        text += f" {'-' if self.speed_up is None else format(self.speed_up, '.2f'):>6}"
+        text += f" {'-' if self.speed_up is None else format(self.speed_up, '.2f') + '*' * self.extrapolated:>6}"
         return f"{text}  {'yes' if self.eligible else f'no: {self.reason}'}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Lines, and what could not be looked at; `str` of it is a table with totals."""
+    """A line for each product; `str` of it is a table with totals."""
 
     recipe: Recipe
     lines: tuple[Line, ...]
-    unseen: tuple[str, ...]
     break_even: float | None
 
     def __str__(self) -> str:
-        """A header, one line per layer, totals, and the break-even."""
-        head = f"{'layer':36} {'kernel':20} {'parameters':>12} {'BF16':>13} {'FP32':>13} {'stored':>13} {'+ error':>13}"
+        """A header, one line per product, totals, and the break-even."""
+        head = f"{'parameter':36} {'kernel':20} {'parameters':>12} {'BF16':>13} {'FP32':>13}"
+        head += f" {'stored':>13} {'+ error':>13}"
         lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
         columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
         for name, chosen in (("all", self.lines), ("eligible", [line for line in self.lines if line.eligible])):
             sums = [sum(getattr(line, column) for line in chosen) for column in columns]
-            label = f"total, {name}: {len(chosen)} layers"
+            label = f"total, {name}: {len(chosen)} products"
             lines.append(f"{label:57} {sums[0]:>12,}" + "".join(f" {number:>13,}" for number in sums[1:]))
-        lines += [f"product that no adapter sees: {product}" for product in self.unseen]
+        if any(line.extrapolated for line in self.lines):
+            lines.append("* smaller than the smallest product that was measured: that one's speed, and rather less")
         at = "not reached at the sizes that were measured"
         if self.break_even is not None:
             at = f"{self.break_even:.1e} operations a product (2 m k n)"
@@ -105,7 +110,7 @@ def diagnose(
     what was measured on an H200 (`measured.json`), and is that of the smallest or largest shape beyond them.
 
     Args:
-      model: a Linen or NNX model that is not converted.
+      model: a Linen or NNX model, or a function of parameters and inputs, which are then the inputs.
       inputs: sample arguments, arrays or `jax.ShapeDtypeStruct`; their size is what the prediction is for.
       recipe: a `Recipe` or the name of one.
       params: of a Linen model, for the signal-to-noise ratio; an NNX model has its own.
@@ -115,29 +120,38 @@ def diagnose(
       A `Diagnosis`, whose `str` was printed.
 
     Raises:
-      TypeError: not a Flax module.
-      ValueError: no inputs, an unknown recipe, or no layer that conversion knows.
+      TypeError: neither a Flax module nor a function.
+      ValueError: no inputs, or an unknown recipe.
 
-    >>> from flax import linen as nn
     >>> found = diagnose(nn.Dense(4096), jax.ShapeDtypeStruct((8192, 1024), jnp.float32))  # doctest: +ELLIPSIS
     layer ...
     >>> found.lines[0].eligible, round(found.lines[0].speed_up, 2)
     (True, 1.13)
     """
-    if not inputs:
+    if not inputs and not options:
         raise ValueError("diagnose needs sample inputs: diagnose(model, *inputs, recipe=...)")
-    chosen = named_recipe(recipe)
+    chosen = policy(recipe, None, ("linear", "small", "head"))
     if isinstance(model, flax_nnx.Module):
+        found = nnx_models.examine(model, chosen, inputs, options or {})
         params = flax_nnx.as_pure(flax_nnx.state(model, flax_nnx.Param))
-        model = flax_nnx.clone(model)
-    converted = convert_to_tcfp(model, chosen, *inputs, include=("linear", "small", "head"), options=options)
-    report = survey(converted)
-    kernels = {} if params is None else leaves(params)
-    lines = [_line(record, chosen, kernels.get(record.weight_path)) for record in report.converted]
-    lines += [_refused(record) for record in report.skipped if record.choice.reason.endswith("would override")]
-    diagnosis = Diagnosis(chosen, tuple(lines), tuple(map(str, report.unseen)), break_even(chosen))
+    elif isinstance(model, nn.Module):
+        found, _ = linen_models.examine(linen_models.plain(model), chosen, inputs, options or {})
+    else:
+        found = transform(model, recipe, include=("linear", "small", "head")).examine(*inputs, **(options or {}))
+        params = inputs[0] if params is None else params
+    values = {} if params is None else paths.leaves(params)
+    kernels = {path: leaf for path, leaf in values.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
+    usual = policy(recipe)
+    lines = [_line(record, usual, kernels.get(record.weight_path)) for record in found.report.converted]
+    lines += [_refused(record) for record in found.report.skipped]
+    diagnosis = Diagnosis(named_recipe(recipe), tuple(lines), break_even(named_recipe(recipe)))
     print(diagnosis)
     return diagnosis
+
+
+def _smallest(recipe: Recipe) -> float:
+    """Operations of the smallest product that was measured; 0 where none was."""
+    return min((size for size, _ in _points(recipe)), default=0.0)
 
 
 def predict(recipe: Recipe, operations: float) -> float | None:
@@ -180,25 +194,25 @@ def _points(recipe: Recipe) -> list[tuple[float, float]]:
     return sorted((2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows)
 
 
-def _line(record: Record, recipe: Recipe, kernel: Any) -> Line:
-    shape = record.shape if kernel is None else tuple(kernel.shape)
-    size = math.prod(shape)
-    group = "head" if record.layer in ("Embed", "TCFPEmbed") else "linear"
-    choice = policy(recipe).choose(record.path, None, group, math.prod(record.shape))
-    stored, error = _state_bytes(record, recipe, shape)
+def _line(record: Record, usual: Policy, kernel: Any) -> Line:
+    product, recipe = record.product, record.recipe
+    assert recipe is not None
+    choice, size = usual.choose(product), math.prod(product.shape)
+    stored, error = _state_bytes(record, recipe)
+    operations = 2.0 * product.rows * product.k * product.n
     return Line(
-        record.path, record.layer, shape, choice.recipe is not None, choice.reason, size, 2 * size, 4 * size, stored,
-        stored + error, None if kernel is None else _snr(kernel, recipe),
-        predict(recipe, 2.0 * record.tokens * math.prod(record.shape)),
+        product.path, product.equation, product.shape, choice.recipe is not None, choice.reason, size, 2 * size,
+        4 * size, stored, stored + error, None if kernel is None else _snr(kernel, recipe),
+        predict(recipe, operations), operations < _smallest(recipe),
     )  # fmt: skip
 
 
-def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(of the stored weight, of its error buffer), as `error_feedback` would make them."""
-    assert record.layout is not None
-    weights = {"kernel": Weight(recipe, record.layout.stacked(len(shape)))}
-    key = jax.random.key(0) if recipe.stochastic else None
-    tx = error_feedback(weights, key=key)
+def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
+    """(of the stored weight, of its error buffer), as `error_feedback` would make them; none where it cannot."""
+    shape, layout = record.product.shape, record.product.layout
+    if layout is None or recipe.weight is None:
+        return 0, 0
+    tx = error_feedback({"kernel": Weight(recipe, layout)}, key=jax.random.key(0) if recipe.stochastic else None)
     state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
     weight, error = (
         sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -208,9 +222,10 @@ def _state_bytes(record: Record, recipe: Recipe, shape: tuple[int, ...]) -> tupl
 
 
 def _refused(record: Record) -> Line:
-    size = math.prod(record.shape)
+    size = math.prod(record.product.shape)
     numbers = (size, 2 * size, 4 * size, 0, 0)
-    return Line(record.path, record.layer, record.shape, False, record.choice.reason, *numbers, None, None)
+    return Line(record.weight_path, record.product.equation, record.product.shape, False, record.reason, *numbers,
+                None, None)  # fmt: skip
 
 
 def _snr(kernel: Any, recipe: Recipe) -> float:

@@ -1,23 +1,23 @@
-"""`Policy`: which recipe a layer takes, and why: rules first, then what is known to lose or to harm."""
+"""`Policy`: which recipe a product takes, and why: rules first, then what is known to lose or to harm."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from tcfp_jax.conversion.census import Product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
 Include = Literal["linear", "head", "small", "layer_norm", "embed"]
-Rule = tuple[str, Recipe | str | None] | Callable[[str, Any], Recipe | str | None]
+Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
 
 # benchmarks/train_step, H200: a kernel of 1024 x 4096 is the smallest that was measured to win (1.13 for tcfp12_fast);
 # below 1024 x 1024 a step is launches and quantization traffic.
 SMALL = 1024 * 1024
-HEAD = re.compile(
-    r"((lm|mlm|output|vocab|classification)_?)?head|logits(_dense)?|classifier|decoder|score|seq_relationship|"
-    r"qa_outputs|output_(layer|projection)|unembed(ding)?"
-)
+# A product whose matrix has a side below this is bound by the traffic of its operands, whatever its other side is.
+NARROW = 512
 
 SWITCHED_OFF = "switched off by to_bf16"
 OWN = "low-precision by hand"
@@ -25,7 +25,7 @@ OWN = "low-precision by hand"
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer's recipe or None, why, and which rule said so."""
+    """A product's recipe or None, why, and which rule said so."""
 
     recipe: Recipe | None
     reason: str
@@ -34,50 +34,83 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """What `convert_to_tcfp` was asked for.
+    """What a conversion was asked for.
 
     Attributes:
-      recipe: of layers that no rule names; None for a model that is not converted, only its author's own
+      recipe: of products that no rule names; None for a model that is not converted, only its author's own
         low-precision layers are known then.
       rules: (pattern, recipe or None) pairs and functions, first match wins.
-      include: the groups of layers that take `recipe` without a rule.
-      off: patterns of layers that run Flax's own code for now (`to_bf16`).
+      include: the groups of products that take `recipe` without a rule.
+      off: patterns of layers that run as they were written for now (`to_bf16`).
     """
 
     recipe: Recipe | None
-    rules: tuple[Any, ...]
-    include: frozenset[str]
+    rules: tuple[Any, ...] = ()
+    include: frozenset[str] = frozenset({"linear"})
     off: tuple[str, ...] = ()
 
-    def choose(self, path: str, module: Any, group: str, size: int) -> Choice:
-        """The choice for one layer; `size` is the number of its kernel's values.
+    def choose(self, product: Product) -> Choice:
+        """The choice for one product.
 
-        >>> policy("tcfp12").choose("block/mlp", None, "linear", 4096 * 4096).recipe == Recipe()
+        >>> big = Product("block/mlp/kernel", (4096, 4096), "dot_general", k=4096, n=4096)
+        >>> policy("tcfp12").choose(big).recipe == Recipe()
         True
-        >>> policy("tcfp12").choose("lm_head", None, "linear", 4096 * 4096).reason
+        >>> policy("tcfp12").choose(dataclasses.replace(big, head=True)).reason
         'output head; include "head" or name it in rules'
         """
+        if product.recipe is not None:  # a layer that the model's author gave a recipe
+            return Choice(None, SWITCHED_OFF) if self.is_off(product.path) else Choice(product.recipe, OWN)
         if self.recipe is None:
             return Choice(None, "float, in a model that is not converted")
-        if self.is_off(path):
+        if product.reason:
+            return Choice(None, product.reason, self._rule(product)[0])
+        if self.is_off(product.path):
             return Choice(None, SWITCHED_OFF)
+        number, chosen = self._rule(product)
+        if number is not None:
+            recipe = None if chosen is None else named_recipe(chosen)
+            return Choice(recipe, f"rule {rule_name(self.rules[number])}", number)
+        return Choice(None, reason) if (reason := self._left(product)) else Choice(self.recipe, "")
+
+    def _rule(self, product: Product) -> tuple[int | None, Any]:
         for number, rule in enumerate(self.rules):
-            matched, chosen = _match(rule, path, module)
-            if matched:
-                reason = f"rule {rule_name(rule)}"
-                return Choice(None if chosen is None else named_recipe(chosen), reason, number)
-        if group == "linear" and HEAD.fullmatch(path.rsplit("/", 1)[-1]):
-            group = "head"
+            if callable(rule):
+                if (chosen := rule(product.path, product)) is not None:
+                    return number, chosen
+            elif finds(rule[0], product.path) or re.search(rule[0], product.scope):
+                return number, rule[1]
+        return None, None
+
+    def _left(self, product: Product) -> str:
+        """Why a product that could be converted is left alone without a rule, or ""."""
+        if product.precision:
+            return f"precision={product.precision!r}, which a recipe would override; name it in rules"
+        group = "head" if product.head else "linear"
         if group not in self.include:
-            what = {"head": "output head", "layer_norm": "LayerNorm", "embed": "embedding"}.get(group, group)
-            return Choice(None, f'{what}; include "{group}" or name it in rules')
-        if size < SMALL and "small" not in self.include and group in ("linear", "head"):
-            return Choice(None, f'too small to win: {size} values of {SMALL}; include "small" or name it in rules')
-        return Choice(self.recipe, "")
+            what = "output head" if product.head else "linear"
+            return f'{what}; include "{group}" or name it in rules'
+        size, side = product.k * product.n, min(product.k, product.n)
+        if "small" not in self.include and (size < SMALL or side < NARROW):
+            least = f"{size} values of {SMALL}" if size < SMALL else f"a side of {side} for {NARROW}"
+            return f'too small to win: {least}; include "small" or name it in rules'
+        return ""
 
     def is_off(self, path: str) -> bool:
         """Whether `to_bf16` switched off the layer."""
-        return any(re.search(pattern, path) for pattern in self.off)
+        return any(finds(pattern, path) for pattern in self.off)
+
+    def switched(self, off: tuple[str, ...]) -> "Policy":
+        """The same with other layers off."""
+        return dataclasses.replace(self, off=off)
+
+
+def finds(pattern: str, path: str) -> bool:
+    """Whether a pattern finds a parameter, by its path or by that of its layer.
+
+    >>> finds("mlp$", "block/mlp/kernel"), finds("mlp/kernel", "block/mlp/kernel"), finds("norm", "block/mlp/kernel")
+    (True, True, False)
+    """
+    return bool(re.search(pattern, path) or re.search(pattern, path.rpartition("/")[0]))
 
 
 def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("linear",)) -> Policy:
@@ -102,7 +135,7 @@ def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("l
 def by_hand() -> Policy:
     """Of a model whose author wrote low-precision layers: nothing else takes a recipe.
 
-    >>> by_hand().choose("mlp", None, "linear", 1).recipe is None
+    >>> by_hand().choose(Product("mlp", (2, 2), "dot_general")).recipe is None
     True
     """
     return Policy(None, (), frozenset())
@@ -134,17 +167,10 @@ def _checked(rule: Any) -> Any:
     if callable(rule):
         return rule
     if not isinstance(rule, tuple | list) or len(rule) != 2:
-        raise ValueError(f"rule {rule!r} is neither a (regex, recipe) pair nor a function (path, module) -> recipe")
+        raise ValueError(f"rule {rule!r} is neither a (regex, recipe) pair nor a function (path, product) -> recipe")
     pattern, chosen = rule
     if chosen is not None:
         named_recipe(chosen)
     if callable(pattern):
         raise ValueError(f"rule {rule!r}: a function returns the recipe itself; pass it without a second value")
     return (check_pattern(pattern), chosen)
-
-
-def _match(rule: Any, path: str, module: Any) -> tuple[bool, Any]:
-    if callable(rule):
-        chosen = rule(path, module)
-        return chosen is not None, chosen
-    return re.search(rule[0], path) is not None, rule[1]

@@ -1,38 +1,28 @@
-"""`Report`: what conversion did to every layer, what it left alone and why, and which products it never saw."""
+"""`Report`: what conversion did to every product of a parameter, and what it left alone and why."""
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from tcfp_jax.conversion.census import Product
 from tcfp_jax.conversion.policy import Choice
-from tcfp_jax.conversion.tracing import Product
-from tcfp_jax.paths import join
 from tcfp_jax.recipes import NAMES, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Layout
 
 
 @dataclass(frozen=True)
 class Record:
-    """One layer.
+    """One product, and what was chosen for it.
 
     Attributes:
-      path: of the layer; `parameter` is the name of its kernel.
-      layer: type name.
+      product: what the census found; its `path` is that of the parameter.
       choice: its recipe or None, and why.
-      shape: of the kernel as the layer sees it: inside `nn.scan` that of one layer.
-      layout: of the kernel; None where the layer was skipped.
-      tokens: rows of x in one call; 0 where the layer was skipped.
+      stored: whether it can read the stored weight; another product of the same weight may need another form.
     """
 
-    path: str
-    parameter: str
-    layer: str
+    product: Product
     choice: Choice
-    shape: tuple[int, ...]
-    layout: Layout | None = None
-    tokens: int = 0
+    stored: bool = True
 
     @property
     def recipe(self) -> Recipe | None:
@@ -40,38 +30,55 @@ class Record:
         return self.choice.recipe
 
     @property
+    def reason(self) -> str:
+        """Why it was left alone, or which rule chose."""
+        return self.choice.reason
+
+    @property
     def weight_path(self) -> str:
         """Path of the parameter."""
-        return join(self.path, self.parameter)
+        return self.product.path
+
+    @property
+    def path(self) -> str:
+        """Path of the layer: that of the parameter without its own name."""
+        return self.product.path.rpartition("/")[0]
 
     def __str__(self) -> str:
         """One line."""
-        what = self.choice.reason
+        what = self.reason
         if self.recipe is not None:
-            what = describe(self.recipe) + (f" ({what})" if what else "")
-        return f"{self.path or '(root)':40} {self.layer:16} {list(self.shape)!s:20} {what}"
+            notes = [what] if what else []
+            notes += [] if self.stored else ["quantized at each use: its weight is stored for another product"]
+            what = describe(self.recipe) + (f" ({'; '.join(notes)})" if notes else "")
+        return f"{self.product} {what}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The layers of a converted model; `str` of it is a table.
+    """The products of a function's parameters; `str` of it is a table.
 
     Attributes:
-      converted, skipped: one `Record` per layer.
-      unseen: products of parameters that no adapter saw; they run as the model's author wrote them.
-      unmatched_rules: rules that no layer matched.
+      converted, skipped: one `Record` for each product.
+      unmatched_rules: rules that no product matched.
+      rounded: parameters that are rounded to the packed format (`include="embed"`, `"layer_norm"`), by path.
     """
 
     converted: tuple[Record, ...]
     skipped: tuple[Record, ...]
-    unseen: tuple[Product, ...] = ()
     unmatched_rules: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
+
+    @property
+    def impossible(self) -> tuple[Record, ...]:
+        """Skipped products that have no low-precision form, and that no rule names."""
+        return tuple(r for r in self.skipped if r.product.reason and r.choice.rule is None)
 
     def __str__(self) -> str:
-        """Converted layers, then skipped ones, then products and rules that met no layer."""
-        lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} skipped"]
+        """Converted products, then skipped ones, rounded parameters, and rules that matched nothing."""
+        lines = [f"{len(self.converted)} products converted, {len(self.skipped)} skipped"]
         lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
-        lines += [f"product that no adapter saw: {product}" for product in self.unseen]
+        lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)
 
@@ -88,9 +95,9 @@ def describe(recipe: Recipe) -> str:
     return "tcfp12 with " + ", ".join(_differences(recipe, Recipe()))
 
 
-def _differences(value: Any, base: Any, prefix: str = "") -> Iterator[str]:
+def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]:
     """`name=value` of every field in which two of a kind differ, down to the fields of their values."""
-    for field in dataclasses.fields(value):
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
         mine, theirs = getattr(value, field.name), getattr(base, field.name)
         if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
             yield from _differences(mine, theirs, f"{prefix}{field.name}.")

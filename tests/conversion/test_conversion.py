@@ -14,7 +14,6 @@ from tcfp_jax.conversion.convert import (
     convert_to_tcfp,
     export,
     find_weights,
-    register_adapter,
     restore,
     survey,
     to_bf16,
@@ -185,7 +184,7 @@ def gpt():
 def test_attention_einsum_and_tied_head_under_scan_and_remat(gpt):
     base, variables, model, weights = gpt
     before = run(base, variables, TOKENS)
-    assert len(survey(model).converted) == 7 and not survey(model).unseen
+    assert len(survey(model).converted) == 7
     assert len(survey(convert(GPT(form="unrolled"), "tcfp12_fast", TOKENS)).converted) == 13
     params, state = step(model, variables["params"], TOKENS, weights)
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
@@ -283,13 +282,11 @@ def test_a_converted_model_inside_another():
     assert same_bits(run(outer, {"params": params}, X), by_hand(params))
 
 
-def test_state_that_a_lifted_transform_would_drop_raises(gpt):
+def test_state_reaches_every_layer_of_a_bound_model_too(gpt):
     _, variables, model, weights = gpt
-    state = jax.eval_shape(
-        lambda p: tcfp_jax.layer_state(tcfp_jax.error_feedback(weights).init(p)), variables["params"]
-    )
-    with pytest.raises(ValueError, match=r'add "tcfp": 0 to variable_axes'):
-        jax.eval_shape(lambda state: model.bind({**variables, "tcfp": state})(TOKENS), state)
+    given = {**variables, "tcfp": state_of(weights, variables["params"])}
+    bound, applied = jax.jit(lambda given: (model.bind(given)(TOKENS), model.apply(given, TOKENS)))(given)
+    assert same_bits(bound, applied)
 
 
 def test_state_without_layouts_names_the_repair():
@@ -320,29 +317,19 @@ class TwoKinds(nn.Module):
         return Conv1D(16, name="conv")(nn.Dense(16, name="dense")(x))
 
 
-def test_strict_finds_what_no_adapter_saw_and_register_adapter_teaches():
-    class Known(Conv1D):
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
-
-    def forward(layer, multiply, x):
-        kernel = layer.param("kernel", nn.initializers.normal(), (layer.features, x.shape[-1]))
-        return multiply("...k,nk->...n", x, kernel)
-
-    report = survey(convert(TwoKinds(), "tcfp12", X))
-    assert [product.parameters for product in report.unseen] == [("conv/kernel",)] and "no adapter saw" in str(report)
-    with pytest.raises(ValueError, match=r"conv/kernel.*register_adapter"):
-        convert(TwoKinds(), "tcfp12", X, strict=True)
-    register_adapter(Known, forward)
-    model = convert(Known(16), "tcfp12", X, strict=True)
-    variables = variables_of(model, X)
+def test_a_layer_that_nobody_taught_is_converted_and_its_transposed_kernel_stored():
+    model = convert(TwoKinds(), "tcfp12", X, strict=True)
+    assert [(r.path, r.product.equation) for r in survey(model).converted] == [
+        ("dense", "cda,ab->cdb"),
+        ("conv", "cdb,ab->cda"),
+    ]
+    model = convert(Conv1D(16), "tcfp12", X, strict=True)
+    variables = variables_of(Conv1D(16), X)
     by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
     y = run(model, variables, X)
     assert same_bits(y, jax.jit(by_hand)(variables["params"]["kernel"]))
-    for weights in ("tcfp12", find_weights(model)):  # a transposed kernel is stored as it is, and read transposed
-        state = state_of(weights, variables["params"])
-        np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
+    state = state_of(find_weights(model), variables["params"])  # it is stored as it is, and read transposed
+    np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
 
 
 class TiedByHand(nn.Module):
@@ -352,14 +339,16 @@ class TiedByHand(nn.Module):
         return nn.Dense(16, name="dense")(embedding(tokens)) @ embedding.embedding.T
 
 
-def test_a_head_that_is_tied_by_hand_is_listed():
-    report = survey(convert(TiedByHand(), "tcfp12", TOKENS))
-    assert [product.parameters for product in report.unseen] == [("embedding/embedding",)]
+def test_a_head_that_is_tied_by_hand_is_a_head():
+    report = survey(convert_to_tcfp(TiedByHand(), "tcfp12", TOKENS, include=("linear", "small"), strict=True))
+    assert [r.weight_path for r in report.converted] == ["dense/kernel"]
+    assert [(r.weight_path, r.product.head) for r in report.skipped] == [("embedding/embedding", True)]
+    assert len(survey(convert(TiedByHand(), "tcfp12", TOKENS)).converted) == 2
 
 
 def test_rules_first_match_wins_and_unmatched_are_listed():
-    by_module = lambda path, module: "tensorwise" if getattr(module, "features", 0) == 32 else None
-    rules = [("up", "bf16"), by_module, ("down", None), ("never", "tcfp12")]
+    by_product = lambda path, product: "tensorwise" if product.n == 32 else None
+    rules = [("up", "bf16"), by_product, ("down", None), ("never", "tcfp12")]
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules[1:]))
     assert [(r.path, r.recipe) for r in report.converted] == [("up", tcfp_jax.recipe("tensorwise"))]
     assert [(r.path, r.choice.reason) for r in report.skipped] == [("down", "rule 'down'")]
@@ -370,7 +359,7 @@ def test_rules_first_match_wins_and_unmatched_are_listed():
 
 def test_default_leaves_head_and_small_layers_and_says_so():
     report = survey(convert_to_tcfp(GPT(), "tcfp12", TOKENS, rules={"up": "tcfp12"}))
-    reasons = {record.path: record.choice.reason for record in report.skipped if record.parameter != "scale"}
+    reasons = {record.path: record.choice.reason for record in report.skipped}
     assert "too small" in reasons["blocks/down"] and [record.path for record in report.converted] == ["blocks/up"]
     assert any("output head" in record.choice.reason for record in report.skipped)
 
@@ -386,7 +375,7 @@ def test_layers_that_are_switched_off_are_flax_bit_for_bit():
     assert not same_bits(run(half, variables, X), exact) and same_bits(run(restore(half, "down"), variables, X), low)
     state = state_of("tcfp12", variables["params"])
     assert same_bits(run(off, {**variables, "tcfp": state}, X), exact)
-    with pytest.raises(ValueError, match="'block' finds no low-precision layer"):
+    with pytest.raises(ValueError, match="'block' finds no low-precision product"):
         to_bf16(model, "block")
     with pytest.raises(ValueError, match="'up' was not switched off"):
         restore(model, "up")
@@ -405,7 +394,7 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
             export(hand_written)
     with pytest.raises(ValueError, match="MLP is not converted"):
         survey(MLP(), X)
-    with pytest.raises(ValueError, match="no layer of MLP was converted"):
+    with pytest.raises(ValueError, match="MLP is not converted"):
         jax.eval_shape(to_bf16(MLP(), "up").apply, variables, X)
 
 
@@ -529,9 +518,9 @@ def test_accumulation_feeds_one_state():
         ((MLP(), "tcfp12"), {"include": "heads"}, ValueError, "heads.*linear"),
         ((MLP(), "tcfp12"), {"strict": True}, ValueError, "sample inputs"),
         ((nn.relu, "tcfp12"), {}, TypeError, "neither"),
-        ((MLP(), "tcfp12", X), {}, ValueError, "no layer of MLP.*too small.*register_adapter"),
-        ((nn.Dense(4, precision="highest"), "tcfp12", X), {"include": ALL}, ValueError, "precision='highest'"),
-        ((nn.Dropout(0.5, deterministic=True), "tcfp12", X), {}, ValueError, "no layer that is known"),
+        ((MLP(), "tcfp12", X), {}, ValueError, "no product of MLP.*too small.*widen include"),
+        ((nn.Dense(4, precision="highest"), "tcfp12", X), {"include": ALL}, ValueError, "precision='HIGHEST'"),
+        ((nn.Dropout(0.5, deterministic=True), "tcfp12", X), {}, ValueError, "multiplies none of its parameters"),
     ],
 )  # fmt: skip
 def test_bad_input(arguments, options, error, message):
@@ -541,31 +530,5 @@ def test_bad_input(arguments, options, error, message):
 
 def test_nothing_converted_is_an_error_when_it_shows():
     model = convert_to_tcfp(MLP(), "tcfp12")
-    with pytest.raises(ValueError, match="no layer of MLP"):
+    with pytest.raises(ValueError, match="no product of MLP"):
         jax.eval_shape(model.apply, variables_of(model, X), X)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ((object, lambda *a: 0), TypeError, "not a subclass"),
-        ((nn.Dense, 3), TypeError, "not callable"),
-        ((nn.Dense, lambda layer: 0), TypeError, "does not fit"),
-    ],
-)
-def test_adapters_that_do_not_fit(arguments, error, message):
-    with pytest.raises(error, match=message):
-        register_adapter(*arguments)
-    with pytest.raises(ValueError, match="no method"):
-        register_adapter(Inner, lambda layer, multiply, x: x, method="attend")
-
-
-def test_an_adapter_that_multiplies_nothing_raises():
-    class Lazy(Conv1D):
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.normal(), (self.features, x.shape[-1])).T
-
-    register_adapter(Lazy, lambda layer, multiply, x: x)
-    with pytest.raises(ValueError, match="never called multiply"):
-        convert(Lazy(16), "tcfp12", X)

@@ -1,0 +1,171 @@
+"""Converted Linen models: a subclass of the model's class whose methods run as transformed functions.
+
+A bound module's method is a pure function of its variables, its rngs and its arguments. The subclass runs it so:
+split, transform, write back what changed. It overrides the one method through which Linen runs every method of a
+module, so that `apply`, `bind`, `nn.apply`, and a converted model inside a model that is not, all go the same way.
+What runs inside is the original class: nothing of it is intercepted, and no cache of traced functions can tell.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.linen import module as linen_module
+
+from tcfp_jax import paths
+from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.transform import Examined, Transformed, arrays_of
+from tcfp_jax.linen import COLLECTION, switched_off
+
+
+@dataclasses.dataclass(eq=False)
+class Conversion:
+    """What a converted class was made of, and what its sample inputs showed.
+
+    Attributes:
+      base: the model's own class.
+      policy: what was asked for.
+      found: of the sample inputs, if there were some.
+      shapes: the parameters of those inputs, as shapes.
+    """
+
+    base: type[nn.Module]
+    policy: Policy
+    found: Examined | None = None
+    shapes: Any = None
+
+
+def converted(model: nn.Module, conversion: Conversion) -> Any:
+    """The model as an instance of a subclass of its class, of the same name."""
+    base = conversion.base
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    metaclass: Any = type(base)
+    kind = metaclass(base.__name__, (base,), names)
+    # Afterwards: what a class is made with, Linen takes for methods of a layer and wraps.
+    kind.tcfp_conversion, kind._call_wrapped_method, kind.__reduce__ = conversion, _call, _reduce
+    return kind(**fields_of(model), parent=None)
+
+
+def plain(model: Any) -> Any:
+    """The model as an instance of the class that it had, not bound."""
+    conversion = conversion_of(model)
+    return model if conversion is None else conversion.base(**fields_of(model), parent=None)
+
+
+def fields_of(model: nn.Module) -> dict[str, Any]:
+    """Arguments that make the same model again."""
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """The conversion of a converted Linen model, or None."""
+    return getattr(type(model), "tcfp_conversion", None)
+
+
+def examine(
+    model: nn.Module, policy: Policy, inputs: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Examined, Any]:
+    """(what a call of an unconverted model holds, its parameters as shapes)."""
+    rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
+    variables = nn.meta.unbox(_shapes(lambda *args, **kwargs: model.init(rngs, *args, **kwargs), inputs, options))
+    rest = {name: value for name, value in variables.items() if name != "params"}
+
+    def call(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        with switched_off(policy.off, policy.is_off):
+            return model.apply({"params": params, **rest}, *args, rngs=rngs, mutable=nn.DenyList("params"), **kwargs)
+
+    params = variables.get("params", {})
+    return Transformed(call, policy, 0).examine(params, rest, *inputs, **options), params
+
+
+def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+    """`nn.Module._call_wrapped_method`: every method of a module runs through it."""
+    original = super(type(self), self)._call_wrapped_method
+    if self.scope is None or self.is_initializing() or fun.__name__ == "setup":
+        return original(fun, args, kwargs)  # `init` runs Flax's own code: parameters are those of the float model
+    conversion, scope = type(self).tcfp_conversion, self.scope
+    model = self.clone(parent=None, _deep_clone=True, _reset_names=True)
+    object.__setattr__(model, "__class__", conversion.base)
+    stack = linen_module._context.capture_stack
+    pure = nn.apply(
+        lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model,
+        mutable=scope.mutable, capture_intermediates=stack[-1] if stack else False,
+    )  # fmt: skip
+    variables = dict(self.variables)
+    state, mutable = paths.entries(variables.pop(COLLECTION, {})), scope.mutable is not False
+    rngs = _rngs(scope)
+    params = _completed(variables.pop("params", {}), state, model, fun, rngs, args, kwargs)
+
+    def call(params: Any, rest: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+        with switched_off(conversion.policy.off, conversion.policy.is_off):
+            return pure({**rest, "params": params}, *args, rngs=rngs, **kwargs)
+
+    run = Transformed(call, conversion.policy, 0, name=type(self).__name__)
+    # Only the call itself must convert something, and only where no sample inputs have shown that it does.
+    judged = conversion.found is not None or fun.__name__ != "__call__"
+    result = (run.evaluate if judged else run)(params, variables, rngs, args, kwargs, stored=state)
+    if not (mutable or (stack and stack[-1])):
+        return result
+    result, changed = result
+    for collection, tree in changed.items():
+        for name, value in tree.items():
+            if scope.is_mutable_collection(collection):
+                scope.put_variable(collection, name, value)
+    return result
+
+
+def _rngs(scope: Any) -> dict[str, Any]:
+    """The rngs of a call: the model's own the first time, so that its draws are those of the float model."""
+    found = {}
+    for name, lazy in scope.rngs.items():
+        found[name] = scope.make_rng(name) if scope.rng_counters[name] else lazy.as_jax_rng()
+        scope.rng_counters[name] += 1
+    return found
+
+
+def _completed(params: Any, state: Mapping[str, Any], model: Any, fun: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+    """The parameters, with a shape in the place of each one of which only the stored form exists.
+
+    Raises:
+      ValueError: the state holds a weight that is no parameter of the model.
+    """
+    held = paths.leaves(params)
+    missing = [path for path in state if path not in held]
+    if not missing:
+        return params
+    init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
+    keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
+    shapes = nn.meta.unbox(_shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs))
+    leaves = paths.leaves(shapes.get("params", {}))
+    unknown = [path for path in missing if path not in leaves]
+    if unknown:
+        raise ValueError(
+            f"the state holds {unknown[0]!r}, which is no parameter of {type(model).__name__}; its parameters are "
+            f"{sorted(leaves)[:8]}; pass the state of these parameters"
+        )
+    filled: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        paths.put(filled, path.split("/"), held.get(path, leaf))
+    return filled
+
+
+def _shapes(function: Any, args: Any, kwargs: Any) -> Any:
+    """`jax.eval_shape` where some arguments are no arrays."""
+    arrays, rebuild = arrays_of((args, dict(kwargs)))
+
+    def call(arrays: Any) -> Any:
+        args, kwargs = rebuild(arrays)
+        return function(*args, **kwargs)
+
+    return jax.eval_shape(call, arrays)
+
+
+def _reduce(self: Any) -> Any:
+    conversion = type(self).tcfp_conversion
+    return _again, (conversion.base, fields_of(self), conversion.policy)
+
+
+def _again(base: type[nn.Module], fields: dict[str, Any], policy: Policy) -> Any:
+    return converted(base(**fields, parent=None), Conversion(base, policy))

@@ -1,0 +1,327 @@
+"""Converted NNX models: modules whose class is a subclass of their own, with methods that run as transformed functions.
+
+Classes change in place, so that references to modules and to their `Param`s stay valid. A method that is called from
+outside is split into a pure function of the model's variables and the arguments, transformed, and its changes are
+written back. Inside, on the copies that the pure function works on, every module has its own class again: what runs is
+the program of the model as it was, and every cache of traced functions finds it under the model's own types.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tcfp_jax import paths
+from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.transform import Examined, Transformed
+from tcfp_jax.layers import Absent
+
+# What conversion adds to a module; gone inside, and after `export`.
+_PATH, _STORED, _SAMPLE = "tcfp_path", "tcfp_stored", "tcfp_sample"
+_ADDED = (_PATH, _STORED, _SAMPLE)
+_CLASSES: dict[tuple[type, Policy], type] = {}
+# Policies whose weights somebody asked for, to keep them in an optimizer, and that never got them back by `sync`.
+_AWAITED: set[Policy] = set()
+
+
+class Sample:
+    """The sample arguments of a conversion as shapes; compared by identity, because it is part of a graph."""
+
+    def __init__(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+        self.args, self.options = jax.tree.map(shape, (args, dict(options)))
+
+
+def modules_of(model: Any) -> dict[str, Any]:
+    """The modules of a model by path, each once.
+
+    >>> list(modules_of(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
+    ['layers/0', '']
+    """
+    found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+    return {"/".join(map(str, path)): node for path, node in found}
+
+
+def conversion_of(module: Any) -> Policy | None:
+    """The policy of a converted module, or None."""
+    return getattr(type(module), "tcfp_policy", None)
+
+
+def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None) -> None:
+    """Give the modules that hold these parameters, or any where they are not known, their converted classes.
+
+    The whole change is planned before the first class changes.
+    """
+    modules = modules_of(model)
+    params = [path for path, node in _variables(model).items() if isinstance(node, nnx.Param)]
+    held = params if weights is None else weights
+    above = {"/".join(path.split("/")[:i]) for path in held for i in range(len(path.split("/")))}
+    planned = {path: module for path, module in modules.items() if path in above or not path}
+    classes = {path: _class_of(own_class(module), chosen) for path, module in planned.items()}
+    export(model)
+    for path, module in planned.items():
+        object.__setattr__(module, "__class__", classes[path])
+        setattr(module, _PATH, path)
+    if sample is not None:
+        setattr(model, _SAMPLE, nnx.static(sample))
+
+
+def export(model: Any) -> int:
+    """Flax's own classes again, and nothing of this project left in the modules; how many changed."""
+    count = 0
+    for module in modules_of(model).values():
+        if conversion_of(module) is not None:
+            _strip(module)
+            count += 1
+    return count
+
+
+def own_class(module: Any) -> type:
+    """The class that a module had before its conversion."""
+    return type(module).__mro__[1] if conversion_of(module) is not None else type(module)
+
+
+def sample_of(model: Any) -> Sample | None:
+    """The sample inputs of a converted model, if it had some."""
+    return getattr(model, _SAMPLE, None)
+
+
+def store(model: Any, weights: Mapping[str, Any]) -> int:
+    """Let the modules of a model hold stored weights, by the path of the parameter; how many were taken."""
+    modules, taken = modules_of(model), 0
+    by_module: dict[str, dict[str, Any]] = {}
+    for path, weight in weights.items():
+        owner = _owner(path, modules)
+        if owner is not None:
+            by_module.setdefault(owner, {})[path.removeprefix(owner).lstrip("/")] = weight
+            taken += 1
+    variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
+    for owner, own in by_module.items():
+        kept = jax.tree.map(variable, own, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        setattr(modules[owner], _STORED, nnx.data({**getattr(modules[owner], _STORED, {}), **kept}))
+    return taken
+
+
+def forget(model: Any) -> int:
+    """Let the modules hold no stored weights; how many did."""
+    held = [module for module in modules_of(model).values() if _STORED in vars(module)]
+    for module in held:
+        delattr(module, _STORED)
+    return len(held)
+
+
+def rename(model: Any, chosen: Policy) -> None:
+    """Give the converted modules of a model another policy; what they hold stays."""
+    for module in modules_of(model).values():
+        if conversion_of(module) is not None:
+            object.__setattr__(module, "__class__", _class_of(own_class(module), chosen))
+
+
+def stored_weights(model: Any) -> dict[str, Any]:
+    """The stored weights that the modules hold now, by path."""
+    found = {}
+    for path, module in modules_of(model).items():
+        for name, weight in getattr(module, _STORED, {}).items():
+            read = lambda variable: variable[...] if isinstance(variable, nnx.Variable) else variable
+            found[paths.join(path, name)] = jax.tree.map(read, weight, is_leaf=lambda n: isinstance(n, nnx.Variable))
+    return found
+
+
+def examine(model: Any, chosen: Policy, args: tuple[Any, ...], options: Mapping[str, Any]) -> Examined:
+    """What a call of the model holds, by a policy."""
+    call = _Call(model, own_class(model).__call__, args, dict(options))
+    return call.transformed(chosen).examine(*call.arguments)
+
+
+def await_sync(chosen: Policy) -> None:
+    """Note that somebody asked for the weights of a model, to keep them in an optimizer."""
+    _AWAITED.add(chosen)
+
+
+def _class_of(base: type, chosen: Policy) -> type:
+    key = (base, chosen)
+    if key not in _CLASSES:
+        namespace: dict[str, Any] = {
+            "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+            "tcfp_policy": chosen, "__reduce_ex__": _reduce,
+        }  # fmt: skip
+        for kind in reversed(base.__mro__[: base.__mro__.index(nnx.Module)]):
+            for name, value in vars(kind).items():
+                if (name == "__call__" or not name.startswith("_")) and callable(value) and not isinstance(value, type):
+                    namespace[name] = _method(getattr(base, name), name)
+        _CLASSES[key] = type(base)(base.__name__, (base,), namespace)
+    return _CLASSES[key]
+
+
+def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return _Call(self, original, args, options).run(type(self).tcfp_policy)
+
+    method.__name__, method.__qualname__ = name, getattr(original, "__qualname__", name)
+    method.__doc__, method.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
+    return method
+
+
+class _Call:
+    """One call of a method: its variables and arguments as trees of arrays, and the function of them that it is."""
+
+    def __init__(self, model: Any, original: Callable[..., Any], args: Any, options: Any) -> None:
+        self.model, self.original = model, original
+        leaves, self._treedef = jax.tree.flatten((args, options), is_leaf=_is_node)
+        self._nodes = [model, *(leaf for leaf in leaves if _is_node(leaf))]
+        self._places = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
+        inputs = [None if _is_node(leaf) else leaf for leaf in leaves]
+        self._graphdef, state = nnx.split(self._nodes)
+        self._state = nnx.to_flat_state(state)
+        params, rest = {}, {}
+        for path, variable in self._state:
+            name = "/".join(map(str, path))
+            own = path[0] == 0 and isinstance(variable, nnx.Param)
+            (params if own else rest)[name[2:] if own else name] = _raw(variable)
+        self._absent = absent_of(model)
+        for path, (kernel, _) in self._absent.items():
+            params[path] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        self.arguments = (params, rest, inputs)
+
+    def transformed(self, chosen: Policy) -> Transformed:
+        """The method as a function of `arguments`."""
+        prefix = getattr(self.model, _PATH, "")
+        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix)
+
+    def run(self, chosen: Policy) -> Any:
+        """The method's result; what it changed is written back."""
+        stored = stored_weights(self.model)
+        if not stored and chosen in _AWAITED and _differentiated(self.arguments[0]):
+            _AWAITED.discard(chosen)
+            warnings.warn(
+                "a converted NNX model is trained without its optimizer's stored weights: find_weights was called, and "
+                "sync(model, optimizer) was not; weights are quantized at each use, without error feedback",
+                stacklevel=3,
+            )
+        out, values, attributes = self.transformed(chosen).evaluate(*self.arguments, stored=stored)
+        nodes = dict(nnx.iter_graph(self._nodes))
+        for path, value in values:
+            nodes[path].set_raw_value(value)
+        for path, name, value in attributes:
+            if isinstance(value, _Gone):
+                delattr(nodes[path], name)
+            else:
+                setattr(nodes[path], name, value)
+        return out
+
+    def _pure(self, params: Any, rest: Any, inputs: list[Any]) -> Any:
+        state = []
+        for path, variable in self._state:
+            name = "/".join(map(str, path))
+            own = path[0] == 0 and isinstance(variable, nnx.Param)
+            state.append((path, variable.replace(params[name[2:]] if own else rest[name])))
+        nodes = nnx.merge(self._graphdef, nnx.from_flat_state(state))
+        modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)}
+        absent = self._materialize(nodes, params)
+        for module in modules.values():
+            if conversion_of(module) is not None:
+                _strip(module)
+        before = {path: dict(vars(module)) for path, module in modules.items()}
+        values = {path: _raw(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+        leaves = list(inputs)
+        for place, node in zip(self._places, nodes[1:], strict=True):
+            leaves[place] = node
+        args, options = jax.tree.unflatten(self._treedef, leaves)
+        out = self.original(nodes[0], *args, **options)
+        return out, *_changes(nodes, before, values, absent)
+
+    def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[Any]:
+        """Put traced parameters in the place of shapes, one for all places of a shared one; where."""
+        owners, found = dict(nnx.iter_graph(nodes)), set()
+        for path, (_, places) in self._absent.items():
+            parameter = nnx.Param(params[path])
+            for place in places:
+                put(owners[0, *place[:-1]], place[-1], parameter)
+                found.add(((0, *place[:-1]), place[-1]))
+        return found
+
+
+class _Gone:
+    """Stands for an attribute that a method deleted."""
+
+
+def _changes(nodes: Any, before: Mapping[Any, Any], values: Mapping[Any, Any], absent: set[Any]) -> tuple[Any, Any]:
+    """(new values of variables by path, attributes that are new, replaced or gone by module and name)."""
+    after = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+    changed = {
+        path: _raw(after[path]) for path, value in values.items() if path in after and _raw(after[path]) is not value
+    }
+    modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module) and path in before}
+    attributes = {}
+    for path, module in modules.items():
+        now, old = vars(module), before[path]
+        for name in {*now, *old}:
+            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (path, name) in absent:
+                continue
+            value = now.get(name, _Gone())
+            if isinstance(value, nnx.Module):
+                raise NotImplementedError(
+                    f"{type(module).__name__}.{name} is a module that the method makes while it runs; call the model "
+                    "once before conversion, so that it exists"
+                )
+            attributes[path, name] = value
+            changed.pop((*path, name), None)
+    # Lists, because a path has names and numbers, which have no order.
+    return list(changed.items()), [(path, name, value) for (path, name), value in attributes.items()]
+
+
+def absent_of(model: Any) -> dict[str, tuple[Absent, list[Any]]]:
+    """Parameters that exist as shapes: by the path of the first place, the shape and all of its places."""
+    found: dict[int, tuple[Absent, list[Any]]] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Absent):
+            found.setdefault(id(node), (node, []))[1].append(path)
+    return {"/".join(map(str, places[0])): (node, places) for node, places in found.values()}
+
+
+def put(owner: Any, name: Any, value: Any) -> None:
+    """Set an attribute of a module, or an entry of a list or a dict of modules."""
+    if isinstance(name, int) or isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _strip(module: Any) -> None:
+    for name in _ADDED:
+        if name in vars(module):
+            delattr(module, name)
+    object.__setattr__(module, "__class__", own_class(module))
+
+
+def _variables(model: Any) -> dict[str, Any]:
+    found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
+    return {"/".join(map(str, path)): node for path, node in found}
+
+
+def _owner(path: str, modules: Mapping[str, Any]) -> str | None:
+    names = path.split("/")
+    above = ("/".join(names[:i]) for i in range(len(names) - 1, -1, -1))
+    return next((name for name in above if name in modules), None)
+
+
+def _raw(variable: Any) -> Any:
+    return variable.get_raw_value()
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.RngStream | nnx.Variable)
+
+
+def _differentiated(params: Mapping[str, Any]) -> bool:
+    return any(type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") for leaf in params.values())
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    return _again, (own_class(self), conversion_of(self)), dict(vars(self))
+
+
+def _again(base: type, chosen: Policy) -> Any:
+    return object.__new__(_class_of(base, chosen))
