@@ -110,7 +110,8 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
       ValueError: a weight whose layer is not low-precision here, or a parameter that the variables lack or the model
         lacks.
 
-    >>> model = nnx.TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
+    >>> from tcfp_jax.nnx import TCFPLinear
+    >>> model = TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
     >>> load_quantized(model, quantize_params(flax_nnx.state(model, flax_nnx.Param), "tcfp12"))
     >>> model.kernel
     Absent(shape=(4, 2), dtype=dtype('float32'))
