@@ -11,11 +11,14 @@ so that the mean of what layers multiply by converges to the weight like 1/t (te
 2014; Karimireddy et al. 2019). It never changes the updates. `layer_state` hands the stored weights to the layers.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -25,6 +28,7 @@ from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
+from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
@@ -89,22 +93,23 @@ def error_feedback(
 
     def init(params: Any) -> ErrorFeedbackState:
         weights = _Weights(params, chosen, mask)
-        key_of = weights.keys(key_data, implementation)
-        entries = [_Step(r, error_type, key_of).first(w, i) for i, w, r in weights.leaves]
-        return weights.state(entries, _next_key(key_data, implementation))
+        key_of, following = _keys(key_data, implementation)
+        entries = [_first(_Step(r, error_type), w, key_of(i)) for i, w, r in weights.leaves]
+        return weights.state(entries, following)
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         # The weights that the caller is about to have: layers of the next step read what is quantized here.
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
-        key_of = weights.keys(state.key, implementation)
+        key_of, following = _keys(state.key, implementation)
         errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
-        entries = [
-            _Step(r, error_type, key_of).next(w, i, find(state.weights, weights.names[i]), errors[i], amax[i])
-            for i, w, r in weights.leaves
-        ]
-        return updates, weights.state(entries, _next_key(state.key, implementation))
+        entries = []
+        for i, w, r in weights.leaves:
+            step = _Step(r, error_type)
+            before = step.reads(find(state.weights, weights.names[i]), errors[i], amax[i])
+            entries.append(_next(step, w, key_of(i), before))
+        return updates, weights.state(entries, following)
 
     return optax.GradientTransformation(init, update)
 
@@ -153,14 +158,6 @@ class _Weights:
             chosen = _chosen(params, paths, self.treedef, mask)
             self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
 
-    def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
-        """The random key of leaf i in this step."""
-        if key_data is None:
-            return lambda i: None
-        # One half of the split is this step's, the other the next step's key; a leaf's bits depend on its place alone.
-        use = jax.random.split(_wrap(key_data, implementation))[1]
-        return lambda i: jax.random.fold_in(use, i)
-
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
         stored: dict[str, Any] = {}
         errors, amax = ([optax.MaskedNode()] * len(self.names) for _ in range(2))
@@ -175,33 +172,39 @@ class _Weights:
 
 
 class _Step(NamedTuple):
-    """Quantization of one weight in one step."""
+    """How one weight is quantized in one step; hashable, so that weights of one shape share a traced function."""
 
     recipe: Recipe
     error_dtype: Any
-    key: Callable[[int], jax.Array | None]
 
-    def first(self, w: jax.Array, i: int) -> _Entry:
+    def first(self, w: jax.Array, key: jax.Array | None) -> _Entry:
         error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
         amax = _stacked_amax(w) if self.recipe.amax == "delayed" else None
-        return self._quantize(w, i, error, amax, amax)
+        return self._quantize(w, key, error, amax, amax)
 
-    def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
+    def next(self, w: jax.Array, key: jax.Array | None, stored: Any, kept: Any, carried: Any) -> _Entry:
         error = self._read_error(kept, stored) if self.recipe.feedback else None
         if self.recipe.amax == "fresh":
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
             # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
             known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.scaling == Tensor()
             amax = _stacked_amax(w) if known else None
-            return self._quantize(w, i, error, amax, None)
+            return self._quantize(w, key, error, amax, None)
         target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
-        return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
+        return self._quantize(w, key, error, carried, next_amax(carried, _stacked_amax(target)))
 
-    def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
+    def reads(self, stored: Any, kept: Any, carried: Any) -> tuple[Any, Any, Any]:
+        """Of what an earlier step left, what `next` reads; None for the rest, which no program then takes along."""
+        feedback = self.recipe.feedback
+        scaled = feedback and self.error_dtype == jnp.float8_e5m2
+        delayed = self.recipe.amax == "delayed"
+        return stored if scaled else None, kept if feedback else None, carried if delayed else None
+
+    def _quantize(self, w: Any, key: jax.Array | None, error: Any, amax: Any, amax_after: Any) -> _Entry:
         def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Stored, Any]:
             return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies)
 
-        key, stack = self.key(i), w.shape[:-2]
+        stack = w.shape[:-2]
         if key is not None and stack:
             key = jax.random.split(key, stack)
         # A stack of layers (nn.scan) has a scale for each: an outlier in one layer costs the others nothing.
@@ -209,6 +212,7 @@ class _Step(NamedTuple):
             one = jax.vmap(one)
         with jax.named_scope("quantize_w"):
             weight, left = one(w, error, amax, key)
+        weight = dataclasses.replace(weight, sample=sample_of(w))
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 
     def _handed_dtype(self) -> Any:
@@ -230,6 +234,18 @@ class _Step(NamedTuple):
     def _read_error(self, kept: jax.Array, stored: Stored) -> jax.Array:
         error = kept.astype(self._handed_dtype())
         return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
+
+
+# One traced and lowered function for all weights of a shape, dtype, sharding and recipe: a model has hundreds of
+# weights and a few shapes. XLA inlines the calls, so the bits are those of code written out.
+@functools.partial(jax.jit, static_argnums=0)
+def _first(step: _Step, w: jax.Array, key: jax.Array | None) -> _Entry:
+    return step.first(w, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next(step: _Step, w: jax.Array, key: jax.Array | None, before: tuple[Any, Any, Any]) -> _Entry:
+    return step.next(w, key, *before)
 
 
 def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
@@ -291,12 +307,12 @@ def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
     return key, None
 
 
-def _wrap(key_data: jax.Array, implementation: str | None) -> jax.Array:
-    return jax.random.wrap_key_data(key_data, impl=implementation)
-
-
-def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Array | None:
-    """The key of the following step; this step's bits come from the other half of the split."""
+def _keys(
+    key_data: jax.Array | None, implementation: str | None
+) -> tuple[Callable[[int], jax.Array | None], jax.Array | None]:
+    """(the random key of leaf i in this step, raw data of the following step's key)."""
     if key_data is None:
-        return None
-    return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
+        return lambda i: None, None
+    # One half of the split is this step's, the other the next step's key; a leaf's bits depend on its place alone.
+    following, use = jax.random.split(jax.random.wrap_key_data(key_data, impl=implementation))
+    return lambda i: jax.random.fold_in(use, i), jax.random.key_data(following)
