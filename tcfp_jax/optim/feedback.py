@@ -62,7 +62,17 @@ def error_feedback(
 ) -> optax.GradientTransformation:
     """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
 
-    Place it last in `optax.chain`: it reads the final update and passes it on unchanged.
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. What comes after it would change
+    parameters that are quantized already: `layer_state` raises where the chain's state shows that, and otherwise the
+    next product does, or is NaN in a traced program, as with any weight that is not the layer's parameter.
+
+    An optimizer that sees a part of the parameters (`optax.partition`, `optax.masked`, `nnx.Optimizer(wrt=...)`) holds
+    the weights of that part; layers quantize the others on the fly. What is frozen stays stored by a place of its own:
+
+        weights = find_weights(model)
+        train = optax.chain(optax.adamw(3e-4), error_feedback(weights))
+        frozen = optax.chain(optax.set_to_zero(), error_feedback(weights))
+        tx = optax.partition({"train": train, "frozen": frozen}, labels)
 
     Args:
       recipe: how the layers multiply; the same recipe that they have. With `remainder="dropped"` the weights
@@ -76,8 +86,8 @@ def error_feedback(
 
     Raises:
       ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
-        parameters in which no leaf is a weight, or which lack one of the mapping; a mapping and `mask=`; `update`
-        without params.
+        parameters in which no leaf is a weight, or none of the mapping's; a mapping and `mask=`; `update` without
+        params.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
@@ -124,11 +134,18 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
       `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
 
     Raises:
-      ValueError: two transformations hold the same weight.
+      ValueError: two transformations hold the same weight, or one of optax that scales updates stands behind
+        `error_feedback` in a chain.
     """
     collection: dict[str, Any] = {}
-    states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
-    for state in states:
+    found = lambda node: isinstance(node, ErrorFeedbackState) or _scaled_after(node) is not None
+    for state in jax.tree.leaves(opt_state, is_leaf=found):
+        name = _scaled_after(state)
+        if name is not None:
+            raise ValueError(
+                f"error_feedback must be the last of its chain, but {name} comes after it and changes the updates that "
+                "the weights were quantized for; write optax.chain(..., error_feedback(...))"
+            )
         if isinstance(state, ErrorFeedbackState):
             for path, weight in entries(state.weights).items():
                 names = path.split("/")
@@ -136,6 +153,26 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
                     raise ValueError(f"two error_feedback transformations hold {path}; mask it out of one of them")
                 put(collection, names, weight)
     return collection
+
+
+def _scaled_after(node: Any) -> str | None:
+    """The state, by its class, of a transformation of optax after `error_feedback` in this chain that scales updates.
+
+    Others cannot be told: functions of a chain are opaque, and many keep no state. Their weights are seen to be others
+    when they are multiplied (`tcfp_jax.weights.freshness`).
+    """
+    if type(node) is not tuple:  # what optax.chain keeps; a NamedTuple is one transformation's state
+        return None
+    own = [place for place, state in enumerate(node) if isinstance(state, ErrorFeedbackState)]
+    return next((name for state in node[own[0] + 1 :] if (name := _scales(state))), None) if own else None
+
+
+def _scales(state: Any) -> str | None:
+    if type(state) is tuple:
+        return next((name for inner in state if (name := _scales(inner))), None)
+    kind = type(state)
+    always = kind.__name__.startswith("ScaleBy") or kind in (optax.TraceState, optax.EmaState, optax.AddNoiseState)
+    return kind.__name__ if always and kind.__module__.startswith("optax.") else None
 
 
 class _Entry(NamedTuple):
@@ -153,7 +190,7 @@ class _Weights:
         self.names = [path_names(path) for path, _ in paths]
         self.leaves: list[tuple[int, jax.Array, Recipe]] = []
         if isinstance(recipe, Mapping):
-            self.leaves = _mapped(paths, recipe)
+            self.leaves = _mapped(params, paths, recipe)
         elif recipe.mode is not TCFPMode.BF16:
             chosen = _chosen(params, paths, self.treedef, mask)
             self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
@@ -264,16 +301,24 @@ def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool
     return chosen
 
 
-def _mapped(paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
-    """(position, matrix, recipe) of every leaf that the mapping names."""
+def _masked(params: Any) -> bool:
+    """Whether `optax.masked` or `partition` hides some of the parameters."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    return any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked)))
+
+
+def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
+    """(position, matrix, recipe) of every leaf that the mapping names; weights that are not here are not held."""
     found = {"/".join(path_names(path)): (i, leaf) for i, (path, leaf) in enumerate(paths)}
-    missing = sorted(set(weights) - set(found))
-    if missing:
+    if weights and not set(weights) & set(found) and not _masked(params):
         raise ValueError(
-            f"the parameters lack {missing[0]} ({len(missing)} of {len(weights)} weights); pass the parameters of the "
-            "model that find_weights saw"
+            f"none of the {len(weights)} weights is among the {len(found)} parameters: {min(weights)} is not, "
+            f"{min(found, default='no parameter at all')} is; pass the parameters of the model that find_weights saw. "
+            "Where this optimizer trains others (LoRA), leave error_feedback out: frozen weights are quantized on the "
+            "fly, or once by layer_state(error_feedback(weights).init(params))"
         )
-    kept = [(*found[path], weight) for path, weight in weights.items() if weight.recipe.mode is not TCFPMode.BF16]
+    here = {path: weight for path, weight in weights.items() if path in found}
+    kept = [(*found[path], weight) for path, weight in here.items() if weight.recipe.mode is not TCFPMode.BF16]
     return sorted(
         ((i, weight.layout.matrix(leaf), weight.recipe) for i, leaf, weight in kept), key=lambda entry: entry[0]
     )
