@@ -162,7 +162,8 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
     for record in (*report.converted, *report.skipped):  # layers of NNX that are switched off keep their state
         if record.layout is None or record.recipe is None or record.weight_path not in shapes:
             continue  # a rounded parameter, or a tied head applied by itself: its parameter belongs to another layer
-        weight = Weight(record.recipe, census.outer_layout(record, shapes[record.weight_path]))
+        layout = census.outer_layout(record, shapes[record.weight_path])
+        weight = Weight(record.recipe, layout, "lookup" if record.parameter == "embedding" else "none")
         if weights.setdefault(record.weight_path, weight) != weight:
             raise ValueError(
                 f"{record.weight_path} is multiplied in two ways: {weights[record.weight_path]} and {weight}; give "

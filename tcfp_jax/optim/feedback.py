@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -40,7 +39,9 @@ class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`.
 
     Attributes:
-      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read.
+      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read. Each has
+        a sample of its parameter. A state saved without samples is restored into a state whose `sample` is None, is read
+        without a comparison, and has samples after the next update.
       errors: what rounding left, in `error_dtype`, FP8 errors in units of the stored scale. The tree mirrors the
         parameters, with `optax.MaskedNode()` where nothing is kept.
       amax: float32 scalars, only with a delayed amax; mirrors the parameters, too.
@@ -62,9 +63,9 @@ def error_feedback(
 ) -> optax.GradientTransformation:
     """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
 
-    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. What comes after it would change
-    parameters that are quantized already: `layer_state` raises where the chain's state shows that, and otherwise the
-    next product does, or is NaN in a traced program, as with any weight that is not the layer's parameter.
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. What comes after it would
+    change parameters that are quantized already: `layer_state` raises where the chain's state shows that, and otherwise
+    the next product does, or is NaN in a traced program, as with any weight that is not the layer's parameter.
 
     An optimizer that sees a part of the parameters (`optax.partition`, `optax.masked`, `nnx.Optimizer(wrt=...)`) holds
     the weights of that part; layers quantize the others on the fly. What is frozen stays stored by a place of its own:

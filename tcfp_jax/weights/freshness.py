@@ -43,14 +43,14 @@ def sample_of(w: jax.Array) -> jax.Array:
 def current(stored: Stored, w: jax.Array) -> Stored:
     """The stored weight, if it was made of this parameter; its sample is gone, for it has served.
 
-    With concrete arrays another parameter raises. In a traced program, where nothing can raise, it makes the scales NaN,
-    and every product with them: loud, and as cheap as reading 16 values. A sharded parameter costs one reduction of 64
-    bytes over its devices, and is never gathered. Inside `shard_map` nothing is compared: places count within the part
-    that a device holds there, and would be others than those of the whole.
+    With concrete arrays another parameter raises. In a traced program, where nothing can raise, it makes the scales
+    NaN, and every product with them: loud, and as cheap as reading 16 values. A sharded parameter costs one reduction
+    of 64 bytes over its devices, and is never gathered. Inside `shard_map` nothing is compared: places count within the
+    part that a device holds there, and would be others than those of the whole.
 
     Args:
       stored: as `layer_state` holds it; without a sample it is returned as it is.
-      w: the parameter as the same matrix `[..., k, n]` (`Layout.matrix` of it), before any `swap`. No gradient reaches it.
+      w: the parameter as the same matrix `[..., k, n]` (`Layout.matrix` of it), before any `swap`. It gets no gradient.
 
     Raises:
       ValueError: the parameter has another shape, or, with concrete arrays, other values.
@@ -80,9 +80,9 @@ def current(stored: Stored, w: jax.Array) -> Stored:
         return dataclasses.replace(checked, forward=poisoned(stored.forward), backward=poisoned(stored.backward))
     if not bool(jnp.all(same)):
         raise ValueError(
-            f"the stored weight {list(stored.shape)} was made of other parameters than those passed: {_differ(w, sample)}; "
-            "pass layer_state of the optimizer that owns these parameters, or none: without it weights are quantized "
-            "on the fly"
+            f"the stored weight {list(stored.shape)} was made of other parameters than those passed: "
+            f"{_differ(w, sample)}; pass layer_state of the optimizer that owns these parameters, or none: without it "
+            "weights are quantized on the fly"
         )
     return checked
 

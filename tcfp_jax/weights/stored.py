@@ -31,8 +31,8 @@ class Stored:
     Attributes:
       forward: `[..., n, k]`, or None where it is the transpose of `backward`.
       backward: `[..., k, n]`, or None where it is the transpose of `forward`.
-      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None where
-        there is none to compare with, as in weights for inference.
+      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None
+        where there is none to compare with, as in weights for inference.
     """
 
     forward: Operand | None
