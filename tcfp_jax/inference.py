@@ -37,7 +37,8 @@ def quantize_params(
     model takes it by `load_quantized`. Orbax saves it. A stochastic residual is rounded to nearest here.
 
     Args:
-      params: the parameters, nested dicts of arrays or an `nnx.State`; in the result, dicts by name.
+      params: the parameters, nested dicts of arrays or an `nnx.State`, which may hold other state as well
+        (`nnx.state(model, (nnx.Param, nnx.BatchStat))`); in the result, dicts by name.
       recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
       storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
@@ -134,12 +135,15 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
                 planned.append((module, name, kernel_path))
     taken = {kernel_path for *_, kernel_path in planned}
     nodes = flax_nnx.iter_graph(model)
-    held = {paths.join(*map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Param)}
+    variables_of = {paths.join(*map(str, path)): node for path, node in nodes if isinstance(node, flax_nnx.Variable)}
+    held = {path for path, node in variables_of.items() if isinstance(node, flax_nnx.Param)}
     if set(stored) - taken:
         raise ValueError(
             f"no low-precision layer takes {min(set(stored) - taken)}; convert the model as that of the weights was"
         )
-    wrong = (set(held) - taken) ^ (set(params) - taken)
+    # Parameters must be there; other state, such as a BatchNorm's averages, may come with them.
+    other = variables_of.keys() - held
+    wrong = (held - taken) ^ (params.keys() - taken - other)
     if wrong:
         has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
@@ -149,7 +153,7 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
             kernel = getattr(module, name)
             setattr(module, name, flax_nnx.static(Absent(tuple(kernel.shape), np.dtype(kernel.dtype))))
     for path, value in params.items():
-        held[path].set_value(value)
+        variables_of[path].set_value(value)
 
 
 def _plain(recipe: Recipe) -> Recipe:

@@ -123,6 +123,26 @@ def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looke
         weight(Layout((0,), (1,)), float_reads="often")
 
 
+class Normalized(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = flax_nnx.Linear(32, 32, rngs=rngs), flax_nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x), use_running_average=True)
+
+
+def test_averages_travel_with_the_weights_into_a_model_of_shapes():
+    model = convert(nnx_model(Normalized), "tcfp12", X)
+    model.norm.mean.set_value(jnp.full(32, 0.5))
+    model.norm.var.set_value(jnp.full(32, 2.0))
+    state = flax_nnx.state(model, (flax_nnx.Param, flax_nnx.BatchStat))
+    served = quantize_params(state, find_weights(model))
+    bare = convert(flax_nnx.eval_shape(lambda: Normalized(flax_nnx.Rngs(0))), "tcfp12", X)
+    load_quantized(bare, served)
+    forward = flax_nnx.jit(lambda model, x: model(x))
+    np.testing.assert_allclose(forward(bare, X), forward(model, X), rtol=0, atol=1e-5)
+
+
 class HeadAlone(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -39,9 +39,10 @@ class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`.
 
     Attributes:
-      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read. Each has
-        a sample of its parameter. A state saved without samples is restored into a state whose `sample` is None, is read
-        without a comparison, and has samples after the next update.
+      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read. Each
+        has a sample of its parameter. A checkpoint from before there were samples does not fit a state that has them,
+        and orbax says so; it is restored with `partial_restore=True` into a state whose `sample`s are None, which is
+        read without a comparison and has samples after the next update.
       errors: what rounding left, in `error_dtype`, FP8 errors in units of the stored scale. The tree mirrors the
         parameters, with `optax.MaskedNode()` where nothing is kept.
       amax: float32 scalars, only with a delayed amax; mirrors the parameters, too.
