@@ -4,6 +4,7 @@ Nothing is imitated: the training step itself is traced, with `tcfp_jax.matmul`,
 update, and `pallas_kernels.dispatch` records what it is asked on the way.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+
+# Part of the key of every cache of traced functions: a function traced before would hide its calls from the record.
+_ANEW = jax.make_user_context(0)
+_EXPLANATIONS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,6 @@ def explain(
         dx, gradients = vjp(g)
         return dx, tx.update(gradients, state, params)
 
-    with recording() as calls:
+    with recording() as calls, _ANEW(next(_EXPLANATIONS)):
         jax.eval_shape(training_step, params, state, x, g)
     return Explanation(device_kind(), tuple(calls))

@@ -32,12 +32,14 @@ def quantize_params(
 ) -> dict[str, Any]:
     """The variables of a model whose kernels are stored quantized: `{"params": ..., "tcfp": ...}`.
 
-    Kernels leave `params`; embeddings stay, because tokens are looked up in them, and so does everything else. A
-    converted Linen model, or one of `tcfp_jax.linen`'s layers, applies the result as it applies float variables; a
-    converted NNX model takes it by `load_quantized`. Orbax saves it. A stochastic residual is rounded to nearest here.
+    Every weight that is stored leaves `params`, whatever its name, but for tables in which rows are looked up, too
+    (`Weight.float_reads`); everything else stays, and a layer that loses all it has keeps an empty dict. A converted
+    Linen model, or one of `tcfp_jax.linen`'s layers, applies the result as it applies float variables; a converted NNX
+    model takes it by `load_quantized`. Orbax saves it. A stochastic residual is rounded to nearest here.
 
     Args:
-      params: the parameters, nested dicts of arrays or an `nnx.State`; in the result, dicts by name.
+      params: the parameters, nested dicts of arrays or an `nnx.State`, which may hold other state as well
+        (`nnx.state(model, (nnx.Param, nnx.BatchStat))`); in the result, dicts by name.
       recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
       storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
@@ -53,21 +55,27 @@ def quantize_params(
     """
     if storage not in ("recipe", "packed"):
         raise ValueError(f'storage={storage!r} is unknown; use "recipe" or "packed"')
-    chosen: Any = _plain(named_recipe(recipe)) if not isinstance(recipe, Mapping) else _plain_weights(recipe)
+    mapped = isinstance(recipe, Mapping)
+    chosen: Any = _plain_weights(recipe) if isinstance(recipe, Mapping) else _plain(named_recipe(recipe))
     quantized = layer_state(jax.eval_shape(error_feedback(chosen).init, params))
     if not quantized:
         raise ValueError('the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")')
     if storage == "recipe":
         quantized = layer_state(jax.jit(error_feedback(chosen).init)(params))
+    looked_up = {path for path, weight in chosen.items() if weight.float_reads == "lookup"} if mapped else set()
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
     for path, leaf in entries:
         names = paths.path_names(path)
         node = paths.find(quantized, names)
-        if node is not None and storage == "packed":
-            paths.put(quantized, names, jax.jit(quantize_tcfp12)(leaf))
-        if node is None or names[-1] != "kernel":
+        if node is None or paths.join(*names) in looked_up:
             paths.put(rest, names, leaf)
+        elif names[:-1] and paths.find(rest, names[:-1]) is None:
+            paths.put(rest, names[:-1], {})  # Flax tells by its parameters that a layer is there
+        if node is not None:
+            # No parameter stays beside it to compare with.
+            served = jax.jit(quantize_tcfp12)(leaf) if storage == "packed" else dataclasses.replace(node, sample=None)
+            paths.put(quantized, names, served)
     return {"params": rest, "tcfp": quantized}
 
 

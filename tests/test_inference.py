@@ -10,10 +10,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
+from tcfp_jax import paths
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, unpack
 from tcfp_jax.layers import Absent
 from tcfp_jax.linen import TCFPDense, kernel_of
+from tcfp_jax.recipes import recipe as tcfp_recipe
+from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.packed import PackedTCFP12
 from tests.helpers import nnx_model, same_bits, variables_of
 
@@ -94,6 +97,65 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         export(bare)
     with pytest.raises(NotImplementedError, match=r"quantized form only.*load the float parameters"):
         to_bf16(bare, "heads")(TOKENS)
+
+
+TABLE = jnp.asarray(np.random.default_rng(2).standard_normal((48, 32)), jnp.float32)
+NAMED = {"experts": {"w_up": TABLE.T, "scale": jnp.ones(3)}, "embed": {"table": TABLE}, "head": {"weight": TABLE}}
+
+
+@pytest.mark.parametrize("storage", ["recipe", "packed"])
+def test_every_stored_weight_leaves_the_parameters_but_for_tables_that_are_looked_up(storage):
+    weight = functools.partial(Weight, tcfp_recipe("tcfp12"))
+    weights = {
+        "experts/w_up": weight(Layout((0,), (1,))),
+        "embed/table": weight(Layout((1,), (0,)), float_reads="lookup"),
+        "head/weight": weight(Layout((1,), (0,))),
+    }
+    served = quantize_params(NAMED, weights, storage=storage)
+    assert jax.tree.map(jnp.shape, served["params"]) == {
+        "experts": {"scale": (3,)},
+        "embed": {"table": (48, 32)},
+        "head": {},
+    }
+    assert {path for path, _ in paths.entries(served["tcfp"]).items()} == set(weights)
+    assert storage == "packed" or all(stored.sample is None for stored in paths.entries(served["tcfp"]).values())
+    with pytest.raises(ValueError, match="float_reads='often'"):
+        weight(Layout((0,), (1,)), float_reads="often")
+
+
+class Normalized(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = flax_nnx.Linear(32, 32, rngs=rngs), flax_nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x), use_running_average=True)
+
+
+def test_averages_travel_with_the_weights_into_a_model_of_shapes():
+    model = convert(nnx_model(Normalized), "tcfp12", X)
+    model.norm.mean.set_value(jnp.full(32, 0.5))
+    model.norm.var.set_value(jnp.full(32, 2.0))
+    state = flax_nnx.state(model, (flax_nnx.Param, flax_nnx.BatchStat))
+    served = quantize_params(state, find_weights(model))
+    bare = convert(flax_nnx.eval_shape(lambda: Normalized(flax_nnx.Rngs(0))), "tcfp12", X)
+    load_quantized(bare, served)
+    forward = flax_nnx.jit(lambda model, x: model(x))
+    np.testing.assert_allclose(forward(bare, X), forward(model, X), rtol=0, atol=1e-5)
+
+
+class HeadAlone(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, use_bias=False, name="lm_head")(nn.LayerNorm(name="norm")(x))
+
+
+def test_a_child_of_the_root_may_lose_all_its_parameters(tmp_path):
+    params = variables_of(HeadAlone(), X)["params"]
+    model = convert(HeadAlone(), "tcfp12", X, include=("linear", "small", "head"))
+    served = saved_and_loaded(quantize_params(params, find_weights(model)), tmp_path)
+    assert served["params"]["lm_head"] == {}
+    apply = jax.jit(model.apply)
+    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
 
 
 class Transposed(nn.Module):

@@ -11,6 +11,8 @@ so that the mean of what layers multiply by converges to the weight like 1/t (te
 2014; Karimireddy et al. 2019). It never changes the updates. `layer_state` hands the stored weights to the layers.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
+from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
@@ -36,7 +39,10 @@ class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`.
 
     Attributes:
-      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read.
+      weights: a `Stored` for every weight, in nested dicts by parameter name: the collection that layers read. Each
+        has a sample of its parameter. A checkpoint from before there were samples does not fit a state that has them,
+        and orbax says so; it is restored with `partial_restore=True` into a state whose `sample`s are None, which is
+        read without a comparison and has samples after the next update.
       errors: what rounding left, in `error_dtype`, FP8 errors in units of the stored scale. The tree mirrors the
         parameters, with `optax.MaskedNode()` where nothing is kept.
       amax: float32 scalars, only with a delayed amax; mirrors the parameters, too.
@@ -58,7 +64,17 @@ def error_feedback(
 ) -> optax.GradientTransformation:
     """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
 
-    Place it last in `optax.chain`: it reads the final update and passes it on unchanged.
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. What comes after it would
+    change parameters that are quantized already: `layer_state` raises where the chain's state shows that, and otherwise
+    the next product does, or is NaN in a traced program, as with any weight that is not the layer's parameter.
+
+    An optimizer that sees a part of the parameters (`optax.partition`, `optax.masked`, `nnx.Optimizer(wrt=...)`) holds
+    the weights of that part; layers quantize the others on the fly. What is frozen stays stored by a place of its own:
+
+        weights = find_weights(model)
+        train = optax.chain(optax.adamw(3e-4), error_feedback(weights))
+        frozen = optax.chain(optax.set_to_zero(), error_feedback(weights))
+        tx = optax.partition({"train": train, "frozen": frozen}, labels)
 
     Args:
       recipe: how the layers multiply; the same recipe that they have. With `remainder="dropped"` the weights
@@ -72,8 +88,8 @@ def error_feedback(
 
     Raises:
       ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
-        parameters in which no leaf is a weight, or which lack one of the mapping; a mapping and `mask=`; `update`
-        without params.
+        parameters in which no leaf is a weight, or none of the mapping's; a mapping and `mask=`; `update` without
+        params.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
@@ -89,22 +105,23 @@ def error_feedback(
 
     def init(params: Any) -> ErrorFeedbackState:
         weights = _Weights(params, chosen, mask)
-        key_of = weights.keys(key_data, implementation)
-        entries = [_Step(r, error_type, key_of).first(w, i) for i, w, r in weights.leaves]
-        return weights.state(entries, _next_key(key_data, implementation))
+        key_of, following = _keys(key_data, implementation)
+        entries = [_first(_Step(r, error_type), w, key_of(i)) for i, w, r in weights.leaves]
+        return weights.state(entries, following)
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
         if params is None:
             raise ValueError("error_feedback quantizes params + updates; call tx.update(grads, opt_state, params)")
         # The weights that the caller is about to have: layers of the next step read what is quantized here.
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
-        key_of = weights.keys(state.key, implementation)
+        key_of, following = _keys(state.key, implementation)
         errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
-        entries = [
-            _Step(r, error_type, key_of).next(w, i, find(state.weights, weights.names[i]), errors[i], amax[i])
-            for i, w, r in weights.leaves
-        ]
-        return updates, weights.state(entries, _next_key(state.key, implementation))
+        entries = []
+        for i, w, r in weights.leaves:
+            step = _Step(r, error_type)
+            before = step.reads(find(state.weights, weights.names[i]), errors[i], amax[i])
+            entries.append(_next(step, w, key_of(i), before))
+        return updates, weights.state(entries, following)
 
     return optax.GradientTransformation(init, update)
 
@@ -119,11 +136,18 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
       `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
 
     Raises:
-      ValueError: two transformations hold the same weight.
+      ValueError: two transformations hold the same weight, or one of optax that scales updates stands behind
+        `error_feedback` in a chain.
     """
     collection: dict[str, Any] = {}
-    states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState))
-    for state in states:
+    found = lambda node: isinstance(node, ErrorFeedbackState) or _scaled_after(node) is not None
+    for state in jax.tree.leaves(opt_state, is_leaf=found):
+        name = _scaled_after(state)
+        if name is not None:
+            raise ValueError(
+                f"error_feedback must be the last of its chain, but {name} comes after it and changes the updates that "
+                "the weights were quantized for; write optax.chain(..., error_feedback(...))"
+            )
         if isinstance(state, ErrorFeedbackState):
             for path, weight in entries(state.weights).items():
                 names = path.split("/")
@@ -131,6 +155,26 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
                     raise ValueError(f"two error_feedback transformations hold {path}; mask it out of one of them")
                 put(collection, names, weight)
     return collection
+
+
+def _scaled_after(node: Any) -> str | None:
+    """The state, by its class, of a transformation of optax after `error_feedback` in this chain that scales updates.
+
+    Others cannot be told: functions of a chain are opaque, and many keep no state. Their weights are seen to be others
+    when they are multiplied (`tcfp_jax.weights.freshness`).
+    """
+    if type(node) is not tuple:  # what optax.chain keeps; a NamedTuple is one transformation's state
+        return None
+    own = [place for place, state in enumerate(node) if isinstance(state, ErrorFeedbackState)]
+    return next((name for state in node[own[0] + 1 :] if (name := _scales(state))), None) if own else None
+
+
+def _scales(state: Any) -> str | None:
+    if type(state) is tuple:
+        return next((name for inner in state if (name := _scales(inner))), None)
+    kind = type(state)
+    always = kind.__name__.startswith("ScaleBy") or kind in (optax.TraceState, optax.EmaState, optax.AddNoiseState)
+    return kind.__name__ if always and kind.__module__.startswith("optax.") else None
 
 
 class _Entry(NamedTuple):
@@ -148,18 +192,10 @@ class _Weights:
         self.names = [path_names(path) for path, _ in paths]
         self.leaves: list[tuple[int, jax.Array, Recipe]] = []
         if isinstance(recipe, Mapping):
-            self.leaves = _mapped(paths, recipe)
+            self.leaves = _mapped(params, paths, recipe)
         elif recipe.mode is not TCFPMode.BF16:
             chosen = _chosen(params, paths, self.treedef, mask)
             self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
-
-    def keys(self, key_data: jax.Array | None, implementation: str | None) -> Callable[[int], jax.Array | None]:
-        """The random key of leaf i in this step."""
-        if key_data is None:
-            return lambda i: None
-        # One half of the split is this step's, the other the next step's key; a leaf's bits depend on its place alone.
-        use = jax.random.split(_wrap(key_data, implementation))[1]
-        return lambda i: jax.random.fold_in(use, i)
 
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
         stored: dict[str, Any] = {}
@@ -175,33 +211,39 @@ class _Weights:
 
 
 class _Step(NamedTuple):
-    """Quantization of one weight in one step."""
+    """How one weight is quantized in one step; hashable, so that weights of one shape share a traced function."""
 
     recipe: Recipe
     error_dtype: Any
-    key: Callable[[int], jax.Array | None]
 
-    def first(self, w: jax.Array, i: int) -> _Entry:
+    def first(self, w: jax.Array, key: jax.Array | None) -> _Entry:
         error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
         amax = _stacked_amax(w) if self.recipe.amax == "delayed" else None
-        return self._quantize(w, i, error, amax, amax)
+        return self._quantize(w, key, error, amax, amax)
 
-    def next(self, w: jax.Array, i: int, stored: Any, kept: Any, carried: Any) -> _Entry:
+    def next(self, w: jax.Array, key: jax.Array | None, stored: Any, kept: Any, carried: Any) -> _Entry:
         error = self._read_error(kept, stored) if self.recipe.feedback else None
         if self.recipe.amax == "fresh":
             # An error is at most half an ulp of lo, and what it lifts beyond the range of hi is caught by lo: max |w|
             # will do, and finding it can be part of computing w, where max |w + error| reads the errors once more.
             known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.scaling == Tensor()
             amax = _stacked_amax(w) if known else None
-            return self._quantize(w, i, error, amax, None)
+            return self._quantize(w, key, error, amax, None)
         target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
-        return self._quantize(w, i, error, carried, next_amax(carried, _stacked_amax(target)))
+        return self._quantize(w, key, error, carried, next_amax(carried, _stacked_amax(target)))
 
-    def _quantize(self, w: Any, i: int, error: Any, amax: Any, amax_after: Any) -> _Entry:
+    def reads(self, stored: Any, kept: Any, carried: Any) -> tuple[Any, Any, Any]:
+        """Of what an earlier step left, what `next` reads; None for the rest, which no program then takes along."""
+        feedback = self.recipe.feedback
+        scaled = feedback and self.error_dtype == jnp.float8_e5m2
+        delayed = self.recipe.amax == "delayed"
+        return stored if scaled else None, kept if feedback else None, carried if delayed else None
+
+    def _quantize(self, w: Any, key: jax.Array | None, error: Any, amax: Any, amax_after: Any) -> _Entry:
         def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Stored, Any]:
             return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies)
 
-        key, stack = self.key(i), w.shape[:-2]
+        stack = w.shape[:-2]
         if key is not None and stack:
             key = jax.random.split(key, stack)
         # A stack of layers (nn.scan) has a scale for each: an outlier in one layer costs the others nothing.
@@ -209,6 +251,7 @@ class _Step(NamedTuple):
             one = jax.vmap(one)
         with jax.named_scope("quantize_w"):
             weight, left = one(w, error, amax, key)
+        weight = dataclasses.replace(weight, sample=sample_of(w))
         return _Entry(weight, None if left is None else self._write_error(left, weight), amax_after)
 
     def _handed_dtype(self) -> Any:
@@ -232,6 +275,18 @@ class _Step(NamedTuple):
         return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
 
 
+# One traced and lowered function for all weights of a shape, dtype, sharding and recipe: a model has hundreds of
+# weights and a few shapes. XLA inlines the calls, so the bits are those of code written out.
+@functools.partial(jax.jit, static_argnums=0)
+def _first(step: _Step, w: jax.Array, key: jax.Array | None) -> _Entry:
+    return step.first(w, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next(step: _Step, w: jax.Array, key: jax.Array | None, before: tuple[Any, Any, Any]) -> _Entry:
+    return step.next(w, key, *before)
+
+
 def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool]:
     if mask is None:
         chosen = [path_names(path)[-1:] == ["kernel"] and jnp.ndim(leaf) >= 2 for path, leaf in paths]
@@ -248,16 +303,24 @@ def _chosen(params: Any, paths: list[Any], treedef: Any, mask: Any) -> list[bool
     return chosen
 
 
-def _mapped(paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
-    """(position, matrix, recipe) of every leaf that the mapping names."""
+def _masked(params: Any) -> bool:
+    """Whether `optax.masked` or `partition` hides some of the parameters."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    return any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked)))
+
+
+def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
+    """(position, matrix, recipe) of every leaf that the mapping names; weights that are not here are not held."""
     found = {"/".join(path_names(path)): (i, leaf) for i, (path, leaf) in enumerate(paths)}
-    missing = sorted(set(weights) - set(found))
-    if missing:
+    if weights and not set(weights) & set(found) and not _masked(params):
         raise ValueError(
-            f"the parameters lack {missing[0]} ({len(missing)} of {len(weights)} weights); pass the parameters of the "
-            "model that find_weights saw"
+            f"none of the {len(weights)} weights is among the {len(found)} parameters: {min(weights)} is not, "
+            f"{min(found, default='no parameter at all')} is; pass the parameters of the model that find_weights saw. "
+            "Where this optimizer trains others (LoRA), leave error_feedback out: frozen weights are quantized on the "
+            "fly, or once by layer_state(error_feedback(weights).init(params))"
         )
-    kept = [(*found[path], weight) for path, weight in weights.items() if weight.recipe.mode is not TCFPMode.BF16]
+    here = {path: weight for path, weight in weights.items() if path in found}
+    kept = [(*found[path], weight) for path, weight in here.items() if weight.recipe.mode is not TCFPMode.BF16]
     return sorted(
         ((i, weight.layout.matrix(leaf), weight.recipe) for i, leaf, weight in kept), key=lambda entry: entry[0]
     )
@@ -291,12 +354,12 @@ def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
     return key, None
 
 
-def _wrap(key_data: jax.Array, implementation: str | None) -> jax.Array:
-    return jax.random.wrap_key_data(key_data, impl=implementation)
-
-
-def _next_key(key_data: jax.Array | None, implementation: str | None) -> jax.Array | None:
-    """The key of the following step; this step's bits come from the other half of the split."""
+def _keys(
+    key_data: jax.Array | None, implementation: str | None
+) -> tuple[Callable[[int], jax.Array | None], jax.Array | None]:
+    """(the random key of leaf i in this step, raw data of the following step's key)."""
     if key_data is None:
-        return None
-    return jax.random.key_data(jax.random.split(_wrap(key_data, implementation))[0])
+        return lambda i: None, None
+    # One half of the split is this step's, the other the next step's key; a leaf's bits depend on its place alone.
+    following, use = jax.random.split(jax.random.wrap_key_data(key_data, impl=implementation))
+    return lambda i: jax.random.fold_in(use, i), jax.random.key_data(following)

@@ -11,11 +11,14 @@ stored as it is, and its layer multiplies by `Stored.swap()` of it.
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
+
+FloatReads = Literal["none", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,24 @@ class Weight:
     Attributes:
       recipe: of the layer that multiplies by it.
       layout: which of its axes that layer contracts.
+      float_reads: what else reads the parameter as floats: "none", so that weights for inference need no float copy of
+        it, or "lookup", a table whose rows are also looked up.
+
+    Raises:
+      ValueError: an unknown `float_reads`.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> Weight(recipe("tcfp12"), Layout((1,), (0,)), float_reads="lookup").float_reads
+    'lookup'
     """
 
     recipe: Recipe
     layout: Layout
+    float_reads: FloatReads = "none"
+
+    def __post_init__(self) -> None:
+        if self.float_reads not in get_args(FloatReads):
+            raise ValueError(f"float_reads={self.float_reads!r} is unknown; use one of {list(get_args(FloatReads))}")
 
 
 def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:

@@ -6,8 +6,12 @@
 With one scale, or with square blocks, both hold the same numbers, and one may be absent: it is then the transpose of
 the other. With rows and vectors they are two quantizations of one weight. A stack of weights has leading axes and a
 scale for each entry.
+
+A weight that an optimizer made carries a sample of the parameter that it was made of, so that it is never multiplied in
+the place of another one: see `tcfp_jax.weights.freshness`.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -27,10 +31,13 @@ class Stored:
     Attributes:
       forward: `[..., n, k]`, or None where it is the transpose of `backward`.
       backward: `[..., k, n]`, or None where it is the transpose of `forward`.
+      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None
+        where there is none to compare with, as in weights for inference.
     """
 
     forward: Operand | None
     backward: Operand | None
+    sample: jax.Array | None = None
 
     @property
     def _one(self) -> Operand:
@@ -96,13 +103,17 @@ class Stored:
         return _read(self.backward, self._one, halves)
 
     def swap(self) -> "Stored":
-        """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves."""
-        return Stored(self.backward, self.forward)
+        """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves.
+
+        Places of the sample come in pairs, one half of them the transposes of the other, so the halves change places.
+        """
+        sample = None if self.sample is None else jnp.roll(self.sample, self.sample.shape[-1] // 2, axis=-1)
+        return Stored(self.backward, self.forward, sample)
 
     def drop_residual(self) -> "Stored":
         """W_hi alone."""
         only = lambda operand: None if operand is None else operand.drop_residual()
-        return Stored(only(self.forward), only(self.backward))
+        return dataclasses.replace(self, forward=only(self.forward), backward=only(self.backward))
 
     def scale_of_values(self) -> jax.Array:
         """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""

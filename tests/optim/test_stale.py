@@ -1,0 +1,173 @@
+"""Stored weights beside the parameters of a training run: never a false alarm, and never silence beside others."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import tcfp_jax
+from tcfp_jax.optim.feedback import ErrorFeedbackState
+from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.stored import Stored
+from tests.helpers import mesh_of
+
+RECIPE = tcfp_jax.recipe("tcfp12_fast")
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "up": {"kernel": jnp.asarray(RNG.standard_normal((32, 64)) * 0.1, jnp.float32), "bias": jnp.zeros(64)},
+    "down": {"kernel": jnp.asarray(RNG.standard_normal((2, 64, 32)) * 0.1, jnp.float32)},
+}
+X, Y = (jnp.asarray(RNG.standard_normal((16, 32)), jnp.float32) for _ in range(2))
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def checked(params, opt_state):
+    """The stored weights that layers would multiply."""
+    stored = tcfp_jax.layer_state(opt_state)
+    return {name: current(stored[name]["kernel"], params[name]["kernel"]) for name in stored}
+
+
+def loss(params, opt_state, x, y):
+    weights = checked(params, opt_state)
+    matmul = functools.partial(tcfp_jax.matmul, recipe=RECIPE)
+    h = matmul(x.astype(params["up"]["kernel"].dtype), params["up"]["kernel"], quantized=weights["up"])
+    h = jax.nn.relu(h + params["up"]["bias"])
+    down = lambda w, stored: matmul(h, w, quantized=stored)
+    y_hat = jax.vmap(down)(params["down"]["kernel"], weights["down"]).sum(0)
+    return jnp.mean((y_hat.astype(jnp.float32) - y) ** 2)
+
+
+def train(tx, params=PARAMS, steps=50, state=None, **jit):
+    """(losses, params, opt_state) of a jitted training step, run as often."""
+    state = jax.jit(tx.init)(params) if state is None else state
+
+    @functools.partial(jax.jit, **jit)
+    def step(params, state, x, y):
+        value, gradients = jax.value_and_grad(loss)(params, state, x, y)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(steps):
+        params, state, value = step(params, state, X, Y)
+        losses.append(value)
+    return np.asarray(losses), params, state
+
+
+def feedback(*before, after=(), **options):
+    return optax.chain(*before, tcfp_jax.error_feedback(RECIPE, **options), *after)
+
+
+OPTIMIZERS = {
+    "adamw": feedback(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 50))),
+    "sgd": feedback(optax.sgd(0.3, momentum=0.9)),
+    "large": feedback(optax.sign_sgd(0.5)),
+    "MultiSteps": optax.MultiSteps(feedback(optax.adam(1e-2)), every_k_schedule=3),
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("adamw", "float32"), ("adamw", "bfloat16"), ("sgd", "float32"), ("large", "bfloat16"), ("MultiSteps", "float32")],
+)
+def test_fifty_steps_without_a_false_alarm(name, dtype):
+    tx = OPTIMIZERS[name]
+    losses, params, state = train(tx, jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS))
+    assert np.isfinite(losses).all()
+    checked(params, state)  # with concrete arrays
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_steps_without_a_false_alarm(kind):
+    mesh = mesh_of(2, axis_type=kind)
+    with jax.set_mesh(mesh):
+        put = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*(None,) * (leaf.ndim - 1), "a")))
+        params = jax.tree.map(put, PARAMS)
+        tx = OPTIMIZERS["adamw"]
+        if kind == AxisType.Auto:
+            losses, params, state = train(tx, params)
+            assert np.isfinite(losses).all()
+            expected, *_ = train(tx, PARAMS)
+            np.testing.assert_allclose(losses, expected, rtol=1e-2)
+        else:  # products of sharded operands need an out_sharding, which is a layer's business
+            updates = jax.tree.map(lambda leaf: 0.01 * leaf, params)
+            _, state = jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)
+            params = optax.apply_updates(params, jax.jit(tx.update)(updates, jax.jit(tx.init)(params), params)[0])
+        for stored in checked(params, state).values():
+            assert jnp.isfinite(stored.dequantize()).all()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with jax.numpy_dtype_promotion("standard"):
+        return train(feedback(optax.adam(1e-2)), steps=3)[1:]
+
+
+OTHERS = {
+    "doubled": lambda params: jax.tree.map(lambda leaf: 2 * leaf, params),
+    "averaged": lambda params: optax.incremental_update(params, PARAMS, 0.9),
+    "restored": lambda params: PARAMS,
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_other_parameters_beside_the_state_are_never_silent(trained, change):
+    params, state = trained
+    others = change(params)
+    with pytest.raises(ValueError, match="pass layer_state of the optimizer that owns these parameters"):
+        checked(others, state)
+    evaluate = jax.jit(loss)
+    assert jnp.isfinite(evaluate(params, state, X, Y)) and jnp.isnan(evaluate(others, state, X, Y))
+    # The repair for evaluation: a state of these parameters.
+    assert jnp.isfinite(evaluate(others, feedback().init(others), X, Y))
+
+
+@pytest.mark.parametrize("after", [optax.scale(0.5), optax.keep_params_nonnegative()], ids=["scale", "nonnegative"])
+def test_a_transformation_after_it_that_keeps_no_state_shows_in_the_next_product(after):
+    tx = feedback(optax.sgd(0.1), after=[after])
+    losses, params, state = train(tx, steps=2)
+    assert np.isfinite(losses[0]) and np.isnan(losses[1])
+    params = PARAMS
+    gradients = jax.tree.map(jnp.ones_like, params)
+    updates, state = tx.update(gradients, tx.init(params), params)
+    with pytest.raises(ValueError, match="other parameters"):
+        checked(optax.apply_updates(params, updates), state)
+
+
+def test_a_transformation_after_it_that_keeps_a_state_is_seen():
+    for after in (optax.adam(1e-3), optax.trace(0.9), optax.scale_by_schedule(lambda count: 0.1)):
+        state = feedback(after=[after]).init(PARAMS)
+        with pytest.raises(ValueError, match=r"must be the last.*chain\(.*error_feedback"):
+            tcfp_jax.layer_state(state)
+    # Not a chain, and states that change no update: nothing is wrong.
+    two = [feedback(optax.adam(1e-3)).init({name: PARAMS[name]}) for name in PARAMS]
+    assert set(tcfp_jax.layer_state(tuple(two))) == set(PARAMS)
+    masks = [{"up": {"kernel": on, "bias": False}, "down": {"kernel": not on}} for on in (True, False)]
+    twice = optax.chain(*(tcfp_jax.error_feedback(RECIPE, mask=mask) for mask in masks))
+    assert set(tcfp_jax.layer_state(twice.init(PARAMS))) == set(PARAMS)
+
+
+def test_a_state_without_samples_is_accepted_and_filled_by_the_next_update(trained):
+    params, state = trained
+    is_stored = lambda node: isinstance(node, Stored)
+    old = jax.tree.map(
+        lambda node: dataclasses.replace(node, sample=None) if is_stored(node) else node, state, is_leaf=is_stored
+    )
+    checked(jax.tree.map(lambda leaf: 2 * leaf, params), old)  # nothing to compare with
+    tx = feedback(optax.adam(1e-2))
+    updates, new = tx.update(jax.tree.map(jnp.ones_like, params), old, params)
+    checked(optax.apply_updates(params, updates), new)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert any(isinstance(part, ErrorFeedbackState) for part in new)

@@ -1,0 +1,163 @@
+"""A stored weight beside another parameter: raises, or makes NaN where a program is traced; and never a false alarm."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import tcfp_jax
+from tcfp_jax.weights.freshness import SIZE, current, places, sample_of
+from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import mesh_of, same_bits
+
+W = jnp.asarray(np.random.default_rng(0).standard_normal((64, 32)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 64)), jnp.float32)
+TCFP12 = tcfp_jax.recipe("tcfp12")
+
+
+def made(w, recipe=TCFP12, copies="both"):
+    quantize = functools.partial(quantize_weight, recipe=recipe, copies=copies)
+    for _ in w.shape[:-2]:
+        quantize = jax.vmap(quantize)
+    return dataclasses.replace(quantize(w)[0], sample=sample_of(w))
+
+
+STORED = made(W)
+OTHERS = {
+    "doubled": 2 * W,
+    "averaged": 0.999 * W + 0.001 * W[::-1],
+    "restored": W[::-1],
+    "one step of 1e-4": W + 1e-4 * jnp.sign(W[:, ::-1]),
+    "NaN": W.at[:].set(jnp.nan),
+}
+
+
+def unchecked(stored):
+    return dataclasses.replace(stored, sample=None)
+
+
+@pytest.mark.parametrize("w", OTHERS.values(), ids=OTHERS.keys())
+def test_other_parameters_raise_and_are_nan_in_a_program(w):
+    with pytest.raises(ValueError, match=r"made of other parameters.*was .* and is .*on the fly"):
+        current(STORED, w)
+    assert jnp.isnan(jax.jit(current)(STORED, w).dequantize()).all()
+
+
+@pytest.mark.parametrize("name", ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"])
+def test_the_products_of_every_scaling_are_nan(name):
+    recipe = tcfp_jax.recipe(name)
+    stored = made(W, recipe)
+
+    def product(stored, w, x):
+        checked = current(stored, w)
+        return jax.value_and_grad(lambda x: tcfp_jax.matmul(x, w, recipe=recipe, quantized=checked).sum())(x)
+
+    run = jax.jit(product)
+    y, dx = run(stored, W, X)
+    assert jnp.isfinite(y) and jnp.isfinite(dx).all()
+    y, dx = run(stored, 2 * W, X)
+    assert jnp.isnan(y) and jnp.isnan(dx).all()
+
+
+def test_the_same_parameter_changes_no_bit():
+    for stored in (STORED, made(W, copies="one"), made(W, tcfp_jax.recipe("tcfp12_blockwise"))):
+        assert same_bits(current(stored, W), unchecked(stored))
+        assert same_bits(jax.jit(current)(stored, W), unchecked(stored))
+    assert current(unchecked(STORED), 2 * W).sample is None  # without a sample there is nothing to compare
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (1, 5), (1, 1), (3, 4096)], ids=str)
+def test_a_swapped_weight_has_the_sample_of_the_transpose(shape):
+    w = jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape)
+    stored = made(w)
+    assert same_bits(stored.swap().sample, sample_of(w.T)) and same_bits(stored.swap().swap(), stored)
+    current(stored.swap(), w.T)
+    assert stored.drop_residual().sample is not None and stored.nbytes == unchecked(stored).nbytes + 4 * SIZE
+
+
+def test_places_are_spread_and_apart():
+    rows, columns = places(1000, 4000)
+    assert len(set(zip(rows.tolist(), columns.tolist()))) == SIZE
+    for found, size in ((rows, 1000), (columns, 4000)):
+        assert len(set((found * 4 // size).tolist())) == 4  # every quarter
+
+
+def test_sixteen_bits_may_round_to_the_neighbour_and_not_further():
+    w = W.astype(jnp.bfloat16)
+    stored = made(w)
+    current(stored, jnp.nextafter(w, jnp.bfloat16(jnp.inf)))
+    with pytest.raises(ValueError, match="other parameters"):
+        current(stored, (W * 1.05).astype(jnp.bfloat16))
+    current(STORED, W * (1 + 2.0**-23))
+    with pytest.raises(ValueError, match="other parameters"):
+        current(STORED, W * (1 + 2.0**-14))
+
+
+def test_a_stack_is_compared_matrix_by_matrix():
+    stack = jnp.stack([W, 2 * W, 3 * W])
+    stored, changed = made(stack), stack.at[1].set(W)
+    expected = [False, True, False]
+    of = lambda checked: jnp.isnan(checked.dequantize()).all((-1, -2)).tolist()
+    assert of(jax.jit(current)(stored, changed)) == expected
+    assert of(jax.jit(jax.vmap(current))(stored, changed)) == expected
+    _, scanned = jax.lax.scan(lambda _, pair: (None, current(*pair)), None, (stored, changed))
+    assert of(scanned) == expected
+    with pytest.raises(ValueError, match="other parameters"):
+        current(stored, changed)
+    with pytest.raises(ValueError, match=r"\[3, 64, 32\], but .*\[64, 32\]"):
+        current(stored, W)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_no_gradient_reaches_the_comparison(around):
+    def loss(w, stored):
+        multiply = around(lambda x, w: tcfp_jax.matmul(x, w, recipe=TCFP12, quantized=current(stored, w)))
+        _, ys = jax.lax.scan(lambda c, x: (c, multiply(x, w)), None, X[None])
+        return jnp.sum(ys**2)
+
+    plain = lambda w: jnp.sum(tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(STORED)) ** 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, STORED), jax.grad(plain)(W), rtol=1e-5)
+    tangent = jax.jvp(lambda w: current(STORED, w).dequantize(), (W,), (W,))[1]
+    assert not np.any(tangent)
+
+
+SPECS = [(None, "a", None), (None, None, "a"), (None, ("a", "b"), None), (None, "a", "b"), ("b", "a", None)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_sharded_weight_is_never_gathered(spec, kind):
+    mesh = mesh_of(2, 2, axis_type=kind)
+    with jax.set_mesh(mesh):
+        put = lambda w: jax.device_put(w, NamedSharding(mesh, PartitionSpec(*spec)))
+        w, other = put(jnp.stack([W, 3 * W])), put(jnp.stack([W, 2 * W]))
+        sample = jax.jit(sample_of)(w)
+        assert same_bits(np.asarray(sample), np.asarray(sample_of(jnp.stack([W, 3 * W]))))
+        stored = dataclasses.replace(made(jnp.stack([W, 3 * W])), sample=sample)
+        check = jax.jit(lambda stored, w: current(stored, w).backward.scale)
+        assert jnp.isfinite(check(stored, w)).all()
+        assert jnp.isnan(check(stored, other)).tolist() == [False, True]
+        with pytest.raises(ValueError, match="other parameters"):
+            current(stored, other)
+        text = check.lower(stored, w).compile().as_text() + jax.jit(sample_of).lower(w).compile().as_text()
+    assert "all-reduce" in text
+    assert "f32[2,64,32]" not in text and "all-to-all" not in text  # nowhere is the whole weight
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_nothing_is_compared(check_vma):
+    mesh = mesh_of(2)
+    spec = PartitionSpec("a", None)
+
+    def inside(w):
+        stored = dataclasses.replace(made(w), sample=None)
+        return current(dataclasses.replace(stored, sample=sample_of(w) * 2), w).dequantize(), sample_of(w)
+
+    run = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec(None)), check_vma=check_vma)
+    y, sample = jax.jit(run)(W)
+    assert jnp.isfinite(y).all() and jnp.isnan(sample).all()
+    current(dataclasses.replace(STORED, sample=sample), W)  # not known fits
