@@ -16,7 +16,6 @@ The gradient is the straight-through one: that of the products above, as if roun
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import has_explicit_axes, note
@@ -35,6 +33,7 @@ from pallas_kernels.operands import Operand, Orientation, Quantized
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
+from tcfp_jax.products.axes import Sharding, entries, with_entries
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
@@ -53,7 +52,7 @@ def matmul(
     recipe: Recipe | str,
     quantized: Stored | None = None,
     key: jax.Array | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
+    out_sharding: Sharding = None,
 ) -> jax.Array:
     """`x @ w` with the operands, products and gradients that `recipe` describes.
 
@@ -98,7 +97,7 @@ class Asked:
     """What a product is asked for: the recipe, and the sharding of the result or None."""
 
     recipe: Recipe
-    out_sharding: NamedSharding | PartitionSpec | None = None
+    out_sharding: Sharding = None
 
 
 def product(
@@ -121,26 +120,11 @@ def product(
     if x.ndim > 1:
         return _product(asked, x, w, quantized)
     # The weight gradient contracts the tokens, so there must be an axis of them.
-    asked = Asked(recipe, with_spec(asked.out_sharding, lambda spec: (None, *spec)))
+    asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
     return _product(asked, x[None], w, quantized)[0]
 
 
 _shared_product = shared(product)
-
-
-def with_spec(
-    sharding: NamedSharding | PartitionSpec | None, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-) -> NamedSharding | PartitionSpec | None:
-    """A sharding as users give it, with the entries of its spec changed.
-
-    >>> with_spec(PartitionSpec("data"), lambda spec: (None, *spec))
-    PartitionSpec(None, 'data')
-    """
-    if sharding is None:
-        return None
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*change(tuple(sharding.spec))))
-    return PartitionSpec(*change(tuple(sharding)))
 
 
 def _varying_alike(operands: Any) -> Any:
