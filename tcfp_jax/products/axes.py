@@ -1,8 +1,8 @@
 """Merging and splitting neighbouring axes under meshes with explicit axes, where the sharding is part of the type.
 
-A kernel `[k, heads, d]` is multiplied as `[k, heads d]`. An array whose first axis of such a group is split over devices
-stays where it is when the group becomes one axis; where another one is split, its parts are not neighbours, and JAX asks
-to say what shall happen: they are brought together first.
+A kernel `[k, heads, d]` is multiplied as `[k, heads d]`. An array whose first axis of such a group is split over
+devices stays where it is when the group becomes one axis; where another one is split, its parts are not neighbours, and
+JAX asks to say what shall happen: they are brought together first.
 """
 
 import math

@@ -15,7 +15,15 @@ import jax
 from pallas_kernels.operands import Operand
 from pallas_kernels.sharing import shared
 from tcfp_jax.products.axes import (
-    Sharding, entries, merged_entries, names, regrouped, resharded, sharding_of, ungrouped, with_entries,
+    Sharding,
+    entries,
+    merged_entries,
+    names,
+    regrouped,
+    resharded,
+    sharding_of,
+    ungrouped,
+    with_entries,
 )  # fmt: skip
 from tcfp_jax.products.layer import Asked as Product
 from tcfp_jax.products.layer import product
@@ -243,8 +251,8 @@ _shared_contraction = shared(_contracted)
 
 def _matrix(kernel: jax.Array, layout: Layout) -> jax.Array:
     """`layout.matrix(kernel)`, under meshes with explicit axes too."""
-    groups = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
-    groups = (*((axis,) for axis in layout.stack), *groups)
+    first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
+    groups = [*((axis,) for axis in layout.stack), first, second]
     kernel_shape = kernel.shape
     kernel = kernel.transpose([axis for group in groups for axis in group])
     return regrouped(kernel, [[kernel_shape[axis] for axis in group] for group in groups])
