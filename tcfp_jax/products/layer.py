@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import has_explicit_axes, note
@@ -113,6 +112,8 @@ def product(
         assert w is not None, "one of w and quantized is there"
         with jax.named_scope("quantize_w"):
             quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
+    elif quantized is not None:
+        quantized = _constant(quantized)
     if quantized is not None:
         _check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
@@ -125,6 +126,23 @@ def product(
 
 
 _shared_product = shared(product)
+
+
+# Not a check in the rule of `_product`: a shared trace whose rule has raised once cannot be differentiated any more
+# (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps for other zeros).
+@jax.custom_jvp
+def _constant(stored: Stored) -> Stored:
+    """The stored weight itself, of which no gradient may be asked."""
+    return stored
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
+        "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
+        "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
+    )
 
 
 def _varying_alike(operands: Any) -> Any:
@@ -160,17 +178,6 @@ def _product(asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored 
     return _forward(asked, x, w, quantized)[0]
 
 
-def _forward_rule(asked: Asked, *primals: Any) -> tuple[jax.Array, _Saved]:
-    # Every leaf comes with its value and with whether a gradient with respect to it is wanted.
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals[2])):
-        raise TypeError(
-            "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
-            "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
-            "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
-        )
-    return _forward(asked, *jax.tree.map(lambda leaf: leaf.value, primals))
-
-
 def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
     recipe = asked.recipe
     x_q: Any = None
@@ -195,8 +202,6 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Ar
 def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
     recipe = asked.recipe
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
-    if isinstance(g, SymbolicZero):
-        g = jnp.zeros(g.shape, g.dtype)
     g_q: Any = None
     if recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
@@ -221,8 +226,7 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
     return dx, dw, None
 
 
-# Symbolic zeros say whether a gradient with respect to the stored weight is wanted, which only raises.
-_product.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+_product.defvjp(_forward, _backward)
 
 
 def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves = "hi") -> Quantized:
