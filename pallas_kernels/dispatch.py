@@ -16,6 +16,7 @@ have the same signature, `(options, *arrays)`.
 import contextlib
 import contextvars
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,20 +84,31 @@ class Call:
 
 
 _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("pallas_kernels_calls", default=None)
+# Part of the key of every cache of traced functions: a function traced before would hide its calls from a recording,
+# and one traced in a recording holds references in the place of kernels.
+_RECORDING_KEY = jax.make_user_context(0)
+_RECORDINGS = itertools.count(1)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Call]]:
     """Record every call of an op that is traced inside.
 
-    A named backend that cannot run is recorded with its reason, and the reference is traced in its place.
+    A named backend that cannot run is recorded with its reason, and the reference is traced in its place. What was
+    traced elsewhere is traced anew, and what is traced here serves nobody else.
     """
     calls: list[Call] = []
     token = _CALLS.set(calls)
     try:
-        yield calls
+        with _RECORDING_KEY(next(_RECORDINGS)):
+            yield calls
     finally:
         _CALLS.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether calls are recorded here."""
+    return _CALLS.get() is not None
 
 
 def note(op: str, *arrays: Any) -> None:

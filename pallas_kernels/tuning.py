@@ -42,14 +42,24 @@ class Entry:
         object.__setattr__(self, "shape", tuple(self.shape))
 
 
+class Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
+    """Entries by device kind and op; compared by identity, so that it can be part of the key of a traced function."""
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 @functools.lru_cache(maxsize=1)
-def load() -> dict[str, dict[str, tuple[Entry, ...]]]:
+def load() -> Tuned:
     """Entries by device kind and op, as `tuned.json` has them."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
-    return {
-        device: {op: tuple(Entry(**entry) for entry in entries) for op, entries in ops.items()}
-        for device, ops in content.items()
-    }
+    return Tuned(
+        {
+            device: {op: tuple(Entry(**entry) for entry in entries) for op, entries in ops.items()}
+            for device, ops in content.items()
+        }
+    )
 
 
 def find(op: str, variant: str, shape: tuple[int, ...]) -> Entry | None:

@@ -151,7 +151,7 @@ def product(
 
 def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """`Dense`, `Linear`: `y = x W + b`, x `[..., k]`, W `[k, features]`."""
-    inputs = _floats("inputs", inputs)
+    inputs = _promotable("inputs", inputs)
     contraction = matrix_product(inputs.ndim)
     kernel, bias = read.kernel((inputs.shape[-1], *read.features)), read.bias(read.features)
     return _affine(contraction, multiply, inputs, kernel, bias, read.dtype)
@@ -159,7 +159,7 @@ def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
 
 def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """`DenseGeneral`, `LinearGeneral`: contracts `axis`, keeps `batch` apart; W `[*batch, *in, *features]`."""
-    inputs = _floats("inputs", inputs)
+    inputs = _promotable("inputs", inputs)
     axes, batch = (tuple(sorted(axis % inputs.ndim for axis in chosen)) for chosen in (read.axis, read.batch))
     features = read.features
     contraction = axes_product(inputs.ndim, axes, batch, len(features))
@@ -173,7 +173,7 @@ def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Ar
 
 def einsum(read: Reader, multiply: Multiply, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
     """`Einsum`: the equation of the call or of the layer."""
-    inputs = _floats("inputs", inputs)
+    inputs = _promotable("inputs", inputs)
     contraction = parse(read.equation(einsum_str), inputs.ndim)
     kernel = read.kernel(read.kernel_shape)
     sizes = contraction.kernel_sizes(kernel.shape[len(kernel.shape) - contraction.layout.ndim :])
@@ -183,7 +183,7 @@ def einsum(read: Reader, multiply: Multiply, inputs: jax.Array, einsum_str: str 
 
 def attend(read: Reader, multiply: Multiply, query: jax.Array) -> jax.Array:
     """`Embed.attend`: `y = q Eᵀ`, E `[num_embeddings, features]`."""
-    query = _floats("query", query)
+    query = _promotable("query", query)
     embedding = read.embedding()
     dtype = canonicalize_dtype(query, embedding, dtype=read.dtype)
     return multiply(matrix_product(query.ndim, transposed=True), query.astype(dtype), embedding, name="embedding")
@@ -229,7 +229,9 @@ def _affine(
     return y + bias.astype(dtype).reshape([1 if size is None else size for size in sizes])
 
 
-def _floats(name: str, x: jax.Array) -> jax.Array:
+def _promotable(name: str, x: jax.Array) -> jax.Array:
+    """`x` as an array of real numbers: integers, which Flax promotes to the dtype of the parameters, are right, too."""
     x = jnp.asarray(x)
-    check_real(name, x)
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+        check_real(name, x)
     return x

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
@@ -98,7 +99,13 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     unscaled_options = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32))
     a, b = (Operand(o.values, jnp.ones((), jnp.bfloat16)) for o in (x, w))
     unscaled = dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None)
-    out = (unscaled.astype(jnp.float32) * x.scale[..., None] * w.scale).astype(options.out_dtype)
+    of_x, of_w = x.scale, w.scale
+    if options.out_sharding is not None:
+        # Scales lie where the rows and columns of the result do, which need not be where they were found.
+        spec = tuple(getattr(options.out_sharding, "spec", options.out_sharding))
+        spec += (None,) * (unscaled.ndim - len(spec))
+        of_x, of_w = (jax.sharding.reshard(s, PartitionSpec(*p)) for s, p in ((of_x, spec[:-1]), (of_w, spec[-1:])))
+    out = (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(options.out_dtype)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 

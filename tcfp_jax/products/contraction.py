@@ -4,13 +4,29 @@
 one of an einsum equation that a user wrote. `contract` computes the product.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from pallas_kernels.operands import Operand
-from tcfp_jax.products.layer import matmul
+from pallas_kernels.sharing import shared
+from tcfp_jax.products.axes import (
+    Sharding,
+    entries,
+    merged_entries,
+    names,
+    regrouped,
+    resharded,
+    sharding_of,
+    ungrouped,
+    with_entries,
+)  # fmt: skip
+from tcfp_jax.products.layer import Asked as Product
+from tcfp_jax.products.layer import product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
 from tcfp_jax.weights.stored import Stored
@@ -156,6 +172,7 @@ def contract(
     quantized: Stored | Operand | None = None,
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
+    out_sharding: Sharding = None,
 ) -> jax.Array:
     """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
@@ -169,6 +186,8 @@ def contract(
       quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that.
       key: random key for a stochastic residual where the kernel is quantized here.
       shape: of the kernel where it is None.
+      out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
+        are multiplied as one the first that is longer than one stays split; others are brought together first.
 
     Raises:
       ValueError: the contraction does not fit the operands, or `quantized` is another weight.
@@ -177,33 +196,103 @@ def contract(
     >>> contract(parse("bk,khd->bhd", 2), jnp.ones((2, 3)), jnp.ones((3, 4, 5)), recipe=Recipe()).shape
     (2, 4, 5)
     """
-    layout = contraction.layout
     shape = tuple(shape or ()) if kernel is None else kernel.shape
     contraction.check(x.shape, shape)
-    matrix = None if kernel is None else layout.matrix(kernel)
     stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
-        check_fits(stored, layout, shape)
+        check_fits(stored, contraction.layout, shape)
+    return _shared_contraction(_Asked(contraction, recipe, shape, out_sharding), x, kernel, stored, key)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `contract` is asked for beside arrays: its arguments of the same names."""
+
+    contraction: Contraction
+    recipe: Recipe
+    shape: tuple[int, ...]
+    out_sharding: Sharding
+
+
+def _contracted(
+    asked: _Asked, x: jax.Array, kernel: jax.Array | None, stored: Stored | None, key: jax.Array | None
+) -> jax.Array:
+    contraction, layout = asked.contraction, asked.contraction.layout
+    matrix = None if kernel is None else _matrix(kernel, layout)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
-    stack = x.shape[: len(layout.stack)]
-    kept = x.shape[: len(layout.stack) + len(contraction.rest)]
-    # XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes whose result is turned over, as the gradient
-    # of a transposed kernel is; over one axis it can.
-    leading = (*stack, -1) if layout.transposed else kept
-    x = x.reshape(*leading, math.prod(shape[axis] for axis in layout.inputs))
-
-    def multiply(x: jax.Array, w: jax.Array | None, stored: Stored | None, key: jax.Array | None) -> jax.Array:
-        if w is None:
-            return matmul(x, stored, recipe=recipe)
-        return matmul(x, w, recipe=recipe, quantized=stored, key=key)
-
+    stack, rest = len(contraction.stack), len(contraction.rest)
+    inputs, outputs = ([asked.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))
+    leading = [[size] for size in x.shape[: stack + rest]]
+    if layout.transposed:
+        leading = _one_of_rest(x, leading, stack)
+    x = regrouped(x, [*leading, inputs])
     if key is not None and stack:
-        key = jax.random.split(key, stack)  # each matrix of the stack is rounded with bits of its own
-    for _ in stack:
+        key = jax.random.split(key, x.shape[:stack])  # each matrix of the stack is rounded with bits of its own
+    natural = _natural(asked, stack + rest + len(outputs))
+    if natural is None:
+        out_sharding = None
+    else:
+        _, merged = merged_entries(natural, [*leading, outputs])
+        out_sharding = with_entries(asked.out_sharding, merged[stack:])
+    multiply: Callable[..., jax.Array] = functools.partial(product, Product(asked.recipe, out_sharding))
+    for _ in range(stack):
         multiply = jax.vmap(multiply)
-    y = multiply(x, matrix, stored, key)
-    y = y.reshape(*kept, *(shape[axis] for axis in layout.outputs))
+    y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
+    if natural is not None:
+        y = resharded(y, natural)
     return y if contraction.order is None else y.transpose(contraction.order)
+
+
+_shared_contraction = shared(_contracted)
+
+
+def _matrix(kernel: jax.Array, layout: Layout) -> jax.Array:
+    """`layout.matrix(kernel)`, under meshes with explicit axes too."""
+    first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
+    groups = [*((axis,) for axis in layout.stack), first, second]
+    kernel_shape = kernel.shape
+    kernel = kernel.transpose([axis for group in groups for axis in group])
+    return regrouped(kernel, [[kernel_shape[axis] for axis in group] for group in groups])
+
+
+def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[list[int]]:
+    """Groups in which all axes of x alone are one.
+
+    XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes whose result is turned over, as the gradient of
+    a transposed kernel is; over one axis it can.
+    """
+    one = [*leading[:stack], [size for group in leading[stack:] for size in group]]
+    sharding = sharding_of(x)
+    if sharding is not None:
+        spec = entries(sharding, x.ndim)[: len(leading)]
+        if merged_entries(spec, one)[0] != spec:
+            return leading  # as one they would have to be brought together
+    return one
+
+
+def _natural(asked: _Asked, ndim: int) -> tuple[Any, ...] | None:
+    """The spec that is asked of the result, with its axes in the order `[*stack, *rest, *outputs]`."""
+    if asked.out_sharding is None:
+        return None
+    spec = entries(asked.out_sharding, ndim)
+    order = asked.contraction.order
+    return spec if order is None else tuple(spec[order.index(place)] for place in range(ndim))
+
+
+def _split_alike(stack: int, operands: Any) -> Any:
+    """Operands whose leading axes are split over devices alike, as `jax.vmap` needs them; the first one decides."""
+    leaves = jax.tree.leaves(operands)
+    if not stack or all(sharding_of(leaf) is None for leaf in leaves):
+        return operands
+    specs = [entries(sharding_of(leaf), leaf.ndim) for leaf in leaves]
+    chosen = tuple(next((spec[axis] for spec in specs if spec[axis] is not None), None) for axis in range(stack))
+
+    def split(leaf: jax.Array) -> jax.Array:
+        own = entries(sharding_of(leaf), leaf.ndim)[stack:]
+        used = {name for entry in chosen for name in names(entry)}
+        return resharded(leaf, (*chosen, *(None if used & set(names(entry)) else entry for entry in own)))
+
+    return jax.tree.map(split, operands)

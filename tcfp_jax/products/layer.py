@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import has_explicit_axes, note
@@ -31,7 +30,9 @@ from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Orientation, Quantized
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
+from tcfp_jax.products.axes import Sharding, entries, with_entries
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
@@ -50,6 +51,7 @@ def matmul(
     recipe: Recipe | str,
     quantized: Stored | None = None,
     key: jax.Array | None = None,
+    out_sharding: Sharding = None,
 ) -> jax.Array:
     """`x @ w` with the operands, products and gradients that `recipe` describes.
 
@@ -60,6 +62,7 @@ def matmul(
       recipe: a `Recipe` or the name of one.
       quantized: `w` as `error_feedback` stored it (`layer_state`); without it `w` is quantized here.
       key: random key for a stochastic residual where `w` is quantized here.
+      out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in the dtype of x. A NaN or inf in x or w makes NaN what shares a scale with it: all of the result, or
@@ -85,6 +88,22 @@ def matmul(
         w, quantized = None, w
     if isinstance(quantized, Operand):
         quantized = Stored(None, quantized)
+    return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a product is asked for: the recipe, and the sharding of the result or None."""
+
+    recipe: Recipe
+    out_sharding: Sharding = None
+
+
+def product(
+    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None
+) -> jax.Array:
+    """`matmul`, for callers that share a larger part of the program than it does."""
+    recipe = asked.recipe
     _check_input("x", x)
     if w is not None:
         _check_input("w", w)
@@ -93,10 +112,52 @@ def matmul(
         assert w is not None, "one of w and quantized is there"
         with jax.named_scope("quantize_w"):
             quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
+    elif quantized is not None:
+        quantized = _constant(quantized)
     if quantized is not None:
         _check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
-    return _product(recipe, x, w, quantized)
+    x, w, quantized = _varying_alike((x, w, quantized))
+    if x.ndim > 1:
+        return _product(asked, x, w, quantized)
+    # The weight gradient contracts the tokens, so there must be an axis of them.
+    asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
+    return _product(asked, x[None], w, quantized)[0]
+
+
+_shared_product = shared(product)
+
+
+# Not a check in the rule of `_product`: a shared trace whose rule has raised once cannot be differentiated any more
+# (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps for other zeros).
+@jax.custom_jvp
+def _constant(stored: Stored) -> Stored:
+    """The stored weight itself, of which no gradient may be asked."""
+    return stored
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
+        "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
+        "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
+    )
+
+
+def _varying_alike(operands: Any) -> Any:
+    """Operands that vary over the same axes of a `jax.shard_map`: all those over which one of them varies.
+
+    Outside the `custom_vjp`, so that the gradient of an operand which was the same on every device is summed over them.
+    """
+    varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
+    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, operands) if axes else operands
 
 
 @jax.tree_util.register_dataclass
@@ -113,34 +174,24 @@ class _Saved:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None) -> jax.Array:
-    return _forward(recipe, x, w, quantized)[0]
+def _product(asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None) -> jax.Array:
+    return _forward(asked, x, w, quantized)[0]
 
 
-def _forward_rule(recipe: Recipe, *primals: Any) -> tuple[jax.Array, _Saved]:
-    # Every leaf comes with its value and with whether a gradient with respect to it is wanted.
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals[2])):
-        raise TypeError(
-            "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
-            "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
-            "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
-        )
-    return _forward(recipe, *jax.tree.map(lambda leaf: leaf.value, primals))
-
-
-def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
+def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
+    recipe = asked.recipe
     x_q: Any = None
     if recipe.forward == "bf16":
         with jax.named_scope("forward"):
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
-            y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype)
+            y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
     else:
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
         with jax.named_scope("quantize_x"):
             x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
         with jax.named_scope("forward"):
             y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
-                        out_dtype=x.dtype)  # fmt: skip
+                        out_dtype=x.dtype, out_sharding=asked.out_sharding)  # fmt: skip
     explicit = has_explicit_axes()
     kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
@@ -148,10 +199,9 @@ def _forward(recipe: Recipe, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.
     return y, _Saved(kept, w if quantized is None else None, quantized, *types)
 
 
-def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+    recipe = asked.recipe
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
-    if isinstance(g, SymbolicZero):
-        g = jnp.zeros(g.shape, g.dtype)
     g_q: Any = None
     if recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
@@ -176,8 +226,7 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
     return dx, dw, None
 
 
-# Symbolic zeros say whether a gradient with respect to the stored weight is wanted, which only raises.
-_product.defvjp(_forward_rule, _backward, symbolic_zeros=True)
+_product.defvjp(_forward, _backward)
 
 
 def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves = "hi") -> Quantized:

@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from tcfp_jax.linen import TCFPEmbed
+from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEmbed
 from tcfp_jax.products.contraction import axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import mesh_of
 
 QUANTIZED = sorted(set(NAMES) - {"bf16"})
 
@@ -118,6 +122,62 @@ def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
         return attend({"params": params, "tcfp": state}), attend({"params": doubled})
 
     close(*results({"embedding": table}, {"embedding": 2 * table}), 1e-6)
+
+
+# What is split: x, the kernel, and what is asked of the result; a group's later axis is split in the second and fourth.
+EXPLICIT = {
+    "heads": ("bte,ehd->bthd", (4, 6, 32), (32, 4, 16), P("a"), P(None, "b"), None),
+    "inside of heads": ("bte,ehd->bhtd", (4, 6, 32), (32, 4, 16), P("a"), P("a", None, "b"), P("a", None, None, "b")),
+    "summed over heads": ("bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, "b"), P("b"), P("a")),
+    "summed inside of heads": (
+        "bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, None, "b"), P(None, "b", "a"), P("a"),
+    ),
+    "transposed, tokens split twice": ("...k,nk->...n", (4, 6, 32), (48, 32), P("a", "b"), P(None, "a"), P("a")),
+    "a stack": ("ebk,ekn->ebn", (4, 8, 32), (4, 32, 48), P("a"), P("a", None, "b"), None),
+    "a stack, moved": ("ebk,ekn->ben", (4, 8, 32), (4, 32, 48), P("a", "b"), P(), P(None, "a", "b")),
+    "a vector": ("k,kn->n", (32,), (32, 48), P(), P(None, "b"), P("b")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tcfp12_fast", "rowwise"])
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
+    equation, x_shape, shape, x_spec, spec, out = EXPLICIT[case]
+    x, kernel, contraction = normal(*x_shape), normal(*shape, seed=1), parse(equation, len(x_shape))
+
+    def step(x, kernel, out=None):
+        run = lambda x, w: contract(contraction, x, w, recipe=tcfp_jax.recipe(recipe), out_sharding=out)
+        y, back = jax.vjp(run, x, kernel)
+        return (y, *back(jnp.sin(y)))
+
+    expected = jax.jit(step)(x, kernel)
+    with jax.set_mesh(mesh_of(2, 2, axis_type=AxisType.Explicit)):
+        placed = jax.device_put(x, x_spec), jax.device_put(kernel, spec)
+        found = jax.jit(lambda x, w: step(x, w, out))(*placed)
+        for a, b in zip(found[1:], placed, strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
+        if out is not None:
+            assert tuple(found[0].sharding.spec) == tuple(out) + (None,) * (found[0].ndim - len(out))
+    close(found, expected, 1e-4)
+
+
+def test_an_out_sharding_of_too_many_axes_raises():
+    with pytest.raises(ValueError, match="describes 3 axes, but the result has 2"):
+        contract(matrix_product(2), jnp.ones((2, 3)), jnp.ones((3, 4)), recipe=tcfp_jax.recipe("bf16"),
+                 out_sharding=P(None, None, "a"))  # fmt: skip
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8", "int32", "bool"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
+    x = jnp.asarray(np.arange(24).reshape(4, 6) % 7, dtype)
+    for ours, flaxs in ((TCFPDense, nn.Dense), (TCFPDenseGeneral, nn.DenseGeneral)):
+        plain = flaxs(5, param_dtype=param_dtype)
+        variables = plain.init(jax.random.key(0), x)
+        wanted, found = plain.apply(variables, x), ours(5, recipe="bf16", param_dtype=param_dtype).apply(variables, x)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol=0, atol=0.05)
 
 
 def test_bad_input():

@@ -68,9 +68,11 @@ def test_stored_kernel_is_used(recipe):
     tx = tcfp_jax.error_feedback(recipe)
     state = tcfp_jax.layer_state(tx.init(params))
     fresh = network.apply({"params": params}, X)
-    assert jnp.array_equal(network.apply({"params": params, "tcfp": state}, X), fresh)
+    stored = network.apply({"params": params, "tcfp": state}, X)
+    # The same FP8 operands; each product is one program, which may sum in another order beside a quantizer.
+    np.testing.assert_allclose(stored, fresh, rtol=0, atol=1e-5)
     doubled = tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
-    assert not jnp.array_equal(network.apply({"params": params, "tcfp": doubled}, X), fresh)
+    assert jnp.max(jnp.abs(network.apply({"params": params, "tcfp": doubled}, X) - fresh)) > 0.1
 
 
 @jax.numpy_dtype_promotion("standard")  # Adam raises a float to an integer power

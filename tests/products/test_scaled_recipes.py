@@ -285,3 +285,20 @@ def test_blocks_of_a_public_array():
     assert along_first.shape == (N, K)
     assert jnp.array_equal(along_first.dequantize(), tcfp_jax.quantize(W.T, block=32).dequantize())
     assert snr_db(tcfp_jax.split(W, block=32).dequantize(), W) > 60
+
+
+@pytest.mark.parametrize("k", [1, 8, 20, 32, 33])
+@pytest.mark.parametrize("held", ["float", "stored"])
+def test_mx_of_few_inputs(k, held):
+    """Fewer inputs than a block has, or no multiple of it: values, both gradients, and the optimizer's weight."""
+    x, w, g = X[:, :k], W[:k], jax.random.normal(KEYS[2], (M, N))
+    tx = tcfp_jax.error_feedback("mxfp8")
+    stored = tcfp_jax.layer_state(tx.init({"kernel": w}))["kernel"] if held == "stored" else None
+
+    @jax.jit
+    def step(x, w):
+        y, back = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe="mxfp8", quantized=stored), x, w)
+        return (y, *back(g))
+
+    for found, (a, b) in zip(step(x, w), ((x, w), (g, w.T), (x.T, g)), strict=True):
+        assert jnp.all(jnp.abs(found - a @ b) <= 0.14 * (jnp.abs(a) @ jnp.abs(b)) + 1e-6)  # two roundings of 1/16
