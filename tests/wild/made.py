@@ -4,6 +4,7 @@ Each is made by one function, which imports its package: a test skips where that
 NumPy's normal values in the shapes that the package's own initialization has, so nothing is compiled to make them.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ class Made:
       rest: other collections of a Linen module.
       apply_options: keyword arguments of Linen's `apply`: mutable, rngs, method.
       select: the floats that the loss is made of, from the model's output.
-      trains: NNX's filter of what is trained; None means `nnx.Param`.
+      context: what to be in when the model is called, such as a mesh.
     """
 
     model: Any
@@ -42,7 +43,7 @@ class Made:
     rest: Mapping[str, Any] = field(default_factory=dict)
     apply_options: Mapping[str, Any] = field(default_factory=dict)
     select: Callable[[Any], jax.Array] = lambda output: output
-    trains: Any = None
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def pure(made: Made, kind: Kind) -> tuple[Callable[..., Any], Any, tuple[Any, ..
     if kind == "nnx":
         from flax import nnx
 
-        graph, trained, rest = nnx.split(made.model, made.trains or nnx.Param, ...)
+        graph, trained, rest = nnx.split(made.model, nnx.Param, ...)
 
         def call(params: Any, *inputs: Any) -> Any:
             *given, options = inputs

@@ -19,15 +19,16 @@ def tunix_made(make: Any) -> Made:
     return nnx_made(make, tokens(), POSITIONS, None, CAUSAL, select=first)
 
 
-@subject("tunix llama3", "nnx", (15, 15), "tunix")
+@subject("tunix llama3", "nnx", (15, 15), "tunix", rate=1e-3)
 def tunix_llama3(**options: Any) -> Made:
     from tunix.models.llama3 import model
+
 
     config = model.ModelConfig(**TUNIX, vocab_size=VOCABULARY, rope_theta=10_000, norm_eps=1e-5, **options)
     return tunix_made(lambda rngs: model.Llama3(config, rngs=rngs))
 
 
-@subject("tunix llama3, tied, remat", "nnx", (15, 15), "tunix")
+@subject("tunix llama3, tied, remat", "nnx", (15, 15), "tunix", rate=1e-3)
 def tunix_llama3_tied() -> Made:
     from tunix.models.llama3.model import RematConfig
 
@@ -41,13 +42,13 @@ def tunix_qwen3(**options: Any) -> Made:
     return tunix_made(lambda rngs: model.Qwen3(config, rngs=rngs))
 
 
-subject("tunix qwen3", "nnx", (15, 15), "tunix")(tunix_qwen3)
-subject("tunix qwen3 experts", "nnx", (35, 35), "tunix")(
+subject("tunix qwen3", "nnx", (15, 15), "tunix", rate=1e-3)(tunix_qwen3)
+subject("tunix qwen3 experts", "nnx", (35, 35), "tunix", rate=1e-3)(
     functools.partial(tunix_qwen3, num_experts=4, num_experts_per_tok=2)
 )
 
 
-@subject("tunix gemma", "nnx", (13, 13), "tunix")
+@subject("tunix gemma", "nnx", (13, 13), "tunix", rate=1e-3)
 def tunix_gemma() -> Made:
     from tunix.models.gemma import model
 
@@ -58,19 +59,19 @@ def tunix_gemma() -> Made:
     return tunix_made(lambda rngs: model.Gemma(config, rngs=rngs))
 
 
-@subject("tunix llama3 with qwix LoRA", "nnx", (15, 39), "tunix", "qwix")
+@subject("tunix llama3 with qwix LoRA", "nnx", (39, 39), "tunix", "qwix", rate=1e-3)
 def tunix_lora() -> Made:
     import qwix
     from flax import nnx
 
     made = tunix_llama3()
-    names = ".*(q_proj|kv_proj|gate_proj|up_proj|down_proj).*"
+    names = ".*(q_proj|k_proj|v_proj|gate_proj|up_proj|down_proj).*"
     provider = qwix.LoraProvider(module_path=names, rank=4, alpha=4.0)
     model = qwix.apply_lora_to_model(made.model, provider, *made.inputs, rngs=nnx.Rngs(0))
-    return Made(model, made.inputs, select=first, trains=nnx.Param)
+    return Made(model, made.inputs, select=first)
 
 
-@subject("gemma", "linen", (11, 11), "gemma")
+@subject("gemma", "linen", (11, 11), "gemma", rate=1e-3)
 def gemma() -> Made:
     from flax import linen as nn
 
@@ -97,9 +98,11 @@ def gemma() -> Made:
 def maxtext(axis: int = 1, shards: int = 1, **options: Any) -> Made:
     """MaxText's llama2 decoder, its layers scanned over a stack on `axis`, on a mesh of `shards` devices."""
     import numpy as np
+    from flax import linen as nn
     from maxtext.configs import pyconfig
     from maxtext.models import models
     from maxtext.utils import maxtext_utils
+    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
     settings = dict(
         run_name="wild", enable_checkpointing=False, base_num_decoder_layers=2, base_emb_dim=WIDTH, base_mlp_dim=64,
@@ -108,44 +111,35 @@ def maxtext(axis: int = 1, shards: int = 1, **options: Any) -> Made:
         attention="dot_product", dtype="float32", weight_dtype="float32", skip_jax_distributed_system=True,
         override_model_config=True, hardware="cpu", ici_fsdp_parallelism=shards, log_config=False, **options,
     )  # fmt: skip
-    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
-
     config = pyconfig.initialize(["", f"{MAXTEXT_CONFIGS_DIR}/base.yml"], **settings)
     devices = maxtext_utils.create_device_mesh(config, jax.devices()[:shards])
     mesh = jax.sharding.Mesh(np.asarray(devices), config.mesh_axes)
     model = models.transformer_as_linen(config, mesh, quant=None)
 
-    @contextlib.contextmanager
-    def on_mesh() -> Any:
-        with mesh, jax.set_mesh(mesh) if shards > 1 else contextlib.nullcontext():
-            yield
+    def context() -> Any:
+        stack = contextlib.ExitStack()
+        if shards > 1:
+            stack.enter_context(jax.set_mesh(mesh))
+            stack.enter_context(nn.logical_axis_rules(config.logical_axis_rules))
+        return stack
 
-    call = lambda variables, ids, positions: model.apply(
-        variables, ids, positions, decoder_segment_ids=jnp.ones_like(ids), enable_dropout=False
-    )
     inputs = (tokens(), POSITIONS)
-    with on_mesh():
-        shapes = jax.eval_shape(
-            lambda: model.init(
-                {"params": jax.random.key(0)}, *inputs, decoder_segment_ids=jnp.ones((BATCH, LENGTH), jnp.int32),
-                enable_dropout=False,
-            )
-        )  # fmt: skip
-    from flax import linen as nn
-
+    call = functools.partial(model.apply, enable_dropout=False)
+    start = functools.partial(model.init, {"params": jax.random.key(0)}, enable_dropout=False)
+    with context():
+        shapes = jax.eval_shape(lambda: start(*inputs, decoder_segment_ids=jnp.ones((BATCH, LENGTH), jnp.int32)))
     variables = filled(nn.unbox(shapes))
 
-    def apply(params: Any, *inputs: Any) -> Any:
-        with on_mesh():
-            output = call({**variables, "params": params}, *inputs)
+    def apply(params: Any, ids: Any, positions: Any) -> Any:
+        output = call({**variables, "params": params}, ids, positions, decoder_segment_ids=jnp.ones_like(ids))
         return output[0] if isinstance(output, tuple) else output
 
-    return Made(apply, inputs, variables["params"])
+    return Made(apply, inputs, variables["params"], context=context)
 
 
-subject("maxtext llama2 scanned on axis 1", "function", (8, 11), "maxtext")(maxtext)
-subject("maxtext llama2 scanned on axis 0", "function", (8, 11), "maxtext")(functools.partial(maxtext, axis=0))
-subject("maxtext llama2 scanned, on a mesh", "function", (8, 11), "maxtext")(functools.partial(maxtext, shards=2))
+subject("maxtext llama2 scanned on axis 1", "function", (8, 11), "maxtext", rate=1e-3)(maxtext)
+subject("maxtext llama2 scanned on axis 0", "function", (8, 11), "maxtext", rate=1e-3)(functools.partial(maxtext, axis=0))
+subject("maxtext llama2 scanned, on a mesh", "function", (8, 11), "maxtext", rate=1e-3)(functools.partial(maxtext, shards=2))
 
 
 def equinox_block() -> Any:
@@ -277,8 +271,9 @@ def haiku_lstm() -> Made:
     return haiku_made(forward, tokens())
 
 
+# transformers cuts its table of rotations at the number of positions: 32, twice the width of a head, at least.
 TEXT = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=16)  # fmt: skip
+            max_position_embeddings=32)  # fmt: skip
 SEEN = dict(image_size=8, patch_size=4, num_channels=3, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=64)  # fmt: skip
 
@@ -297,11 +292,11 @@ def mistral(dtype: Any = jnp.float32) -> Made:
     return decoder("Mistral", MistralConfig(**TEXT, num_key_value_heads=1), dtype)
 
 
-subject("transformers mistral", "linen", (15, 15), "transformers")(mistral)
-subject("transformers mistral, bf16", "linen", (15, 15), "transformers")(functools.partial(mistral, jnp.bfloat16))
+subject("transformers mistral", "linen", (15, 15), "transformers", rate=1e-3)(mistral)
+subject("transformers mistral, bf16", "linen", (15, 15), "transformers", rate=1e-3)(functools.partial(mistral, jnp.bfloat16))
 
 
-@subject("transformers gemma", "linen", (15, 15), "transformers")
+@subject("transformers gemma", "linen", (15, 15), "transformers", rate=1e-3)
 def transformers_gemma() -> Made:
     from transformers import GemmaConfig
 
@@ -339,7 +334,7 @@ def bart() -> Made:
     return linen_made(model.module, tokens(), ones, tokens(), ones, POSITIONS, POSITIONS, select=first)
 
 
-@subject("transformers vit", "linen", (13, 14), "transformers")
+@subject("transformers vit", "linen", (13, 14), "transformers", rate=1e-3)
 def vit() -> Made:
     from transformers import FlaxViTForImageClassification, ViTConfig
 
