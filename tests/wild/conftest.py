@@ -1,4 +1,4 @@
-"""Other people's models add integers to floats and warn of what they like; and their packages change Flax's settings."""
+"""Other people's models add integers to floats and warn; importing their packages may change Flax's settings."""
 
 import os
 from collections.abc import Iterator

@@ -193,9 +193,7 @@ class Shared(nnx.Module):
         return jnp.einsum("td,dnh->tnh", x, self.projection[...])
 
 
-subject("nnx shared Param, raw Param", "nnx", (3, 3), target="square")(
-    lambda: nnx_made(Shared, floats(16, WIDTH))
-)
+subject("nnx shared Param, raw Param", "nnx", (3, 3), target="square")(lambda: nnx_made(Shared, floats(16, WIDTH)))
 
 
 class Scaled(nnx.Embed):
