@@ -156,6 +156,16 @@ def linen_made(module: Any, *inputs: Any, options: Mapping[str, Any] | None = No
     return Made(module, inputs, variables.pop("params"), options=options, rest=variables, **more)
 
 
+def without_meshes() -> None:
+    """What importing tunix does to Flax: variables with a sharding may be made where there is no mesh.
+
+    `conftest.py` takes it back after each test, so a subject that needs it asks for it.
+    """
+    import flax
+
+    flax.config.update("flax_always_shard_variable", False)
+
+
 def nnx_made(make: Callable[[Any], Any], *inputs: Any, **more: Any) -> Made:
     """An NNX model, `make(rngs)`, with values in all its variables."""
     from flax import nnx

@@ -19,6 +19,7 @@ from tests.wild.made import (
     nnx_made,
     subject,
     tokens,
+    without_meshes,
 )  # fmt: skip
 
 POSITIONS = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
@@ -28,6 +29,7 @@ first = lambda output: output[0]
 
 
 def tunix_made(make: Any) -> Made:
+    without_meshes()
     return nnx_made(make, tokens(), POSITIONS, None, CAUSAL, select=first)
 
 
@@ -122,6 +124,7 @@ def maxtext(axis: int = 1, shards: int = 1, **options: Any) -> Made:
         attention="dot_product", dtype="float32", weight_dtype="float32", skip_jax_distributed_system=True,
         override_model_config=True, hardware="cpu", ici_fsdp_parallelism=shards, log_config=False, **options,
     )  # fmt: skip
+    without_meshes()
     config = pyconfig.initialize(["", f"{MAXTEXT_CONFIGS_DIR}/base.yml"], **settings)
     devices = maxtext_utils.create_device_mesh(config, jax.devices()[:shards])
     mesh = jax.sharding.Mesh(np.asarray(devices), config.mesh_axes)
