@@ -1,0 +1,265 @@
+"""Products of parameters in a program, counted by taint: the independent judge of what conversion reports.
+
+Nothing here is the library's. A program (a jaxpr) is walked once for every call site, and every value carries two
+facts: the parameters that it was computed from, and whether an input had a part in it. A product is one of parameters
+where one operand comes from parameters alone and the other one from an input. No axes, no layouts, no layer types.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+# What leaves the values of an array as they are: rearranged, rounded to another dtype, or a part of them.
+SHOWS = (
+    "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "slice", "copy",
+    "copy_p", "dynamic_slice", "stop_gradient", "sharding_constraint", "reshard", "name", "optimization_barrier",
+    "device_put", "mesh_cast", "pvary", "split", "rev", "layout_constraint",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Taint:
+    """What a value was computed from.
+
+    Attributes:
+      parameters: paths.
+      of_input: whether an input had a part.
+      computed: whether anything but a look at one parameter happened.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    of_input: bool = False
+    computed: bool = False
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One product of a parameter.
+
+    Attributes:
+      paths: of the parameters that its weight comes from.
+      primitive: name of the equation's primitive; "float8" for a whole product in low precision.
+      shapes: of the weight and of what it is multiplied with, as the equation sees them.
+      inside: names of the higher-order primitives around it, outermost first.
+      computed: whether the weight was computed from parameters, not only shown.
+      contracts: whether anything is summed; a norm's scale written as an einsum sums nothing.
+    """
+
+    paths: frozenset[str]
+    primitive: str
+    shapes: tuple[tuple[int, ...], ...]
+    inside: tuple[str, ...] = ()
+    computed: bool = False
+    contracts: bool = True
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is what `transform` converts: `parameter x input`, summed, in no rule of the user's own."""
+        own_rule = any(name.startswith(("custom_", "shard_map", "pallas")) for name in self.inside)
+        return self.primitive == "dot_general" and self.contracts and not self.computed and not own_rule
+
+
+def name_of(path: Any) -> str:
+    """`a/b/0` of a path of keys."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def count(fn: Callable[..., Any], params: Any, *inputs: Any) -> list[Counted]:
+    """Every product of parameters in `fn(params, *inputs)`, in the order of the program.
+
+    Args:
+      fn: any function.
+      params: a tree of arrays, what is trained.
+      inputs: further arguments; what they hold besides arrays is passed as it is.
+
+    Returns:
+      The records. What `fn` closes over counts as constant: it is neither parameter nor input.
+    """
+    arrays, structure = jax.tree.flatten((params, *inputs))
+    traced = [isinstance(leaf, jax.typing.ArrayLike) and not isinstance(leaf, (bool, str)) for leaf in arrays]
+
+    def flat(*values: Any) -> Any:
+        given = iter(values)
+        leaves = [next(given) if is_array else leaf for leaf, is_array in zip(arrays, traced, strict=True)]
+        return fn(*jax.tree.unflatten(structure, leaves))
+
+    closed = jax.make_jaxpr(flat)(*[leaf for leaf, is_array in zip(arrays, traced, strict=True) if is_array])
+    paths = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    of_inputs = [Taint(of_input=True)] * (len(arrays) - len(paths))
+    taints = [Taint(frozenset([path])) for path in paths] + of_inputs
+    given = [taint for taint, is_array in zip(taints, traced, strict=True) if is_array]
+    records: list[Counted] = []
+    _walk(closed.jaxpr, [Taint()] * len(closed.consts), given, (), records.append)
+    return records
+
+
+def float8_products(records: Iterable[Counted]) -> list[Counted]:
+    """Those of a transformed program that run in low precision."""
+    return [record for record in records if record.primitive == "float8"]
+
+
+def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
+    """How many `dot_general` equations of a program, everywhere in it, read two FP8 operands, and how many do not."""
+    narrow = wide = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "dot_general":
+            is_narrow = all(_is_float8(operand.aval) for operand in equation.invars)
+            narrow, wide = narrow + is_narrow, wide + (not is_narrow)
+        for inner in _bodies(equation):
+            parts = dots_of_float8(inner)
+            narrow, wide = narrow + parts[0], wide + parts[1]
+    return narrow, wide
+
+
+def mentions_float8(jaxpr: Any) -> bool:
+    """Whether a value of the program, anywhere in it, is FP8."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(_is_float8(variable.aval) for variable in [*jaxpr.invars, *jaxpr.constvars]) or any(
+        any(_is_float8(variable.aval) for variable in equation.outvars) or any(map(mentions_float8, _bodies(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _is_float8(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+
+
+def _bodies(equation: Any) -> list[Any]:
+    """The programs inside an equation."""
+    values = [leaf for value in equation.params.values() for leaf in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in values if isinstance(value, ClosedJaxpr) or hasattr(value, "eqns")]
+
+
+def _union(taints: Iterable[Taint], computed: bool = True) -> Taint:
+    taints = list(taints)
+    return Taint(
+        frozenset().union(*(taint.parameters for taint in taints)),
+        any(taint.of_input for taint in taints),
+        computed or any(taint.computed for taint in taints),
+    )
+
+
+Note = Callable[[Counted], None]
+
+
+def _walk(jaxpr: Any, consts: list[Taint], given: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+    """Taints of the results; every product is noted."""
+    known: dict[Any, Taint] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, given, strict=True))
+
+    def read(variable: Any) -> Taint:
+        return Taint() if isinstance(variable, Literal) else known[variable]
+
+    for equation in jaxpr.eqns:
+        taints = [read(variable) for variable in equation.invars]
+        known.update(zip(equation.outvars, _through(equation, taints, inside, note), strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+    name = equation.primitive.name
+    if name in PRODUCTS:
+        _note_product(equation, taints, inside, note)
+    if name in ("dynamic_slice", "gather"):
+        # Which part is taken is no part of the values; but a looked-up row is chosen by the input: it stands for it.
+        source = taints[0] if name == "dynamic_slice" else _union(taints)
+        return [source] * len(equation.outvars)
+    if name in SHOWS:
+        return [_union(taints[:1], computed=False)] * len(equation.outvars)
+    bodies = _bodies(equation)
+    if name.startswith("custom_vjp") and any(map(mentions_float8, bodies)):
+        whole = _union(taints)
+        note(Counted(whole.parameters, "float8", tuple(v.aval.shape for v in equation.invars), inside))
+        return [whole] * len(equation.outvars)
+    if name == "scan":
+        return _scan(equation, taints, (*inside, name), note)
+    if name == "while":
+        return _while(equation, taints, (*inside, name), note)
+    if name == "cond":
+        branches = [_enter(body, taints[1:], (*inside, name), note) for body in equation.params["branches"]]
+        return [_merge(each) for each in zip(*branches, strict=True)]
+    fitting = [body for body in bodies if len(getattr(body, "jaxpr", body).invars) == len(taints)]
+    if fitting and name != "pallas_call":
+        return _enter(fitting[0], taints, (*inside, name), note)
+    return [_union(taints)] * len(equation.outvars)
+
+
+def _merge(taints: Iterable[Taint]) -> Taint:
+    """Of a value that is one of several: shown parameters stay shown while they are one and the same."""
+    taints = list(taints)
+    same = len({taint.parameters for taint in taints}) <= 1
+    return _union(taints, computed=not same)
+
+
+def _enter(body: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+    consts = [Taint()] * len(getattr(body, "consts", ()))
+    jaxpr = getattr(body, "jaxpr", body)
+    if not hasattr(body, "consts"):
+        consts = [Taint()] * len(jaxpr.constvars)
+    # A call that is inlined or kept as one is no place of its own.
+    shown = inside[:-1] if inside[-1] in ("jit", "pjit", "closed_call", "core_call") else inside
+    return _walk(jaxpr, consts, taints, shown, note)
+
+
+def _settle(step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint], note: Note) -> list[Taint]:
+    """What a loop's body makes of the carry, again and again until nothing changes; products are noted once."""
+    while True:
+        after = [_merge(pair) if pair[0] != pair[1] else pair[0]
+                 for pair in zip(carry, step(carry, lambda record: None), strict=True)]  # fmt: skip
+        if after == carry:
+            break
+        carry = after
+    step(carry, note)
+    return carry
+
+
+def _scan(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+    body = equation.params["jaxpr"]
+    consts, carries = _scan_counts(equation)
+    outputs: list[Taint] = []
+
+    def step(carry: list[Taint], note: Note) -> list[Taint]:
+        results = _enter(body, [*taints[:consts], *carry, *taints[consts + carries :]], inside, note)
+        outputs[:] = results[carries:]
+        return results[:carries]
+
+    return [*_settle(step, taints[consts : consts + carries], note), *outputs]
+
+
+def _scan_counts(equation: Any) -> tuple[int, int]:
+    """Constants and carried values; jax 0.12 may keep them as a tree of flags."""
+    if "num_consts" in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    split = equation.params["ft_in"].unpack()
+    return len(list(split[0])), len(list(split[1]))
+
+
+def _while(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
+    params = equation.params
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = taints[:of_cond], taints[of_cond : of_cond + of_body]
+
+    def step(carry: list[Taint], note: Note) -> list[Taint]:
+        _enter(params["cond_jaxpr"], [*cond_consts, *carry], inside, note)
+        return _enter(params["body_jaxpr"], [*body_consts, *carry], inside, note)
+
+    return _settle(step, taints[of_cond + of_body :], note)
+
+
+def _note_product(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) -> None:
+    sides = [(taints[0], taints[1], equation.invars[:2]), (taints[1], taints[0], equation.invars[1::-1])]
+    for weight, other, variables in sides:
+        if weight.parameters and not weight.of_input and other.of_input:
+            contracted = True
+            if equation.primitive.name == "dot_general":
+                contracted = bool(equation.params["dimension_numbers"][0][0])
+            shapes = tuple(variable.aval.shape for variable in variables)
+            computed = weight.computed or len(weight.parameters) > 1
+            record = Counted(weight.parameters, equation.primitive.name, shapes, inside, computed)
+            note(replace(record, contracts=contracted))

@@ -1,0 +1,115 @@
+"""A subject converted by the library, whatever its kind, and trained in float32 and converted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+import tcfp_jax
+from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
+from tests.wild.made import Made, Subject, loss_of, pure
+
+RECIPE = "tcfp12_fast"
+ALL = ("linear", "small", "head")
+STEPS = 25
+
+
+@dataclass(frozen=True)
+class Low:
+    """A converted subject.
+
+    Attributes:
+      call: `call(params, stored, *inputs)`, options last as `pure` has them; stored as `layer_state` gives it, or {}.
+      report: what the library says of it.
+      weights: what `error_feedback` takes.
+      model: the converted function, module or model.
+    """
+
+    call: Callable[..., Any]
+    report: Any
+    weights: Any
+    model: Any
+
+
+def convert(subject: Subject, made: Made) -> Low:
+    """Convert a subject as its users would; an NNX model changes in place."""
+    if subject.kind == "function":
+        low = tcfp_jax.transform(made.model, RECIPE, include=ALL)
+        arguments = (low, made.params, *made.inputs)
+
+        def of_function(params: Any, stored: Any, *inputs: Any) -> Any:
+            return made.select(low(params, *inputs[:-1], **({"stored": stored} if stored else {})))
+
+        return Low(of_function, survey(*arguments), find_weights(*arguments), low)
+    model = convert_to_tcfp(made.model, RECIPE, *made.inputs, include=ALL, options=dict(made.options))
+    if subject.kind == "nnx":
+        call, *_ = pure(Made(model, made.inputs, options=made.options, select=made.select), "nnx")
+        return Low(lambda params, stored, *inputs: call(params, *inputs), survey(model), find_weights(model), model)
+
+    def of_linen(params: Any, stored: Any, *inputs: Any) -> Any:
+        *given, options = inputs
+        variables = {"params": params, **made.rest, **({"tcfp": stored} if stored else {})}
+        return made.select(model.apply(variables, *given, **made.apply_options, **options))
+
+    return Low(of_linen, survey(model), find_weights(model), model)
+
+
+def train_float(subject: Subject, made: Made) -> list[float]:
+    """The losses of `STEPS` steps as the model's author wrote it."""
+    fn, params, inputs = pure(made, subject.kind)
+    return _train(subject, lambda params, state: fn(params, *inputs), params, optax.adamw(subject.rate))
+
+
+def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
+    """The losses of `STEPS` steps with weights that the optimizer quantizes, with error feedback."""
+    optimizer = optax.chain(optax.adamw(subject.rate), tcfp_jax.error_feedback(low.weights))
+    if subject.kind == "nnx":
+        return _train_nnx(subject, made, low.model, optimizer)
+    inputs = (*made.inputs, dict(made.options))
+    call = lambda params, state: low.call(params, tcfp_jax.layer_state(state), *inputs)
+    return _train(subject, call, made.params, optimizer)
+
+
+def step_of(subject: Subject, call: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """One jitted training step `(params, state) -> (params, state, loss)`; `call(params, state)` is the output."""
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss, gradients = jax.value_and_grad(lambda params: loss_of(call(params, state), subject.target))(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def _train(subject: Subject, call: Any, params: Any, optimizer: optax.GradientTransformation) -> list[float]:
+    step, state, losses = step_of(subject, call, optimizer), jax.jit(optimizer.init)(params), []
+    for _ in range(STEPS):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return losses
+
+
+def nnx_step(subject: Subject, made: Made) -> Callable[..., Any]:
+    """One step of an NNX model and its optimizer, both changed in place; the loss."""
+
+    @nnx.jit
+    def step(model: Any, optimizer: nnx.Optimizer) -> Any:
+        def loss(model: Any) -> Any:
+            return loss_of(made.select(model(*made.inputs, **made.options)), subject.target)
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    return step
+
+
+def _train_nnx(subject: Subject, made: Made, model: Any, transformation: optax.GradientTransformation) -> list[float]:
+    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+    sync(model, optimizer)
+    step = nnx_step(subject, made)
+    return [float(step(model, optimizer)) for _ in range(STEPS)]

@@ -1,0 +1,63 @@
+"""Models of other packages: the report is what another count finds, all that pays is converted, and it trains.
+
+What runs depends on what is installed (the extra `wild`); plain Flax's subjects always run.
+"""
+
+import re
+from collections import Counter
+
+import jax
+import pytest
+
+from tests.wild import counting
+from tests.wild.low import convert, train_float, train_low
+from tests.wild.subjects import SUBJECTS, pure
+
+
+@pytest.fixture(params=SUBJECTS, ids=str)
+def subject(request):
+    for package in request.param.packages:
+        pytest.importorskip(package, reason=f"{package} is not installed; it is part of the extra wild")
+    return request.param
+
+
+def program(fn, params, *inputs):
+    """The program's text, without addresses of Python objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda params: fn(params, *inputs))(params)))
+
+
+def paths_of(products):
+    return Counter(min(product.paths) for product in products if len(product.paths) == 1)
+
+
+def test_report_is_what_an_independent_count_finds(subject):
+    made = subject.make()
+    with made.context():
+        fn, params, inputs = pure(made, subject.kind)
+        products = counting.count(fn, params, *inputs)
+        pays = [product for product in products if product.pays]
+        before = program(fn, params, *inputs)
+        low = convert(subject, made)
+        in_low = counting.count(lambda params, *inputs: low.call(params, {}, *inputs), params, *inputs)
+
+        assert (len(pays), len(products)) == subject.products
+        assert Counter(record.weight_path for record in low.report.converted) == paths_of(pays)
+        skipped = [record.weight_path for record in low.report.skipped]
+        assert len(skipped) == len(products) - len(pays), skipped
+        assert all(record.reason for record in low.report.skipped)
+        # The converted program: every product that is reported runs in FP8, and no other.
+        narrow = counting.float8_products(in_low)
+        assert len(narrow) == len(pays)
+        assert len(in_low) - len(narrow) == len(products) - len(pays)
+        assert program(fn, params, *inputs) == before
+
+
+def test_trains_as_float_does(subject):
+    made = subject.make()
+    with made.context():
+        in_float = train_float(subject, made)
+        low = convert(subject, made)
+        assert low.weights, "no weight is stored"
+        in_low = train_low(subject, made, low)
+    assert in_float[-1] < 0.9 * in_float[0], "the subject learns too little to tell anything"
+    assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
