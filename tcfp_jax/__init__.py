@@ -1,5 +1,6 @@
 """Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state."""
 
+from tcfp_jax.conversion.transform import transform
 from tcfp_jax.explanation import explain
 from tcfp_jax.moved import install as _install
 from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -21,6 +22,7 @@ __all__ = [
     "quantize_tcfp12",
     "recipe",
     "split",
+    "transform",
 ]
 
 _install()

@@ -4,7 +4,6 @@ Nothing is imitated: the training step itself is traced, with `tcfp_jax.matmul`,
 update, and `pallas_kernels.dispatch` records what it is asked on the way.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,6 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
 # Part of the key of every cache of traced functions: a function traced before would hide its calls from the record.
-_ANEW = jax.make_user_context(0)
-_EXPLANATIONS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,6 @@ def explain(
         dx, gradients = vjp(g)
         return dx, tx.update(gradients, state, params)
 
-    with recording() as calls, _ANEW(next(_EXPLANATIONS)):
+    with recording() as calls:
         jax.eval_shape(training_step, params, state, x, g)
     return Explanation(device_kind(), tuple(calls))

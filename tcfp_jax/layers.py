@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
 from pallas_kernels.checks import check_real
-from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_product, parse
+from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_of, matrix_product, parse
 from tcfp_jax.products.marks import mark
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 
 # Fields by which a Flax layer computes its product in another way; a recipe decides that, so they must be unset.
@@ -145,6 +146,8 @@ def product(
         stored, kernel = None, stored.dequantize()
     drawn = key() if stored is None and recipe.stochastic else None
     if kernel is not None:
+        if stored is not None and stored.shape == contraction.layout.matrix_shape(kernel.shape):
+            stored = current(stored, matrix_of(kernel, contraction.layout))
         kernel = mark(kernel, contraction, recipe, x.shape)  # for the census of the model
     return contract(contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape)
 

@@ -8,6 +8,7 @@ rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from tcfp_jax.conversion.census import INLINED, multiplies, scan_counts
 from tcfp_jax.conversion.views import View, factors, layout_of, move
+from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -75,7 +77,7 @@ class Shown:
             stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
         root = leaf if isinstance(leaf, jax.Array) or hasattr(leaf, "__array__") else None
         if root is not None and view.sizes != leaf.shape:
-            root = jnp.reshape(root, view.sizes)
+            root = regrouped(root, _without_ones(leaf.shape))
         return Shown(root, stored, view, weight, kept, dtype)
 
     @property
@@ -87,14 +89,8 @@ class Shown:
         """The numbers, as an array of this shape."""
         groups = self.view.axes
         root = self.numbers().transpose([atom for group in groups for atom in group])
-        sizes = iter(root.shape)
-        merged = []
-        for group in groups:
-            size = 1
-            for _ in group:
-                size *= next(sizes)
-            merged.append(size)
-        out = jnp.broadcast_to(root if root.shape == tuple(merged) else root.reshape(merged), shape)
+        out = regrouped(root, [[self.view.sizes[atom] for atom in group] for group in groups])
+        out = out if out.shape == tuple(shape) else jnp.broadcast_to(out, shape)
         for dtype in self.view.casts:
             out = out.astype(dtype)
         return out
@@ -134,7 +130,7 @@ class Shown:
     def reshape(self, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
         """Split and merged axes; None where they are cut across."""
         view = self.view.reshape(old, new)
-        root = self.root if view is None or self.root is None else _reshaped(self.root, view.sizes)
+        root = self.root if view is None or self.root is None else _split(self.root, view.sizes)
         return self._with(view, root=root)
 
     def at(self, axis: int, index: Any) -> Any:
@@ -314,13 +310,19 @@ def _product(eqn: Any, inputs: list[Any], recipe: Recipe) -> jax.Array:
     view = weight.view
     found: Any = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     # What the product returns is rounded to the dtype of x: one that asks for more gets it.
-    x = _reshaped(x.astype(jnp.promote_types(x.dtype, out.dtype)), found.x_shape)
-    fits = weight.stored is not None and weight.weight == Weight(recipe, layout_of(view, found.roles))
+    x = ungrouped(x.astype(jnp.promote_types(x.dtype, out.dtype)), found.x_groups)
+    how = weight.weight
+    fits = how is not None and (how.recipe, how.layout) == (recipe, layout_of(view, found.roles))
     stored = weight.stored if fits else None
+    asked = eqn.params.get("out_sharding")
     kernel = weight.root if stored is not None else weight.numbers()
     key = jax.random.key(0) if stored is None and recipe.stochastic else None  # in evaluation: calls repeat
-    y = contract(found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes)
-    return _reshaped(y, out.shape).astype(out.dtype)
+    if asked is not None:
+        asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
+    y = contract(
+        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked
+    )
+    return regrouped(y, found.out_groups).astype(out.dtype)
 
 
 def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -371,8 +373,28 @@ def _unfold(matrix: jax.Array, weight: Shown) -> jax.Array:
     return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
 
 
-def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x if x.shape == tuple(shape) else x.reshape(shape)
+def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """An array with its axes split into these sizes, in order."""
+    if x.shape == tuple(sizes):
+        return x
+    rest, groups = list(sizes), []
+    for size in x.shape:
+        group = [rest.pop(0)]
+        while math.prod(group) < size:
+            group.append(rest.pop(0))
+        groups.append(group)
+    return ungrouped(x, groups)
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[list[int]]:
+    """Neighbouring axes as groups, each with one axis that is longer than one."""
+    groups: list[list[int]] = []
+    for size in shape:
+        if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
+            groups[-1].append(size)
+        else:
+            groups.append([size])
+    return groups if max(shape, default=1) > 1 else []
 
 
 def _open(body: Any) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def examine(
             return model.apply({"params": params, **rest}, *args, rngs=rngs, mutable=nn.DenyList("params"), **kwargs)
 
     params = variables.get("params", {})
-    return Transformed(call, policy, 0).examine(params, rest, *inputs, **options), params
+    return Transformed(call, policy, 0, state=1).examine(params, rest, *inputs, **options), params
 
 
 def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         with switched_off(conversion.policy.off, conversion.policy.is_off):
             return pure({**rest, "params": params}, *args, rngs=rngs, **kwargs)
 
-    run = Transformed(call, conversion.policy, 0, name=type(self).__name__)
+    run = Transformed(call, conversion.policy, 0, name=type(self).__name__, state=1)
     # Only the call itself must convert something, and only where no sample inputs have shown that it does.
     judged = conversion.found is not None or fun.__name__ != "__call__"
     result = (run.evaluate if judged else run)(params, variables, rngs, args, kwargs, stored=state)

@@ -188,7 +188,7 @@ class _Call:
     def transformed(self, chosen: Policy) -> Transformed:
         """The method as a function of `arguments`."""
         prefix = getattr(self.model, _PATH, "")
-        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix)
+        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix, state=1)
 
     def run(self, chosen: Policy) -> Any:
         """The method's result; what it changed is written back."""

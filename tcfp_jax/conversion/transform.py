@@ -18,13 +18,15 @@ from typing import Any
 import jax
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import Census, Fact, Place, census
+from tcfp_jax.conversion.census import Census, Fact, Place, Product, census
 from tcfp_jax.conversion.evaluation import Machine, Plan, Shown, bare, plan_of
-from tcfp_jax.conversion.policy import Include, Policy, policy, rule_name
+from tcfp_jax.conversion.policy import Choice, Include, Policy, policy, rule_name
 from tcfp_jax.conversion.report import Record, Report
 from tcfp_jax.conversion.views import View
 from tcfp_jax.layers import Absent
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.products.contraction import matrix_of
+from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.layout import Weight, check_fits
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 
 
@@ -70,12 +72,12 @@ class Transformed:
 
     def __init__(
         self, function: Callable[..., Any], chosen: Policy, params: int, *, strict: bool = False, name: str = "",
-        prefix: str = "",
+        prefix: str = "", state: int | None = None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, function, updated=())
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.function, self.policy, self._params, self._strict = function, chosen, params, strict
-        self._prefix = prefix
+        self._prefix, self._state = prefix, state
 
     def __call__(self, *args: Any, stored: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """The function's result.
@@ -124,7 +126,15 @@ class Transformed:
 
     def with_policy(self, chosen: Policy) -> "Transformed":
         """The same function by another policy."""
-        return Transformed(self.function, chosen, self._params, strict=self._strict, name=self.name)
+        return Transformed(
+            self.function,
+            chosen,
+            self._params,
+            strict=self._strict,
+            name=self.name,
+            prefix=self._prefix,
+            state=self._state,
+        )
 
     def _leaves(self, args: Any) -> dict[str, Any]:
         """The parameters by path."""
@@ -137,7 +147,9 @@ class Transformed:
                 if _is_array(leaf):
                     facts.append(Fact(frozenset({path}), path, View.of(leaf.shape)))
             if place != self._params:
-                facts += [Fact(input=True) for leaf in jax.tree.leaves(arg) if _is_array(leaf)]
+                # What a model keeps beside its parameters, such as a running average, is no input: a product of it
+                # and a parameter makes another weight.
+                facts += [Fact(input=place != self._state) for leaf in jax.tree.leaves(arg) if _is_array(leaf)]
         return facts + [Fact(input=True) for leaf in jax.tree.leaves(kwargs) if _is_array(leaf)]
 
     def _inputs(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any]) -> list[Any]:
@@ -155,7 +167,11 @@ class Transformed:
                     leaf, kept = kept.dequantize(leaf.dtype), None
                 if path in found.rounded:
                     leaf = fake_quantize(leaf)
-                inputs.append(Shown.of(leaf, None if weight is None else kept, weight))
+                kept = None if weight is None else kept
+                if kept is not None and _has_values(leaf):
+                    check_fits(kept, weight.layout, leaf.shape)
+                    kept = current(kept, matrix_of(leaf, weight.layout))
+                inputs.append(Shown.of(leaf, kept, weight))
         return inputs + [leaf for leaf in jax.tree.leaves(kwargs) if _is_array(leaf)]
 
 
@@ -209,9 +225,8 @@ def _judge(
     on = chosen.switched(())  # what is switched off keeps its state
     weights = _weights(found, {place: on.choose(product).recipe for place, product in named.items()})
     records = [
-        Record(product, choices[place], weights.get(product.path) == Weight(recipe, product.layout))
+        Record(product, choices[place], _serves(weights.get(product.path), choices[place], product))
         for place, product in found.products.items()
-        for recipe in [choices[place].recipe]
     ]  # fmt: skip
     steps: dict[Place, Any] = {
         place: choice.recipe
@@ -231,13 +246,22 @@ def _judge(
     return Examined(jaxpr, out, found, leaves, prefix, plan_of(steps), report, weights, gains)
 
 
+def _serves(weight: Weight | None, choice: Choice, product: Product) -> bool:
+    """Whether a product reads the weight as it is stored."""
+    return weight is not None and (weight.recipe, weight.layout) == (choice.recipe, product.layout)
+
+
 def _weights(found: Census, recipes: Mapping[Place, Any]) -> dict[str, Weight]:
     """How each parameter is stored: as its first converted product reads it."""
     weights: dict[str, Weight] = {}
+    # Products that stay float read the float weight, too.
+    float_reads = {path for path, kinds in found.reads.items() if kinds}
+    float_reads |= {product.path for place, product in found.products.items() if recipes[place] is None}
     for place, product in found.products.items():
         recipe = recipes[place]
         if recipe is not None and recipe.weight is not None and product.layout is not None:
-            weights.setdefault(product.path, Weight(recipe, product.layout))
+            reads = "lookup" if product.path in float_reads else "none"
+            weights.setdefault(product.path, Weight(recipe, product.layout, reads))
     return weights
 
 

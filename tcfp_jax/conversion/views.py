@@ -217,13 +217,15 @@ class Factors:
 
     Attributes:
       contraction: of x, reshaped to `x_shape`, and the parameter in atoms.
-      x_shape: the axes of x, split as the atoms are, without those of size 1 that only x has.
+      x_groups: the sizes into which each axis of x is split, as the atoms are; none of an axis of size 1.
+      out_groups: the sizes of the product's axes that make each axis of the result.
       roles: of each atom, "i" (contracted), "o" (in the result alone) or "b" (shared by both and the result).
       rows: how many rows of x each matrix multiplies.
     """
 
     contraction: Contraction
-    x_shape: tuple[int, ...]
+    x_groups: tuple[tuple[int, ...], ...]
+    out_groups: tuple[tuple[int, ...], ...]
     roles: tuple[str, ...]
     rows: int
 
@@ -257,12 +259,12 @@ def factors(numbers: Any, shapes: Any, side: int, view: View) -> "Factors | str"
         groups[axis] = [next(own)] if shapes[x][axis] != 1 else []
         size |= {label: shapes[x][axis] for label in groups[axis]}
     sides = {w: [view.axes[axis] for axis in w_rest], x: [groups[axis] for axis in rest]}
-    flat = lambda found: [label for group in found for label in group]
-    result = flat(groups[axis] for axis in batch[x]) + flat(sides[0]) + flat(sides[1])
-    return _factors(flat(groups), roles, result, size)
+    return _factors(groups, roles, [*(groups[axis] for axis in batch[x]), *sides[0], *sides[1]], size)
 
 
-def _factors(x: list[int], roles: list[str], result: list[int], size: dict[int, int]) -> Factors:
+def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
+    x, result = ([label for group in groups for label in group] for groups in (x_groups, out_groups))
+    sizes = lambda groups: tuple(tuple(size[label] for label in group) for group in groups)
     pick = lambda kind: tuple(atom for atom, role in enumerate(roles) if role == kind)
     inputs, outputs, stack = pick("i"), pick("o"), pick("b")
     rest = [label for label in x if label >= len(roles)]
@@ -271,8 +273,8 @@ def _factors(x: list[int], roles: list[str], result: list[int], size: dict[int, 
     contraction = Contraction(
         Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
     )
-    shape = tuple(size[label] for label in x)
-    return Factors(contraction, shape, tuple(roles), contraction.tokens(shape))
+    rows = contraction.tokens(tuple(size[label] for label in x))
+    return Factors(contraction, sizes(x_groups), sizes(out_groups), tuple(roles), rows)
 
 
 def layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:

@@ -72,13 +72,24 @@ def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
     sharding = sharding_of(x)
     if sharding is None:
         return x.reshape(shape)
+    split = split_entries(sharding, entries(sharding, x.ndim), groups)
+    return lax.reshape(x, shape, out_sharding=with_entries(sharding, split))
+
+
+def split_entries(sharding: Sharding, spec: Sequence[Any], groups: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """The spec of the axes that a spec's axes are split into: the first of a group that is longer than one has it.
+
+    >>> split_entries(None, ("a", "b"), [[2], [1, 4]])
+    ('a', None, 'b')
+    """
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     split: list[Any] = []
-    for entry, group in zip(entries(sharding, x.ndim), groups, strict=True):
+    for entry, group in zip(spec, groups, strict=True):
         first = _first(group)
-        parts = math.prod(sharding.mesh.shape[name] for name in names(entry))
+        parts = math.prod(mesh.shape[name] for name in names(entry)) if mesh is not None else 1
         fits = bool(group) and group[first] % parts == 0
         split += [entry if fits and i == first else None for i in range(len(group))]
-    return lax.reshape(x, shape, out_sharding=with_entries(sharding, split))
+    return tuple(split)
 
 
 def resharded(x: jax.Array, spec: Sequence[Any]) -> jax.Array:

@@ -218,7 +218,7 @@ def _contracted(
     asked: _Asked, x: jax.Array, kernel: jax.Array | None, stored: Stored | None, key: jax.Array | None
 ) -> jax.Array:
     contraction, layout = asked.contraction, asked.contraction.layout
-    matrix = None if kernel is None else _matrix(kernel, layout)
+    matrix = None if kernel is None else matrix_of(kernel, layout)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
@@ -249,7 +249,7 @@ def _contracted(
 _shared_contraction = shared(_contracted)
 
 
-def _matrix(kernel: jax.Array, layout: Layout) -> jax.Array:
+def matrix_of(kernel: jax.Array, layout: Layout) -> jax.Array:
     """`layout.matrix(kernel)`, under meshes with explicit axes too."""
     first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
     groups = [*((axis,) for axis in layout.stack), first, second]

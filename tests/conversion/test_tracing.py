@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-
 from tcfp_jax.conversion.tracing import Origin, parameter_products
 
 W, X = jnp.ones((3, 3)), jnp.ones((2, 3))
