@@ -8,56 +8,33 @@ do. Products that are left alone are in it too, each with its reason.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
+from tcfp_jax.conversion.facts import COMPUTED, Fact, carried, closed_over, grow, item, join, mixed, same_size
+from tcfp_jax.conversion.programs import (
+    INLINED,
+    PRODUCTS,
+    bodies_of,
+    has_rows,
+    inside_gradient,
+    opened,
+    precision_of,
+    scan_counts,
+)
 from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move
 from tcfp_jax.products.layer import WEIGHT_NAME
 from tcfp_jax.products.marks import Mark, marked
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
 Place = tuple[int, ...]
-_COMPUTED = "its weight is computed from parameters, and is not a view of one"
 _CLOSED = "the function closes over its weight; pass it in params"
 _NO_INPUT = "no input takes part: its other operand comes from parameters or constants alone"
-
-
-@dataclass(frozen=True)
-class Fact:
-    """What is known of one value.
-
-    Attributes:
-      params: the parameters that it was computed from, by path.
-      path, view: of the one parameter that it shows, or None.
-      input: whether an input took part.
-      closed: an array that the function closes over: it counts as an input, and may be a parameter that was forgotten.
-      why: of a weight that is no view, the reason, where one is known; of an input, that a weight was mixed into it.
-      follows: the products that it was computed from with no other product of a parameter between.
-    """
-
-    params: frozenset[str] = frozenset()
-    path: str | None = None
-    view: View | None = None
-    input: bool = False
-    closed: bool = False
-    why: str = ""
-    follows: frozenset[Any] = frozenset()
-
-    @property
-    def is_weight(self) -> bool:
-        """From parameters alone."""
-        return bool(self.params) and not self.input
-
-    def opaque(self, why: str = "") -> "Fact":
-        """The same without its view."""
-        return dataclasses.replace(self, path=None, view=None, why=why or self.why)
 
 
 @dataclass(frozen=True)
@@ -123,7 +100,7 @@ def census(jaxpr: Any, facts: Sequence[Fact]) -> Census:
     [('w', 'cb,ab->ca')]
     """
     walk = _Walk()
-    outputs = walk.run(jaxpr.jaxpr, [*_closed(jaxpr.consts), *facts], ())
+    outputs = walk.run(jaxpr.jaxpr, [*closed_over(jaxpr.consts), *facts], ())
     final = frozenset().union(*(fact.follows for fact in outputs)) - walk.consumed
     contracted = {entry.k for entry in walk.found.values() if not entry.reason}
     tables = {fact.path: fact.view.shape[0] for fact in facts if fact.path in set(walk.lookups.values()) and fact.view}
@@ -166,10 +143,10 @@ class _Walk:
             return [self._product(eqn, inputs, place)]
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._opaque}
         if name in INLINED and not eqn.params.get("differentiated"):
-            return self.run(*_opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs), place)
+            return self.run(*_body_and_facts(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs), place)
         if name in rules:
             return rules[name](eqn, inputs, place)
-        if any(True for _ in _bodies(eqn)):
+        if any(True for _ in bodies_of(eqn)):
             return self._opaque(eqn, inputs, place)
         return [self._moved(eqn, inputs, number, place) for number in range(len(eqn.outvars))]
 
@@ -183,17 +160,17 @@ class _Walk:
             view = move(source.view, eqn, number, [None] * len(eqn.invars[0].aval.shape))
         if view is not None:
             return dataclasses.replace(source, view=view)
-        joined = _join(inputs)
+        joined = join(inputs)
         for fact in inputs:
             if fact.path is not None:
                 self.reads.setdefault(fact.path, set()).add(name)
         if joined.is_weight:
-            return dataclasses.replace(joined, why=joined.why or _COMPUTED)
+            return dataclasses.replace(joined, why=joined.why or COMPUTED)
         if name == "gather" and inputs[0].is_weight:  # a lookup: what follows works on what the model has learned
             joined = dataclasses.replace(joined, follows=joined.follows | {"lookup"})
             if inputs[0].path is not None:
                 self.lookups[place] = inputs[0].path
-        why = _mixed(eqn, number, inputs) or (joined.why if _same_size(eqn, number, inputs) else "")
+        why = mixed(eqn, number, inputs) or (joined.why if same_size(eqn, number, inputs) else "")
         return dataclasses.replace(joined, params=joined.params if why else frozenset(), why=why)
 
     # Bodies ----------------------------------------------------------------------------------------------------------
@@ -202,74 +179,74 @@ class _Walk:
         """Bodies that the evaluation binds as they are: their products are listed and stay what they are."""
         before, self.inside = self.inside, self.inside or f"inside {eqn.primitive.name}"
         outputs: list[Fact] | None = None
-        for number, (body, consts) in enumerate(_bodies(eqn)):
+        for number, (body, consts) in enumerate(bodies_of(eqn)):
             if len(body.invars) == len(inputs):
-                found = self.run(body, [*_closed(consts), *inputs], (*place, number))
+                found = self.run(body, [*closed_over(consts), *inputs], (*place, number))
                 outputs = found if outputs is None and len(found) == len(eqn.outvars) else outputs
         self.inside = before
         for fact in inputs:
             if fact.path is not None:
                 self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
-        joined = _join(inputs)
-        return [fact.opaque(_COMPUTED) if fact.is_weight else fact for fact in outputs or [joined] * len(eqn.outvars)]
+        joined = join(inputs)
+        return [fact.opaque(COMPUTED) if fact.is_weight else fact for fact in outputs or [joined] * len(eqn.outvars)]
 
     # What a loop carries may come from more in its second round than in its first. Facts only grow, and there are
     # finitely many of them, so walking the body until nothing changes ends.
     def _scan(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
-        (body, consts), (first, count) = _open(eqn.params["jaxpr"]), scan_counts(eqn.params)
+        (body, consts), (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
         second = first + count
-        fixed, carry, xs = inputs[:first], inputs[first:second], [_item(fact) for fact in inputs[second:]]
+        fixed, carry, xs = inputs[:first], inputs[first:second], [item(fact) for fact in inputs[second:]]
         still = [body.outvars[i] is body.invars[first + i] for i in range(count)]
-        carry = [fact if same else fact.opaque(_carried(fact)) for fact, same in zip(carry, still, strict=True)]
+        carry = [fact if same else fact.opaque(carried(fact)) for fact, same in zip(carry, still, strict=True)]
         while True:
-            outputs = self.run(body, [*_closed(consts), *fixed, *carry, *xs], place)
-            grown = [a if same else _grow(a, b) for a, b, same in zip(carry, outputs, still, strict=False)]
+            outputs = self.run(body, [*closed_over(consts), *fixed, *carry, *xs], place)
+            grown = [a if same else grow(a, b) for a, b, same in zip(carry, outputs, still, strict=False)]
             if grown == carry:
                 break
             carry = grown
         passed = {var: i for i, var in enumerate(body.invars)}
         ys = [
-            inputs[passed[var]] if passed.get(var, -1) >= second else fact.opaque(_COMPUTED if fact.is_weight else "")
+            inputs[passed[var]] if passed.get(var, -1) >= second else fact.opaque(COMPUTED if fact.is_weight else "")
             for var, fact in zip(body.outvars[count:], outputs[count:], strict=True)
         ]
         return [*carry, *ys]
 
     def _while(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        (body, consts), (test, test_consts) = _open(eqn.params["body_jaxpr"]), _open(eqn.params["cond_jaxpr"])
-        fixed, carry = inputs[first:second], [fact.opaque(_carried(fact)) for fact in inputs[second:]]
+        (body, consts), (test, test_consts) = opened(eqn.params["body_jaxpr"]), opened(eqn.params["cond_jaxpr"])
+        fixed, carry = inputs[first:second], [fact.opaque(carried(fact)) for fact in inputs[second:]]
         while True:
-            outputs = self.run(body, [*_closed(consts), *fixed, *carry], (*place, 1))
-            grown = [_grow(a, b) for a, b in zip(carry, outputs, strict=True)]
+            outputs = self.run(body, [*closed_over(consts), *fixed, *carry], (*place, 1))
+            grown = [grow(a, b) for a, b in zip(carry, outputs, strict=True)]
             if grown == carry:
                 break
             carry = grown
-        self.run(test, [*_closed(test_consts), *inputs[:first], *carry], (*place, 0))
+        self.run(test, [*closed_over(test_consts), *inputs[:first], *carry], (*place, 0))
         return carry
 
     def _cond(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
         branches = []
         for number, closed in enumerate(eqn.params["branches"]):
-            body, consts = _open(closed)
-            branches.append(self.run(body, [*_closed(consts), *inputs[1:]], (*place, number)))
+            body, consts = opened(closed)
+            branches.append(self.run(body, [*closed_over(consts), *inputs[1:]], (*place, number)))
         chosen = Fact(input=inputs[0].input)
         # A choice between two weights is not a view, even of the same one: branches hand over numbers.
-        merged = [_join([chosen, *facts]) for facts in zip(*branches, strict=True)]
-        return [dataclasses.replace(fact, why=_COMPUTED if fact.is_weight else fact.why) for fact in merged]
+        merged = [join([chosen, *facts]) for facts in zip(*branches, strict=True)]
+        return [dataclasses.replace(fact, why=COMPUTED if fact.is_weight else fact.why) for fact in merged]
 
     # Products --------------------------------------------------------------------------------------------------------
 
     def _product(self, eqn: Any, inputs: list[Fact], place: Place) -> Fact:
         sides = [i for i in (0, 1) if inputs[i].is_weight]
-        joined = _join(inputs)
+        joined = join(inputs)
         result = Fact(input=joined.input, follows=joined.follows)
         self.found.pop(place, None)  # of an earlier walk of the same body
         if not joined.input:  # of parameters and constants: a weight that is computed, such as A B of LoRA
             for fact in inputs:
                 if fact.path is not None:
                     self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
-            return dataclasses.replace(joined, why=_COMPUTED) if joined.params else joined
-        if _has_rows(eqn):
+            return dataclasses.replace(joined, why=COMPUTED) if joined.params else joined
+        if has_rows(eqn):
             self.consumed |= joined.follows
         if not sides:
             hidden = next((fact for fact in inputs[:2] if fact.why and fact.params), None)
@@ -288,7 +265,7 @@ class _Walk:
         if other.follows:
             self.hidden.add(place)
         if inputs[side].path is not None and self.found[place].reason:
-            self.reads.setdefault(inputs[side].path, set()).add(eqn.primitive.name)
+            self.reads.setdefault(inputs[side].path or "", set()).add(eqn.primitive.name)
         return dataclasses.replace(result, follows=frozenset({place}))
 
     def _judged(self, eqn: Any, inputs: list[Fact], side: int) -> Product:
@@ -296,10 +273,10 @@ class _Walk:
         reason = self.inside or inside_gradient(eqn) or unconvertible(eqn, fact.view, side) or ""
         base = Product(
             fact.path or " + ".join(sorted(fact.params)), shapes[side] if fact.view is None else fact.view.shape,
-            eqn.primitive.name, scope=str(eqn.source_info.name_stack), precision=_precision(eqn),
+            eqn.primitive.name, scope=str(eqn.source_info.name_stack), precision=precision_of(eqn),
         )  # fmt: skip
         if reason or fact.view is None:
-            return dataclasses.replace(base, reason=reason or fact.why or _COMPUTED)
+            return dataclasses.replace(base, reason=reason or fact.why or COMPUTED)
         found = factors(eqn.params["dimension_numbers"], shapes, side, fact.view)
         assert isinstance(found, Factors), "unconvertible says when there are none"
         size = lambda role: math.prod(s for s, r in zip(fact.view.sizes, found.roles, strict=True) if r == role)
@@ -328,17 +305,6 @@ class _Walk:
         return Fact(input=fact.input)
 
 
-def inside_gradient(eqn: Any) -> str:
-    """Why a product of a derivative is left alone, or "".
-
-    A function that differentiates itself multiplies by parameters backward too, and those are not its forward products.
-    """
-    names = {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack}
-    if names & {"jvp", "transpose"}:
-        return "inside jax.grad or jax.jvp; transform the function that is differentiated, and differentiate that"
-    return ""
-
-
 def unconvertible(eqn: Any, view: View | None, side: int) -> str:
     """Why a product with a view on one side has no low-precision form, or ""."""
     if eqn.primitive.name != "dot_general":
@@ -350,20 +316,6 @@ def unconvertible(eqn: Any, view: View | None, side: int) -> str:
         return f"a product of {types[1 - side]} by {types[side]}"
     found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     return found if isinstance(found, str) else ""
-
-
-def scan_counts(params: Any) -> tuple[int, int]:
-    """How many constants and carried values a scan has; jax 0.11 keeps flat trees of them instead of numbers."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
-
-
-def multiplies(jaxpr: Any) -> bool:
-    """Whether a program or a body in it has a product."""
-    bodies = (body for eqn in jaxpr.eqns for body, _ in _bodies(eqn))
-    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(multiplies, bodies))
 
 
 def written(found: Factors, ndim: int) -> str:
@@ -399,102 +351,6 @@ def _own_layout(view: View, layout: Layout) -> Layout | None:
     return layout_of(view, tuple(atoms))
 
 
-def _open(body: Any) -> tuple[Any, Any]:
-    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
-
-
-def _opened(closed: Any, inputs: list[Fact]) -> tuple[Any, list[Fact]]:
-    body, consts = _open(closed)
-    return body, [*_closed(consts), *inputs]
-
-
-def _closed(consts: Any) -> list[Fact]:
-    """Arrays that a function closes over: inputs, as far as anyone can tell, or parameters that were forgotten."""
-    return [Fact(input=True, closed=True) if getattr(const, "ndim", 0) else Fact() for const in consts]
-
-
-def _bodies(eqn: Any) -> Iterator[tuple[Any, Any]]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            body, consts = _open(one)
-            if hasattr(body, "eqns") and hasattr(body, "invars"):
-                yield body, consts
-
-
-def _item(fact: Fact) -> Fact:
-    """One entry of what a scan runs over."""
-    view = fact.view
-    if view is None:
-        return fact
-    if len(view.axes[0]) == 1:
-        return dataclasses.replace(fact, view=view.drop(0))
-    return fact.opaque(_COMPUTED) if view.axes[0] else dataclasses.replace(fact, view=view.squeeze((0,)))
-
-
-def _carried(fact: Fact) -> str:
-    return "its weight is carried, and changed, by a loop" if fact.is_weight else fact.why
-
-
-def _grow(fact: Fact, other: Fact) -> Fact:
-    joined = _join([fact, other])
-    why = fact.why or other.why
-    if fact.is_weight and joined.input and fact.view is None:
-        why = "its weight is carried by a loop, which mixes it with an input"
-    return dataclasses.replace(joined, why=why)
-
-
-def _join(facts: Sequence[Fact]) -> Fact:
-    params: frozenset[str] = frozenset().union(*(fact.params for fact in facts))
-    follows: frozenset[Any] = frozenset().union(*(fact.follows for fact in facts))
-    used = [fact for fact in facts if fact.input]
-    why = next((fact.why for fact in facts if fact.why), "")
-    closed = bool(used) and all(fact.closed for fact in used)
-    return Fact(params, None, None, bool(used), closed, why, follows)
-
-
-def _mixed(eqn: Any, number: int, inputs: list[Fact]) -> str:
-    """Why the result of an ordinary equation may still be a weight, although an input took part; "" if it is none.
-
-    Rows looked up in a table are activations, and so is x plus a bias. What keeps the size of a weight of two axes or
-    more is still a weight: one that was gathered by an array, or that an input changed.
-    """
-    name, out = eqn.primitive.name, eqn.outvars[number].aval
-    if name in ("gather", "dynamic_slice") and inputs[0].is_weight:
-        sizes = eqn.params["slice_sizes"]
-        if sum(size > 1 for size in sizes) >= 2:
-            return "its weight is gathered by an array of indices"
-        return ""
-    for fact, var in zip(inputs, eqn.invars, strict=True):
-        shape = getattr(var.aval, "shape", ())
-        wide = sum(size > 1 for size in shape) >= 2
-        if fact.is_weight and wide and math.prod(shape) == math.prod(out.shape) and _is_matrix(fact):
-            return "its weight is mixed with an input before the product"
-    return ""
-
-
-def _is_matrix(fact: Fact) -> bool:
-    """Whether a weight has two axes of its own: a bias or a gain that was broadcast has one."""
-    return fact.view is None or sum(len(axes) > 0 for axes in fact.view.axes) >= 2
-
-
-def _same_size(eqn: Any, number: int, inputs: list[Fact]) -> bool:
-    """Whether the operand that a weight was mixed into keeps its size."""
-    size = math.prod(eqn.outvars[number].aval.shape)
-    return any(fact.why and fact.params and math.prod(var.aval.shape) == size
-               for fact, var in zip(inputs, eqn.invars, strict=True))  # fmt: skip
-
-
-def _has_rows(eqn: Any) -> bool:
-    """Whether both operands have axes of their own: a sum of x times one-hot labels is a loss and not a product."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    contracted, batch = eqn.params["dimension_numbers"]
-    return all(var.aval.ndim > len(c) + len(b) for var, c, b in zip(eqn.invars, contracted, batch, strict=True))
-
-
-def _precision(eqn: Any) -> str:
-    asked = eqn.params.get("precision")
-    named = asked if isinstance(asked, tuple | list) else (asked,)
-    usual = (None, "DEFAULT")
-    found = [getattr(one, "name", one) for one in named]
-    return "" if all(one in usual or str(one).upper() == "DEFAULT" for one in found) else str(found[0])
+def _body_and_facts(closed: Any, inputs: list[Fact]) -> tuple[Any, list[Fact]]:
+    body, consts = opened(closed)
+    return body, [*closed_over(consts), *inputs]

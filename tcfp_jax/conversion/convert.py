@@ -18,10 +18,11 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax import linen, nnx, paths
 from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
-from tcfp_jax.conversion.report import Report
-from tcfp_jax.conversion.transform import Examined, Transformed, check_strict, nothing_converted
+from tcfp_jax.conversion.report import Report, check_strict, nothing_converted
+from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -301,11 +302,12 @@ def _examined(model: Any, inputs: tuple[Any, ...], options: Any, what: str) -> t
         found = nnx_models.examine(model, chosen or by_hand(), inputs, options)
     else:
         conversion = _linen_conversion(model)
-        chosen, found = conversion.policy, conversion.found
+        chosen, known = conversion.policy, conversion.found
         if sampled:
-            found, _ = linen_models.examine(linen_models.plain(model), chosen, inputs, options)
-        if found is None:
+            known, _ = linen_models.examine(linen_models.plain(model), chosen, inputs, options)
+        if known is None:
             raise needs
+        found = known
     if not found.report.converted and (chosen is None or chosen.recipe is None) and not found.weights:
         raise _not_converted(model)
     return found, chosen or by_hand()

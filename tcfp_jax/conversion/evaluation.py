@@ -6,28 +6,22 @@ anything, and a planned product multiplies the parameter itself. Any other equat
 rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so that stored weights travel through it.
 """
 
-import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from tcfp_jax.conversion.census import INLINED, multiplies, scan_counts
-from tcfp_jax.conversion.views import View, factors, layout_of, move
+from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_counts
+from tcfp_jax.conversion.shown import Shown
+from tcfp_jax.conversion.views import factors, layout_of, move
 from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.packed import fake_quantize
-
-_static: Any = functools.partial(field, metadata=dict(static=True))
 
 # What to do at an equation: a product's recipe, "packed" for a table whose rows are rounded when they are looked up, or
 # the plan of the equation's body; by the equation's number. Tuples, so that a plan is part of a cache's key.
@@ -43,137 +37,6 @@ def plan_of(steps: Mapping[tuple[int, ...], Any]) -> Plan:
     numbers = sorted({place[0] for place in steps})
     inner = lambda number: {place[1:]: step for place, step in steps.items() if place[0] == number}
     return tuple((n, steps[n,] if (n,) in steps else plan_of(inner(n))) for n in numbers)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Shown:
-    """An array of the program that shows a parameter.
-
-    Attributes:
-      root: the parameter's numbers, an axis for each atom of the view; None where only `stored` exists.
-      stored: the same part of its stored form, or None.
-      view: which array it is.
-      weight: how the whole parameter is stored.
-      stacked: the parameter's axes that lead the stored form.
-      dtype: of the parameter.
-    """
-
-    root: Any
-    stored: Any
-    view: View = _static()
-    weight: Weight | None = _static()
-    stacked: tuple[int, ...] = _static()
-    dtype: str = _static()
-
-    @staticmethod
-    def of(leaf: Any, stored: Any, weight: Weight | None) -> "Shown":
-        """A parameter: an array, or a shape where only the stored form exists."""
-        view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
-        stack = () if stored is None or weight is None else weight.layout.stack
-        kept = tuple(axis for axis in stack if leaf.shape[axis] > 1)
-        if kept != stack:  # a loop over one layer: its axis is nobody's
-            sizes = tuple(leaf.shape[axis] for axis in kept)
-            stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
-        root = leaf if isinstance(leaf, jax.Array) or hasattr(leaf, "__array__") else None
-        if root is not None and view.sizes != leaf.shape:
-            root = regrouped(root, _without_ones(leaf.shape))
-        return Shown(root, stored, view, weight, kept, dtype)
-
-    @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        """The atoms of each axis."""
-        return self.view.axes
-
-    def array(self, shape: tuple[int, ...]) -> jax.Array:
-        """The numbers, as an array of this shape."""
-        groups = self.view.axes
-        root = self.numbers().transpose([atom for group in groups for atom in group])
-        out = regrouped(root, [[self.view.sizes[atom] for atom in group] for group in groups])
-        out = out if out.shape == tuple(shape) else jnp.broadcast_to(out, shape)
-        for dtype in self.view.casts:
-            out = out.astype(dtype)
-        return out
-
-    def numbers(self) -> jax.Array:
-        """The root; of a weight that exists in its stored form alone, what that stands for."""
-        if self.root is not None:
-            return self.root
-        if self.stored is None or self.weight is None:
-            raise ValueError(
-                f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
-                "that has none; pass the float parameter, or leave its layer out of quantize_params"
-            )
-        return _unfold(self.stored.dequantize(self.dtype), self)
-
-    # How views move. Each is the method of `View`, and what it does to the arrays.
-
-    def _with(self, view: View | None, **changes: Any) -> Any:
-        return None if view is None else dataclasses.replace(self, view=view, **changes)
-
-    def transpose(self, permutation: Any) -> Any:
-        """The axes in another order."""
-        return self._with(self.view.transpose(permutation))
-
-    def squeeze(self, dimensions: Any) -> Any:
-        """Without some axes of size 1."""
-        return self._with(self.view.squeeze(dimensions))
-
-    def broadcast(self, places: Any, ndim: int) -> Any:
-        """With more axes."""
-        return self._with(self.view.broadcast(places, ndim))
-
-    def cast(self, dtype: Any) -> Any:
-        """In another dtype."""
-        return self._with(self.view.cast(dtype))
-
-    def reshape(self, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-        """Split and merged axes; None where they are cut across."""
-        view = self.view.reshape(old, new)
-        root = self.root if view is None or self.root is None else _split(self.root, view.sizes)
-        return self._with(view, root=root)
-
-    def at(self, axis: int, index: Any) -> Any:
-        """One entry of an axis, which stays with size 1."""
-        if not self.axes[axis]:
-            return self
-        arrays, one = self.leading(axis)
-        entry = one(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays))
-        return entry._with(self.view.at(axis, index))
-
-    def part(self, axis: int, start: Any, size: int) -> Any:
-        """Some entries of an axis; no stored form serves them."""
-        if not self.axes[axis]:
-            return self
-        root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
-        return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=())
-
-    def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
-        """(arrays with an axis of one atom in front, what one entry of them is)."""
-        (atom,) = self.axes[axis]
-        lost, stored = self.view.origin[atom], None
-        if self.stored is not None and lost in self.stacked and self.view.origin.count(lost) == 1:
-            place = self.stacked.index(lost)
-            stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
-        # The numbers of a weight that is stored alone are only needed where an entry has no stored form.
-        root = self.numbers() if self.root is not None or stored is None else None
-        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
-        view = self.view.drop(axis)
-        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked)
-        return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
-
-    def constrain(self, sharding: NamedSharding) -> Any:
-        """Where its axes live, for the parameter itself."""
-        if self.root is None or any(len(axes) > 1 for axes in self.axes):
-            return self
-        spec = (*sharding.spec, *(None,) * len(self.axes))
-        place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
-        own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
-        return self._with(self.view, root=lax.with_sharding_constraint(self.root, own))
-
-    def stop(self) -> Any:
-        """Without a gradient."""
-        return self._with(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
 
 
 class Machine:
@@ -227,7 +90,7 @@ class Machine:
 
     def _call(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        body, consts = _open(params.get("jaxpr", params.get("call_jaxpr")))
+        body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
         run = lambda inputs: self.run(body, consts, inputs, plan)
         if name in ("remat2", "checkpoint", "remat"):
             again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
@@ -247,7 +110,7 @@ class Machine:
         return _passed_on(body, inputs, self._calls[key][1](inputs))
 
     def _scan(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
-        (body, consts), options = _open(eqn.params["jaxpr"]), eqn.params
+        (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
         first, count = scan_counts(options)
         fixed, carry, xs = inputs[:first], inputs[first : first + count], inputs[first + count :]
         avals = [var.aval for var in eqn.invars]
@@ -270,16 +133,16 @@ class Machine:
         begin = [_bare(carry[i], avals[first + i]) for i in moving]
         kept = {name: options[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in options}
         last, ys = lax.scan(step, begin, list(runs), **kept)
-        last, ys = iter(last), iter(ys)
-        outputs = [value if held else next(last) for value, held in zip(carry, still, strict=True)]
+        carried, made = iter(last), iter(ys)
+        outputs = [value if held else next(carried) for value, held in zip(carry, still, strict=True)]
         return outputs + [
-            inputs[passed[var]] if skip else next(ys) for var, skip in zip(body.outvars[count:], same, strict=True)
+            inputs[passed[var]] if skip else next(made) for var, skip in zip(body.outvars[count:], same, strict=True)
         ]
 
     def _while(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
         params, plans = eqn.params, dict(plan)
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        (test, test_consts), (body, consts) = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+        (test, test_consts), (body, consts) = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
         go_on = lambda carry: _bare(
             self.run(test, test_consts, [*inputs[:first], *carry], plans.get(0, ()))[0], test.outvars[0].aval
         )
@@ -295,7 +158,7 @@ class Machine:
         def branch(number: int, body: Any, consts: Any) -> Callable[[], list[Any]]:
             return lambda: list(map(_bare, self.run(body, consts, inputs[1:], plans.get(number, ())), types))
 
-        branches = [branch(number, *_open(closed)) for number, closed in enumerate(eqn.params["branches"])]
+        branches = [branch(number, *opened(closed)) for number, closed in enumerate(eqn.params["branches"])]
         return lax.switch(_bare(inputs[0], eqn.invars[0].aval), branches)
 
 
@@ -361,41 +224,3 @@ def _passed_on(body: Any, inputs: list[Any], outputs: list[Any]) -> list[Any]:
     place = {var: i for i, var in enumerate(body.invars)}
     known = [None if isinstance(var, core.Literal) else place.get(var) for var in body.outvars]
     return [out if i is None else inputs[i] for i, out in zip(known, outputs, strict=True)]
-
-
-def _unfold(matrix: jax.Array, weight: Shown) -> jax.Array:
-    """The numbers of a stored weight, `[*stack, k, n]`, by atoms."""
-    assert weight.weight is not None
-    layout, view = weight.weight.layout, weight.view
-    first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
-    order = [a for a in (*weight.stacked, *first, *second) if weight.view.shape[a] > 1 and a not in view.taken]
-    whole = matrix.reshape([view.shape[axis] for axis in order])
-    return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
-
-
-def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """An array with its axes split into these sizes, in order."""
-    if x.shape == tuple(sizes):
-        return x
-    rest, groups = list(sizes), []
-    for size in x.shape:
-        group = [rest.pop(0)]
-        while math.prod(group) < size:
-            group.append(rest.pop(0))
-        groups.append(group)
-    return ungrouped(x, groups)
-
-
-def _without_ones(shape: tuple[int, ...]) -> list[list[int]]:
-    """Neighbouring axes as groups, each with one axis that is longer than one."""
-    groups: list[list[int]] = []
-    for size in shape:
-        if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
-            groups[-1].append(size)
-        else:
-            groups.append([size])
-    return groups if max(shape, default=1) > 1 else []
-
-
-def _open(body: Any) -> tuple[Any, Any]:
-    return getattr(body, "jaxpr", body), getattr(body, "consts", ())

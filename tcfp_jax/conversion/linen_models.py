@@ -15,8 +15,10 @@ from flax import linen as nn
 from flax.linen import module as linen_module
 
 from tcfp_jax import paths
+from tcfp_jax.conversion.arrays import arrays_of
+from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.policy import Policy
-from tcfp_jax.conversion.transform import Examined, Transformed, arrays_of
+from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.linen import COLLECTION, switched_off
 
 

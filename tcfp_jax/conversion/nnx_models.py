@@ -14,8 +14,9 @@ import jax
 from flax import nnx
 
 from tcfp_jax import paths
+from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.policy import Policy
-from tcfp_jax.conversion.transform import Examined, Transformed
+from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
 
 # What conversion adds to a module; gone inside, and after `export`.
@@ -175,14 +176,15 @@ class _Call:
         inputs = [None if _is_node(leaf) else leaf for leaf in leaves]
         self._graphdef, state = nnx.split(self._nodes)
         self._state = nnx.to_flat_state(state)
-        params, rest = {}, {}
+        params: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
         for path, variable in self._state:
             name = "/".join(map(str, path))
             own = path[0] == 0 and isinstance(variable, nnx.Param)
             (params if own else rest)[name[2:] if own else name] = _raw(variable)
         self._absent = absent_of(model)
-        for path, (kernel, _) in self._absent.items():
-            params[path] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        for at, (kernel, _) in self._absent.items():
+            params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
         self.arguments = (params, rest, inputs)
 
     def transformed(self, chosen: Policy) -> Transformed:

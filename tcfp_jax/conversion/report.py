@@ -1,8 +1,9 @@
 """`Report`: what conversion did to every product of a parameter, and what it left alone and why."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tcfp_jax.conversion.census import Product
 from tcfp_jax.conversion.policy import Choice
@@ -103,3 +104,38 @@ def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]
             yield from _differences(mine, theirs, f"{prefix}{field.name}.")
         elif mine != theirs:
             yield f"{prefix}{field.name}={mine!r}"
+
+
+def check_strict(report: Report) -> None:
+    """Raise where something was left alone that no rule names.
+
+    Raises:
+      ValueError: names the products, or the rules that match nothing.
+    """
+    if report.impossible:
+        lines = "; ".join(f"{record.product}: {record.reason}" for record in report.impossible[:5])
+        raise ValueError(
+            f"strict=True: {len(report.impossible)} products of parameters have no low-precision form: {lines}; leave "
+            'them alone by rules, such as {"patch": None}'
+        )
+    if report.unmatched_rules:
+        raise ValueError(f"strict=True: no product matches the rule {report.unmatched_rules[0]}; survey lists them")
+
+
+def nothing_converted(name: str, report: Report, leaves: Mapping[str, Any]) -> ValueError:
+    """The error of a conversion that would change nothing."""
+    if not report.skipped:
+        shapes = {path: list(leaf.shape) for path, leaf in leaves.items()}
+        seen = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:8])
+        return ValueError(
+            f"no product of {name} was converted: its program multiplies none of its parameters by an input; the "
+            f"parameters are {seen or 'none'}{f' and {len(shapes) - 8} more' if len(shapes) > 8 else ''}; pass those "
+            "that are multiplied, and inputs that reach them"
+        )
+    lines = [
+        f"{record.product.path or '(root)'} {list(record.product.shape)}: {record.reason}" for record in report.skipped
+    ]
+    return ValueError(
+        f"no product of {name} was converted: {'; '.join(lines[:5])}"
+        f"{f' and {len(lines) - 5} more' if len(lines) > 5 else ''}; name them in rules or widen include"
+    )
