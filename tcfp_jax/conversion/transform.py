@@ -181,6 +181,11 @@ def transform(
     >>> low({"w": jnp.ones((4, 2))}, jnp.ones((3, 4)))[0].tolist()
     [4.0, 4.0]
     """
+    if isinstance(fn, nn.Module | nnx.Module):
+        raise TypeError(
+            f"fn is the module {type(fn).__name__}; use convert_to_tcfp(model, recipe, *inputs), or pass a function such "
+            "as lambda params, x: model.apply({'params': params}, x)"
+        )
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}; pass a function of parameters and inputs")
     return Transformed(fn, policy(recipe, rules, include), params, strict=strict)

@@ -26,7 +26,12 @@ def made(w, recipe=TCFP12, copies="both"):
     return dataclasses.replace(quantize(w)[0], sample=sample_of(w))
 
 
-STORED = made(W)
+@functools.cache
+def stored_w():
+    """Made when a test first asks: collecting tests compiles nothing."""
+    return made(W)
+
+
 OTHERS = {
     "doubled": 2 * W,
     "averaged": 0.999 * W + 0.001 * W[::-1],
@@ -43,8 +48,8 @@ def unchecked(stored):
 @pytest.mark.parametrize("w", OTHERS.values(), ids=OTHERS.keys())
 def test_other_parameters_raise_and_are_nan_in_a_program(w):
     with pytest.raises(ValueError, match=r"made of other parameters.*was .* and is .*on the fly"):
-        current(STORED, w)
-    assert jnp.isnan(jax.jit(current)(STORED, w).dequantize()).all()
+        current(stored_w(), w)
+    assert jnp.isnan(jax.jit(current)(stored_w(), w).dequantize()).all()
 
 
 @pytest.mark.parametrize("name", ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"])
@@ -64,10 +69,10 @@ def test_the_products_of_every_scaling_are_nan(name):
 
 
 def test_the_same_parameter_changes_no_bit():
-    for stored in (STORED, made(W, copies="one"), made(W, tcfp_jax.recipe("tcfp12_blockwise"))):
+    for stored in (stored_w(), made(W, copies="one"), made(W, tcfp_jax.recipe("tcfp12_blockwise"))):
         assert same_bits(current(stored, W), unchecked(stored))
         assert same_bits(jax.jit(current)(stored, W), unchecked(stored))
-    assert current(unchecked(STORED), 2 * W).sample is None  # without a sample there is nothing to compare
+    assert current(unchecked(stored_w()), 2 * W).sample is None  # without a sample there is nothing to compare
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (1, 5), (1, 1), (3, 4096)], ids=str)
@@ -92,9 +97,9 @@ def test_sixteen_bits_may_round_to_the_neighbour_and_not_further():
     current(stored, jnp.nextafter(w, jnp.bfloat16(jnp.inf)))
     with pytest.raises(ValueError, match="other parameters"):
         current(stored, (W * 1.05).astype(jnp.bfloat16))
-    current(STORED, W * (1 + 2.0**-23))
+    current(stored_w(), W * (1 + 2.0**-23))
     with pytest.raises(ValueError, match="other parameters"):
-        current(STORED, W * (1 + 2.0**-14))
+        current(stored_w(), W * (1 + 2.0**-14))
 
 
 def test_a_stack_is_compared_matrix_by_matrix():
@@ -119,9 +124,9 @@ def test_no_gradient_reaches_the_comparison(around):
         _, ys = jax.lax.scan(lambda c, x: (c, multiply(x, w)), None, X[None])
         return jnp.sum(ys**2)
 
-    plain = lambda w: jnp.sum(tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(STORED)) ** 2)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, STORED), jax.grad(plain)(W), rtol=1e-5)
-    tangent = jax.jvp(lambda w: current(STORED, w).dequantize(), (W,), (W,))[1]
+    plain = lambda w: jnp.sum(tcfp_jax.matmul(X, w, recipe=TCFP12, quantized=unchecked(stored_w())) ** 2)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(W, stored_w()), jax.grad(plain)(W), rtol=1e-5)
+    tangent = jax.jvp(lambda w: current(stored_w(), w).dequantize(), (W,), (W,))[1]
     assert not np.any(tangent)
 
 
@@ -160,4 +165,4 @@ def test_inside_shard_map_nothing_is_compared(check_vma):
     run = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec(None)), check_vma=check_vma)
     y, sample = jax.jit(run)(W)
     assert jnp.isfinite(y).all() and jnp.isnan(sample).all()
-    current(dataclasses.replace(STORED, sample=sample), W)  # not known fits
+    current(dataclasses.replace(stored_w(), sample=sample), W)  # not known fits

@@ -1,0 +1,261 @@
+"""`transform`: products are found in the program, whoever wrote it, and nothing is left alone without being listed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import tcfp_jax
+import tcfp_jax.linen
+from tcfp_jax import error_feedback, layer_state, transform
+from tcfp_jax.conversion import diagnose, export, find_weights, restore, survey, to_bf16
+from tests.helpers import same_bits
+
+ALL = ("linear", "small", "head")
+RECIPE = "tcfp12_fast"
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) / 6, jnp.float32)
+
+
+X = normal(4, 32, seed=1) * 6
+W, STACK, TABLE = normal(32, 32), normal(32, 3, 32), normal(16, 32)
+
+
+def scanned(p, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy, prevent_cse=False)
+    return lax.scan(lambda x, w: (block(x, w), None), x, jnp.moveaxis(p["w"], 1, 0))[0]
+
+
+def jitted_blocks(p, x):
+    block = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    return functools.reduce(lambda x, name: block(p[name], x), sorted(p), x)
+
+
+def heads(p, x):
+    return jnp.einsum("tnh,nhd->td", jnp.einsum("td,ndh->tnh", x, p["q"]), p["o"])
+
+
+# What is converted: (function, parameters, equations of its products).
+CONVERTED = {
+    "mlp": (lambda p, x: jax.nn.relu(x @ p["a"] + p["b"]) @ p["c"], {"a": W, "b": W[0], "c": W}, ["ca,ab->cb"] * 2),
+    "scan and remat over axis 1": (scanned, {"w": STACK}, ["ca,ab->cb"]),
+    "scan over one layer": (scanned, {"w": STACK[:, :1]}, ["ca,ab->cb"]),
+    "loop with an index": (
+        lambda p, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][:, i]), x), {"w": STACK}, ["ca,ab->cb"],
+    ),
+    "indexed": (lambda p, x: jnp.tanh(x @ p["w"][:, 0]) @ p["w"][:, 1], {"w": STACK}, ["ca,ab->cb"] * 2),
+    "heads": (heads, {"q": normal(4, 32, 8), "o": normal(4, 8, 32)}, ["db,abc->dac", "dab,abc->dc"]),
+    "a matrix read as heads": (
+        lambda p, x: jnp.einsum("td,dnh->tnh", x, p["w"].reshape(32, 4, 8)), {"w": W}, ["da,abc->dbc"],
+    ),
+    "experts": (lambda p, x: jnp.einsum("td,edf->tef", x, p["w"]), {"w": normal(2, 32, 16)}, ["db,abc->dac"]),
+    "experts with their own rows": (
+        lambda p, x: jnp.einsum("etd,edf->etf", jnp.stack([x, 2 * x]), p["w"]), {"w": normal(2, 32, 16)},
+        ["adb,abc->adc"],
+    ),
+    "shared and transposed": (
+        lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T, {"w": W}, ["ca,ab->cb", "cb,ab->ca"],
+    ),
+    "tied head": (lambda p, x: (x + p["table"][jnp.arange(4)]) @ p["table"].T, {"table": TABLE}, ["cb,ab->ca"]),
+    "bfloat16": (
+        lambda p, x: (x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32), {"w": W},
+        ["ca,ab->cb"],
+    ),
+    "branches": (
+        lambda p, x: lax.cond(x.sum() > 0, lambda x: x @ p["a"], lambda x: x @ p["b"], x), {"a": W, "b": 2 * W},
+        ["ca,ab->cb"] * 2,
+    ),
+    "parts": (
+        lambda p, x: sum(jnp.split(x @ p["w"], 3, axis=1)) + x @ p["w"][:, :32], {"w": normal(32, 96)},
+        ["ca,ab->cb"] * 2,
+    ),
+    "vectors": (lambda p, x: jax.vmap(lambda x: p["w"] @ x)(x), {"w": W}, ["cb,ab->ac"]),
+    "jitted blocks": (jitted_blocks, {str(i): normal(32, 32, seed=i) for i in range(3)}, ["ca,ab->cb"] * 3),
+}  # fmt: skip
+
+
+@jax.custom_vjp
+def own_rule(x, w):
+    return x @ w
+
+
+own_rule.defvjp(lambda x, w: (own_rule(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+# What is left alone: (function, parameters, part of the reason).
+LEFT = {
+    "convolution": (
+        lambda p, x: lax.conv(x[None, None], p["w"], (1, 1), "SAME"), {"w": normal(2, 1, 3, 3)}, "convolution",
+    ),
+    "computed": (lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)), {"w": W}, "computed"),
+    "low-rank sum": (lambda p, x: x @ (p["w"] + p["a"] @ p["b"]), {"w": W, "a": W[:, :2], "b": W[:2]}, "computed"),
+    "custom rule": (lambda p, x: own_rule(x, p["w"]), {"w": W}, "inside custom_vjp_call"),
+    "closed over": (lambda p, x: x @ W + p["b"], {"b": W[0]}, "closes over"),
+    "gathered by an array": (
+        lambda p, x: jnp.einsum("td,tdf->tf", x, p["w"][(x[:, 0] > 0).astype(int)]), {"w": normal(2, 32, 16)},
+        "gathered",
+    ),
+    "changed in a loop": (
+        lambda p, x: lax.fori_loop(0, 3, lambda i, c: (c[0] @ c[1], c[1] * 2.0), (x, p["w"]))[0], {"w": W}, "carried",
+    ),
+    "mixed with an input": (lambda p, x: x @ (p["w"] * x.mean()), {"w": W}, "mixed with an input"),
+    "jax.grad inside": (lambda p, x: jax.grad(lambda w: jnp.sum((x @ w) ** 2))(p["w"]), {"w": W}, "jax.grad"),
+    "ragged": (lambda p, x: lax.ragged_dot(x, p["w"], jnp.array([1, 3])), {"w": normal(2, 32, 16)}, "ragged_dot"),
+}  # fmt: skip
+
+
+def close(found, wanted, part):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(jnp.linalg.norm(b.ravel()))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
+    fn, params, equations = CONVERTED[name]
+    low = transform(fn, RECIPE, include=ALL, strict=True)
+    report = survey(low, params, X)
+    assert sorted(record.product.equation for record in report.converted) == sorted(equations) and not report.skipped
+    weights = find_weights(low, params, X)
+    absent = {path: jax.ShapeDtypeStruct(w.shape, w.dtype) if path in weights else w for path, w in params.items()}
+    loss = lambda f: lambda p, **options: jnp.sum(f(p, X, **options).astype(jnp.float32) ** 2)
+
+    @jax.jit
+    def results(params):
+        kept = layer_state(error_feedback(weights).init(params)) if weights else {}
+        exact = jax.value_and_grad(loss(fn))(params)
+        fresh = jax.value_and_grad(loss(low))(params)
+        stored = jax.value_and_grad(loss(low))(params, stored=kept)
+        batched = jax.vmap(low, (None, 0))(params, jnp.stack([X, X]))[1]
+        served = low(absent, X, stored=kept) if name != "parts" else low(params, X)
+        return exact, fresh, stored, low(params, X), batched, served
+
+    exact, fresh, stored, y, batched, served = results(params)
+    close(fresh, exact, 0.2)
+    close(stored, fresh, 2e-2)
+    close(batched, y, 2e-2)
+    close(served, y, 2e-2)
+    assert not same_bits(fresh[0], exact[0])
+    assert "f8_e4m3" not in str(jax.make_jaxpr(fn)(params, X))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone_is_listed_with_its_reason(name):
+    fn, params, reason = LEFT[name]
+    report = survey(transform(fn, RECIPE, include=ALL), params, X)
+    assert not report.converted and any(reason in record.reason for record in report.skipped), str(report)
+    with pytest.raises(ValueError, match=f"no product of .* was converted: .*{reason}"):
+        transform(fn, RECIPE, include=ALL)(params, X)
+
+
+def test_strict_names_what_it_cannot_convert_unless_a_rule_does():
+    fn = lambda p, x: lax.conv((x @ p["w"])[None, None], p["k"], (1, 1), "SAME")
+    params = {"w": W, "k": normal(2, 1, 3, 3)}
+    with pytest.raises(ValueError, match=r"strict=True: 1 products of parameters .*convolution.*rules"):
+        transform(fn, RECIPE, include=ALL, strict=True)(params, X)
+    transform(fn, RECIPE, include=ALL, strict=True, rules={"^k$": None})(params, X)
+    with pytest.raises(ValueError, match="strict=True: no product matches the rule 'never'"):
+        transform(fn, RECIPE, include=ALL, strict=True, rules={"never": None, "k": None})(params, X)
+
+
+def test_the_two_forms_of_a_shared_weight_are_told_apart():
+    fn, params, _ = CONVERTED["shared and transposed"]
+    report = survey(transform(fn, RECIPE, include=ALL), params, X)
+    assert [record.stored for record in report.converted] == [True, False]
+    assert "quantized at each use: its weight is stored for another product" in str(report)
+
+
+def test_rules_know_paths_shapes_scopes_and_heads():
+    def fn(p, x):
+        with jax.named_scope("encoder"):
+            x = jnp.tanh(x @ p["a"]["w"])
+        return jnp.tanh(x @ p["b"]["w"]) @ p["c"]["w"]
+
+    params = {"a": {"w": W}, "b": {"w": normal(32, 32, seed=3)}, "c": {"w": normal(32, 48)}}
+    recipes = lambda **options: {
+        r.path: r.recipe for r in survey(transform(fn, RECIPE, **options), params, X).converted
+    }
+    assert set(recipes(include=ALL)) == {"a", "b", "c"}
+    assert set(recipes(include=("linear", "small"))) == {"a", "b"}  # nothing contracts 48 features: a head
+    assert set(recipes(include=ALL, rules={"encoder": None})) == {"b", "c"}
+    by_shape = lambda path, product: "tensorwise" if product.n == 48 else None
+    assert recipes(include=ALL, rules=by_shape)["c"] == tcfp_jax.recipe("tensorwise")
+
+
+def test_switching_exporting_and_diagnosing_a_function(capsys):
+    fn, params, _ = CONVERTED["mlp"]
+    low = transform(fn, "tensorwise", include=ALL)
+    off = to_bf16(low, "")
+    assert export(low) is fn and same_bits(off(params, X), fn(params, X))
+    assert same_bits(restore(off, "")(params, X), low(params, X)) and not same_bits(low(params, X), fn(params, X))
+    found = diagnose(fn, params, X, recipe="tensorwise")
+    assert [line.path for line in found.lines] == ["a", "c"] and "eligible" in capsys.readouterr().out
+
+
+def test_nested_transforms_and_layers_of_ours_are_not_converted_twice():
+    layer = tcfp_jax.linen.TCFPDense(32, recipe="tensorwise")
+    inner = transform(lambda p, x: x @ p["w"], "tensorwise", include=ALL)
+    params = {"w": W, "layer": {"kernel": W, "bias": W[0]}, "own": W}
+    outer = transform(
+        lambda p, x: layer.apply({"params": p["layer"]}, inner({"w": p["w"]}, x)) @ p["own"], RECIPE, include=ALL
+    )
+    report = survey(outer, params, X)
+    assert [(r.weight_path, r.reason) for r in report.converted][1:] == [
+        ("layer/kernel", "low-precision by hand"),
+        ("own", ""),
+    ]
+    assert np.isfinite(outer(params, X)).all()
+
+
+def test_other_programs_never_see_a_transformed_one():
+    block = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    plain = lambda p, x: block(p["w"], x)
+    text = lambda: str(jax.make_jaxpr(plain)({"w": W}, X))
+    before = text()
+    low = transform(plain, RECIPE, include=ALL)
+    assert "f8_e4m3" in str(jax.make_jaxpr(low)({"w": W}, X))
+    assert text() == before and jnp.array_equal(plain({"w": W}, X), jnp.tanh(X @ W))
+
+
+def test_equal_jitted_blocks_share_one_trace():
+    fn, params, _ = CONVERTED["jitted blocks"]
+    low = transform(fn, "tensorwise", include=ALL)
+    lines = [len(jax.jit(f).lower(params, X).as_text().splitlines()) for f in (low, transform(fn, "bf16", include=ALL))]
+    more = {str(i): normal(32, 32, seed=i) for i in range(9)}
+    longer = len(jax.jit(low).lower(more, X).as_text().splitlines())
+    assert longer < lines[0] + 6 * 4  # six more blocks are six more calls
+
+
+def test_state_of_other_parameters_is_never_multiplied_in_silence():
+    fn, params, _ = CONVERTED["mlp"]
+    low = transform(fn, "tensorwise", include=ALL)
+    kept = layer_state(error_feedback(find_weights(low, params, X)).init(params))
+    assert np.isfinite(low(params, X, stored=kept)).all()
+    averaged = jax.tree.map(lambda w: 0.99 * w, params)
+    with pytest.raises(ValueError, match="made of other parameters"):
+        low(averaged, X, stored=kept)
+    assert np.isnan(jax.jit(low)(averaged, X, stored=kept)).all()
+    with pytest.raises(ValueError, match="the state holds 'z', but the parameters have only a, b, c"):
+        low(params, X, stored={**kept, "z": kept["a"]})
+    with pytest.raises(ValueError, match="'a' is a shape without values"):
+        low({**params, "a": jax.ShapeDtypeStruct((32, 32), "float32")}, X)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, message",
+    [
+        ((nn.Dense(4), RECIPE), {}, TypeError, "convert_to_tcfp"),
+        ((3, RECIPE), {}, TypeError, "fn is a int; pass a function"),
+        ((heads, "tcfp13"), {}, ValueError, "tcfp12_fast"),
+        ((heads, RECIPE), {"include": "heads"}, ValueError, "heads.*linear"),
+        ((heads, RECIPE), {"params": 4}, TypeError, "params=4, but the function was called with 2"),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        transform(*arguments, **options)({}, X)
