@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from flax import linen as nn
+from flax import nnx
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.arrays import arrays_of, has_values, is_array, on_arrays
@@ -178,13 +180,13 @@ def transform(
       ValueError: an unknown recipe or group, or a rule that is not a regex.
 
     >>> low = transform(lambda params, x: x @ params["w"], "tensorwise", include=("linear", "small"))
-    >>> low({"w": jnp.ones((4, 2))}, jnp.ones((3, 4)))[0].tolist()
+    >>> low({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((3, 4)))[0].tolist()
     [4.0, 4.0]
     """
     if isinstance(fn, nn.Module | nnx.Module):
         raise TypeError(
-            f"fn is the module {type(fn).__name__}; use convert_to_tcfp(model, recipe, *inputs), or pass a function such "
-            "as lambda params, x: model.apply({'params': params}, x)"
+            f"fn is the module {type(fn).__name__}; use convert_to_tcfp(model, recipe, *inputs), or pass a function of "
+            "parameters and inputs, such as lambda params, x: model.apply({'params': params}, x)"
         )
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}; pass a function of parameters and inputs")
