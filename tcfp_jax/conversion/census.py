@@ -141,7 +141,7 @@ class _Walk:
             return [self._own(eqn, mark, inputs[0], place)]
         if name in PRODUCTS:
             return [self._product(eqn, inputs, place)]
-        rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._opaque}
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if name in INLINED and not eqn.params.get("differentiated"):
             return self.run(*_body_and_facts(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), inputs), place)
         if name in rules:
@@ -189,6 +189,18 @@ class _Walk:
                 self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
         joined = join(inputs)
         return [fact.opaque(COMPUTED) if fact.is_weight else fact for fact in outputs or [joined] * len(eqn.outvars)]
+
+    def _shard_map(self, eqn: Any, inputs: list[Fact], place: Place) -> list[Fact]:
+        """Each device multiplies its part of a weight, or all parts gathered: no stored form fits either."""
+        body, consts = opened(eqn.params["jaxpr"])
+        local = []
+        for fact, var in zip(inputs, body.invars, strict=True):
+            view = None if fact.view is None else fact.view.local(var.aval.shape)
+            local.append(
+                fact.opaque(COMPUTED) if view is None and fact.is_weight else dataclasses.replace(fact, view=view)
+            )
+        outputs = self.run(body, [*closed_over(consts), *local], place)
+        return [fact.opaque(COMPUTED if fact.is_weight else "") for fact in outputs]
 
     # What a loop carries may come from more in its second round than in its first. Facts only grow, and there are
     # finitely many of them, so walking the body until nothing changes ends.

@@ -6,6 +6,7 @@ anything, and a planned product multiplies the parameter itself. Any other equat
 rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so that stored weights travel through it.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
 from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_counts
-from tcfp_jax.conversion.shown import Shown
+from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
 from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract
@@ -64,7 +65,7 @@ class Machine:
         shown = any(isinstance(value, Shown) for value in inputs)
         if not shown:
             return _bind(eqn, inputs)
-        rules = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if name in rules and (step or name == "scan"):
             return rules[name](eqn, inputs, step)
         if name in INLINED and not eqn.params.get("differentiated"):
@@ -108,6 +109,25 @@ class Machine:
             run.__name__ = params["name"]
             self._calls[key] = body, jax.jit(run)  # the body too: its id is the key
         return _passed_on(body, inputs, self._calls[key][1](inputs))
+
+    def _shard_map(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+        params, (body, consts) = eqn.params, opened(eqn.params["jaxpr"])
+        views = [
+            value.view.local(var.aval.shape) if isinstance(value, Shown) else None
+            for value, var in zip(inputs, body.invars, strict=True)
+        ]
+        arrays = list(map(_bare, inputs, [var.aval for var in eqn.invars]))
+
+        def run(*parts: Any) -> tuple[Any, ...]:
+            given = [
+                part if view is None else dataclasses.replace(Shown.of(part, None, None), view=view)
+                for part, view in zip(parts, views, strict=True)
+            ]
+            return tuple(bare(self.run(body, consts, given, plan), body))
+
+        names = params.get("newly_manual_axes", params.get("manual_axes"))
+        options = dict(mesh=params["mesh"], in_specs=params["in_specs"], out_specs=tuple(params["out_specs"]))
+        return list(jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=names)(*arrays))
 
     def _scan(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
         (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
@@ -179,6 +199,8 @@ def _product(eqn: Any, inputs: list[Any], recipe: Recipe) -> jax.Array:
     stored = weight.stored if fits else None
     asked = eqn.params.get("out_sharding")
     kernel = weight.root if stored is not None else weight.numbers()
+    if stored is None and weight.local is not None:
+        stored = gathered(weight, found, recipe)
     key = jax.random.key(0) if stored is None and recipe.stochastic else None  # in evaluation: calls repeat
     if asked is not None:
         asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))

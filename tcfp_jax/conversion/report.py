@@ -50,7 +50,7 @@ class Record:
         what = self.reason
         if self.recipe is not None:
             notes = [what] if what else []
-            notes += [] if self.stored else ["quantized at each use: its weight is stored for another product"]
+            notes += [] if self.stored else ["quantized at each use: the stored form of its weight is another one"]
             what = describe(self.recipe) + (f" ({'; '.join(notes)})" if notes else "")
         return f"{self.product} {what}"
 

@@ -12,9 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tcfp_jax.conversion.views import View
+from pallas_kernels import numerics
+from pallas_kernels.operands import Operand, Tensor
+from tcfp_jax.conversion.views import Factors, View
 from tcfp_jax.products.axes import regrouped, ungrouped
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 _static: Any = functools.partial(field, metadata=dict(static=True))
 
@@ -31,6 +36,8 @@ class Shown:
       weight: how the whole parameter is stored.
       stacked: the parameter's axes that lead the stored form.
       dtype: of the parameter.
+      local: inside `shard_map`, what the device had before all parts were gathered.
+      gathers: the atoms that were gathered, and over which axis of the mesh.
     """
 
     root: Any
@@ -39,6 +46,8 @@ class Shown:
     weight: Weight | None = _static()
     stacked: tuple[int, ...] = _static()
     dtype: str = _static()
+    local: Any = None
+    gathers: tuple[tuple[int, Any], ...] = _static(default=())
 
     @staticmethod
     def of(leaf: Any, stored: Any, weight: Weight | None) -> "Shown":
@@ -105,7 +114,8 @@ class Shown:
         """Split and merged axes; None where they are cut across."""
         view = self.view.reshape(old, new)
         root = self.root if view is None or self.root is None else _split(self.root, view.sizes)
-        return self._with(view, root=root)
+        kept = self.local is not None and view is not None and view.sizes == self.view.sizes
+        return self._with(view, root=root, local=self.local if kept else None)
 
     def at(self, axis: int, index: Any) -> Any:
         """One entry of an axis, which stays with size 1."""
@@ -120,7 +130,17 @@ class Shown:
         if not self.axes[axis]:
             return self
         root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
-        return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=())
+        return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
+
+    def gather(self, axis: int, name: Any, devices: int) -> Any:
+        """All devices' parts of an axis; the float numbers are only gathered where something reads them."""
+        view = self.view.gather(axis, name, devices)
+        if view is None or (self.gathers and self.local is None):
+            return None
+        (atom,) = self.axes[axis]
+        root = lax.all_gather(self.numbers(), name, axis=atom, tiled=True)
+        local = self.root if self.local is None else self.local
+        return self._with(view, root=root, local=local, gathers=(*self.gathers, (atom, name)))
 
     def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
         """(arrays with an axis of one atom in front, what one entry of them is)."""
@@ -133,7 +153,7 @@ class Shown:
         root = self.numbers() if self.root is not None or stored is None else None
         stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
         view = self.view.drop(axis)
-        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked)
+        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
         return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
 
     def constrain(self, sharding: NamedSharding) -> Any:
@@ -144,6 +164,11 @@ class Shown:
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
         return self._with(self.view, root=lax.with_sharding_constraint(self.root, own))
+
+    def vary(self, eqn: Any) -> Any:
+        """The same numbers, in a type that may differ between devices."""
+        bind = lambda array: None if array is None else eqn.primitive.bind(array, **eqn.params)
+        return self._with(self.view, root=bind(self.root), local=bind(self.local))
 
     def stop(self) -> Any:
         """Without a gradient."""
@@ -182,3 +207,40 @@ def _without_ones(shape: tuple[int, ...]) -> list[list[int]]:
         else:
             groups.append([size])
     return groups if max(shape, default=1) > 1 else []
+
+
+def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
+    """A weight whose parts were gathered inside `shard_map`, quantized before it travelled: FP8 values are gathered.
+
+    The scale is that of the whole weight, from one reduction of the devices' amaxes. None where the float weight has to
+    travel: with a scale for each row or block, or where the parts of an axis would not be neighbours in the matrix.
+    """
+    layout = found.contraction.layout
+    groups = (layout.inputs, layout.outputs)
+    first = {groups[0][0]: "k", groups[1][0]: "n"}
+    served = (
+        recipe.weight is not None and recipe.scaling == Tensor() and recipe.amax == "fresh" and not recipe.stochastic
+    )
+    if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers):
+        return None
+    matrix = lax.stop_gradient(layout.matrix(weight.local))
+    amax = numerics.amax(matrix)
+    for _, name in weight.gathers:
+        amax = lax.pmax(amax, name)
+    stored, _ = quantize_weight(matrix, recipe, amax=amax)
+
+    def whole(values: jax.Array, axes: str) -> jax.Array:
+        codes = lax.bitcast_convert_type(values, jnp.uint8)  # bytes travel, whatever a backend thinks of FP8
+        for atom, name in weight.gathers:
+            codes = lax.all_gather(codes, name, axis=axes.index(first[atom]), tiled=True)
+        return lax.bitcast_convert_type(codes, values.dtype)
+
+    def operand(one: Operand | None, axes: str) -> Operand | None:
+        if one is None:
+            return None
+        return dataclasses.replace(
+            one, values=whole(one.values, axes), lo=None if one.lo is None else whole(one.lo, axes)
+        )
+
+    axes = "nk" if layout.transposed else "kn"
+    return Stored(operand(stored.forward, axes[::-1]), operand(stored.backward, axes))

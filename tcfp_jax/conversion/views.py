@@ -129,6 +129,20 @@ class View:
         moved = self.drop(axis)
         return dataclasses.replace(moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:]))
 
+    def local(self, shape: tuple[int, ...]) -> "View | None":
+        """What one device has of it inside `shard_map`, where it is a parameter as it came; None where it is not."""
+        if self != dataclasses.replace(View.of(self.shape), casts=self.casts):
+            return None
+        return dataclasses.replace(View.of(shape), shape=self.shape, whole=False, casts=self.casts)
+
+    def gather(self, axis: int, name: Any, devices: int) -> "View | None":
+        """All devices' parts of an axis, one after the other."""
+        if len(self.axes[axis]) != 1:
+            return None
+        (atom,) = self.axes[axis]
+        sizes = (*self.sizes[:atom], self.sizes[atom] * devices, *self.sizes[atom + 1 :])
+        return dataclasses.replace(self, sizes=sizes)
+
     def part(self, axis: int, start: Any, size: int) -> "View":
         """Some entries of an axis."""
         if not self.axes[axis]:
@@ -143,6 +157,10 @@ class View:
 
     def stop(self) -> "View":
         """Without a gradient."""
+        return self
+
+    def vary(self, eqn: Any) -> "View":
+        """The same numbers, in a type that may differ between devices."""
         return self
 
 
@@ -162,6 +180,8 @@ def move(view: Any, eqn: Any, number: int, starts: Any) -> Any:
             return None
         if name == "stop_gradient":
             view = view.stop()
+        if name in ("pvary", "pcast"):
+            view = view.vary(eqn)
         if name in ("sharding_constraint", "reshard"):
             wanted = params.get("sharding", params.get("dst_sharding"))
             view = view.constrain(wanted) if isinstance(wanted, NamedSharding) else view
@@ -176,6 +196,9 @@ def move(view: Any, eqn: Any, number: int, starts: Any) -> Any:
         return view.reshape(old, out.shape) if params.get("dimensions") is None else None
     if name == "gather":
         return _gathered(view, eqn, starts)
+    if name in ("all_gather", "all_gather_invariant"):
+        whole = params["tiled"] and params["axis_index_groups"] is None
+        return view.gather(params["all_gather_dimension"], params["axis_name"], params["axis_size"]) if whole else None
     return _sliced(view, eqn, number, starts)
 
 
