@@ -8,10 +8,11 @@ _FORMATS = (
     "casting", "cast_kernel", "codebook_search", "codes", "float_bits", "packing", "parts", "rotation", "scale_choice",
     "sparsity", "tiles",
 )  # fmt: skip
-_CONVERSION = ("census", "interception", "policy", "registry", "replacement", "report", "tracing")
+_CONVERSION = ("census", "policy", "report")
+_ENGINE = ("interception", "registry", "replacement", "tracing")
 MODULES = {
     "tcfp_jax.recipe": "tcfp_jax.recipes",
-    "tcfp_jax.adapters": "tcfp_jax.layers (forward passes) and tcfp_jax.linen (kernel_of)",
+    "tcfp_jax.adapters": "tcfp_jax.layers (forward passes); no adapters are needed",
     "tcfp_jax.blocks": "tcfp_jax.weights.stored (Stored) and pallas_kernels.operands (Operand)",
     "tcfp_jax.quantization": "tcfp_jax.weights.quantization, and its classes are pallas_kernels.operands.Operand and "
     "tcfp_jax.weights.stored.Stored",
@@ -29,6 +30,7 @@ MODULES = {
     "pallas_kernels.block_matmul": "pallas_kernels.matmul and pallas_kernels.skip_matmul",
     **{f"tcfp_jax.{name}": f"tcfp_jax.formats.{name}" for name in _FORMATS},
     **{f"tcfp_jax.{name}": f"tcfp_jax.conversion.{name}" for name in _CONVERSION},
+    **{f"tcfp_jax.{name}": "tcfp_jax.conversion.transform, which needs none" for name in _ENGINE},
 }
 
 

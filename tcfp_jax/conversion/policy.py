@@ -13,11 +13,10 @@ from tcfp_jax.recipes import recipe as named_recipe
 Include = Literal["linear", "head", "small", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
 
-# benchmarks/train_step, H200: a kernel of 1024 x 4096 is the smallest that was measured to win (1.13 for tcfp12_fast);
-# below 1024 x 1024 a step is launches and quantization traffic.
-SMALL = 1024 * 1024
-# A product whose matrix has a side below this is bound by the traffic of its operands, whatever its other side is.
-NARROW = 512
+# A matrix with a side below this is bound by the traffic of its operands, whatever its other side is. Products of 4096 and
+# a side of 1024 were measured at 1.19 of BF16's speed for tensorwise, of 768 at 0.99, of 512 at 0.81 (H200,
+# benchmarks/results/nvidia-h200/train_step-narrow.json).
+SMALL = 1024
 
 SWITCHED_OFF = "switched off by to_bf16"
 OWN = "low-precision by hand"
@@ -89,10 +88,9 @@ class Policy:
         if group not in self.include:
             what = "output head" if product.head else "linear"
             return f'{what}; include "{group}" or name it in rules'
-        size, side = product.k * product.n, min(product.k, product.n)
-        if "small" not in self.include and (size < SMALL or side < NARROW):
-            least = f"{size} values of {SMALL}" if size < SMALL else f"a side of {side} for {NARROW}"
-            return f'too small to win: {least}; include "small" or name it in rules'
+        side = min(product.k, product.n)
+        if "small" not in self.include and side < SMALL:
+            return f'too small to win: a side of {side}, below {SMALL}; include "small" or name it in rules'
         return ""
 
     def is_off(self, path: str) -> bool:
