@@ -13,8 +13,8 @@ from tcfp_jax.recipes import recipe as named_recipe
 Include = Literal["linear", "head", "small", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
 
-# A matrix with a side below this is bound by the traffic of its operands, whatever its other side is. Products of 4096 and
-# a side of 1024 were measured at 1.19 of BF16's speed for tensorwise, of 768 at 0.99, of 512 at 0.81 (H200,
+# A matrix with a side below this is bound by the traffic of its operands, whatever its other side is. Products of 4096
+# and a side of 1024 were measured at 1.19 of BF16's speed for tensorwise, of 768 at 0.99, of 512 at 0.81 (H200,
 # benchmarks/results/nvidia-h200/train_step-narrow.json).
 SMALL = 1024
 

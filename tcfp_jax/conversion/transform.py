@@ -170,7 +170,7 @@ def transform(
         the parameter's path ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or functions
         `(path, product)` to a recipe, or None where they have no opinion. The first match wins, also over `include`.
       include: products that take `recipe` without a rule: "linear"; "head", what makes the model's output; "small",
-        matrices below 1024 x 1024 or with a side below 512, which are slower than in BF16; and parameters that are
+        matrices with a side below 1024, which are slower than in BF16; and parameters that are
         rounded to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
       strict: raise where a product of a parameter has no low-precision form, and no rule leaves it alone, or where a
         rule matches nothing.
