@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tcfp_jax
 import tcfp_jax.linen
@@ -191,6 +191,32 @@ def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(recipe, g
     close(step(params), loss(alone)(params), 0.02 if recipe == "rowwise" else 1e-5)
     moved = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", step.as_text())
     assert moved.count("u8") == gathered and (gathered == 0 or set(moved) == {"u8"}), moved
+
+
+def columns_then_rows(p, x):
+    hidden = jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"]))
+    return jnp.einsum("tnh,nhd->td", hidden, p["v"], out_sharding=PartitionSpec("a", None))
+
+
+def test_explicit_axes_and_the_sharding_that_a_model_asks_for_reach_the_products():
+    mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
+    shapes = {"w": ((32, 4, 8), (None, "b", None)), "v": ((4, 8, 32), ("b", None, None))}
+    low = transform(columns_then_rows, "tensorwise", include=ALL)
+    whole = {name: normal(*shape, seed=i) for i, (name, (shape, _)) in enumerate(shapes.items())}
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        params, x = {name: put(whole[name], *spec) for name, (_, spec) in shapes.items()}, put(X, "a", None)
+        weights = find_weights(low, params, x)
+
+        @jax.jit
+        def step(params, x):
+            kept = layer_state(error_feedback(weights).init(params))
+            return low(params, x, stored=kept), jax.grad(lambda p: jnp.sum(low(p, x, stored=kept) ** 2))(params)
+
+        y, gradients = step(params, x)
+    assert y.sharding.spec == PartitionSpec("a", None) and gradients["v"].sharding.spec[0] == "b"
+    exact = jax.jit(lambda p, x: jnp.einsum("tnh,nhd->td", jnp.tanh(jnp.einsum("td,dnh->tnh", x, p["w"])), p["v"]))
+    close(np.asarray(y), np.asarray(exact(whole, X)), 0.1)
 
 
 def test_rules_know_paths_shapes_scopes_and_heads():
