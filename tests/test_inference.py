@@ -11,10 +11,10 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, unpack
 from tcfp_jax.layers import Absent
-from tcfp_jax.linen import TCFPDense, kernel_of
+from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import recipe as tcfp_recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.packed import PackedTCFP12
@@ -22,6 +22,7 @@ from tests.helpers import nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
 
 
@@ -166,23 +167,13 @@ class Transposed(nn.Module):
         return x @ self.param("kernel", nn.initializers.normal(), (8, x.shape[-1])).T
 
 
-def test_an_adapter_needs_kernel_of_for_inference_weights():
+def test_a_layer_that_nobody_knows_runs_without_its_float_weight():
     params = variables_of(Transposed(), X)["params"]
-    init = nn.initializers.normal()
-    reads = {
-        "float": lambda layer, x: layer.param("kernel", init, (8, x.shape[-1])),
-        "either": lambda layer, x: kernel_of(layer, "kernel", init, (8, x.shape[-1])),
-    }
-    for name, read in reads.items():
-        register_adapter(Transposed, lambda layer, multiply, x: multiply("...k,nk->...n", x, read(layer, x)))
-        model = convert(Transposed(), "tcfp12", X)
-        served = quantize_params(params, find_weights(model))
-        if name == "float":
-            with pytest.raises(NotImplementedError, match="kernel_of"):
-                jax.eval_shape(model.apply, served, X)
-        else:
-            apply = jax.jit(model.apply)
-            np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    model = convert(Transposed(), "tcfp12", X, include=ALL)
+    served = quantize_params(params, find_weights(model))
+    assert not jax.tree.leaves(served["params"])
+    apply = jax.jit(model.apply)
+    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
 
 
 def test_bad_input():
