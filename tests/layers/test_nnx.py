@@ -239,8 +239,6 @@ def test_bad_input():
         TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
     with pytest.raises(ValueError, match="unknown"):
         TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match="out_sharding"):
-        layer(X, out_sharding="x")
     with pytest.raises(ValueError, match="holds no quantized weight"):
         sync(layer, flax_nnx.Optimizer(layer, optax.sgd(0.1), wrt=flax_nnx.Param))
     with pytest.raises(ValueError, match="no low-precision layer"):
