@@ -39,7 +39,7 @@ def modules_of(model: Any) -> dict[str, Any]:
     """The modules of a model by path, each once.
 
     >>> list(modules_of(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
-    ['layers/0', '']
+    ['layers/0', 'layers', '']
     """
     found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
     return {"/".join(map(str, path)): node for path, node in found}
@@ -288,7 +288,7 @@ def put(owner: Any, name: Any, value: Any) -> None:
     if isinstance(name, int) or isinstance(owner, dict):
         owner[name] = value
     else:
-        setattr(owner, name, value)
+        setattr(owner, name, nnx.data(value) if isinstance(value, nnx.Variable) else value)
 
 
 def _strip(module: Any) -> None:

@@ -178,7 +178,7 @@ def transform(
       ValueError: an unknown recipe or group, or a rule that is not a regex.
 
     >>> low = transform(lambda params, x: x @ params["w"], "tensorwise", include=("linear", "small"))
-    >>> low({"w": jnp.ones((4, 2))}, jnp.ones((3, 4)))[0].tolist()
+    >>> low({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((3, 4)))[0].tolist()
     [4.0, 4.0]
     """
     if not callable(fn):

@@ -23,7 +23,7 @@ class Model(nn.Module):
     def __call__(self, x):
         x = nn.DenseGeneral((4, 8), name="heads")(x)
         x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(x)
-        return nn.Dense(8, name="lm_head")(x) @ self.param("extra", nn.initializers.normal(), (8, 8))
+        return nn.Dense(64, name="makes_the_output")(x) * self.param("extra", nn.initializers.normal(), (8, 8)).sum()
 
 
 def test_diagnose_says_what_would_happen(capsys):
@@ -32,9 +32,9 @@ def test_diagnose_says_what_would_happen(capsys):
     text = capsys.readouterr().out
     assert str(found) in text and "total, eligible" in text
     lines = {line.path: line for line in found.lines}
-    assert set(lines) == {"heads/kernel", "out/kernel", "lm_head/kernel", "extra"}
+    assert set(lines) == {"heads/kernel", "out/kernel", "makes_the_output/kernel"}
     assert "too small" in lines["out/kernel"].reason and 60 < lines["heads/kernel"].snr_db < 68
-    assert "output head" in lines["extra"].reason
+    assert "output head" in lines["makes_the_output/kernel"].reason
     out = lines["out/kernel"]
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
     # Two halves in two orientations, each of which has its scale.
