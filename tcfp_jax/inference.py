@@ -150,7 +150,7 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
     """Let a converted NNX model run on inference weights alone; in place, and its float kernels are freed.
 
     The model may hold no arrays at all (`nnx.eval_shape(lambda: Model(rngs))`, then `convert_to_tcfp`). In the place
-    of each float kernel stands its shape: what needs the kernel itself, such as training or `to_bf16`, raises.
+    of each float kernel stands its shape: `export` raises, and code that reads the kernel reads what is stored for it.
 
     Args:
       model: converted by the recipe and rules of the weights.
@@ -178,14 +178,15 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         )
     nodes = dict(flax_nnx.iter_graph(model))
     held = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, flax_nnx.Variable)}
-    kinds = {path for path, node in held.items() if isinstance(node, flax_nnx.Param)}
+    absent = nnx_models.absent_of(model)  # of an earlier call
+    kinds = {path for path, node in held.items() if isinstance(node, flax_nnx.Param)} | set(absent)
     if set(stored) - kinds:
         raise ValueError(
             f"no parameter of the model is {min(set(stored) - kinds)}; convert the model as that of the weights was"
         )
     wrong = (kinds - set(stored)) - set(params) or set(params) - set(held)
     if wrong:
-        has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
+        has, lacks = ("model", "variables") if min(wrong) in kinds else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
     empty = [p for p in set(held) - kinds - set(params) if isinstance(held[p].get_raw_value(), jax.ShapeDtypeStruct)]
     streams = [path for path in empty if isinstance(held[path], flax_nnx.RngState)]
@@ -198,7 +199,7 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         raise ValueError(
             "a stored weight has no low-precision layer here; convert the model as that of the weights was"
         )
-    for path in set(stored) - set(params):
+    for path in set(stored) - set(params) - set(absent):
         _replace(nodes, held[path], Absent(tuple(held[path].shape), np.dtype(held[path].dtype)))
     for path in streams:  # dropout is off in inference; a stream that is used draws from a fixed key
         fixed = jax.random.key(0) if isinstance(held[path], flax_nnx.RngKey) else jax.numpy.uint32(0)

@@ -37,8 +37,8 @@ def test_diagnose_says_what_would_happen(capsys):
     assert "output head" in lines["makes_the_output/kernel"].reason
     out = lines["out/kernel"]
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
-    # Two halves in two orientations, each of which has its scale.
-    assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4, 8 * 1024 + 2 * 4)
+    # Two halves in two orientations, each of which has its scale, and a sample of 16 values.
+    assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4 + 64, 8 * 1024 + 2 * 4 + 64)
 
 
 def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):
