@@ -126,7 +126,13 @@ def as_contraction(equation: str | Contraction, x: jax.Array) -> Contraction:
 
 
 def product(
-    contraction: Contraction, x: jax.Array, kernel: Any, *, recipe: Recipe, stored: Any, key: Callable[[], jax.Array],
+    contraction: Contraction,
+    x: jax.Array,
+    kernel: Any,
+    *,
+    recipe: Recipe,
+    stored: Any,
+    key: Callable[[], jax.Array],
     out_sharding: Any = None,
 ) -> jax.Array:
     """The product of x and a layer's kernel.

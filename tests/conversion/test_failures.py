@@ -150,7 +150,9 @@ def test_out_sharding_reaches_the_products():
         specs = {"up": {"kernel": P(None, "b"), "bias": P("b")}, "down": {"kernel": P("b"), "bias": P()}}
         for placed in (model, own):
             state = nnx.state(placed)
-            nnx.update(placed, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec), nnx.to_pure_dict(state), specs))
+            nnx.update(
+                placed, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec), nnx.to_pure_dict(state), specs)
+            )
         x = jax.device_put(X, P("a"))
         convert(model, "tcfp12", x, strict=True)
         results = forward(model, x), forward(own, x)
@@ -427,7 +429,11 @@ class Normalized(nn.Module):
 def test_weights_that_are_computed_are_left_alone_and_reported():
     model = convert(Normalized(), "tcfp12", X)
     report = survey(model)
-    assert [record.path for record in report.converted] == ["plain"] == [path.split("/")[0] for path in find_weights(model)]
+    assert (
+        [record.path for record in report.converted]
+        == ["plain"]
+        == [path.split("/")[0] for path in find_weights(model)]
+    )
     assert {record.path.split("/")[0] for record in report.skipped} == {"WeightNorm_0", "spectral"}
     assert all("computed" in record.reason for record in report.skipped)
     variables = variables_of(Normalized(), X)
@@ -478,7 +484,11 @@ def test_after_sync_parameters_are_split_and_restored_as_before_it():
     assert jax.tree.structure(nnx.state(model, nnx.Param)) == jax.tree.structure(before)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     assert jax.tree.structure(params) == jax.tree.structure(before)
-    assert not [leaf for leaf in jax.tree.leaves(rest, is_leaf=lambda n: isinstance(n, nnx.Param)) if isinstance(leaf, nnx.Param)]
+    assert not [
+        leaf
+        for leaf in jax.tree.leaves(rest, is_leaf=lambda n: isinstance(n, nnx.Param))
+        if isinstance(leaf, nnx.Param)
+    ]
     close(forward(nnx.merge(graphdef, params, rest), X), forward(model, X))
     state = nnx.state(model, nnx.Param)
     nnx.replace_by_pure_dict(state, pure)
@@ -550,7 +560,9 @@ def test_wrong_objects_are_named_with_the_repair(function):
 # 19. Copies, bridges, and other ways to call -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
 def test_converted_models_are_copied_and_pickled(again):
     variables = variables_of(Dense(), X)
     model = convert(Dense(), "tcfp12", X)
