@@ -3,6 +3,7 @@
 served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
 model.apply(served, x)                                  # Linen
 load_quantized(model, served)                           # NNX, in place
+restored(loaded, find_weights(model))                   # what orbax loads without a template, as `served` was
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
+from pallas_kernels.operands import Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
@@ -23,6 +25,7 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
+from tcfp_jax.weights.stored import Stored
 
 Storage = Literal["recipe", "packed"]
 
@@ -103,11 +106,51 @@ def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Wei
     return {**variables, "tcfp": quantize_params(floats(variables["tcfp"]), recipe)["tcfp"]}
 
 
+def restored(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:
+    """Variables of `quantize_params` that a checkpointer gave back without a template, as what they were.
+
+    Orbax makes dicts of the classes of stored weights then; which values share a scale is known from the recipe.
+
+    Args:
+      variables: `{"params": ..., "tcfp": ...}`, nested dicts.
+      recipe: as given to `quantize_params`.
+
+    Raises:
+      ValueError: a weight that the recipe does not name, or packed weights, of which a dict does not hold the length.
+
+    >>> import jax.numpy as jnp
+    >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise")
+    >>> one = served["tcfp"]["kernel"].forward
+    >>> plain = {"kernel": {"forward": {"values": one.values, "scale": one.scale}, "backward": None}}
+    >>> restored({"params": {}, "tcfp": plain}, "tensorwise")["tcfp"]["kernel"].shape
+    (32, 4)
+    """
+    is_weight = lambda node: not isinstance(node, Mapping) or bool({"forward", "backward", "codes"} & set(node))
+    found: dict[str, Any] = {}
+    for path, node in paths.leaves(variables["tcfp"], is_weight).items():
+        paths.put(found, path.split("/"), _stored_of(path, node, recipe) if isinstance(node, Mapping) else node)
+    return {**variables, "tcfp": found}
+
+
+def _stored_of(path: str, node: Mapping[str, Any], recipe: Any) -> Stored:
+    """A stored weight from the dict that a checkpointer made of it."""
+    if "codes" in node:
+        raise ValueError(
+            f"{path} is packed, and its length is not in the checkpoint; restore it with a template: "
+            "checkpointer.restore(path, jax.eval_shape(lambda: quantize_params(params, recipe, storage='packed')))"
+        )
+    if isinstance(recipe, Mapping) and path not in recipe:
+        raise ValueError(f"{path} is stored, but the weights given have only {sorted(recipe)[:8]}; pass find_weights")
+    scaling = (recipe[path].recipe if isinstance(recipe, Mapping) else named_recipe(recipe)).scaling
+    operand = lambda entry: None if not entry else Operand(**entry, scaling=scaling)
+    return Stored(operand(node.get("forward")), operand(node.get("backward")))
+
+
 def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
     """Let a converted NNX model run on inference weights alone; in place, and its float kernels are freed.
 
     The model may hold no arrays at all (`nnx.eval_shape(lambda: Model(rngs))`, then `convert_to_tcfp`). In the place
-    of each float kernel stands its shape: what needs the kernel itself, such as training or `to_bf16`, raises.
+    of each float kernel stands its shape: `export` raises, and code that reads the kernel reads what is stored for it.
 
     Args:
       model: converted by the recipe and rules of the weights.
@@ -128,16 +171,22 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         kind = "; a Linen model applies the variables as they are" if isinstance(model, nn.Module) else ""
         raise TypeError(f"{type(model).__name__} is not a flax.nnx.Module{kind}")
     stored, params = (paths.entries(variables[name]) for name in ("tcfp", "params"))
+    if not all(isinstance(weight, Stored | PackedTCFP12) for weight in stored.values()):
+        raise ValueError(
+            "the weights are dicts, as a checkpoint gives them back without a template; pass restored(variables, "
+            "find_weights(model))"
+        )
     nodes = dict(flax_nnx.iter_graph(model))
     held = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, flax_nnx.Variable)}
-    kinds = {path for path, node in held.items() if isinstance(node, flax_nnx.Param)}
+    absent = nnx_models.absent_of(model)  # of an earlier call
+    kinds = {path for path, node in held.items() if isinstance(node, flax_nnx.Param)} | set(absent)
     if set(stored) - kinds:
         raise ValueError(
             f"no parameter of the model is {min(set(stored) - kinds)}; convert the model as that of the weights was"
         )
     wrong = (kinds - set(stored)) - set(params) or set(params) - set(held)
     if wrong:
-        has, lacks = ("model", "variables") if min(wrong) in held else ("variables", "model")
+        has, lacks = ("model", "variables") if min(wrong) in kinds else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
     empty = [p for p in set(held) - kinds - set(params) if isinstance(held[p].get_raw_value(), jax.ShapeDtypeStruct)]
     streams = [path for path in empty if isinstance(held[path], flax_nnx.RngState)]
@@ -150,7 +199,7 @@ def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:
         raise ValueError(
             "a stored weight has no low-precision layer here; convert the model as that of the weights was"
         )
-    for path in set(stored) - set(params):
+    for path in set(stored) - set(params) - set(absent):
         _replace(nodes, held[path], Absent(tuple(held[path].shape), np.dtype(held[path].dtype)))
     for path in streams:  # dropout is off in inference; a stream that is used draws from a fixed key
         fixed = jax.random.key(0) if isinstance(held[path], flax_nnx.RngKey) else jax.numpy.uint32(0)

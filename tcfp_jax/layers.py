@@ -126,7 +126,14 @@ def as_contraction(equation: str | Contraction, x: jax.Array) -> Contraction:
 
 
 def product(
-    contraction: Contraction, x: jax.Array, kernel: Any, *, recipe: Recipe, stored: Any, key: Callable[[], jax.Array]
+    contraction: Contraction,
+    x: jax.Array,
+    kernel: Any,
+    *,
+    recipe: Recipe,
+    stored: Any,
+    key: Callable[[], jax.Array],
+    out_sharding: Any = None,
 ) -> jax.Array:
     """The product of x and a layer's kernel.
 
@@ -137,6 +144,7 @@ def product(
       recipe: how to multiply.
       stored: what the optimizer, or `quantize_params`, made of the kernel; None where it is quantized here.
       key: gives the random key of a kernel that is quantized here with a stochastic residual.
+      out_sharding: of the result under a mesh with explicit axes, as `contract` takes it.
     """
     shape = None
     if isinstance(kernel, Absent):
@@ -149,7 +157,9 @@ def product(
         if stored is not None and stored.shape == contraction.layout.matrix_shape(kernel.shape):
             stored = current(stored, matrix_of(kernel, contraction.layout))
         kernel = mark(kernel, contraction, recipe, x.shape)  # for the census of the model
-    return contract(contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape)
+    return contract(
+        contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape, out_sharding=out_sharding
+    )
 
 
 def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
@@ -192,7 +202,7 @@ def attend(read: Reader, multiply: Multiply, query: jax.Array) -> jax.Array:
     return multiply(matrix_product(query.ndim, transposed=True), query.astype(dtype), embedding, name="embedding")
 
 
-def embed(read: Reader, inputs: jax.Array) -> jax.Array:
+def embed(read: Reader, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
     """`Embed` whose rows are rounded to the packed TCFP-12 format, straight-through."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         raise ValueError(f"Embed looks up integers, but got {inputs.dtype}; cast the tokens to int32")
@@ -200,7 +210,10 @@ def embed(read: Reader, inputs: jax.Array) -> jax.Array:
     if rows.shape[0] == 1:  # as Flax does: one row is every row
         rows = jnp.broadcast_to(rows, (*inputs.shape, rows.shape[-1]))
     else:
-        rows = jnp.take(rows, inputs, axis=0)  # blocks run along a row, so the rows looked up are all that matter
+        # Blocks run along a row, so the rows looked up are all that matter.
+        take = lambda rows, inputs: jnp.take(rows, inputs, axis=0)
+        placed = take if out_sharding is None else jax.sharding.auto_axes(take, out_sharding=out_sharding)
+        rows = placed(rows, inputs)
     return fake_quantize(rows).astype(read.dtype or rows.dtype)
 
 

@@ -6,6 +6,7 @@ the quantized kernel in `stored`, whose arrays are the optimizer's own variables
 pass writes a variable.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -38,22 +39,18 @@ class LowPrecision:
 
 
 def call(self: Any, *args: Any, **options: Any) -> jax.Array:
-    """The layer's output; arguments are those of Flax's own layer, the class before `LowPrecision`.
-
-    Raises:
-      NotImplementedError: `out_sharding`.
-    """
+    """The layer's output; arguments are those of Flax's own layer, the class before `LowPrecision`."""
+    kinds = type(self).__mro__
+    flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
     if self.products == "flax":
-        kinds = type(self).__mro__
-        flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
         return flax_call(self, *args, **options)
-    if options.pop("out_sharding", None) is not None:
-        raise NotImplementedError("out_sharding: the product follows the sharding of x; constrain its result")
-    return type(self).forward(self, multiplier(self), *args, **options)
+    given = dict(inspect.signature(flax_call).bind(self, *args, **options).arguments)
+    given.pop("self")
+    return type(self).forward(self, multiplier(self, given.pop("out_sharding", None)), **given)
 
 
-def multiplier(layer: Any) -> Multiply:
-    """The products of an NNX layer: with its stored kernel where there is one.
+def multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
+    """The products of an NNX layer: with its stored kernel where there is one, their results sharded as asked.
 
     >>> layer = TCFPLinear(3, 4, rngs=nnx.Rngs(0))
     >>> multiplier(layer)("bk,kn->bn", jnp.ones((2, 3)), layer.kernel[...]).shape
@@ -64,7 +61,7 @@ def multiplier(layer: Any) -> Multiply:
         contraction = layers.as_contraction(equation, x)
         # A stochastic residual without state, in evaluation, draws its bits from a fixed key: calls repeat.
         options: Any = dict(recipe=layer.recipe, stored=stored_weight(layer), key=lambda: jax.random.key(0))
-        return layers.product(contraction, x, kernel, **options)
+        return layers.product(contraction, x, kernel, out_sharding=out_sharding, **options)
 
     return multiply
 
@@ -286,17 +283,13 @@ class TCFPEmbed(nnx.Embed):
         """Integer tokens `[...]` to `[..., features]`."""
         if self.products == "flax" or self.lookup == "float":
             return super().__call__(inputs, out_sharding)
-        if out_sharding is not None:
-            raise NotImplementedError("out_sharding with packed rows: constrain the result instead")
-        return layers.embed(read(self), inputs)
+        return layers.embed(read(self), inputs, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`query` `[..., features]` to scores `[..., num_embeddings]`."""
         if self.products == "flax" or self.recipe is None:
             return super().attend(query, out_sharding)
-        if out_sharding is not None:
-            raise NotImplementedError("out_sharding: the product follows the sharding of query; constrain its result")
-        return layers.attend(read(self), multiplier(self), query)
+        return layers.attend(read(self), multiplier(self, out_sharding), query)
 
 
 OWN = (TCFPLinear, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm)

@@ -1,5 +1,6 @@
 """What tests of all folders share: parameters without XLA, comparison by bits, decibels, and meshes of devices."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from pallas_kernels.operands import Block, Row
+from tcfp_jax.weights.stored import Stored
 
 
 def filled(tree, seed=0):
@@ -36,6 +38,15 @@ def nnx_model(make, seed=0):
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
     return nnx.merge(graphdef, filled(params, seed), zeros)
+
+
+def unwatched(state):
+    """Stored weights without the samples by which they are compared: those of other parameters are multiplied, too.
+
+    It shows which of the two a product reads, the stored weight or the parameter beside it.
+    """
+    is_stored = lambda node: isinstance(node, Stored)
+    return jax.tree.map(lambda weight: dataclasses.replace(weight, sample=None), state, is_leaf=is_stored)
 
 
 def same_bits(a, b):

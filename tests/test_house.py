@@ -30,7 +30,7 @@ DOORS = {
 LIBRARIES = tuple(DOORS)
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
-    "fake_quantize", "error_feedback", "layer_state", "explain",
+    "fake_quantize", "error_feedback", "layer_state", "explain", "transform",
 }  # fmt: skip
 # Where a kernel runs, not what it computes: all that casts may share with quantizers, whose oracle they are.
 PLUMBING = {"pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.checks"}

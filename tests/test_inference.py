@@ -11,10 +11,10 @@ from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, register_adapter, to_bf16
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, to_bf16
 from tcfp_jax.inference import load_quantized, quantize_params, unpack
 from tcfp_jax.layers import Absent
-from tcfp_jax.linen import TCFPDense, kernel_of
+from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import recipe as tcfp_recipe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.packed import PackedTCFP12
@@ -22,6 +22,7 @@ from tests.helpers import nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
 convert = functools.partial(convert_to_tcfp, include=("linear", "small"))
 
 
@@ -79,7 +80,7 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     forward = flax_nnx.jit(lambda model, tokens: model(tokens))
     all_layers = functools.partial(convert, recipe="tcfp12_fast", include=("linear", "small", "head"))
     model = all_layers(nnx_model(NNXModel))
-    expected, weights = forward(model, TOKENS), find_weights(model)
+    expected, weights = forward(model, TOKENS), find_weights(model, TOKENS)
     assert len(weights) == 4
     served = quantize_params(flax_nnx.state(model, flax_nnx.Param), weights, storage=storage)
     assert set(served["params"]["layers"]) == {"bias"} and set(served["params"]["embedding"]) == {"embedding"}
@@ -95,8 +96,10 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         np.testing.assert_allclose(forward(bare, TOKENS), y, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="quantized kernels only"):
         export(bare)
-    with pytest.raises(NotImplementedError, match=r"quantized form only.*load the float parameters"):
-        to_bf16(bare, "heads")(TOKENS)
+    # What is switched off multiplies by what is stored, in the dtype of the model.
+    np.testing.assert_allclose(
+        forward(to_bf16(bare, "heads"), TOKENS), expected, rtol=0, atol=0.1 * float(jnp.abs(expected).max())
+    )
 
 
 TABLE = jnp.asarray(np.random.default_rng(2).standard_normal((48, 32)), jnp.float32)
@@ -166,23 +169,13 @@ class Transposed(nn.Module):
         return x @ self.param("kernel", nn.initializers.normal(), (8, x.shape[-1])).T
 
 
-def test_an_adapter_needs_kernel_of_for_inference_weights():
+def test_a_layer_that_nobody_knows_runs_without_its_float_weight():
     params = variables_of(Transposed(), X)["params"]
-    init = nn.initializers.normal()
-    reads = {
-        "float": lambda layer, x: layer.param("kernel", init, (8, x.shape[-1])),
-        "either": lambda layer, x: kernel_of(layer, "kernel", init, (8, x.shape[-1])),
-    }
-    for name, read in reads.items():
-        register_adapter(Transposed, lambda layer, multiply, x: multiply("...k,nk->...n", x, read(layer, x)))
-        model = convert(Transposed(), "tcfp12", X)
-        served = quantize_params(params, find_weights(model))
-        if name == "float":
-            with pytest.raises(NotImplementedError, match="kernel_of"):
-                jax.eval_shape(model.apply, served, X)
-        else:
-            apply = jax.jit(model.apply)
-            np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
+    model = convert(Transposed(), "tcfp12", X, include=ALL)
+    served = quantize_params(params, find_weights(model))
+    assert not jax.tree.leaves(served["params"])
+    apply = jax.jit(model.apply)
+    np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
 
 
 def test_bad_input():
@@ -200,7 +193,7 @@ def test_bad_input():
     with pytest.raises(TypeError, match="applies the variables as they are"):
         load_quantized(TCFPDense(4), served)
     make = lambda **options: flax_nnx.eval_shape(lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options))
-    with pytest.raises(ValueError, match="no low-precision layer takes kernel"):
+    with pytest.raises(ValueError, match="a stored weight has no low-precision layer here"):
         load_quantized(make(), served)
     model = convert(make(use_bias=False), "tcfp12")
     with pytest.raises(ValueError, match="the variables has bias, which the model lacks"):

@@ -124,7 +124,7 @@ def diagnose(
       ValueError: no inputs, or an unknown recipe.
 
     >>> found = diagnose(nn.Dense(4096), jax.ShapeDtypeStruct((8192, 1024), jnp.float32))  # doctest: +ELLIPSIS
-    layer ...
+    parameter ...
     >>> found.lines[0].eligible, round(found.lines[0].speed_up, 2)
     (True, 1.13)
     """

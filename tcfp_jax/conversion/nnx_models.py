@@ -6,8 +6,9 @@ written back. Inside, on the copies that the pure function works on, every modul
 the program of the model as it was, and every cache of traced functions finds it under the model's own types.
 """
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,22 +25,32 @@ _PATH, _STORED, _SAMPLE = "tcfp_path", "tcfp_stored", "tcfp_sample"
 _ADDED = (_PATH, _STORED, _SAMPLE)
 _CLASSES: dict[tuple[type, Policy], type] = {}
 # Policies whose weights somebody asked for, to keep them in an optimizer, and that never got them back by `sync`.
-_AWAITED: set[Policy] = set()
+_AWAITED: set[Policy | None] = set()
 
 
 class Sample:
-    """The sample arguments of a conversion as shapes; compared by identity, because it is part of a graph."""
+    """The sample arguments of a conversion as shapes, equal where these are: it is part of a model's graph."""
 
     def __init__(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         self.args, self.options = jax.tree.map(shape, (args, dict(options)))
+
+    def _key(self) -> Any:
+        leaves, treedef = jax.tree.flatten((self.args, self.options))
+        return treedef, tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else repr(leaf) for leaf in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sample) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
 
 def modules_of(model: Any) -> dict[str, Any]:
     """The modules of a model by path, each once.
 
     >>> list(modules_of(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
-    ['layers/0', '']
+    ['layers/0', 'layers', '']
     """
     found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
     return {"/".join(map(str, path)): node for path, node in found}
@@ -59,7 +70,11 @@ def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sampl
     params = [path for path, node in _variables(model).items() if isinstance(node, nnx.Param)]
     held = params if weights is None else weights
     above = {"/".join(path.split("/")[:i]) for path in held for i in range(len(path.split("/")))}
-    planned = {path: module for path, module in modules.items() if path in above or not path}
+    # Flax's lists and dicts of modules multiply nothing themselves.
+    planned = {
+        path: module for path, module in modules.items()
+        if (path in above or not path) and not isinstance(module, nnx.List | nnx.Dict)
+    }  # fmt: skip
     classes = {path: _class_of(own_class(module), chosen) for path, module in planned.items()}
     export(model)
     for path, module in planned.items():
@@ -99,6 +114,7 @@ def store(model: Any, weights: Mapping[str, Any]) -> int:
             by_module.setdefault(owner, {})[path.removeprefix(owner).lstrip("/")] = weight
             taken += 1
     variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
+    _AWAITED.discard(conversion_of(model))
     for owner, own in by_module.items():
         kept = jax.tree.map(variable, own, is_leaf=lambda node: isinstance(node, nnx.Variable))
         setattr(modules[owner], _STORED, nnx.data({**getattr(modules[owner], _STORED, {}), **kept}))
@@ -150,10 +166,24 @@ def _class_of(base: type, chosen: Policy) -> type:
         }  # fmt: skip
         for kind in reversed(base.__mro__[: base.__mro__.index(nnx.Module)]):
             for name, value in vars(kind).items():
-                if (name == "__call__" or not name.startswith("_")) and callable(value) and not isinstance(value, type):
+                if (name == "__call__" or not name.startswith("_")) and _is_method(value):
                     namespace[name] = _method(getattr(base, name), name)
+                else:
+                    namespace.pop(name, None)  # a class below has something else of this name
         _CLASSES[key] = type(base)(base.__name__, (base,), namespace)
     return _CLASSES[key]
+
+
+def _is_method(value: Any) -> bool:
+    """Whether an attribute of a class is a method that computes when it is called.
+
+    A static or class method has no model, a property is read; a generator computes later, and calls converted modules
+    then.
+    """
+    if isinstance(value, staticmethod | classmethod | type) or not (callable(value) and hasattr(value, "__get__")):
+        return False
+    inner = inspect.unwrap(value)
+    return not (inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner))
 
 
 def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -175,7 +205,7 @@ class _Call:
         self._places = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
         inputs = [None if _is_node(leaf) else leaf for leaf in leaves]
         self._graphdef, state = nnx.split(self._nodes)
-        self._state = nnx.to_flat_state(state)
+        self._state = list(_flat(state))
         params: dict[str, Any] = {}
         rest: dict[str, Any] = {}
         for path, variable in self._state:
@@ -204,6 +234,7 @@ class _Call:
             )
         out, values, attributes = self.transformed(chosen).evaluate(*self.arguments, stored=stored)
         nodes = dict(nnx.iter_graph(self._nodes))
+        out = jax.tree.map(lambda leaf: nodes[leaf.path] if isinstance(leaf, _Node) else leaf, out)
         for path, value in values:
             nodes[path].set_raw_value(value)
         for path, name, value in attributes:
@@ -218,7 +249,8 @@ class _Call:
         for path, variable in self._state:
             name = "/".join(map(str, path))
             own = path[0] == 0 and isinstance(variable, nnx.Param)
-            state.append((path, variable.replace(params[name[2:]] if own else rest[name])))
+            value = params[name[2:]] if own else rest[name]
+            state.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
         nodes = nnx.merge(self._graphdef, nnx.from_flat_state(state))
         modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)}
         absent = self._materialize(nodes, params)
@@ -226,12 +258,15 @@ class _Call:
             if conversion_of(module) is not None:
                 _strip(module)
         before = {path: dict(vars(module)) for path, module in modules.items()}
-        values = {path: _raw(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+        values = {path: _held(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
         leaves = list(inputs)
         for place, node in zip(self._places, nodes[1:], strict=True):
             leaves[place] = node
         args, options = jax.tree.unflatten(self._treedef, leaves)
         out = self.original(nodes[0], *args, **options)
+        places = {id(node): path for path, node in nnx.iter_graph(nodes) if _is_node(node)}
+        own = lambda leaf: _is_node(leaf) and id(leaf) in places
+        out = jax.tree.map(lambda leaf: _Node(places[id(leaf)]) if own(leaf) else leaf, out, is_leaf=own)
         return out, *_changes(nodes, before, values, absent)
 
     def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[Any]:
@@ -245,6 +280,13 @@ class _Call:
         return found
 
 
+class _Node:
+    """Stands for a module or a variable of the model that a method returned: it is the same one outside."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+
 class _Gone:
     """Stands for an attribute that a method deleted."""
 
@@ -253,7 +295,9 @@ def _changes(nodes: Any, before: Mapping[Any, Any], values: Mapping[Any, Any], a
     """(new values of variables by path, attributes that are new, replaced or gone by module and name)."""
     after = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
     changed = {
-        path: _raw(after[path]) for path, value in values.items() if path in after and _raw(after[path]) is not value
+        path: _raw(after[path])
+        for path, held in values.items()
+        if path in after and not _same(_held(after[path]), held)
     }
     modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module) and path in before}
     attributes = {}
@@ -288,7 +332,7 @@ def put(owner: Any, name: Any, value: Any) -> None:
     if isinstance(name, int) or isinstance(owner, dict):
         owner[name] = value
     else:
-        setattr(owner, name, value)
+        setattr(owner, name, nnx.data(value) if isinstance(value, nnx.Variable) else value)
 
 
 def _strip(module: Any) -> None:
@@ -310,7 +354,27 @@ def _owner(path: str, modules: Mapping[str, Any]) -> str | None:
 
 
 def _raw(variable: Any) -> Any:
-    return variable.get_raw_value()
+    """The value of a variable; an array that is an attribute without a variable is its own."""
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _flat(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What a state holds by path, in its own order: names and numbers beside each other, as in a list, have none."""
+    for name, value in state.items():
+        if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
+            yield from _flat(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _held(variable: Any) -> tuple[Any, list[Any]]:
+    """What tells whether a variable's value changed: it may be a tree, changed in place."""
+    leaves, treedef = jax.tree.flatten(_raw(variable))
+    return treedef, leaves
+
+
+def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
+    return one[0] == other[0] and all(a is b for a, b in zip(one[1], other[1], strict=True))
 
 
 def _is_node(leaf: Any) -> bool:

@@ -29,8 +29,10 @@ from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.views import View
 from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.weights.freshness import current
-from tcfp_jax.weights.layout import check_fits
+from tcfp_jax.weights.layout import Weight, check_fits
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
 
 
 class Transformed:
@@ -136,7 +138,10 @@ class Transformed:
             for path, leaf in leaves.items():
                 kept, weight = stored.get(path), found.weights.get(path)
                 if isinstance(kept, PackedTCFP12):
-                    leaf, kept = kept.dequantize(leaf.dtype), None
+                    if weight is not None and has_values(leaf):  # a table: its floats are looked up, not multiplied
+                        kept = _quantized(kept.dequantize(leaf.dtype), weight)
+                    else:
+                        leaf, kept = kept.dequantize(leaf.dtype), None
                 if path in found.rounded:
                     leaf = fake_quantize(leaf)
                 kept = None if weight is None else kept
@@ -191,6 +196,15 @@ def transform(
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}; pass a function of parameters and inputs")
     return Transformed(fn, policy(recipe, rules, include), params, strict=strict)
+
+
+def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
+    """The stored form of a kernel that was packed."""
+    key = jax.random.key(0) if weight.recipe.stochastic else None  # in evaluation: calls repeat
+    quantize = lambda w: quantize_weight(w, weight.recipe, key=key)[0]
+    for _ in weight.layout.stack:
+        quantize = jax.vmap(quantize)
+    return quantize(matrix_of(kernel, weight.layout))
 
 
 def check_state(stored: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:

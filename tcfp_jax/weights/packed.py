@@ -23,12 +23,13 @@ Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP 
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
@@ -167,9 +168,13 @@ def fake_quantize(
     1.0
     """
     x = jnp.asarray(x)
-    packed = quantize_tcfp12(lax.stop_gradient(x), block, residual=residual, scale=scale, sigma=sigma, key=key)
+    options: Any = dict(residual=residual, scale=scale, sigma=sigma, key=key)
+    rounded = lambda x: quantize_tcfp12(x, block, **options).dequantize(x.dtype)
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:  # tables of levels are looked up, which explicit axes refuse
+        rounded = jax.sharding.auto_axes(rounded, out_sharding=sharding)
     # x - stop_gradient(x) is 0 with gradient 1: the value stays exactly the dequantized one.
-    return packed.dequantize(x.dtype) + (x - lax.stop_gradient(x))
+    return rounded(lax.stop_gradient(x)) + (x - lax.stop_gradient(x))
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:

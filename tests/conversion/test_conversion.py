@@ -80,7 +80,16 @@ def state_of(weights, params):
 
 def low_precision_products(model, variables, *inputs):
     """How many products of the traced model are this project's."""
-    return str(jax.make_jaxpr(lambda v: model.apply(v, *inputs))(variables)).count("custom_vjp_call[")
+
+    def count(jaxpr):  # by calls: equal products share one program
+        inner = lambda eqn: jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
+        )
+        own = lambda eqn: eqn.primitive.name == "custom_vjp_call"
+        bodies = lambda eqn: [getattr(leaf, "jaxpr", leaf) for leaf in inner(eqn) if hasattr(leaf, "eqns")]
+        return sum(1 if own(eqn) else sum(map(count, bodies(eqn))) for eqn in jaxpr.eqns)
+
+    return count(jax.make_jaxpr(lambda v: model.apply(v, *inputs))(variables).jaxpr)
 
 
 def step(model, params, x, weights):

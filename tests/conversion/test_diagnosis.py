@@ -23,21 +23,22 @@ class Model(nn.Module):
     def __call__(self, x):
         x = nn.DenseGeneral((4, 8), name="heads")(x)
         x = nn.DenseGeneral(32, axis=(-2, -1), name="out")(x)
-        return nn.Dense(8, name="lm_head")(x) @ self.param("extra", nn.initializers.normal(), (8, 8))
+        return nn.Dense(64, name="makes_the_output")(x) * self.param("extra", nn.initializers.normal(), (8, 8)).sum()
 
 
 def test_diagnose_says_what_would_happen(capsys):
     params = variables_of(Model(), X)["params"]
     found = diagnose(Model(), X, recipe="tcfp12_fast", params=params)
     text = capsys.readouterr().out
-    assert str(found) in text and "product that no adapter sees" in text and "total, eligible" in text
+    assert str(found) in text and "total, eligible" in text
     lines = {line.path: line for line in found.lines}
-    assert set(lines) == {"heads", "out", "lm_head"} and "too small" in lines["out"].reason
-    assert "output head" in lines["lm_head"].reason and 60 < lines["heads"].snr_db < 68
-    out = lines["out"]
+    assert set(lines) == {"heads/kernel", "out/kernel", "makes_the_output/kernel"}
+    assert "too small" in lines["out/kernel"].reason and 60 < lines["heads/kernel"].snr_db < 68
+    assert "output head" in lines["makes_the_output/kernel"].reason
+    out = lines["out/kernel"]
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
-    # Two halves in two orientations, each of which has its scale.
-    assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4, 8 * 1024 + 2 * 4)
+    # Two halves in two orientations, each of which has its scale, and a sample of 16 values.
+    assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4 + 64, 8 * 1024 + 2 * 4 + 64)
 
 
 def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):

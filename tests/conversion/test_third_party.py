@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights, register_adapter, survey
+from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights, survey
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tests.helpers import same_bits, variables_of
 
@@ -33,18 +33,7 @@ def bert():
 
 def gpt2():
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
-    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxConv1D
 
-    def conv1d(layer, multiply, inputs):
-        inputs = jnp.asarray(inputs, layer.dtype)
-        normal = jax.nn.initializers.normal(0.02)
-        kernel = layer.param("kernel", normal, (layer.features, inputs.shape[-1]))
-        y = multiply("...k,nk->...n", inputs, kernel)
-        if not layer.use_bias:
-            return y
-        return y + layer.param("bias", jax.nn.initializers.zeros, (layer.features,)).astype(layer.dtype)
-
-    register_adapter(FlaxConv1D, conv1d)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     return FlaxGPT2LMHeadModel(config, _do_init=False).module
 
@@ -69,7 +58,7 @@ def test_model_converts_and_trains(name):
         report = survey(converted)
         assert len(report.converted) == products and isinstance(converted, type(base))
         weights = find_weights(converted)
-        assert len(weights) == products - (name != "llama")  # a tied head's parameter is the embedding's
+        assert len(weights) == products  # a tied head's weight is the table
         tx = error_feedback(weights)
 
         def forward():
@@ -95,4 +84,4 @@ def test_default_leaves_the_tied_head():
     with jax.numpy_dtype_promotion("standard"):
         report = survey(convert_to_tcfp(bert(), "tcfp12", *MODELS["bert"][1], include=("linear", "small")))
     reasons = {record.path: record.choice.reason for record in report.skipped}
-    assert "output head" in reasons["cls/predictions/decoder"]
+    assert "output head" in reasons["bert/embeddings/word_embeddings"]

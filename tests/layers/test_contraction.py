@@ -14,7 +14,7 @@ from tcfp_jax.products.contraction import axes_product, contract, matrix_product
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, unwatched
 
 QUANTIZED = sorted(set(NAMES) - {"bf16"})
 
@@ -117,7 +117,7 @@ def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
 
     @jax.jit
     def results(params, doubled):
-        state = tcfp_jax.layer_state(tcfp_jax.error_feedback({"embedding": weight}).init(doubled))
+        state = unwatched(tcfp_jax.layer_state(tcfp_jax.error_feedback({"embedding": weight}).init(doubled)))
         attend = lambda variables: layer.apply(variables, query, method="attend")
         return attend({"params": params, "tcfp": state}), attend({"params": doubled})
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense, TCFPDotGeneral
-from tests.helpers import same_bits
+from tests.helpers import same_bits, unwatched
 
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
 RECIPES = ("bf16", "tcfp12", "tcfp12_fast", "tensorwise")
@@ -71,7 +71,7 @@ def test_stored_kernel_is_used(recipe):
     stored = network.apply({"params": params, "tcfp": state}, X)
     # The same FP8 operands; each product is one program, which may sum in another order beside a quantizer.
     np.testing.assert_allclose(stored, fresh, rtol=0, atol=1e-5)
-    doubled = tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params)))
+    doubled = unwatched(tcfp_jax.layer_state(tx.init(jax.tree.map(lambda p: 2 * p, params))))
     assert jnp.max(jnp.abs(network.apply({"params": params, "tcfp": doubled}, X) - fresh)) > 0.1
 
 
@@ -164,7 +164,8 @@ def test_dot_general_is_the_dense_layer(recipe):
 def test_dot_general_reads_the_kernel_of_its_owner():
     dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tcfp12"))
     params = dense.init(jax.random.key(1), X)["params"]
-    state = tcfp_jax.layer_state(tcfp_jax.error_feedback("tcfp12").init(jax.tree.map(lambda p: 2 * p, params)))
+    doubled = tcfp_jax.error_feedback("tcfp12").init(jax.tree.map(lambda p: 2 * p, params))
+    state = unwatched(tcfp_jax.layer_state(doubled))
     np.testing.assert_allclose(
         dense.apply({"params": params, "tcfp": state}, X), 2 * dense.apply({"params": params}, X)
     )

@@ -177,8 +177,8 @@ def test_stacked_layers_read_their_own_state():
     optimizer = flax_nnx.Optimizer(model, tcfp_jax.error_feedback(weights), wrt=flax_nnx.Param)
     sync(model, optimizer)
     np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
-    model.layers.kernel[...] = model.layers.kernel[...] * 2  # the stored weights are still those of before
-    np.testing.assert_allclose(forward(model, X), fresh, rtol=0, atol=1e-5)
+    optimizer.opt_state.weights["layers"]["kernel"].forward.scale[...] *= 2  # it is the stored weights that multiply
+    assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
 
 
 class Conv1D(flax_nnx.Module):
@@ -239,8 +239,6 @@ def test_bad_input():
         TCFPLinear(16, 8, precision="highest", rngs=flax_nnx.Rngs(0))
     with pytest.raises(ValueError, match="unknown"):
         TCFPLinear(16, 8, recipe="tcfp13", rngs=flax_nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match="out_sharding"):
-        layer(X, out_sharding="x")
     with pytest.raises(ValueError, match="holds no quantized weight"):
         sync(layer, flax_nnx.Optimizer(layer, optax.sgd(0.1), wrt=flax_nnx.Param))
     with pytest.raises(ValueError, match="no low-precision layer"):

@@ -1,0 +1,629 @@
+"""Failures that were found in models of other people, one small test each: what is converted is right, or says so."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.nnx import bridge
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from tcfp_jax.conversion import convert_to_tcfp, diagnose, export, find_weights, survey, sync
+from tcfp_jax.inference import load_quantized, quantize_params, restored
+from tcfp_jax.nnx import TCFPEmbed, TCFPLinear
+from tests.helpers import filled, mesh_of, nnx_model, same_bits, variables_of
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 16)), jnp.float32)
+TOKENS = jnp.arange(8).reshape(2, 4)
+ALL = ("linear", "small", "head")
+convert = functools.partial(convert_to_tcfp, include=ALL)
+forward = nnx.jit(lambda model, *args: model(*args))
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16, name="down")(nn.relu(nn.Dense(32, name="up")(x)))
+
+
+def close(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0, atol=tolerance)
+
+
+def optimizer_of(model, *inputs, tx=None):
+    """The optimizer of a converted model, whose weights the model reads."""
+    chain = optax.chain(tx or optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, *inputs)))
+    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
+    sync(model, optimizer)
+    return optimizer
+
+
+def with_state(model, params, *inputs):
+    """The variables of a converted Linen model with its stored weights."""
+    tx = tcfp_jax.error_feedback(find_weights(model, *inputs))
+    return {"params": params, "tcfp": tcfp_jax.layer_state(jax.jit(tx.init)(params))}
+
+
+# 1. Stale state ------------------------------------------------------------------------------------------------------
+
+
+def test_other_parameters_after_sync_are_loud_and_undone_in_one_line():
+    model = convert(nnx_model(MLP), "tcfp12", X)
+    fresh = forward(model, X)
+    optimizer_of(model)
+    close(forward(model, X), fresh)
+    nnx.update(model, jax.tree.map(lambda leaf: 2 * leaf, nnx.state(model, nnx.Param)))
+    with pytest.raises(ValueError, match="made of other parameters"):
+        model(X)
+    assert np.isnan(forward(model, X)).all()
+    evaluated = nnx.clone(model)
+    sync(evaluated, None)
+    wanted = convert(nnx_model(MLP), "tcfp12", X)
+    nnx.update(wanted, nnx.state(model, nnx.Param))
+    close(forward(evaluated, X), forward(wanted, X))
+    with pytest.raises(ValueError, match="nothing to undo"):
+        sync(evaluated, None)
+
+
+def test_other_parameters_beside_a_linen_state_are_loud_and_need_no_state():
+    model, params = convert(Dense(), "tcfp12", X), variables_of(Dense(), X)["params"]
+    variables = with_state(model, params)
+    averaged = jax.tree.map(lambda leaf: 0.9 * leaf, params)
+    with pytest.raises(ValueError, match="made of other parameters"):
+        model.apply({**variables, "params": averaged}, X)
+    apply = jax.jit(model.apply)
+    assert np.isnan(apply({**variables, "params": averaged}, X)).all()
+    assert np.isfinite(apply({"params": averaged}, X)).all()
+    close(apply(variables, X), apply({"params": params}, X))
+
+
+# 2. Names, remat and scan in NNX -------------------------------------------------------------------------------------
+
+
+class Named(nnx.Module):
+    """A weight that is not called kernel, one under remat, and a stack under scan."""
+
+    def __init__(self, rngs):
+        self.w_in = nnx.Param(jax.random.normal(rngs.params(), (16, 16)))
+        self.inner = nnx.Linear(16, 16, rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))(rngs.split(2))
+
+    def __call__(self, x):
+        x = nnx.remat(lambda inner, x: inner(x))(self.inner, x @ self.w_in)
+        body = lambda x, layer: nnx.tanh(layer(x))
+        return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_nnx_weights_of_any_name_under_remat_and_scan_are_found_and_kept(capsys):
+    model = convert(nnx_model(Named), "tcfp12", X, strict=True)
+    weights = find_weights(model)
+    assert {path: weight.layout.stack for path, weight in weights.items()} == {
+        "inner/kernel": (), "layers/kernel": (0,), "w_in": (),
+    }  # fmt: skip
+    assert {line.path for line in diagnose(nnx_model(Named), X).lines} == set(weights) and capsys.readouterr().out
+    fresh = forward(model, X)
+    optimizer = optimizer_of(model)
+    close(forward(model, X), fresh)
+    train(model, optimizer, X)
+    assert np.isfinite(forward(model, X)).all()
+
+
+@nnx.jit
+def train(model, optimizer, *inputs):
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(*inputs) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+# 3. out_sharding -----------------------------------------------------------------------------------------------------
+
+
+class Placed(nnx.Module):
+    def __init__(self, rngs, linear=nnx.Linear):
+        self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x, out_sharding=P("a", "b"))), out_sharding=P("a"))
+
+
+def test_out_sharding_reaches_the_products():
+    model, own = nnx_model(Placed), nnx_model(lambda rngs: Placed(rngs, TCFPLinear))
+    expected = forward(convert(nnx_model(MLP), "tcfp12"), X)
+    with jax.set_mesh(mesh_of(2, 2, axis_type=AxisType.Explicit)):
+        specs = {"up": {"kernel": P(None, "b"), "bias": P("b")}, "down": {"kernel": P("b"), "bias": P()}}
+        for placed in (model, own):
+            state = nnx.state(placed)
+            nnx.update(
+                placed, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec), nnx.to_pure_dict(state), specs)
+            )
+        x = jax.device_put(X, P("a"))
+        convert(model, "tcfp12", x, strict=True)
+        results = forward(model, x), forward(own, x)
+        for y in results:
+            assert y.sharding.spec == P("a", None)
+            close(y, expected, 1e-4)
+        table = nnx_model(lambda rngs: TCFPEmbed(32, 16, rngs=rngs))
+        rows = nnx.jit(lambda table, tokens: table(tokens, out_sharding=P("a")))(table, TOKENS)
+        assert rows.sharding.spec == P("a", None, None)
+    close(rows, tcfp_jax.fake_quantize(table.embedding[...])[TOKENS])
+
+
+# 4, 5. Served Linen weights; paths that exist ------------------------------------------------------------------------
+
+
+class Keyless(nn.Module):
+    """A layer called as (equation, x) that names its weight by instance; a layer without bias first; a shared scope."""
+
+    @nn.compact
+    def __call__(self, x):
+        first = nn.Sequential([nn.Dense(16, use_bias=False), nn.relu])
+        return Projection("w_out")("bk,kn->bn", first(x))
+
+
+class Projection(nn.Module):
+    weight: str
+
+    @nn.compact
+    def __call__(self, equation, x):
+        w = self.param(self.weight, nn.initializers.normal(), (x.shape[-1], 16))
+        return jnp.einsum(equation, x, w)
+
+
+def test_served_linen_weights_of_any_name_apply_and_every_reported_path_exists():
+    base, params = Keyless(), variables_of(Keyless(), X)["params"]
+    model = convert(base, "tcfp12", X, strict=True)
+    leaves = {"/".join(entry.key for entry in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    assert {record.weight_path for record in survey(model).converted} == leaves == set(find_weights(model))
+    served = quantize_params(params, find_weights(model))
+    assert not jax.tree.leaves(served["params"])  # no float copy beside an FP8 one
+    apply = jax.jit(model.apply)
+    close(apply(served, X), apply({"params": params}, X))
+
+
+# 6. Conversions that raise, and a second one -------------------------------------------------------------------------
+
+
+def test_a_conversion_that_raises_changes_nothing_and_a_second_one_replaces_the_first():
+    model = nnx_model(MLP)
+    graphdef = nnx.graphdef(model)
+    for arguments, options in (((X,), {"rules": {"(": None}}), ((X,), {"include": ()}), ((X[:, :3],), {})):
+        with pytest.raises((ValueError, TypeError)):
+            convert(model, "tcfp12", *arguments, **options)
+        assert nnx.graphdef(model) == graphdef and type(model.up) is nnx.Linear
+    convert(model, "tcfp12", X)
+    convert(model, "tensorwise", X)
+    wanted = convert(nnx_model(MLP), "tensorwise", X)
+    assert same_bits(forward(model, X), forward(wanted, X))
+    assert {record.recipe for record in survey(model).converted} == {tcfp_jax.recipe("tensorwise")}
+    with pytest.raises(ValueError, match="no product"):
+        convert_to_tcfp(model, "tcfp12", X)  # all too small: the model stays converted as it was
+    assert same_bits(forward(model, X), forward(wanted, X))
+    assert nnx.graphdef(export(model)) == graphdef
+
+
+# 7. Reports that are true --------------------------------------------------------------------------------------------
+
+
+class Table(nnx.Embed):
+    pass
+
+
+class Shared(nnx.Module):
+    """A head that is a subclass of Embed, a layer that is never multiplied, and one Param in two layers."""
+
+    def __init__(self, rngs):
+        self.table, self.positions = Table(32, 16, rngs=rngs), nnx.Embed(8, 16, rngs=rngs)
+        self.first, self.second = (nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(2))
+        self.second.kernel = self.first.kernel
+        self.unused = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        return self.table.attend(self.second(nnx.tanh(self.first(x))))
+
+
+def test_reports_of_nnx_models_are_true():
+    model = convert(nnx_model(Shared), "tcfp12", TOKENS, strict=True)
+    report, weights = survey(model), find_weights(model)
+    assert [record.weight_path for record in report.converted] == ["first/kernel"] * 2 + ["table/embedding"]
+    assert report.converted[2].product.head and set(weights) == {"first/kernel", "table/embedding"}
+    assert type(model.unused) is nnx.Linear and type(model.positions) is nnx.Embed  # never multiplied
+    state = jax.eval_shape(tcfp_jax.error_feedback(weights).init, nnx.state(model, nnx.Param))
+    assert {path for path in ("unused", "positions") if path in tcfp_jax.layer_state(state)} == set()
+    assert str(survey(nnx.clone(model))) == str(report)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, TOKENS)
+    assert model.second.kernel is model.first.kernel and np.isfinite(forward(model, TOKENS)).all()
+    with pytest.raises(ValueError, match="strict=True: no product matches the rule 'unused'"):
+        convert(nnx_model(Shared), "tcfp12", TOKENS, strict=True, rules={"unused": None})
+
+
+# 8. Stacks along any axis --------------------------------------------------------------------------------------------
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        body = lambda module, x, _: (nn.tanh(nn.Dense(16, name="dense")(x)), None)
+        return nn.scan(body, variable_axes={"params": 1}, split_rngs={"params": True}, length=3)(self, x, None)[0]
+
+
+class ScannedNNX(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=1)
+        self.layers = make(rngs.split(3))
+
+    def __call__(self, x):
+        body = lambda x, layer: nnx.tanh(layer(x))
+        return nnx.scan(body, in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_stacks_along_the_second_axis_are_stored_and_read():
+    params = variables_of(Scanned(), X)["params"]
+    model = convert(Scanned(), "tcfp12", X, strict=True)
+    assert params["dense"]["kernel"].shape == (16, 3, 16) and find_weights(model)["dense/kernel"].layout.stack == (1,)
+    apply = jax.jit(model.apply)
+    y = apply({"params": params}, X)
+    close(apply(with_state(model, params), X), y)
+    close(apply(quantize_params(params, find_weights(model)), X), y)
+    model = convert(nnx_model(ScannedNNX), "tcfp12", X, strict=True)
+    assert find_weights(model)["layers/kernel"].layout.stack == (1,)
+    fresh = forward(model, X)
+    optimizer = optimizer_of(model)
+    close(forward(model, X), fresh)
+    train(model, optimizer, X)
+    assert np.isfinite(forward(model, X)).all()
+
+
+# 9. Keyword-only models ----------------------------------------------------------------------------------------------
+
+
+class Keywords(nn.Module):
+    @nn.compact
+    def __call__(self, *, x, train=False):
+        return nn.Dense(16)(x)
+
+
+class KeywordsNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, *, x, train=False):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("make", [Keywords, lambda: nnx_model(KeywordsNNX)], ids=["linen", "nnx"])
+def test_models_of_keywords_take_options_alone_and_misspelt_ones_raise(make, capsys):
+    options = {"x": X, "train": True}
+    model = convert(make(), "tcfp12", options=options, strict=True)
+    assert len(survey(model).converted) == len(survey(model, options=options).converted) == 1
+    assert find_weights(model) == find_weights(model, options=options)
+    assert len(diagnose(make(), options=options).lines) == 1 and capsys.readouterr().out
+    for call in (lambda o: convert(make(), "tcfp12", options=o), lambda o: survey(model, options=o)):
+        with pytest.raises(TypeError, match="tran"):
+            call({"x": X, "tran": True})
+
+
+# 10. Strict and rules ------------------------------------------------------------------------------------------------
+
+
+class Patched(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(16, (2, 2), strides=(2, 2), name="patch")(x)
+        return nn.Dense(16, name="dense")(x.reshape(x.shape[0], -1, 16))
+
+
+def test_strict_allows_what_a_rule_leaves_alone():
+    image = jnp.ones((1, 4, 4, 3))
+    with pytest.raises(ValueError, match="strict=True: 1 products.*patch/kernel"):
+        convert(Patched(), "tcfp12", image, strict=True)
+    report = survey(convert(Patched(), "tcfp12", image, strict=True, rules={"patch": None}))
+    assert [record.path for record in report.converted] == ["dense"]
+    with pytest.raises(ValueError, match="no product matches the rule 'pach'"):
+        convert(Patched(), "tcfp12", image, strict=True, rules={"pach": None, "patch": None})
+
+
+# 11. Nothing converted -----------------------------------------------------------------------------------------------
+
+
+class Gains(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.LayerNorm(name="norm")(x)
+
+
+def test_nothing_converted_lists_what_was_seen():
+    with pytest.raises(ValueError, match=r"of Gains .*multiplies none.*norm/bias \[16\], norm/scale \[16\]"):
+        convert(Gains(), "tcfp12", X)
+    with pytest.raises(ValueError, match=r"up/kernel \[16, 32\]: too small.*down/kernel"):
+        convert_to_tcfp(nnx_model(MLP), "tcfp12", X)
+
+
+# 12. LoRA ------------------------------------------------------------------------------------------------------------
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+        self.lora = nnx.LoRA(16, 4, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x) + self.lora(x)
+
+
+def test_lora_trains_beside_stored_weights_of_flax_and_of_plain_jax():
+    model = convert(nnx_model(Adapted), "tcfp12", X, rules={"lora": None})
+    assert [record.path for record in survey(model).converted] == ["linear"]
+    served = quantize_params(nnx.state(model, nnx.Param), find_weights(model))
+    load_quantized(model, served)  # the frozen weight has no float values any more
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    before = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss = lambda model: jnp.mean((model(X) - 1) ** 2)
+        value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    with jax.numpy_dtype_promotion("standard"):
+        losses = [float(step(model, optimizer)) for _ in range(3)]
+    after = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+    assert losses[2] < losses[0] and not jnp.array_equal(before["lora"]["lora_a"], after["lora"]["lora_a"])
+
+    low = tcfp_jax.transform(lambda p, adapter, x: x @ p["w"] + x @ adapter["a"] @ adapter["b"], "tcfp12", include=ALL)
+    params, adapter = filled({"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}), {"a": X.T, "b": X}
+    stored = quantize_params(params, find_weights(low, params, adapter, X))["tcfp"]
+    frozen = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+    loss = lambda adapter: jnp.mean(low(frozen, adapter, X, stored=stored) ** 2)
+    gradients = jax.jit(jax.grad(loss))(adapter)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+# 13. Heads by what they are ------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="head")(x)
+        x = x * nn.softmax(nn.Dense(16, name="gate")(x))
+        return nn.Dense(64, name="project")(x)
+
+
+def test_a_head_is_known_by_what_it_makes_and_not_by_its_name():
+    report = survey(convert(Wide(), "tcfp12", X, include=("linear", "small")))
+    assert [record.path for record in report.converted] == ["head", "gate"]
+    assert [(record.path, record.product.head) for record in report.skipped] == [("project", True)]
+
+
+# 14. Computed weights ------------------------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.WeightNorm(nn.Dense(16, name="weight"))(x)
+        x = nn.SpectralNorm(nn.Dense(16, name="spectral"))(x, update_stats=False)
+        return nn.Dense(16, name="plain")(x)
+
+
+def test_weights_that_are_computed_are_left_alone_and_reported():
+    model = convert(Normalized(), "tcfp12", X)
+    report = survey(model)
+    assert (
+        [record.path for record in report.converted]
+        == ["plain"]
+        == [path.split("/")[0] for path in find_weights(model)]
+    )
+    assert {record.path.split("/")[0] for record in report.skipped} == {"WeightNorm_0", "spectral"}
+    assert all("computed" in record.reason for record in report.skipped)
+    variables = variables_of(Normalized(), X)
+    apply = jax.jit(model.apply)
+    state = with_state(model, variables["params"])
+    close(apply({**variables, **state}, X), apply(variables, X))
+
+
+# 15. Served weights of models of shapes; checkpoints -----------------------------------------------------------------
+
+
+class Everything(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.dropout, self.second = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(self.dropout(self.norm(self.first(x))))
+
+
+def test_served_weights_restored_without_a_template_load_into_a_model_of_shapes(tmp_path):
+    orbax = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed; it is part of the test extra")
+    model = nnx_model(Everything)
+    model.eval()
+    convert(model, "tcfp12", X)
+    model.norm.var.set_value(jnp.full(16, 2.0))
+    served = quantize_params(nnx.state(model, (nnx.Param, nnx.BatchStat)), find_weights(model))
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "served", served)
+        checkpointer.wait_until_finished()
+        loaded = checkpointer.restore(tmp_path / "served")
+    assert isinstance(loaded["tcfp"]["first"]["kernel"], dict)  # what orbax makes of a class without a template
+    shapes = nnx.eval_shape(lambda: Everything(nnx.Rngs(0)))
+    shapes.eval()
+    convert(shapes, "tcfp12", X)
+    with pytest.raises(ValueError, match="restored"):
+        load_quantized(shapes, loaded)
+    load_quantized(shapes, restored(loaded, find_weights(model)))
+    close(forward(shapes, X), forward(model, X))
+    assert shapes.second.kernel is shapes.first.kernel
+
+
+def test_after_sync_parameters_are_split_and_restored_as_before_it():
+    model = convert(nnx_model(MLP), "tcfp12", X)
+    before, pure = nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer_of(model)
+    assert jax.tree.structure(nnx.state(model, nnx.Param)) == jax.tree.structure(before)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    assert jax.tree.structure(params) == jax.tree.structure(before)
+    assert not [
+        leaf
+        for leaf in jax.tree.leaves(rest, is_leaf=lambda n: isinstance(n, nnx.Param))
+        if isinstance(leaf, nnx.Param)
+    ]
+    close(forward(nnx.merge(graphdef, params, rest), X), forward(model, X))
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, pure)
+    nnx.update(model, state)
+    assert np.isfinite(forward(model, X)).all()
+
+
+# 16. Weights of whole models in frozen subsets -----------------------------------------------------------------------
+
+
+def test_the_weights_of_a_whole_model_serve_a_part_of_its_parameters():
+    model = convert(nnx_model(MLP), "tcfp12", X)
+    part = nnx.All(nnx.Param, nnx.PathContains("down"))
+    chain = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model)))
+    optimizer = nnx.Optimizer(model, chain, wrt=part)
+    sync(model, optimizer)
+    assert not hasattr(model.up, "tcfp_stored") and hasattr(model.down, "tcfp_stored")
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss = lambda model: jnp.mean(model(X) ** 2)
+        optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, part))(model))
+
+    up = model.up.kernel[...]
+    step(model, optimizer)
+    assert same_bits(up, model.up.kernel[...]) and np.isfinite(forward(model, X)).all()
+
+
+# 17. diagnose of shapes ----------------------------------------------------------------------------------------------
+
+
+def test_diagnose_of_a_model_of_shapes_and_its_mark():
+    shapes = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
+    found = diagnose(shapes, jax.ShapeDtypeStruct((4, 16), jnp.float32))
+    assert [line.path for line in found.lines] == ["up/kernel", "down/kernel"]
+    assert all(line.snr_db is None and line.extrapolated for line in found.lines)
+    assert "*" in str(found.lines[0]) and "* smaller than the smallest product" in str(found)
+
+
+# 18. Wrong objects ---------------------------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """As transformers' Flax models: a module inside, and a repr of thousands of lines."""
+
+    module = Dense()
+
+    def __repr__(self):
+        return "weights\n" * 10000
+
+
+class Callable(Wrapper):
+    module = None
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("function", [lambda m: convert(m, "tcfp12"), survey, find_weights, export])
+def test_wrong_objects_are_named_with_the_repair(function):
+    for model, repair in ((Wrapper(), r"\.module"), (Callable(), r"tcfp_jax\.transform"), ("gpt2", "pass the model")):
+        with pytest.raises(TypeError, match=f"{type(model).__name__}.*{repair}") as error:
+            function(model)
+        assert len(str(error.value)) < 400
+    with pytest.raises(TypeError, match="'hello' is a string"):
+        convert(Dense(), "tcfp12", "hello")
+
+
+# 19. Copies, bridges, and other ways to call -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_converted_models_are_copied_and_pickled(again):
+    variables = variables_of(Dense(), X)
+    model = convert(Dense(), "tcfp12", X)
+    twin = again(model)
+    assert same_bits(jax.jit(twin.apply)(variables, X), jax.jit(model.apply)(variables, X))
+    assert str(survey(twin, X)) == str(survey(model))
+    model = convert(nnx_model(MLP), "tcfp12", X)
+    optimizer_of(model)
+    twin = again(model)
+    assert str(survey(twin)) == str(survey(model)) and same_bits(forward(twin, X), forward(model, X))
+    assert type(export(twin)) is MLP and type(model) is not MLP
+
+
+def test_intermediates_of_a_converted_model_are_captured():
+    model, variables = convert(Dense(), "tcfp12", X), variables_of(Dense(), X)
+    run = lambda model: jax.jit(lambda v: model.apply(v, X, capture_intermediates=True))(variables)
+    (y, found), (_, wanted) = run(model), run(Dense())
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    close(found["intermediates"]["__call__"][0], y)
+
+
+def test_unsigned_inputs_and_methods_of_the_base_class():
+    model, variables = convert(Dense(), "tcfp12"), variables_of(Dense(), X)
+    x = jnp.arange(64, dtype=jnp.uint8).reshape(4, 16)
+    with jax.numpy_dtype_promotion("standard"):
+        close(jax.jit(model.apply)(variables, x), jax.jit(model.apply)(variables, x.astype(jnp.float32)))
+    called = jax.jit(nn.apply(Dense.__call__, model))
+    assert same_bits(called(variables, X), jax.jit(model.apply)(variables, X))
+
+
+def test_narrow_layers_convert_to_mxfp8():
+    model = nn.Dense(8)
+    x = X[:, :4]
+    variables = variables_of(model, x)
+    low = convert(model, "mxfp8", x, strict=True)
+    exact = jax.jit(model.apply)(variables, x)
+    close(jax.jit(low.apply)(variables, x), exact, 0.1 * float(jnp.abs(exact).max()))
+    assert np.isfinite(jax.jit(low.apply)(with_state(low, variables["params"]), x)).all()
+
+
+def test_sync_that_was_forgotten_is_said_once():
+    model = convert(nnx_model(MLP), "tcfp12_fast", X, rules={"this model alone": None})
+    find_weights(model)
+    loss = lambda model: jnp.mean(model(X) ** 2)
+    with pytest.warns(UserWarning, match=r"sync\(model, optimizer\) was not"):
+        nnx.grad(loss)(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nnx.grad(loss)(model)
+
+
+def test_bridges_of_flax_carry_converted_models():
+    variables = variables_of(Dense(), X)
+    model = bridge.ToNNX(convert(Dense(), "tcfp12", X), rngs=nnx.Rngs(0)).lazy_init(X)
+    nnx.update(model, {name: dict(entry) for name, entry in variables["params"].items()})
+    close(forward(model, X), jax.jit(convert(Dense(), "tcfp12").apply)(variables, X))
+    model = convert(bridge.ToNNX(Dense(), rngs=nnx.Rngs(0)).lazy_init(X), "tcfp12", X)
+    assert {record.weight_path for record in survey(model).converted} == {"up/kernel", "down/kernel"}
+    linen = bridge.to_linen(MLP)
+    variables = filled(jax.eval_shape(linen.init, jax.random.key(0), X))
+    model = convert(linen, "tcfp12", X)
+    y, exact = jax.jit(model.apply)(variables, X), jax.jit(linen.apply)(variables, X)
+    assert len(survey(model).converted) == 2 and not same_bits(y, exact)
+    close(y, exact, 0.1 * float(jnp.abs(exact).max()))
