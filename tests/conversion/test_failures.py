@@ -333,7 +333,7 @@ class Patched(nn.Module):
 
 def test_strict_allows_what_a_rule_leaves_alone():
     image = jnp.ones((1, 4, 4, 3))
-    with pytest.raises(ValueError, match="strict=True: 1 products.*patch/kernel"):
+    with pytest.raises(ValueError, match=r"strict=True: 1 products.*patch/kernel"):
         convert(Patched(), "tcfp12", image, strict=True)
     report = survey(convert(Patched(), "tcfp12", image, strict=True, rules={"patch": None}))
     assert [record.path for record in report.converted] == ["dense"]
