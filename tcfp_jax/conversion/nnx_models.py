@@ -57,8 +57,18 @@ def modules_of(model: Any) -> dict[str, Any]:
 
 
 def conversion_of(module: Any) -> Policy | None:
-    """The policy of a converted module, or None."""
-    return getattr(type(module), "tcfp_policy", None)
+    """The policy of a converted module, or None.
+
+    Raises:
+      ValueError: another package made its own class of the converted one.
+    """
+    chosen = getattr(type(module), "tcfp_policy", None)
+    if chosen is not None and "tcfp_policy" not in vars(type(module)):
+        raise ValueError(
+            f"the class {type(module).__name__} of this module was made of a converted one by another package; "
+            "export(model) first, let that package change it, and convert it then"
+        )
+    return chosen
 
 
 def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None) -> None:
@@ -188,7 +198,9 @@ def _is_method(value: Any) -> bool:
 
 def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        return _Call(self, original, args, options).run(type(self).tcfp_policy)
+        chosen = conversion_of(self)
+        assert chosen is not None
+        return _Call(self, original, args, options).run(chosen)
 
     method.__name__, method.__qualname__ = name, getattr(original, "__qualname__", name)
     method.__doc__, method.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
