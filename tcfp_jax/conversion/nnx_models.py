@@ -8,7 +8,7 @@ the program of the model as it was, and every cache of traced functions finds it
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.examination import Examined
+from tcfp_jax.conversion.nnx_values import flat_state, is_same, raw_value, tree_of
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
@@ -57,8 +58,18 @@ def modules_of(model: Any) -> dict[str, Any]:
 
 
 def conversion_of(module: Any) -> Policy | None:
-    """The policy of a converted module, or None."""
-    return getattr(type(module), "tcfp_policy", None)
+    """The policy of a converted module, or None.
+
+    Raises:
+      ValueError: another package made its own class of the converted one.
+    """
+    chosen = getattr(type(module), "tcfp_policy", None)
+    if chosen is not None and "tcfp_policy" not in vars(type(module)):
+        raise ValueError(
+            f"the class {type(module).__name__} of this module was made of a converted one by another package; "
+            "export(model) first, let that package change it, and convert it then"
+        )
+    return chosen
 
 
 def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None) -> None:
@@ -188,7 +199,9 @@ def _is_method(value: Any) -> bool:
 
 def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        return _Call(self, original, args, options).run(type(self).tcfp_policy)
+        chosen = conversion_of(self)
+        assert chosen is not None
+        return _Call(self, original, args, options).run(chosen)
 
     method.__name__, method.__qualname__ = name, getattr(original, "__qualname__", name)
     method.__doc__, method.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
@@ -205,13 +218,13 @@ class _Call:
         self._places = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
         inputs = [None if _is_node(leaf) else leaf for leaf in leaves]
         self._graphdef, state = nnx.split(self._nodes)
-        self._state = list(_flat(state))
+        self._state = list(flat_state(state))
         params: dict[str, Any] = {}
         rest: dict[str, Any] = {}
         for path, variable in self._state:
             name = "/".join(map(str, path))
             own = path[0] == 0 and isinstance(variable, nnx.Param)
-            (params if own else rest)[name[2:] if own else name] = _raw(variable)
+            (params if own else rest)[name[2:] if own else name] = raw_value(variable)
         self._absent = absent_of(model)
         for at, (kernel, _) in self._absent.items():
             params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
@@ -258,7 +271,7 @@ class _Call:
             if conversion_of(module) is not None:
                 _strip(module)
         before = {path: dict(vars(module)) for path, module in modules.items()}
-        values = {path: _held(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+        values = {path: tree_of(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
         leaves = list(inputs)
         for place, node in zip(self._places, nodes[1:], strict=True):
             leaves[place] = node
@@ -295,9 +308,9 @@ def _changes(nodes: Any, before: Mapping[Any, Any], values: Mapping[Any, Any], a
     """(new values of variables by path, attributes that are new, replaced or gone by module and name)."""
     after = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
     changed = {
-        path: _raw(after[path])
+        path: raw_value(after[path])
         for path, held in values.items()
-        if path in after and not _same(_held(after[path]), held)
+        if path in after and not is_same(tree_of(after[path]), held)
     }
     modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module) and path in before}
     attributes = {}
@@ -351,30 +364,6 @@ def _owner(path: str, modules: Mapping[str, Any]) -> str | None:
     names = path.split("/")
     above = ("/".join(names[:i]) for i in range(len(names) - 1, -1, -1))
     return next((name for name in above if name in modules), None)
-
-
-def _raw(variable: Any) -> Any:
-    """The value of a variable; an array that is an attribute without a variable is its own."""
-    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
-
-
-def _flat(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What a state holds by path, in its own order: names and numbers beside each other, as in a list, have none."""
-    for name, value in state.items():
-        if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
-            yield from _flat(value, (*path, name))
-        else:
-            yield (*path, name), value
-
-
-def _held(variable: Any) -> tuple[Any, list[Any]]:
-    """What tells whether a variable's value changed: it may be a tree, changed in place."""
-    leaves, treedef = jax.tree.flatten(_raw(variable))
-    return treedef, leaves
-
-
-def _same(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> bool:
-    return one[0] == other[0] and all(a is b for a, b in zip(one[1], other[1], strict=True))
 
 
 def _is_node(leaf: Any) -> bool:

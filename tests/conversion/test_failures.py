@@ -333,7 +333,7 @@ class Patched(nn.Module):
 
 def test_strict_allows_what_a_rule_leaves_alone():
     image = jnp.ones((1, 4, 4, 3))
-    with pytest.raises(ValueError, match="strict=True: 1 products.*patch/kernel"):
+    with pytest.raises(ValueError, match=r"strict=True: 1 products.*patch/kernel"):
         convert(Patched(), "tcfp12", image, strict=True)
     report = survey(convert(Patched(), "tcfp12", image, strict=True, rules={"patch": None}))
     assert [record.path for record in report.converted] == ["dense"]
@@ -396,6 +396,28 @@ def test_lora_trains_beside_stored_weights_of_flax_and_of_plain_jax():
     loss = lambda adapter: jnp.mean(low(frozen, adapter, X, stored=stored) ** 2)
     gradients = jax.jit(jax.grad(loss))(adapter)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_qwix_lora_is_converted_after_it_and_refused_before_it():
+    qwix = pytest.importorskip("qwix", reason="qwix is not installed; it is part of the extra wild")
+    provider, make = qwix.LoraProvider(module_path=".*", rank=4, alpha=2.0), lambda: nnx_model(MLP)
+    model = qwix.apply_lora_to_model(make(), provider, X, rngs=nnx.Rngs(0))
+    convert(model, "tcfp12", X, rules={"lora": None}, strict=True)
+    assert [record.weight_path for record in survey(model).converted] == ["up/kernel", "down/kernel"]
+    loss = lambda model: jnp.mean((model(X) - 1) ** 2)
+    gradients = nnx.to_pure_dict(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model))
+    assert all(float(jnp.abs(gradients[name]["kernel_lora_b"]).max()) > 0 for name in ("up", "down"))
+    with pytest.raises(ValueError, match=r"export\(model\) first"):
+        qwix.apply_lora_to_model(convert(make(), "tcfp12", X), provider, X, rngs=nnx.Rngs(0))
+
+
+def test_a_class_that_another_package_makes_of_a_converted_one_is_refused():
+    model = convert(nnx_model(MLP), "tcfp12", X)
+    object.__setattr__(model, "__class__", type("MLP", (type(model),), {}))
+    for call in (lambda: model(X), lambda: survey(model), lambda: convert(model, "tcfp12", X), lambda: export(model)):
+        with pytest.raises(ValueError, match=r"export\(model\) first"):
+            call()
 
 
 # 13. Heads by what they are ------------------------------------------------------------------------------------------
