@@ -130,7 +130,7 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
     models = [convert(nnx_model(MLP), KERNELS[name]), nnx_model(lambda rngs: MLP(rngs, linear))]
     results = []
     for model in models:
-        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model)))
+        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
         optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
         sync(model, optimizer)
         losses = [train(model, optimizer, X) for _ in range(2)]
