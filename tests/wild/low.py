@@ -12,6 +12,7 @@ import tcfp_jax
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
 from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.inference import quantize_params
 from tests.wild.made import Made, Subject, loss_of, pure
 
 RECIPE = "tcfp12_fast"
@@ -77,7 +78,7 @@ def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
 
 def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:
     """(parameters in which stored weights are shapes, the stored weights, paths of which both exist)."""
-    served = tcfp_jax.inference.quantize_params(made.params, low.weights)
+    served = quantize_params(made.params, low.weights)
     floats, stored = set(paths.leaves(served["params"])), set(paths.entries(served["tcfp"]))
 
     def left(path: Any, leaf: Any) -> Any:
