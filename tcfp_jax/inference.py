@@ -69,7 +69,7 @@ def quantize_params(
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
     for path, leaf in entries:
-        names = paths.path_names(path)
+        names = paths.join(*paths.path_names(path)).split("/")  # Haiku's names of modules are paths themselves
         node = paths.find(quantized, names)
         if node is None or paths.join(*names) in looked_up:
             paths.put(rest, names, leaf)

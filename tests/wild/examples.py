@@ -11,7 +11,7 @@ SIZES = dict(
 )  # fmt: skip
 
 
-@subject("flax lm1b", "linen", (13, 13))
+@subject("flax lm1b", "linen", (13, 13), rate=1e-3)
 def lm1b() -> Made:
     from tests.wild.flax_examples import lm1b
 
@@ -26,7 +26,7 @@ def lm1b_tied() -> Made:
     return linen_made(lm1b.TransformerLM(config), tokens())
 
 
-@subject("flax nlp_seq, keyword-only", "linen", (13, 13))
+@subject("flax nlp_seq, keyword-only", "linen", (13, 13), rate=1e-3)
 def nlp_seq() -> Made:
     from tests.wild.flax_examples import nlp_seq
 

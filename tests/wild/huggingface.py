@@ -37,7 +37,7 @@ for suffix, dtype in (("", jnp.float32), (", bf16", jnp.bfloat16)):
     )
 
 
-@subject("transformers gemma", "linen", (15, 15), "transformers", rate=1e-3)
+@subject("transformers gemma", "linen", (15, 15), "transformers", rate=2e-4)
 def transformers_gemma() -> Made:
     from transformers import GemmaConfig
 
@@ -53,7 +53,7 @@ def gpt2() -> Made:
     return linen_made(model.module, tokens(), jnp.ones((BATCH, LENGTH), jnp.int32), POSITIONS, select=first)
 
 
-@subject("transformers bert", "linen", (14, 14), "transformers")
+@subject("transformers bert", "linen", (14, 14), "transformers", rate=1e-3)
 def bert() -> Made:
     from transformers import BertConfig, FlaxBertForMaskedLM
 

@@ -9,7 +9,10 @@ import optax
 from flax import nnx
 
 import tcfp_jax
+from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
+from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.inference import quantize_params
 from tests.wild.made import Made, Subject, loss_of, pure
 
 RECIPE = "tcfp12_fast"
@@ -71,6 +74,21 @@ def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
     inputs = (*made.inputs, dict(made.options))
     call = lambda params, state: low.call(params, tcfp_jax.layer_state(state), *inputs)
     return _train(subject, call, made.params, optimizer)
+
+
+def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:
+    """(parameters in which stored weights are shapes, the stored weights, paths of which both exist)."""
+    served = quantize_params(made.params, low.weights)
+    floats, stored = set(paths.leaves(served["params"])), set(paths.entries(served["tcfp"]))
+
+    def left(path: Any, leaf: Any) -> Any:
+        name = paths.join(*paths.path_names(path))
+        return leaf if name in floats else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    # Linen takes what is left as it is; a function's parameters keep their structure, whatever that is.
+    is_linen = not isinstance(low.model, Transformed)
+    params = served["params"] if is_linen else jax.tree_util.tree_map_with_path(left, made.params)
+    return params, served["tcfp"], floats & stored
 
 
 def step_of(subject: Subject, call: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:

@@ -131,7 +131,9 @@ def filled(tree: Any, seed: int = 0) -> Any:
         if leaf.ndim < 2 or any(word in name for word in ("scale", "norm", "bias")):
             ones = any(word in name.rsplit("/", 1)[-1] for word in ("scale", "var", "sigma", "weight", "w"))
             return jnp.full(leaf.shape, float(ones and "bias" not in name), leaf.dtype)
-        fan_in = math.prod(leaf.shape[-3:-1]) if leaf.ndim > 2 else leaf.shape[0]
+        # Of a kernel [k, heads, d], wherever a stack of layers has its axis, k; too large ones make attention sharp.
+        filters = "conv" in name or "patch" in name
+        fan_in = math.prod(leaf.shape[:-1]) if filters else max(leaf.shape[:-1])
         return jnp.asarray(rng.standard_normal(leaf.shape) / np.sqrt(fan_in), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, tree)

@@ -33,7 +33,7 @@ def tunix_made(make: Any) -> Made:
     return nnx_made(make, tokens(), POSITIONS, None, CAUSAL, select=first)
 
 
-@subject("tunix llama3", "nnx", (15, 15), "tunix", rate=1e-3)
+@subject("tunix llama3", "nnx", (15, 15), "tunix", rate=3e-4)
 def tunix_llama3(**options: Any) -> Made:
     from tunix.models.llama3 import model
 
@@ -56,7 +56,7 @@ def tunix_qwen3(**options: Any) -> Made:
 
 
 subject("tunix qwen3", "nnx", (15, 15), "tunix", rate=1e-3)(tunix_qwen3)
-subject("tunix qwen3 experts", "nnx", (35, 35), "tunix", rate=1e-3)(
+subject("tunix qwen3 experts", "nnx", (35, 35), "tunix", rate=3e-4)(
     functools.partial(tunix_qwen3, num_experts=4, num_experts_per_tok=2)
 )
 
@@ -152,7 +152,7 @@ def maxtext(axis: int = 1, shards: int = 1, **options: Any) -> Made:
 
 
 for name, settings in (("on axis 1", {}), ("on axis 0", {"axis": 0}), ("on a mesh", {"shards": 2})):
-    subject(f"maxtext llama2 scanned {name}", "function", (8, 11), "maxtext", rate=1e-3)(
+    subject(f"maxtext llama2 scanned {name}", "function", (8, 11), "maxtext", rate=3e-4)(
         functools.partial(maxtext, **settings)
     )
 

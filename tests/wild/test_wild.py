@@ -7,10 +7,11 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.wild import counting
-from tests.wild.low import convert, train_float, train_low
+from tests.wild.low import convert, serve, train_float, train_low
 from tests.wild.subjects import SUBJECTS, pure
 
 
@@ -61,3 +62,18 @@ def test_trains_as_float_does(subject):
         in_low = train_low(subject, made, low)
     assert in_float[-1] < 0.9 * in_float[0], "the subject learns too little to tell anything"
     assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
+
+
+def test_serves_stored_weights_alone(subject):
+    if subject.kind == "nnx":
+        pytest.skip("an NNX model loads stored weights in place: tests/test_inference.py")
+    made = subject.make()
+    with made.context():
+        low = convert(subject, made)
+        inputs = (*made.inputs, dict(made.options))
+        expected = jax.jit(lambda params: low.call(params, {}, *inputs))(made.params).astype(jnp.float32)
+        params, stored, both = serve(made, low)
+        assert both == {path for path, weight in low.weights.items() if weight.float_reads == "lookup"}
+        found = jax.jit(lambda stored: low.call(params, stored, *inputs))(stored).astype(jnp.float32)
+    assert jnp.isfinite(found).all()
+    assert jnp.linalg.norm(found - expected) <= 0.05 * jnp.linalg.norm(expected)
