@@ -130,7 +130,7 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
     models = [convert(nnx_model(MLP), KERNELS[name]), nnx_model(lambda rngs: MLP(rngs, linear))]
     results = []
     for model in models:
-        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model)))
+        tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, X)))
         optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
         sync(model, optimizer)
         losses = [train(model, optimizer, X) for _ in range(2)]
@@ -142,7 +142,7 @@ def test_a_step_of_a_converted_nnx_model_is_that_of_the_one_written_by_hand(name
 def test_inference_weights_replace_the_float_ones(name):
     model, bare = (convert(nnx_model(MLP, seed), KERNELS[name]) for seed in (0, 1))
     expected = forward(model, X)
-    load_quantized(bare, quantize_params(flax_nnx.state(model, flax_nnx.Param), find_weights(model)))
+    load_quantized(bare, quantize_params(flax_nnx.state(model, flax_nnx.Param), find_weights(model, X)))
     error = jnp.linalg.norm(forward(bare, X).astype(jnp.float32) - expected.astype(jnp.float32))
     # The same quantized operands; only the order of float32 sums may differ, and bfloat16's last bit with it.
     assert float(error) < 1e-2 * float(jnp.linalg.norm(expected.astype(jnp.float32)))
