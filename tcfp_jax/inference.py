@@ -69,12 +69,14 @@ def quantize_params(
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
     for path, leaf in entries:
-        names = paths.join(*paths.path_names(path)).split("/")  # Haiku's names of modules are paths themselves
+        # A name may be a path itself, as Haiku's modules have: parameters keep it, the state is nested by it.
+        own = paths.path_names(path)
+        names = paths.join(*own).split("/")
         node = paths.find(quantized, names)
         if node is None or paths.join(*names) in looked_up:
-            paths.put(rest, names, leaf)
-        elif names[:-1] and paths.find(rest, names[:-1]) is None:
-            paths.put(rest, names[:-1], {})  # Flax tells by its parameters that a layer is there
+            paths.put(rest, own, leaf)
+        elif own[:-1] and paths.find(rest, own[:-1]) is None:
+            paths.put(rest, own[:-1], {})  # Flax tells by its parameters that a layer is there
         if node is not None:
             # No parameter stays beside it to compare with.
             served = jax.jit(quantize_tcfp12)(leaf) if storage == "packed" else dataclasses.replace(node, sample=None)

@@ -147,10 +147,8 @@ def _completed(params: Any, state: Mapping[str, Any], model: Any, fun: Any, rngs
             f"the state holds {unknown[0]!r}, which is no parameter of {type(model).__name__}; its parameters are "
             f"{sorted(leaves)[:8]}; pass the state of these parameters"
         )
-    filled: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        paths.put(filled, path.split("/"), held.get(path, leaf))
-    return filled
+    named = lambda path, leaf: held.get(paths.join(*paths.path_names(path)), leaf)
+    return jax.tree_util.tree_map_with_path(named, shapes.get("params", {}))
 
 
 def _shapes(function: Any, args: Any, kwargs: Any) -> Any:

@@ -15,6 +15,6 @@ def test_names_with_slashes_are_paths():
     weights = find_weights(low, params, x)
     assert set(weights) == {"mlp/~/linear_0/w"}
     served = quantize_params(params, weights)
-    assert set(served["params"]["mlp"]["~"]["linear_0"]) == {"b"}
+    assert set(served["params"]["mlp/~/linear_0"]) == {"b"}
     stored = layer_state(error_feedback(weights).init(params))
     assert (low(params, x, stored=stored) == low(params, x)).all()
