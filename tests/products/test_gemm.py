@@ -139,9 +139,15 @@ def test_stored_weights_give_the_result_of_fresh_ones(recipe, data):
         stored, _ = quantize_weight(w, recipe, copies=copies)
         fresh = value_and_gradients(recipe, x, w, g)
         for a, b in zip(value_and_gradients(recipe, x, w, g, quantized=stored), fresh, strict=True):
-            assert jnp.array_equal(a, b)
+            nearly_equal(a, b)
     y, vjp = jax.vjp(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe), x)
-    assert jnp.array_equal(y, fresh[0]) and jnp.array_equal(vjp(g)[0], fresh[1])
+    nearly_equal(y, fresh[0])
+    nearly_equal(vjp(g)[0], fresh[1])
+
+
+def nearly_equal(a, b):
+    """Up to the order of float32 sums: of two jitted programs with the same operands, jax 0.12 makes other loops."""
+    np.testing.assert_allclose(a, b, rtol=0, atol=16 * FLOAT32_EPS * float(jnp.abs(b).max()))
 
 
 @every_recipe
