@@ -204,7 +204,7 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
     """The scale of the next rounding, from the last one and the amax that it saw (see the module's docstring).
 
     >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 224.0, 225.0, 28.0, 27.0, 0.0)]
-    [1.0, 1.0, 4.0, 0.5, 0.25, 1.52587890625e-05]
+    [1.0, 1.0, 4.0, 0.25, 0.25, 1.52587890625e-05]
     """
     fresh = numerics.pow2_cover(amax, _TARGET)
     fresh = jnp.where(amax == 0, jnp.float32(_SCALE_OF_ZERO), fresh)
