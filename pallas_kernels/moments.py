@@ -2,17 +2,17 @@
 
 Two formats, for blocks along the last axis (the last one may be shorter):
 
-* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two that covers the block's largest |m| by 448
-  (`numerics.pow2_scale`: 1 for a block of zeros, NaN where a value is not finite).
-* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of
-  the float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the exponent of the largest
-  v less 31, at least 1: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v below the
-  floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where the
-  whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
+* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two from 2**-87 to 2**29 that covers the block's
+  largest |m| by 448; 1 for a block of zeros, NaN where a value is not finite. An m beyond 2.4e11 saturates.
+* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of the
+  float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the biased exponent of the
+  largest v less 31, at least 8: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v
+  below the floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where
+  the whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
 
 Both grids are evenly spaced within every binade, so that adding random bits below the last bit kept and truncating
-rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one 32-bit
-hash a value: m takes its 20 lowest, and v the 10 lowest as its own highest. Rounding to nearest would freeze an average:
+rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one hash a
+value: m takes its 20 lowest bits, and v the 10 lowest as its own highest. Rounding to nearest would freeze an average:
 with b2 = 0.999 every v moves by less than half a spacing a step.
 
 What is below has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
@@ -36,7 +36,10 @@ _MANTISSA_BITS = 23
 _DROPPED = _MANTISSA_BITS - 3  # of a float32's mantissa
 _NAN = 0x7FFFFFFF
 _SMALLEST_NORMAL = 0x00800000
-_LARGEST_SCALE = 29  # of m: 2**-29 * 2**-120 is float32's smallest number, by which a device multiplies
+# Exponents of m's scales. A device multiplies by 2**-120 / scale, and 2**-149 is float32's smallest number; what is
+# subnormal on one backend and zero on another is below the last random bit of the smallest.
+_SMALLEST_SCALE, _LARGEST_SCALE = -87, 29
+_SMALLEST_BASE = 8  # of v: b2 * v is not subnormal for any b2 from 2**-7 on
 _SPAN = 31  # binades from the largest v's to that of the floor
 _LOW_20, _LOW_10 = (1 << 20) - 1, (1 << 10) - 1
 
@@ -119,7 +122,7 @@ def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x| as int32, whose order is that of magnitudes, with zero for subnormals and one NaN, the largest."""
+    """The bits of |x| as int32, ordered as magnitudes are, with zero for subnormals and one NaN, the largest."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
     # The NaN that a GPU computes. A CPU's is another one, and would have another code.
@@ -139,12 +142,11 @@ def v_bits(bits: jax.Array) -> jax.Array:
 def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(biased exponent of the scale of a block, 1 / scale) from the bits of its largest |m|, int32 and float32.
 
-    The exponent is E8M0's code, 2**29 at most: what is beyond 448 * 2**29 saturates. Where a block is not finite, the
-    code is 255 and the inverse NaN.
+    The exponent is E8M0's code. Where a block is not finite, the code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
     exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
-    exponent = jnp.minimum(jnp.maximum(exponent, 1), 127 + _LARGEST_SCALE)
+    exponent = jnp.minimum(jnp.maximum(exponent, 127 + _SMALLEST_SCALE), 127 + _LARGEST_SCALE)
     exponent = jnp.where(amax_bits == 0, 127, exponent)
     inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
     return jnp.where(finite, exponent, NOT_FINITE), lax.bitcast_convert_type(inverse, jnp.float32)
@@ -152,7 +154,7 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
     """The byte of a block from the bits of its largest v, int32."""
-    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, 1)
+    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, _SMALLEST_BASE)
     base = jnp.where(amax_bits == 0, 0, base)
     return jnp.where(finite, base, NOT_FINITE)
 
@@ -177,7 +179,7 @@ def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
     `k = (round(|x| / spacing * 2**20) + random) >> 20`, times the spacing, with the sign of x. Normal values are whole
     multiples before they are rounded, so k is unbiased to the last of the 20 bits. On a device the same bits come from
     adding below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and truncating. Of a NaN that sum is
-    minus zero, but for random bits of zero: what it is part of says that it is NaN (a scale, or the weight's other half).
+    minus zero, but for random bits of zero; what it is part of says that it is NaN: a scale, or the weight's other half.
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
     bits = lax.bitcast_convert_type(clipped, jnp.int32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import reference, triton
-from pallas_kernels.adamw.reference import Momentum, Moments, Options, Rates, Remainder, Step
+from pallas_kernels.adamw.reference import Moments, Momentum, Options, Rates, Remainder, Step
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, Orientation
@@ -34,9 +34,10 @@ def adamw(
     """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
 
     `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and, in units of the new scale,
-    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3, lo'
-    the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; both moments are rounded stochastically, too, to the
-    formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the whole weight.
+    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3 and
+    lo' the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; the moments are rounded stochastically, too, to
+    the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the weight. What
+    multiplies m and v, b1 and b2, is rounded to 20 bits, by 5e-7 at most.
 
     Args:
       g: the gradient, real floats [k, n].
