@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import counter, moments, numerics
+from pallas_kernels.scaling import SCALE_DTYPE
 
 Momentum = Literal["classic", "nesterov"]
 Remainder = Literal["stochastic", "nearest"]
@@ -54,6 +55,18 @@ class Moments(NamedTuple):
     m_scale: jax.Array
     v: jax.Array
     v_scale: jax.Array
+
+    @staticmethod
+    def zeros(shape: tuple[int, int]) -> "Moments":
+        """Those before the first step. (E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.)
+
+        >>> [str(x.dtype) for x in Moments.zeros((2, 200))], Moments.zeros((2, 200)).m_scale.tolist()
+        (['float8_e4m3fn', 'float8_e8m0fnu', 'uint8', 'uint8'], [[1.0, 1.0], [1.0, 1.0]])
+        """
+        k, n = shape
+        few = (k, moments.block_count(n))
+        one, zero = jnp.ones(few, SCALE_DTYPE), jnp.zeros(few, jnp.uint8)
+        return Moments(jnp.zeros(shape, moments.E4M3), one, jnp.zeros(shape, jnp.uint8), zero)
 
 
 class Rates(NamedTuple):

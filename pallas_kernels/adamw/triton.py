@@ -249,12 +249,9 @@ class Device:
         from jax.experimental.pallas import triton as plgpu
 
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
-        dtype = values[0].dtype
-        kind = "f" if dtype == jnp.float32 else "r"
         return plgpu.elementwise_inline_asm(
             assembly, args=[jnp.broadcast_to(x, shape) for x in values], pack=1,
-            constraints=",".join(["=" + kind, *[kind] * len(values)]),
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, dtype)],
+            constraints="=f" + ",f" * len(values), result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         )[0]  # fmt: skip
 
     def multiply(self, a: Any, b: Any) -> jax.Array:
@@ -306,8 +303,7 @@ class Device:
 
     def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
         """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`; results have no subnormals, and one NaN."""
-        low = (bits & jnp.uint32(1023)).astype(jnp.int32)
-        return self._run("mad.lo.s32 $0, $1, 1024, $2;", low, lax.bitcast_convert_type(v, jnp.int32))
+        return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
 
     def largest(self, x: jax.Array) -> jax.Array:
         """The largest |x| of each block; the device's maximum leaves NaN aside."""
