@@ -58,7 +58,7 @@ class Moments(NamedTuple):
 
     @staticmethod
     def zeros(shape: tuple[int, int]) -> "Moments":
-        """Those before the first step. (E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.)
+        """Those before the first step; E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.
 
         >>> [str(x.dtype) for x in Moments.zeros((2, 200))], Moments.zeros((2, 200)).m_scale.tolist()
         (['float8_e4m3fn', 'float8_e8m0fnu', 'uint8', 'uint8'], [[1.0, 1.0], [1.0, 1.0]])

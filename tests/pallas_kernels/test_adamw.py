@@ -96,7 +96,8 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     params = jnp.asarray(weight((hi, lo)) * SCALE, jnp.float32)
     start, *rest = tx.init(params)
     m, v = moments.decode_m(*state[:2]), moments.decode_v(*state[2:])
-    updates, (after, *_) = tx.update(g, (start._replace(count=jnp.int32(t - 1), mu=m, nu=v), *rest), params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, (after, *_) = tx.update(g, (start._replace(count=jnp.int32(t - 1), mu=m, nu=v), *rest), params)
     given = rates(t=t, nesterov=momentum == "nesterov", eps_root=eps_root)
     options = reference.Options(momentum=momentum)
     got = jax.jit(exact_weight, static_argnums=5)(g, hi, lo, state, given, options)
