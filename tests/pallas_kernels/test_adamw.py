@@ -101,7 +101,10 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     given = rates(t=t, nesterov=momentum == "nesterov", eps_root=eps_root)
     options = reference.Options(momentum=momentum)
     got = jax.jit(exact_weight, static_argnums=5)(g, hi, lo, state, given, options)
-    bound = 2.0**-22 * np.abs(params) + 2.0**-18 * np.abs(updates)
+    # What was summed for an update may have cancelled; its roundings have not.
+    summed = (2 * np.abs(0.9 * m) + np.abs(0.1 * g)) / (1 - 0.9**t) * (1 if momentum == "classic" else 2)
+    bound = np.abs(params) + 16 * 0.01 * summed / (np.sqrt(after.nu / (1 - 0.95**t) + eps_root) + 1e-8)
+    bound = np.asarray(bound, np.float64) * 2.0**-22
     assert np.all(np.abs(np.asarray(got, np.float64) - np.asarray(params + updates, np.float64)) <= bound)
     assert np.mean(np.abs(updates) > 16 * bound) > 0.95
     # What is stored lies within a spacing of what optax has, and the weight as near as hi + lo is.
@@ -112,7 +115,7 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     )
     assert np.all(np.abs(moments.decode_v(*new.moments[2:]) - after.nu) <= after.nu / 8 + largest(after.nu) * 2.0**-30)
     w = np.asarray(got, np.float64) / SCALE
-    assert np.all(np.abs(weight(new) - w) <= np.abs(w) * 2.0**-7 + 2.0**-9)
+    assert np.all(np.abs(weight(new) - w)[np.abs(w) <= 448] <= (np.abs(w) * 2.0**-7 + 2.0**-9)[np.abs(w) <= 448])
     assert float(new.amax) == np.max(np.abs(got))
 
 
