@@ -1,16 +1,18 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import reference, triton
-from pallas_kernels.adamw.reference import Moments, Momentum, Options, Rates, Remainder, Step
+from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.operands import SCALE_DTYPE, Orientation
+from pallas_kernels.operands import SCALE_DTYPE
 
-__all__ = ["IMPLEMENTATIONS", "Moments", "Rates", "Step", "adamw"]
+__all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.adamw, triton.reject, triton.decline),
@@ -26,10 +28,8 @@ def adamw(
     rates: Rates,
     key: jax.Array,
     *,
-    momentum: Momentum = "classic",
-    orientation: Orientation = "rows",
-    remainder: Remainder = "stochastic",
     backend: Backend | None = None,
+    **options: Any,
 ) -> Step:
     """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
 
@@ -45,10 +45,9 @@ def adamw(
       moments: of the weight.
       rates: float32 scalars of this step, and whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
-      momentum: "classic" or "nesterov".
-      orientation: "both" also returns `columns`, the transpose of the new hi.
-      remainder: "stochastic" or "nearest" rounding of lo.
       backend: None for the fastest one, or a name.
+      options: those of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`, the
+        transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
 
     Returns:
       `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
@@ -66,21 +65,13 @@ def adamw(
     >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """
-    options = _check_options(momentum, orientation, remainder)
+    chosen = Options(**options)
     check_real("g", g)
     if g.dtype.itemsize == 1:
         raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")
     _check_arrays(g, hi, lo, moments)
     _check_scalars(rates, key)
-    return dispatch("adamw", IMPLEMENTATIONS, backend, options, g, hi, lo, moments, rates, key)
-
-
-def _check_options(momentum: str, orientation: str, remainder: str) -> Options:
-    allowed = dict(momentum=("classic", "nesterov"), orientation=("rows", "both"), remainder=("stochastic", "nearest"))
-    for (name, names), given in zip(allowed.items(), (momentum, orientation, remainder), strict=True):
-        if given not in names:
-            raise ValueError(f'{name}={given!r} is unknown; use "{names[0]}" or "{names[1]}"')
-    return Options(momentum, orientation, remainder)  # type: ignore[arg-type]
+    return dispatch("adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key)
 
 
 def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:

@@ -10,13 +10,14 @@ interpreters, `triton.Device` for the compiled kernel; both give the same bits. 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import counter, moments, numerics
+from pallas_kernels.operands import Orientation
 from pallas_kernels.scaling import SCALE_DTYPE
 
 Momentum = Literal["classic", "nesterov"]
@@ -33,12 +34,22 @@ class Options:
     Attributes:
       momentum: "classic", or "nesterov", which adds the gradient itself to the update.
       orientation: "both" also returns the transpose of the new hi.
-      remainder: how lo is rounded.
+      remainder: how lo is rounded, "stochastic" or "nearest".
+
+    Raises:
+      ValueError: another name.
     """
 
     momentum: Momentum = "classic"
-    orientation: Literal["rows", "both"] = "rows"
+    orientation: Orientation = "rows"
     remainder: Remainder = "stochastic"
+
+    def __post_init__(self) -> None:
+        allowed = dict(momentum=get_args(Momentum), orientation=("rows", "both"), remainder=get_args(Remainder))
+        for name, names in allowed.items():
+            given = getattr(self, name)
+            if given not in names:
+                raise ValueError(f'{name}={given!r} is unknown; use "{names[0]}" or "{names[1]}"')
 
 
 class Moments(NamedTuple):

@@ -39,8 +39,8 @@ def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str |
 def decline(options: Options, *arrays: Any) -> str | None:
     """Why this kernel is not the first choice, or None: E4M3 is converted by instructions of NVIDIA GPUs from 8.9 on.
 
-    On an H200 XLA's fusions of the same arithmetic take three times as long, so no shape need be timed. A device that is only described, as that of
-    a program that is compiled elsewhere, has a name and no capability.
+    On an H200 XLA's fusions of the same arithmetic take three times as long, so no shape need be timed. A device that
+    is only described, as that of a program which is compiled elsewhere, has a name and no capability.
     """
     kind, capability = dispatch.device_kind(), dispatch.compute_capability()
     if "NVIDIA" not in kind or 0 < capability < 8.9:
