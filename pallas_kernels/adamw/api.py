@@ -46,8 +46,8 @@ def adamw(
       rates: float32 scalars of this step, and whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
       backend: None for the fastest one, or a name.
-      options: those of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`, the
-        transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
+      options: those of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`,
+        the transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
 
     Returns:
       `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
