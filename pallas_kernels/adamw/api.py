@@ -1,18 +1,23 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import moments as codec
-from pallas_kernels.adamw import reference
-from pallas_kernels.adamw.reference import Momentum, Moments, Options, Rates, Remainder, Step
+from pallas_kernels.adamw import reference, triton
+from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.operands import SCALE_DTYPE, Orientation
+from pallas_kernels.operands import SCALE_DTYPE
 
-__all__ = ["IMPLEMENTATIONS", "Moments", "Rates", "Step", "adamw"]
+__all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
-IMPLEMENTATIONS = (Implementation("xla", reference.adamw),)
+IMPLEMENTATIONS = (
+    Implementation("triton", triton.adamw, triton.reject, triton.decline),
+    Implementation("xla", reference.adamw),
+)
 
 
 def adamw(
@@ -23,17 +28,16 @@ def adamw(
     rates: Rates,
     key: jax.Array,
     *,
-    momentum: Momentum = "classic",
-    orientation: Orientation = "rows",
-    remainder: Remainder = "stochastic",
     backend: Backend | None = None,
+    **options: Any,
 ) -> Step:
     """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
 
     `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and, in units of the new scale,
-    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3, lo'
-    the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; both moments are rounded stochastically, too, to the
-    formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the whole weight.
+    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3,
+    lo' the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; the moments are rounded stochastically, too, to
+    the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the weight. What
+    multiplies m and v, b1 and b2, is rounded to 20 bits, by 5e-7 at most.
 
     Args:
       g: the gradient, real floats [k, n].
@@ -41,10 +45,9 @@ def adamw(
       moments: of the weight.
       rates: float32 scalars of this step, and whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
-      momentum: "classic" or "nesterov".
-      orientation: "both" also returns `columns`, the transpose of the new hi.
-      remainder: "stochastic" or "nearest" rounding of lo.
       backend: None for the fastest one, or a name.
+      options: those of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`,
+        the transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
 
     Returns:
       `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
@@ -54,9 +57,7 @@ def adamw(
       ValueError: shapes differ, the weight is no matrix (use `jax.vmap` over a stack), or an option is unknown.
       NotImplementedError: the named backend cannot run it; the message says why.
 
-    >>> hi, zeros = jnp.ones((1, 2), jnp.float8_e4m3fn), jnp.zeros((1, 2))
-    >>> moments = Moments(*codec.encode_m(zeros, jnp.zeros((1, 2), jnp.uint32)),
-    ...     jnp.zeros((1, 2), jnp.uint8), jnp.zeros((1, 1), jnp.uint8))
+    >>> hi, moments = jnp.ones((1, 2), jnp.float8_e4m3fn), Moments.zeros((1, 2))
     >>> numbers = dict(b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
     ...     gradient_scale=1, scale=1, new_scale=1)
     >>> rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
@@ -64,19 +65,13 @@ def adamw(
     >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """
-    options = _check_options(momentum, orientation, remainder)
+    chosen = Options(**options)
     check_real("g", g)
+    if g.dtype.itemsize == 1:
+        raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")
     _check_arrays(g, hi, lo, moments)
     _check_scalars(rates, key)
-    return dispatch("adamw", IMPLEMENTATIONS, backend, options, g, hi, lo, moments, rates, key)
-
-
-def _check_options(momentum: str, orientation: str, remainder: str) -> Options:
-    allowed = dict(momentum=("classic", "nesterov"), orientation=("rows", "both"), remainder=("stochastic", "nearest"))
-    for (name, names), given in zip(allowed.items(), (momentum, orientation, remainder), strict=True):
-        if given not in names:
-            raise ValueError(f'{name}={given!r} is unknown; use "{names[0]}" or "{names[1]}"')
-    return Options(momentum, orientation, remainder)  # type: ignore[arg-type]
+    return dispatch("adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key)
 
 
 def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:
