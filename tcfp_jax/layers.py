@@ -22,6 +22,8 @@ from tcfp_jax.products.marks import mark
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
+from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import values_of, kernel_shape, training_of
 
 # Fields by which a Flax layer computes its product in another way; a recipe decides that, so they must be unset.
 CHOICES = (
@@ -86,7 +88,7 @@ class Reader(Protocol):
 class Absent:
     """Stands for a kernel of which only the quantized form exists: its shape and the parameter's dtype.
 
-    Indexed, as NNX layers read their parameters, it is itself; as an operand of anything but `multiply` it raises.
+    `parameter` is the stored weight, where that is the parameter itself (`tcfp_jax.store`). Indexed, as NNX layers read their parameters, it is itself; as an operand of anything but `multiply` it raises.
 
     >>> Absent((3, 4), jnp.dtype("float32"))[...].shape
     (3, 4)
@@ -94,6 +96,14 @@ class Absent:
 
     shape: tuple[int, ...]
     dtype: Any
+    parameter: Any = None
+
+    @staticmethod
+    def of(kernel: Any) -> Any:
+        """What stands for a kernel that is a stored parameter; any other is itself."""
+        if not isinstance(kernel, Stored):
+            return kernel
+        return Absent(kernel_shape(kernel), training_of(kernel).dtype, kernel)
 
     def __getitem__(self, index: Any) -> "Absent":
         """The same, for `kernel[...]`."""
@@ -149,7 +159,15 @@ def product(
     shape = None
     if isinstance(kernel, Absent):
         # Under nnx.scan and nnx.vmap arrays lose their stacked axes; what stands for one keeps them.
-        kernel, shape = None, kernel.shape[len(kernel.shape) - contraction.layout.ndim :]
+        shape, parameter = kernel.shape[len(kernel.shape) - contraction.layout.ndim :], kernel.parameter
+        kernel = None
+        if parameter is not None:
+            if stored is not None:
+                raise ValueError(
+                    "the kernel is a stored parameter, and the state holds a quantized copy of it, too; train with "
+                    "tcfp_jax.store or with error_feedback, not with both"
+                )
+            stored, kernel = values_of(parameter), training_of(parameter).slot
     if isinstance(stored, PackedTCFP12):
         stored, kernel = None, stored.dequantize()
     drawn = key() if stored is None and recipe.stochastic else None

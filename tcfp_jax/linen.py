@@ -55,6 +55,15 @@ def runs_flax(layer: nn.Module) -> bool:
 def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
     """The layer's parameter, or `Absent` where inference weights took its place."""
     dtype = getattr(layer, "param_dtype", jnp.float32)
+    if not layer.is_initializing() and layer.has_variable("params", name):
+        kernel = Absent.of(nn.meta.unbox(layer.get_variable("params", name)))
+        if isinstance(kernel, Absent):
+            if kernel.shape != tuple(shape):
+                raise ValueError(
+                    f"{name} is stored as {list(kernel.shape)}, but the layer multiplies by {list(shape)}; pass the "
+                    "parameters of this model"
+                )
+            return kernel
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:
         return Absent(tuple(shape), jnp.dtype(dtype))

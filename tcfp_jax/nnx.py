@@ -169,7 +169,7 @@ class _Reader:
         return equation
 
     def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        return self._layer.kernel[...]
+        return layers.Absent.of(self._layer.kernel[...])
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
         return None if self._layer.bias is None else self._layer.bias[...]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "numerics", "scaling", "operands", "checks", "dispatch", "tuning", "sharing", "partition", "tiled", "hopper",
+        "numerics", "counter", "scaling", "operands", "checks", "dispatch", "tuning", "sharing", "partition", "tiled", "hopper",
         "quantize",
         "dual_quantize", "matmul", "skip_matmul",
     ],
@@ -31,6 +31,7 @@ LIBRARIES = tuple(DOORS)
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
     "fake_quantize", "error_feedback", "layer_state", "explain", "transform",
+    "store", "dequantize", "value_and_grad", "grad", "apply_updates",
 }  # fmt: skip
 # Where a kernel runs, not what it computes: all that casts may share with quantizers, whose oracle they are.
 PLUMBING = {"pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.checks"}

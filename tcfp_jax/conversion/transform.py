@@ -33,6 +33,7 @@ from tcfp_jax.weights.layout import Weight, check_fits
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import is_stored, kernel_of, values_of
 
 
 class Transformed:
@@ -57,7 +58,8 @@ class Transformed:
         """The function's result.
 
         Args:
-          args: of the function. Parameters that exist in quantized form alone are `jax.ShapeDtypeStruct`s.
+          args: of the function. Parameters may be what `tcfp_jax.store` made of them; those that exist in quantized
+            form alone beside `stored` are `jax.ShapeDtypeStruct`s.
           stored: what `layer_state` or `quantize_params` made of the parameters, by path; the others are quantized
             at each use.
           kwargs: of the function.
@@ -67,17 +69,18 @@ class Transformed:
         """
         found = self.examine(*args, **kwargs)
         if not found.report.converted and self.policy.recipe is not None and not self.policy.off:
-            raise nothing_converted(self.name, found.report, self._leaves(args))
+            raise nothing_converted(self.name, found.report, self._leaves(self._floats(args)[0]))
         if self._strict:
             check_strict(found.report)
-        return self._run(found, args, kwargs, stored or {})
+        return self._run(found, args, kwargs, stored)
 
     def evaluate(self, *args: Any, stored: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """The function's result where it need not convert anything: a method of a model may multiply nothing."""
-        return self._run(self.examine(*args, **kwargs), args, kwargs, stored or {})
+        return self._run(self.examine(*args, **kwargs), args, kwargs, stored)
 
-    def _run(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any]) -> Any:
-        inputs = self._inputs(found, args, kwargs, paths.entries(stored))
+    def _run(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any] | None) -> Any:
+        args, own = self._floats(args)
+        inputs = self._inputs(found, args, kwargs, {**own, **paths.entries(stored or {})})
         outputs = Machine().run(found.jaxpr.jaxpr, found.jaxpr.consts, inputs, found.plan)
         return found.out.rebuild(bare(outputs, found.jaxpr.jaxpr))
 
@@ -87,11 +90,7 @@ class Transformed:
         Raises:
           TypeError: the function has no such argument.
         """
-        if self._params >= len(args):
-            raise TypeError(
-                f"params={self._params}, but the function was called with {len(args)} positional arguments; pass the "
-                "parameters by position"
-            )
+        args, _ = self._floats(args)
         arrays, rebuild = arrays_of((args, kwargs))
         # A new function each time: its trace is in no cache, so that it cannot be stale.
         jaxpr, out = jax.make_jaxpr(on_arrays(self.function, rebuild), return_shape=True)(arrays)
@@ -109,6 +108,24 @@ class Transformed:
             prefix=self._prefix,
             state=self._state,
         )
+
+    def _floats(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Stored]]:
+        """(the arguments with float parameters in the place of stored ones, what products read of these, by path).
+
+        The floats are what code reads that is no product; a program in which there is none never computes them.
+        """
+        if self._params >= len(args):
+            raise TypeError(
+                f"params={self._params}, but the function was called with {len(args)} positional arguments; pass the "
+                "parameters by position"
+            )
+        params = args[self._params]
+        found = {path: leaf for path, leaf in paths.leaves(params, is_stored).items() if isinstance(leaf, Stored)}
+        if not found:
+            return args, {}
+        floats = jax.tree.map(lambda leaf: kernel_of(leaf) if is_stored(leaf) else leaf, params, is_leaf=is_stored)
+        own = {path: values_of(leaf) for path, leaf in found.items()}
+        return (*args[: self._params], floats, *args[self._params + 1 :]), own
 
     def _leaves(self, args: Any) -> dict[str, Any]:
         """The parameters by path."""

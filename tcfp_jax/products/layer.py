@@ -15,6 +15,7 @@ optimizer (`tcfp_jax.error_feedback`) and comes in as `quantized`; no product ne
 The gradient is the straight-through one: that of the products above, as if rounding were the identity.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,10 +34,11 @@ from pallas_kernels.quantize.api import quantize
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from tcfp_jax.products.axes import Sharding, entries, with_entries
-from tcfp_jax.recipes import Dual, Halves, Product, Recipe
+from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import values_of
 
 # Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
 # without them a policy re-runs the quantization in the backward pass.
@@ -58,7 +60,8 @@ def matmul(
     Args:
       x: real floats `[..., k]` of 16 bits or more.
       w: the weight `[k, n]`, real floats; its gradient is that of the straight-through product. Or a `Stored` weight
-        (or what `split` and `quantize` made of it): a constant, no float copy exists and only x has a gradient.
+        (or what `split` and `quantize` made of it), of which no float copy exists: a parameter that `tcfp_jax.store`
+        made has a gradient under `tcfp_jax.value_and_grad`, any other is a constant.
       recipe: a `Recipe` or the name of one.
       quantized: `w` as `error_feedback` stored it (`layer_state`); without it `w` is quantized here.
       key: random key for a stochastic residual where `w` is quantized here.
@@ -85,10 +88,24 @@ def matmul(
     if isinstance(w, Stored):
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
-        w, quantized = None, w
+        quantized, w = opened(w)
     if isinstance(quantized, Operand):
         quantized = Stored(None, quantized)
     return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+
+
+def opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
+    """(what a product reads, `[k, n]`, the matrix of zeros to which the gradient goes, or None).
+
+    A kernel that its layer stores transposed is turned around.
+    """
+    if stored.training is None:
+        return stored, None
+    layout, slot, values = stored.training.weight.layout, stored.training.slot, values_of(stored)
+    matrix = None if slot is None else layout.stacked(slot.ndim).matrix(slot)
+    if not layout.transposed:
+        return values, matrix
+    return values.swap(), None if matrix is None else matrix.swapaxes(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -110,8 +127,11 @@ def product(
     _check_shapes(x.shape, None if w is None else w.shape, None if quantized is None else quantized.shape)
     if quantized is None and recipe.weight is not None:
         assert w is not None, "one of w and quantized is there"
+        form, read = recipe.weight, recipe
+        if isinstance(form, Dual) and not form.reads_lo:
+            read = dataclasses.replace(recipe, weight=Single(form.dtype))
         with jax.named_scope("quantize_w"):
-            quantized, _ = quantize_weight(lax.stop_gradient(w), recipe, key=key)
+            quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
     elif quantized is not None:
         quantized = _constant(quantized)
     if quantized is not None:
@@ -140,8 +160,9 @@ def _constant(stored: Stored) -> Stored:
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
-        "gradients, three bits without a scale; differentiate with respect to the float parameter and pass the "
-        "stored weight as quantized= (in Flax: differentiate params, and pass layer_state(opt_state) as a constant)"
+        "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
+        "tcfp_jax.value_and_grad or tcfp_jax.grad, in the place of jax's; beside float parameters, differentiate these "
+        "and pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
     )
 
 
@@ -303,7 +324,7 @@ def _check_stored(recipe: Recipe, quantized: Stored) -> None:
     if recipe.weight is None:
         raise ValueError(f'recipe("bf16") multiplies float weights, but got a {quantized.describe()}; dequantize it')
     dual = isinstance(recipe.weight, Dual)
-    if not quantized.serves(recipe.scaling, dual):
+    if not quantized.serves(recipe.scaling, recipe.weight):
         raise ValueError(
             f"the recipe multiplies a weight of {'hi + lo' if dual else 'one FP8 tensor'} with {recipe.scaling} in "
             f"both orientations, but quantized is a {quantized.describe()}; build the state with the same recipe"

@@ -91,6 +91,20 @@ class Layout:
         first, second = self._groups()
         return kernel.transpose(self.stack + first + second).reshape(self.matrix_shape(kernel.shape))
 
+    def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The opposite of `matrix`: the kernel of this shape.
+
+        >>> import jax.numpy as jnp
+        >>> layout = Layout((1,), (2,), (0,))
+        >>> kernel = jnp.arange(24.0).reshape(2, 3, 4)
+        >>> bool((layout.kernel(layout.matrix(kernel), kernel.shape) == kernel).all())
+        True
+        """
+        first, second = self._groups()
+        order = self.stack + first + second
+        parts = matrix.reshape([shape[axis] for axis in order])
+        return parts.transpose([order.index(axis) for axis in range(self.ndim)])
+
     def _groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
 
@@ -133,5 +147,6 @@ def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
             f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
-            f"{list(shape)}); build the state with error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))"
+            f"{list(shape)}); build it with the weights that tcfp_jax.conversion.find_weights(model, *inputs) finds, in "
+            "the place of a recipe"
         )

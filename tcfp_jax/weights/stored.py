@@ -8,19 +8,21 @@ the other. With rows and vectors they are two quantizations of one weight. A sta
 scale for each entry.
 
 A weight that an optimizer made carries a sample of the parameter that it was made of, so that it is never multiplied in
-the place of another one: see `tcfp_jax.weights.freshness`.
+the place of another one: see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, of which no float
+copy exists, has a `Training`: see `tcfp_jax.weights.training`.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Scaling
-from tcfp_jax.recipes import Halves
+from tcfp_jax.recipes import Dual, Halves, Single
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +35,13 @@ class Stored:
       backward: `[..., k, n]`, or None where it is the transpose of `forward`.
       sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None
         where there is none to compare with, as in weights for inference.
+      training: of a weight that is the parameter (`training.Training`), or None.
     """
 
     forward: Operand | None
     backward: Operand | None
     sample: jax.Array | None = None
+    training: Any = None
 
     @property
     def _one(self) -> Operand:
@@ -81,11 +85,14 @@ class Stored:
         """Bytes of all its arrays."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
-    def serves(self, scaling: Scaling, dual: bool) -> bool:
-        """Whether forward and dgrad of a recipe with this scaling, and weights of two halves or one, can read it."""
+    def serves(self, scaling: Scaling, form: Single | Dual) -> bool:
+        """Whether forward and dgrad of a recipe with this scaling, and weights of this form, can read it."""
         one = self._one
         both = self.forward is not None and self.backward is not None
-        return one.scaling == scaling and (one.lo is not None) == dual and (both or scaling.serves_both)
+        halves = one.lo is not None if isinstance(form, Dual) and form.reads_lo else True
+        if isinstance(form, Single):
+            halves = one.lo is None
+        return one.scaling == scaling and halves and (both or scaling.serves_both)
 
     def describe(self) -> str:
         """What it is, for messages."""
@@ -108,7 +115,7 @@ class Stored:
         Places of the sample come in pairs, one half of them the transposes of the other, so the halves change places.
         """
         sample = None if self.sample is None else jnp.roll(self.sample, self.sample.shape[-1] // 2, axis=-1)
-        return Stored(self.backward, self.forward, sample)
+        return dataclasses.replace(self, forward=self.backward, backward=self.forward, sample=sample)
 
     def drop_residual(self) -> "Stored":
         """W_hi alone."""
@@ -128,6 +135,37 @@ class Stored:
         [[0.5, 0.5], [0.5, 0.5]]
         """
         return self.for_dgrad().dequantize(dtype)
+
+    def __getitem__(self, index: Any) -> "Stored":
+        """The same, for `kernel[...]`, as NNX layers read a parameter.
+
+        Raises:
+          TypeError: a part of it is asked for.
+        """
+        if index is not Ellipsis:
+            self._refuse("indexes")
+        return self
+
+    def _refuse(self, what: str = "reads") -> NoReturn:
+        raise TypeError(
+            f"the parameter is a stored {self.describe()}, but code {what} it as a float array; multiply by it with a "
+            "layer of tcfp_jax or a converted model, give tcfp_jax.optim.on_stored(tx) to optax, or take the float "
+            "parameters with tcfp_jax.dequantize(params)"
+        )
+
+    def __jax_array__(self) -> NoReturn:
+        """Raise: it is no float array."""
+        self._refuse()
+
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise: it is no float array."""
+        self._refuse()
+
+    def _operator(self, *args: Any) -> NoReturn:
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:

@@ -169,7 +169,9 @@ def adamw(
             keys = _keys(state.key, count, i, leaf.stack)
             step = _Step(leaf.forms, nesterov, leaf.decays, quality)
             run = _fused_step if leaf.is_fused else _float_step
-            results.append(run(step, leaf.parameter, gradient, m, v, scalars, keys, keep))
+            made, *rest = run(step, leaf.parameter, gradient, m, v, scalars, keys, keep)
+            # A number that no program has computed: putting the weight in place then needs no comparison.
+            results.append((Rewritten(made, np.float32(1)) if leaf.is_stored else made, *rest))
         made, first, second, found = (tree.unflatten(column) for column in zip(*results, strict=True))
         count = jnp.where(keep, count, state.count)
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
@@ -329,7 +331,7 @@ def _wanted(step: _Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array,
 def _float_step(
     step: _Step, w: Any, g: jax.Array, m: Any, v: Any, s: _Scalars, keys: Any, keep: jax.Array
 ) -> tuple[Any, Any, Any, Any]:
-    """(update, m, v, quality) of one parameter, by XLA; `keep` is whether the step is taken."""
+    """(update or new weight, m, v, quality) of one parameter, by XLA; `keep` is whether the step is taken."""
     values = w.dequantize() if is_stored(w) else w
     old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
     change, *new = _wanted(step, values, g, *old, s)
@@ -342,14 +344,14 @@ def _float_step(
         return change, *chosen, optax.MaskedNode()
     written = _either(keep, rewrite(w, values + change), w)
     found = _quality(w, written, change) if step.quality == "on" else optax.MaskedNode()
-    return Rewritten(written, jnp.ones((), jnp.float32)), *chosen, found
+    return written, *chosen, found
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fused_step(
     step: _Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: _Scalars, keys: Any, keep: jax.Array
 ) -> tuple[Any, Any, Any, Any]:
-    """(update, m, v, quality) of one stored weight in one pass over it; `keep` is whether the step is taken."""
+    """(new weight, m, v, quality) of one stored weight in one pass over it; `keep` is whether the step is taken."""
     training, old = training_of(w), w.backward
     assert old is not None and old.lo is not None, "a stored parameter has two halves and its own orientation"
     scale = jnp.where(keep, next_scale(old.scale, training.amax), old.scale)
@@ -380,7 +382,7 @@ def _fused_step(
         before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
         wanted, *_ = _wanted(step, w.dequantize(), g, *before, s)
         found = _quality(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
-    return Rewritten(written, jnp.ones((), jnp.float32)), *moments, found
+    return written, *moments, found
 
 
 def _rates(step: _Step, s: _Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Any]:

@@ -1,0 +1,96 @@
+"""`value_and_grad` and `grad` for trees with stored weights: jax's own, with a float gradient for every stored weight.
+
+The gradient of a float8 array is float8: three bits without a scale. So each stored weight gets a `slot`, zeros of the
+kernel's shape, and the function is differentiated with respect to the slots. Products read the FP8 values and send the
+gradient to the slot; nothing reads the zeros, so that a compiled program has none.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with_slot
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for parameters of which some are stored: their gradients are floats of the kernel's shape.
+
+    Args:
+      fun: a function with a scalar result.
+      argnums: the positional arguments to differentiate, as in jax.
+      has_aux: whether `fun` returns a pair of which the second is not differentiated, as in jax.
+      holomorphic: must be False, as FP8 products are of real numbers.
+
+    Returns:
+      A function of the same arguments that returns what jax's does. It composes with jit, vmap, scan and remat.
+
+    Raises:
+      ValueError: `holomorphic=True`, or an argument that the call lacks.
+
+    >>> from tcfp_jax.optim.stored import store
+    >>> from tcfp_jax.products.layer import matmul
+    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
+    >>> loss = lambda params, x: jnp.sum(matmul(x, params["kernel"], recipe="tcfp12_single"))
+    >>> value, gradients = value_and_grad(loss)(params, jnp.ones((3, 4)))
+    >>> float(value), gradients["kernel"].shape, float(gradients["kernel"][0, 0])
+    (24.0, (4, 2), 3.0)
+    """
+    if holomorphic:
+        raise ValueError("holomorphic=True, but products of stored weights are of real numbers; leave it False")
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+        for place in places:
+            if not -len(args) <= place < len(args):
+                raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
+        chosen = [place % len(args) for place in places]
+
+        def of_slots(*slots: Any) -> Any:
+            filled = list(args)
+            for place, slot in zip(chosen, slots, strict=True):
+                filled[place] = _filled(args[place], slot)
+            return fun(*filled, **kwargs)
+
+        every = tuple(range(len(chosen)))
+        result, gradients = jax.value_and_grad(of_slots, every, has_aux)(*(_slots(args[place]) for place in chosen))
+        return result, gradients[0] if isinstance(argnums, int) else gradients
+
+    return with_gradients
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable[..., Any]:
+    """`jax.grad` for parameters of which some are stored; see `value_and_grad`.
+
+    >>> from tcfp_jax.optim.stored import dequantize, store
+    >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
+    >>> grad(lambda params: jnp.sum(dequantize(params)["kernel"] ** 2))(params)["kernel"][0].tolist()
+    [2.0, 2.0]
+    """
+    both = value_and_grad(fun, argnums, has_aux, holomorphic)
+
+    @functools.wraps(fun)
+    def gradients_alone(*args: Any, **kwargs: Any) -> Any:
+        result, gradients = both(*args, **kwargs)
+        return (gradients, result[1]) if has_aux else gradients
+
+    return gradients_alone
+
+
+def _slots(tree: Any) -> Any:
+    """The tree with zeros of the kernel's shape in the place of stored weights."""
+    zeros = lambda leaf: jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype)
+    return jax.tree.map(lambda leaf: zeros(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored)
+
+
+def _filled(tree: Any, slots: Any) -> Any:
+    """The tree with the slots in its stored weights, and what else is differentiated in its place."""
+    fill = lambda leaf, slot: with_slot(leaf, slot) if is_stored(leaf) else slot
+    return jax.tree.map(fill, tree, slots, is_leaf=is_stored)

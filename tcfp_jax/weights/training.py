@@ -1,0 +1,298 @@
+"""A stored weight that is the parameter itself: `W_hi + W_lo` are all there is of it, and training rounds into them.
+
+A `Stored` of a parameter tree has a `Training` beside its values: how its kernel looks to the model, where its gradient
+goes, and what rounding needs. A float8 array cannot take the gradient (three bits, no scale), so `value_and_grad` puts
+a float `slot` of the kernel's shape into the weight, which products never read and through which the gradient comes.
+
+**The scale rule.** A kernel that updates a weight in one pass cannot know the largest value that it will write, so each
+rounding leaves `amax` and the next one scales by it. Scales change by whole binades, in which nothing is rounded, and
+only when `amax / scale` left (28, 224]; they then bring it into (56, 112]. So a weight may wander over three binades
+before its scale moves, and may grow fourfold in a single step before `W_hi` and `W_lo`, which together reach twice as
+far as E4M3's 448, clip it. A weight of zeros, which has no amax, waits with the scale 2**-16: a first step between
+1e-8 and 1e-2 fits.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import counter, numerics
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.operands import Operand, Tensor
+from tcfp_jax.recipes import Dual, Recipe
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.stored import Stored
+
+Remainder = Literal["stochastic", "feedback", "dropped"]
+
+ERROR_DTYPE = jnp.float8_e5m2
+WORD_BITS = 24  # of a seed or a count: integers that float32 holds exactly
+_HIGH, _LOW, _TARGET = 224.0, 28.0, 112.0
+_SCALE_OF_ZERO = 2.0**-16
+_static: Any = functools.partial(field, metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Training:
+    """What a stored weight has beside its values where it is the parameter.
+
+    Attributes:
+      rounding: of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, integers
+        below 2**24. They are floats so that `jax.grad` gets as far as the error that names `value_and_grad`.
+      amax: the largest |w| that the last rounding saw, float32 `[*stack]`.
+      error: what the last rounding left, FP8 in units of the scale, where `remainder` is "feedback".
+      slot: zeros of the kernel's shape, through which the gradient comes; only inside of `value_and_grad`.
+      weight: recipe and layout of the kernel.
+      shape: of the kernel, without the axes of a stack of layers.
+      dtype: of the float parameter.
+      gradient_dtype: of its gradient.
+      remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
+        right; "feedback", it is kept and added to the next update; or "dropped".
+    """
+
+    rounding: jax.Array | None
+    amax: jax.Array
+    error: jax.Array | None
+    slot: jax.Array | None
+    weight: Weight = _static()
+    shape: tuple[int, ...] = _static()
+    dtype: Any = _static()
+    gradient_dtype: Any = _static()
+    remainder: Remainder = _static()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rewritten:
+    """The update of a stored weight by an optimizer that has written the new weight already.
+
+    It is a class of its own, so that `optax.apply_updates`, which would add FP8 codes, finds two different trees.
+
+    Attributes:
+      stored: the new weight.
+      applies: float32 1. Transformations that come after the optimizer scale the arrays of an update; what scales this
+        one cannot scale the weight, and it shows: 0, as `optax.MultiSteps` makes it between its steps, leaves the old
+        weight; with any other value the new one is NaN.
+    """
+
+    stored: Stored
+    applies: jax.Array
+
+    def onto(self, old: Stored) -> Stored:
+        """The weight after the update."""
+        if not isinstance(self.applies, jax.core.Tracer) and float(self.applies) == 1.0:
+            return self.stored
+        chosen = jax.tree.map(lambda new, before: jnp.where(self.applies == 0, before, new), self.stored, old)
+        whole = (self.applies == 0) | (self.applies == 1)
+        broken = lambda operand: None if operand is None else _with_scale_where(operand, whole)
+        return dataclasses.replace(chosen, forward=broken(chosen.forward), backward=broken(chosen.backward))
+
+
+def is_stored(node: Any) -> bool:
+    """Whether a node of a tree is a stored weight: for `is_leaf`."""
+    return isinstance(node, Stored)
+
+
+def training_of(stored: Stored) -> Training:
+    """What makes a stored weight a parameter.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if stored.training is None:
+        raise TypeError(
+            f"a {stored.describe()} is a copy of a parameter, as error_feedback and split make it, and cannot be "
+            "trained; make parameters with tcfp_jax.store(params, recipe, key=key)"
+        )
+    return stored.training
+
+
+def train(
+    kernel: jax.Array, weight: Weight, *, key: jax.Array | None, remainder: Remainder, gradient_dtype: Any = None
+) -> Stored:
+    """A kernel as a stored weight that is the parameter from now on.
+
+    Args:
+      kernel: real floats; axes before those of the layout are a stack of layers with a scale each.
+      weight: recipe and layout.
+      key: of its stochastic rounding, for `remainder="stochastic"`.
+      remainder: what becomes of what rounding leaves.
+      gradient_dtype: of its gradient; None for that of the kernel.
+
+    Raises:
+      ValueError: a recipe without a residual; an unknown `remainder`; a key that is missing, or that nothing would use.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> from tcfp_jax.weights.layout import Layout
+    >>> weight = Weight(recipe("tcfp12_single"), Layout((0,), (1,)))
+    >>> kernel_of(train(jnp.full((2, 2), 0.5), weight, key=jax.random.key(0), remainder="stochastic")).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+    _check(weight.recipe, key, remainder)
+    layout = weight.layout.stacked(kernel.ndim)
+    target = layout.matrix(kernel).astype(jnp.float32)
+    stack = target.shape[:-2]
+    amax = numerics.amax(target, axis=(-2, -1))
+    rounding = None if key is None else _seed(key, stack)
+    error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
+    shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
+    dtype = jnp.dtype(kernel.dtype)
+    training = Training(rounding, amax, error, None, weight, shape, dtype, jnp.dtype(gradient_dtype or dtype), remainder)
+    empty = Stored(None, None, training=training)
+    return _written(empty, target, next_scale(jnp.zeros(stack), amax))
+
+
+def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
+    """The float kernel that a stored weight stands for, in the parameter's own shape and dtype.
+
+    Inside of `value_and_grad` it has a gradient like any parameter.
+    """
+    training = training_of(stored)
+    values = lax.stop_gradient(stored.dequantize()).astype(dtype or training.dtype)
+    kernel = training.weight.layout.stacked(_ndim(stored)).kernel(values, kernel_shape(stored))
+    return kernel if training.slot is None else kernel + training.slot.astype(kernel.dtype)
+
+
+def kernel_shape(stored: Stored) -> tuple[int, ...]:
+    """The shape of the kernel that a stored weight stands for, with the axes of a stack of layers."""
+    training = training_of(stored)
+    extra = _ndim(stored) - training.weight.layout.ndim
+    return (*stored.shape[:extra], *training.shape)
+
+
+def with_slot(stored: Stored, slot: jax.Array | None) -> Stored:
+    """The weight with this slot for its gradient."""
+    return dataclasses.replace(stored, training=dataclasses.replace(training_of(stored), slot=slot))
+
+
+def values_of(stored: Stored) -> Stored:
+    """The values alone, as products read them."""
+    return dataclasses.replace(stored, training=None)
+
+
+def rewrite(stored: Stored, target: jax.Array) -> Stored:
+    """The weight after its values were changed to `target`, a float32 matrix `[*stack, k, n]`, rounded as it says.
+
+    A NaN or inf in the target makes the whole weight NaN.
+    """
+    training = training_of(stored)
+    if training.error is not None:
+        target = target + training.error.astype(jnp.float32) * stored.scale_of_values()
+    amax = numerics.amax(target, axis=(-2, -1))
+    scale = None
+    if weight_scaling(stored) == Tensor():
+        scale = next_scale(_one(stored).scale, amax)
+    new = dataclasses.replace(training, amax=amax, rounding=advanced(training.rounding))
+    return _written(dataclasses.replace(stored, training=new), target, scale, training.rounding)
+
+
+def advanced(rounding: jax.Array | None) -> jax.Array | None:
+    """The state of stochastic rounding after one more; the count starts again after 2**24."""
+    if rounding is None:
+        return None
+    count = rounding[..., 2]
+    following = jnp.where(count >= 2.0**WORD_BITS - 1, 0.0, count + 1)
+    return jnp.concatenate([rounding[..., :2], following[..., None]], axis=-1)
+
+
+def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
+    """The scale of the next rounding, from the last one and the amax that it saw (see the module's docstring).
+
+    >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 224.0, 225.0, 28.0, 27.0, 0.0)]
+    [1.0, 1.0, 4.0, 0.5, 0.25, 1.52587890625e-05]
+    """
+    fresh = numerics.pow2_cover(amax, _TARGET)
+    fresh = jnp.where(amax == 0, jnp.float32(_SCALE_OF_ZERO), fresh)
+    keep = (amax > _LOW * scale) & (amax <= _HIGH * scale)
+    return jnp.where(keep, scale, fresh)
+
+
+def weight_scaling(stored: Stored) -> Any:
+    """Which values of a stored weight share a scale, by its recipe."""
+    return training_of(stored).weight.recipe.scaling
+
+
+def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, rounding: jax.Array | None = None) -> Stored:
+    """Values, error and copies of `target` in the place of those of `stored`; `scale` is None for blocks."""
+    training = training_of(stored)
+    recipe, stochastic = training.weight.recipe, training.remainder == "stochastic"
+    rounding = training.rounding if rounding is None else rounding
+
+    def one(target: jax.Array, scale: Any, rounding: Any) -> tuple[Operand, Any, Any]:
+        bits = None
+        if stochastic:
+            bits = counter.bits_of(target.shape, *counter.keys(*(rounding[i].astype(jnp.uint32) for i in range(3))))
+        error = jnp.zeros(target.shape, jnp.float32) if training.remainder == "feedback" else None
+        # XLA's, which needs no array of random bits: they are computed where they are used.
+        parts = dual_quantize(
+            target, recipe.scaling, dtype=_format(recipe), bits=bits, error=error,
+            amax=None if scale is None else scale * numerics.largest(_format(recipe)), backend="xla",
+            orientation="both" if recipe.copies == "both" else "rows",
+        )  # fmt: skip
+        return parts.rows, parts.columns, parts.error
+
+    for _ in target.shape[:-2]:
+        one = jax.vmap(one)
+    rows, columns, left = one(target, scale, rounding)
+    if columns is not None and not reads_lo_forward(recipe):
+        columns = columns.drop_residual()
+    error = None
+    if left is not None:
+        error = numerics.saturating_cast(left / rows.scale_of_values(), ERROR_DTYPE)
+    return Stored(columns, rows, training=dataclasses.replace(training, error=error))
+
+
+def reads_lo_forward(recipe: Recipe) -> bool:
+    """Whether the forward product of a recipe reads both halves of a weight."""
+    return recipe.weight is not None and recipe.weight.forward == "hi+lo"
+
+
+def _format(recipe: Recipe) -> Any:
+    assert recipe.weight is not None, "checked when the weight was stored"
+    return recipe.weight.dtype
+
+
+def _one(stored: Stored) -> Operand:
+    assert stored.backward is not None, "a stored parameter has its own orientation"
+    return stored.backward
+
+
+def _ndim(stored: Stored) -> int:
+    """How many axes the kernel has: those of its layout, and in front of them those of a stack of layers."""
+    layout = training_of(stored).weight.layout
+    return layout.ndim + len(stored.shape) - len(layout.stack) - 2
+
+
+def _with_scale_where(operand: Operand, condition: jax.Array) -> Operand:
+    """The operand, with NaN for scales where the condition fails."""
+    if operand.scale.dtype == jnp.float32:
+        return dataclasses.replace(operand, scale=jnp.where(condition, operand.scale, jnp.float32(jnp.nan)))
+    code = lax.bitcast_convert_type(operand.scale, jnp.uint8)
+    code = jnp.where(condition, code, jnp.uint8(255))
+    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, operand.scale.dtype))
+
+
+def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
+    words = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - WORD_BITS)
+    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1))], axis=-1)
+
+
+def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
+    if not isinstance(recipe.weight, Dual):
+        raise ValueError(
+            f"weight={recipe.weight} has no residual, and one FP8 tensor has too few bits to be a parameter; store with "
+            'recipe("tcfp12_single"), which multiplies by W_hi alone, or keep float parameters and error_feedback'
+        )
+    if remainder not in get_args(Remainder):
+        raise ValueError(f"remainder={remainder!r} is unknown; use one of {list(get_args(Remainder))}")
+    if (key is None) == (remainder == "stochastic"):
+        raise ValueError(
+            f"remainder={remainder!r} with key={'None' if key is None else 'a key'}: random bits are for "
+            'remainder="stochastic", which needs key=jax.random.key(seed), and for no other'
+        )
