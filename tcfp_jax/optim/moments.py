@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
 from tcfp_jax.optim.roles import Role, check_fields, roles
+from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import path_names
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
@@ -78,6 +79,9 @@ def low_precision_moments(
     moments, and which of them cannot be negative, is known of optax's transformations, also inside of `chain`,
     `masked`, `partition`, `MultiSteps` and `inject_hyperparams`; what is not known is an error.
 
+    For stored parameters write `on_stored(low_precision_moments(tx))`, which leaves steps out whose gradients are not
+    finite. Alone, or in `optax.apply_if_finite`, a NaN in a moment makes its whole block NaN.
+
     Float32 stay: leaves of less than 4096 values, leaves of parameters with fewer than two axes, those of embeddings
     (a name of the path holds "embed"), gradients that `MultiSteps` accumulates, copies of the parameters, and
     whatever has another shape than its parameter, such as factored moments.
@@ -109,6 +113,7 @@ def low_precision_moments(
     inner_tx = optax.with_extra_args_support(optax.GradientTransformation(tx.init, tx.update))
 
     def plan(like: Any) -> list[Format]:
+        like = jax.eval_shape(dequantize, like)  # floats in the place of stored weights, as `on_stored` shows them
         state = jax.eval_shape(inner_tx.init, like)
         allowed = narrow_leaves(like, mask)
         found = roles(inner_tx, state, like, fields)
