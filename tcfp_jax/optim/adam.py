@@ -28,6 +28,7 @@ from tcfp_jax.optim.moments import (
     decode,
     encode,
     narrow_leaves,
+    own,
     spread,
     stream,
 )  # fmt: skip
@@ -148,11 +149,13 @@ def adamw(
     def init(params: Any) -> AdamWState:
         tree = _Tree(params, moments, mask)
         first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
-        nothing = Quality(jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32))
-        found = tree.unflatten([nothing if leaf.is_stored else optax.MaskedNode() for leaf in tree.leaves])
-        zero = jnp.zeros((), jnp.int32)
+        # Every array is one of its own, as a state may be donated.
+        zero = lambda dtype: jnp.zeros((), dtype)
+        nothing = lambda: Quality(zero(jnp.float32), zero(jnp.float32) + 1)
+        found = tree.unflatten([nothing() if leaf.is_stored else optax.MaskedNode() for leaf in tree.leaves])
         kept = found if quality == "on" else None
-        return AdamWState(zero, zero, tree.unflatten(first), tree.unflatten(second), words, kept)
+        counts = zero(jnp.int32), zero(jnp.int32)
+        return AdamWState(*counts, tree.unflatten(first), tree.unflatten(second), own(words), kept)
 
     def update(grads: Any, state: AdamWState, params: Any | None = None) -> tuple[Any, AdamWState]:
         if params is None:
