@@ -58,7 +58,7 @@ class LowPrecisionState(NamedTuple):
       inner: the state of the transformation, with `Blocks` or bfloat16 arrays in the place of moments.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name, of which tuples have a method
     key: jax.Array | None
     inner: Any
 
@@ -119,6 +119,7 @@ def low_precision_moments(
         return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in found]
 
     def encoded(state: Any, chosen: list[Format], count: jax.Array, key: jax.Array | None) -> Any:
+        treedef: Any
         leaves, treedef = jax.tree.flatten(state)
         pairs = enumerate(zip(chosen, leaves, strict=True))
         return treedef.unflatten([encode(form, leaf, stream(key, count, i)) for i, (form, leaf) in pairs])
@@ -130,6 +131,7 @@ def low_precision_moments(
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         chosen = plan(updates if params is None else params)
+        treedef: Any
         leaves, treedef = jax.tree.flatten(state.inner, is_leaf=is_blocks)
         inner = treedef.unflatten([decode(form, leaf) for form, leaf in zip(chosen, leaves, strict=True)])
         updates, inner = inner_tx.update(updates, inner, params, **extra)
@@ -264,11 +266,10 @@ def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
     if form == "bfloat16":
         return _to_bfloat16(x, hashed)
     shape = blocked_shape(x.shape)
-    code = codes.encode_m
     if form == "ue5m3":
-        code = codes.encode_v
         # There is no code for a sign: a field whose values have one is no second moment, and must not pass for one.
         x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
+    code: Any = codes.encode_v if form == "ue5m3" else codes.encode_m
     values, scale = code(x.reshape(shape), hashed.reshape(shape))
     return Blocks(values.reshape(x.shape), scale)
 
@@ -278,7 +279,7 @@ def _decode(x: Any) -> jax.Array:
     if not isinstance(x, Blocks):
         return x.astype(jnp.float32)
     values = x.values.reshape(blocked_shape(x.values.shape))
-    code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
+    code: Any = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
     return code(values, x.scale).reshape(x.values.shape)
 
 
@@ -316,7 +317,9 @@ def _objection(role: str, name: str) -> str:
     if role == "nu":
         return f"its {binades:.0f} binades are too few, and it has a code for zero: these moments {signs}"
     if mantissa < 3:
-        return f"its {mantissa} bits of mantissa are too few: its steps are wider than E4M3's, whose range the scale moves"
+        return f"its {mantissa} bits of mantissa are too few: its steps are twice E4M3's, whose scale moves"
     if not float(info.smallest_subnormal) < float(info.smallest_normal):
         return "it has no subnormals, so what is small in a block becomes zero or a whole step"
-    return f"its {binades:.0f} binades in a block are too few" if binades < 16 else "its zero and NaN are coded otherwise"
+    return (
+        f"its {binades:.0f} binades in a block are too few" if binades < 16 else "its zero and NaN are coded otherwise"
+    )
