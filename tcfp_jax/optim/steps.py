@@ -90,9 +90,9 @@ def float_step(
         chosen.append(_either(keep, after, before))
     change = jnp.where(keep, change, jnp.zeros_like(change))
     if not is_stored(w):
-        return change, *chosen, optax.MaskedNode()
+        return change, *chosen, None
     written = _either(keep, rewrite(w, values + change), w)
-    found = _quality(w, written, change) if step.quality == "on" else optax.MaskedNode()
+    found = _quality(w, written, change) if step.quality == "on" else None
     return written, *chosen, found
 
 
@@ -126,7 +126,7 @@ def fused_step(
     )
     written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
     moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
-    found: Any = optax.MaskedNode()
+    found: Any = None
     if step.quality == "on":
         before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
         wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
