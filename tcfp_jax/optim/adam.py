@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim.moments import Format, by_name, checked_key, encode, found, kept, narrow_leaves, own, spread, stream
-from tcfp_jax.optim.steps import Quality, QualityChoice, Step, float_step, fused_step, scalars_of
+from tcfp_jax.optim.steps import Quality, QualityChoice, Scalars, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import path_names, put
 from tcfp_jax.weights.stored import Stored
@@ -119,8 +119,7 @@ def adamw(
     def init(params: Any) -> AdamWState:
         tree = _Tree(params, moments, mask, quality)
         first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
-        # Every array is one of its own, as a state may be donated.
-        zero = lambda dtype: jnp.zeros((), dtype)
+        zero = lambda dtype: jnp.zeros((), dtype)  # every array is one of its own, as a state may be donated
         nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32) + 1) if leaf.is_stored else None
         qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
         return tree.state((zero(jnp.int32), zero(jnp.int32)), first, second, own(words), qualities)
@@ -134,15 +133,7 @@ def adamw(
         count = optax.safe_increment(state.count)
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scalars = scalars_of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
-        results = []
-        parts = zip(tree.leaves, gradients, *tree.moments(state), strict=True)
-        for i, (leaf, gradient, m, v) in enumerate(parts):
-            keys = _keys(state.key, count, i, leaf.stack)
-            step = Step(leaf.forms, nesterov, leaf.decays, quality)
-            run = fused_step if leaf.is_fused else float_step
-            made, *rest = run(step, leaf.parameter, gradient, m, v, scalars, keys, keep)
-            results.append((Rewritten(made, _APPLIES) if leaf.is_stored else made, *rest))
-        made, first, second, qualities = ([result[i] for result in results] for i in range(4))
+        made, first, second, qualities = tree.stepped(gradients, state, scalars, (count, keep), nesterov)
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
         counts = jnp.where(keep, count, state.count), skipped
         return tree.treedef.unflatten(made), tree.state(counts, first, second, state.key, qualities)
@@ -215,6 +206,20 @@ class _Tree:
         pairs = zip(self.leaves, moments, strict=True)
         tree = self.treedef.unflatten([kept(moment, leaf.names, scales) for leaf, moment in pairs])
         return tree, by_name(scales, self.params)
+
+    def stepped(
+        self, gradients: list[jax.Array], state: AdamWState, scalars: Scalars, step: tuple[Any, Any], nesterov: bool
+    ) -> Any:
+        """(updates, first moments, second moments, qualities) of step (number, whether it is taken)."""
+        results = []
+        parts = zip(self.leaves, gradients, *self.moments(state), strict=True)
+        for i, (leaf, gradient, m, v) in enumerate(parts):
+            keys = _keys(state.key, step[0], i, leaf.stack)
+            run = fused_step if leaf.is_fused else float_step
+            how = Step(leaf.forms, nesterov, leaf.decays, self.quality)
+            made, *rest = run(how, leaf.parameter, gradient, m, v, scalars, keys, step[1])
+            results.append((Rewritten(made, _APPLIES) if leaf.is_stored else made, *rest))
+        return ([result[i] for result in results] for i in range(4))
 
     def moments(self, state: AdamWState) -> list[list[Any]]:
         """First and second moments of each parameter."""
