@@ -22,8 +22,8 @@ DOORS = {
         "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
-        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers", "linen",
-        "nnx", "conversion", "inference",
+        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers",
+        "linen", "nnx", "conversion", "inference",
     ],
 }  # fmt: skip
 LIBRARIES = tuple(DOORS)

@@ -120,7 +120,7 @@ def adamw(
         tree = _Tree(params, moments, mask, quality)
         first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
         zero = lambda dtype: jnp.zeros((), dtype)  # every array is one of its own, as a state may be donated
-        nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32) + 1) if leaf.is_stored else None
+        nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32)) if leaf.is_stored else None
         qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
         return tree.state((zero(jnp.int32), zero(jnp.int32)), first, second, own(words), qualities)
 

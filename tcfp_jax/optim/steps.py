@@ -28,7 +28,7 @@ class Quality(NamedTuple):
     Attributes:
       moved: the share of its values that changed.
       edq: <applied, wanted> / |wanted|**2, the effective descent: 1 where rounding keeps the update in the mean, 0
-        where it loses it, and 1 where nothing was wanted.
+        where it loses it, and where nothing was wanted.
     """
 
     moved: jax.Array
@@ -174,4 +174,4 @@ def _quality(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
     moved = jnp.mean((applied != 0).astype(jnp.float32))
     energy = jnp.sum(wanted * wanted)
     along = jnp.sum(applied * wanted)
-    return Quality(moved, jnp.where(energy == 0, 1.0, along / jnp.where(energy == 0, 1.0, energy)))
+    return Quality(moved, along / jnp.where(energy == 0, 1.0, energy))

@@ -252,7 +252,7 @@ def test_learning_rate_zero_changes_no_value():
     after, state = stepped(adamw(0.0, weight_decay=0.1, quality="on"), STORED)
     assert same_bits(optim.dequantize(after), optim.dequantize(STORED))
     assert m_of(state).any() and int(state.count) == 4
-    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 1.0)] * 2
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 0.0)] * 2
 
 
 def test_quality_shows_what_rounding_loses():
