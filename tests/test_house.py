@@ -18,9 +18,8 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "numerics", "counter", "scaling", "operands", "checks", "dispatch", "tuning", "sharing", "partition", "tiled", "hopper",
-        "quantize",
-        "dual_quantize", "matmul", "skip_matmul",
+        "numerics", "counter", "scaling", "moments", "operands", "checks", "dispatch", "tuning", "sharing", "partition",
+        "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
         "moved", "paths", "formats", "recipes", "weights", "products", "optim", "explanation", "layers", "linen", "nnx",

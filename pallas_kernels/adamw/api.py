@@ -1,0 +1,111 @@
+"""`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import moments as codec
+from pallas_kernels.adamw import reference
+from pallas_kernels.adamw.reference import Momentum, Moments, Options, Rates, Remainder, Step
+from pallas_kernels.checks import check_real
+from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.operands import SCALE_DTYPE, Orientation
+
+__all__ = ["IMPLEMENTATIONS", "Moments", "Rates", "Step", "adamw"]
+
+IMPLEMENTATIONS = (Implementation("xla", reference.adamw),)
+
+
+def adamw(
+    g: jax.Array,
+    hi: jax.Array,
+    lo: jax.Array,
+    moments: Moments,
+    rates: Rates,
+    key: jax.Array,
+    *,
+    momentum: Momentum = "classic",
+    orientation: Orientation = "rows",
+    remainder: Remainder = "stochastic",
+    backend: Backend | None = None,
+) -> Step:
+    """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
+
+    `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and, in units of the new scale,
+    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3, lo'
+    the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; both moments are rounded stochastically, too, to the
+    formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the whole weight.
+
+    Args:
+      g: the gradient, real floats [k, n].
+      hi, lo: E4M3 [k, n]. Like the moments, they are overwritten where their buffers are donated.
+      moments: of the weight.
+      rates: float32 scalars of this step, and whether it is taken.
+      key: uint32 [2], from `counter.keys` of seed, step and leaf.
+      momentum: "classic" or "nesterov".
+      orientation: "both" also returns `columns`, the transpose of the new hi.
+      remainder: "stochastic" or "nearest" rounding of lo.
+      backend: None for the fastest one, or a name.
+
+    Returns:
+      `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
+
+    Raises:
+      TypeError: `g` is not real floating point, or an array has another dtype than the formats say.
+      ValueError: shapes differ, the weight is no matrix (use `jax.vmap` over a stack), or an option is unknown.
+      NotImplementedError: the named backend cannot run it; the message says why.
+
+    >>> hi, zeros = jnp.ones((1, 2), jnp.float8_e4m3fn), jnp.zeros((1, 2))
+    >>> moments = Moments(*codec.encode_m(zeros, jnp.zeros((1, 2), jnp.uint32)),
+    ...     jnp.zeros((1, 2), jnp.uint8), jnp.zeros((1, 1), jnp.uint8))
+    >>> numbers = dict(b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
+    ...     gradient_scale=1, scale=1, new_scale=1)
+    >>> rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
+    >>> step = adamw(jnp.array([[3.0, 0.0]]), hi, hi * 0, moments, rates, jnp.zeros(2, jnp.uint32))
+    >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
+    ([[0.875, 1.0]], 1.0)
+    """
+    options = _check_options(momentum, orientation, remainder)
+    check_real("g", g)
+    _check_arrays(g, hi, lo, moments)
+    _check_scalars(rates, key)
+    return dispatch("adamw", IMPLEMENTATIONS, backend, options, g, hi, lo, moments, rates, key)
+
+
+def _check_options(momentum: str, orientation: str, remainder: str) -> Options:
+    allowed = dict(momentum=("classic", "nesterov"), orientation=("rows", "both"), remainder=("stochastic", "nearest"))
+    for (name, names), given in zip(allowed.items(), (momentum, orientation, remainder), strict=True):
+        if given not in names:
+            raise ValueError(f'{name}={given!r} is unknown; use "{names[0]}" or "{names[1]}"')
+    return Options(momentum, orientation, remainder)  # type: ignore[arg-type]
+
+
+def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:
+    if hi.ndim != 2:
+        raise ValueError(f"hi{list(hi.shape)} is not a matrix; use jax.vmap over a stack of them")
+    few = (hi.shape[0], codec.block_count(hi.shape[1]))
+    expected = {
+        "g": (g, None, hi.shape),
+        "hi": (hi, codec.E4M3, hi.shape),
+        "lo": (lo, codec.E4M3, hi.shape),
+        "moments.m": (moments.m, codec.E4M3, hi.shape),
+        "moments.m_scale": (moments.m_scale, SCALE_DTYPE, few),
+        "moments.v": (moments.v, jnp.uint8, hi.shape),
+        "moments.v_scale": (moments.v_scale, jnp.uint8, few),
+    }
+    for name, (x, dtype, shape) in expected.items():
+        if dtype is not None and x.dtype != jnp.dtype(dtype):
+            raise TypeError(f"{name} has dtype {x.dtype}, not {jnp.dtype(dtype)}; encode it anew, a cast changes it")
+        if x.shape != shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, but a weight hi{list(hi.shape)} has {list(shape)} there; give the "
+                "arrays of one weight"
+            )
+
+
+def _check_scalars(rates: Rates, key: jax.Array) -> None:
+    for name, x in rates._asdict().items():
+        dtype = jnp.dtype(bool if name == "keep" else jnp.float32)
+        if getattr(x, "dtype", None) != dtype or x.shape:
+            raise TypeError(f"rates.{name} is {x!r}, not a {dtype} scalar; use jnp.asarray(x, jnp.{dtype})")
+    if key.dtype != jnp.uint32 or key.shape != (2,):
+        raise TypeError(f"key is {key.dtype}{list(key.shape)}, not uint32[2]; use jnp.stack(counter.keys(seed, step))")

@@ -1,0 +1,189 @@
+"""Moments of an optimizer in 8 bits: a code for each value, a byte for each block of 128, rounded stochastically.
+
+Two formats, for blocks along the last axis (the last one may be shorter):
+
+* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two that covers the block's largest |m| by 448
+  (`numerics.pow2_scale`: 1 for a block of zeros, NaN where a value is not finite).
+* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of
+  the float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the exponent of the largest
+  v less 31, at least 1: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v below the
+  floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where the
+  whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
+
+Both grids are evenly spaced within every binade, so that adding random bits below the last bit kept and truncating
+rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one 32-bit
+hash a value: m takes its 20 lowest, and v the 10 lowest as its own highest. Rounding to nearest would freeze an average:
+with b2 = 0.999 every v moves by less than half a spacing a step.
+
+What is below has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
+block, which the fused optimizer shares.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import numerics
+from pallas_kernels.scaling import SCALE_DTYPE
+
+BLOCK = 128
+E4M3 = jnp.float8_e4m3fn
+RANDOM_BITS = 20  # of each rounding
+
+_MANTISSA_BITS = 23
+_DROPPED = _MANTISSA_BITS - 3  # of a float32's mantissa
+_INFINITY = 0x7F800000
+_NAN = 0x7FFFFFFF
+_SMALLEST_NORMAL = 0x00800000
+_NOT_FINITE = 255
+_SPAN = 31  # binades from the largest v's to that of the floor
+_LOW_20, _LOW_10 = (1 << 20) - 1, (1 << 10) - 1
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
+
+
+def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(E4M3 codes [..., n], E8M0 scales [..., ceil(n / 128)]) of float32 m, rounded stochastically by uint32 `bits`.
+
+    `E[decode_m(*encode_m(m, bits))] = m` to 2**-20 of the distance between neighbours. A block with a NaN or inf is
+    NaN throughout.
+
+    >>> codes, scale = encode_m(jnp.array([1.0, -896.0, 0.0]), jnp.zeros(3, jnp.uint32))
+    >>> decode_m(codes, scale).tolist(), scale.astype(jnp.float32).tolist()
+    ([1.0, -896.0, 0.0], [2.0])
+    """
+    blocks = to_blocks(m.astype(jnp.float32))
+    scale, inverse = m_scale(jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True))
+    codes = stochastic_e4m3(blocks * inverse, m_bits(to_blocks(bits)))
+    stored = lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
+    return from_blocks(codes, m.shape[-1]), stored[..., 0]
+
+
+def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """What the codes stand for, float32 [..., n]: code * scale, exactly."""
+    spread = numerics.decode_e8m0(scale)[..., None]
+    return from_blocks(to_blocks(codes).astype(jnp.float32) * spread, codes.shape[-1])
+
+
+def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(uint8 codes [..., n], uint8 bases [..., ceil(n / 128)]) of float32 v >= 0, rounded stochastically by `bits`.
+
+    `E[decode_v(*encode_v(v, bits))] = v` to 2**-10 of the distance between neighbours, for a v above its block's floor,
+    2**-32 to 2**-31 of the largest; subnormal v count as zero. A block with a NaN or inf is NaN throughout.
+
+    >>> codes, base = encode_v(jnp.array([1.0, 2.0**-40, 0.0]), jnp.zeros(3, jnp.uint32))
+    >>> codes.tolist(), base.tolist(), decode_v(codes, base).tolist()
+    ([247, 0, 0], [96], [1.0, 5.238689482212067e-10, 5.238689482212067e-10])
+    """
+    blocks = magnitude_bits(to_blocks(v.astype(jnp.float32)))
+    base = v_base(jnp.max(blocks, axis=-1, keepdims=True))
+    codes = v_code(blocks, base, v_bits(to_blocks(bits)))
+    return from_blocks(codes.astype(jnp.uint8), v.shape[-1]), base[..., 0].astype(jnp.uint8)
+
+
+def decode_v(codes: jax.Array, base: jax.Array) -> jax.Array:
+    """What the codes stand for, float32 [..., n]."""
+    values = v_value(to_blocks(codes).astype(jnp.int32), base[..., None].astype(jnp.int32))
+    return from_blocks(values, codes.shape[-1])
+
+
+def block_count(n: int) -> int:
+    """How many blocks an axis of n values has.
+
+    >>> block_count(128), block_count(129)
+    (1, 2)
+    """
+    return -(-n // BLOCK)
+
+
+def to_blocks(x: jax.Array) -> jax.Array:
+    """[..., n] as [..., blocks, 128], the last block filled up with zeros."""
+    *leading, n = x.shape
+    short = -n % BLOCK
+    if short:
+        x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, short)])
+    return x.reshape(*leading, block_count(n), BLOCK)
+
+
+def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
+    """The array [..., n] that `to_blocks` cut."""
+    *leading, count, size = blocks.shape
+    return blocks.reshape(*leading, count * size)[..., :n]
+
+
+# One block, in integers -----------------------------------------------------------------------------------------------
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """The bits of |x| as int32, whose order is that of magnitudes, with zero for subnormals and one NaN, the largest."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
+    bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
+    # The NaN that a GPU computes. A CPU's is another one, and would have another code.
+    return jnp.where(bits > _INFINITY, _NAN, bits)
+
+
+def m_bits(bits: jax.Array) -> jax.Array:
+    """The 20 bits of a hash that round m."""
+    return (bits & jnp.uint32(_LOW_20)).astype(jnp.int32)
+
+
+def v_bits(bits: jax.Array) -> jax.Array:
+    """The 20 bits of a hash that round v: its 10 lowest above ten zeros, so that m's highest are not v's."""
+    return ((bits & jnp.uint32(_LOW_10)) << 10).astype(jnp.int32)
+
+
+def m_scale(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(biased exponent of the scale of a block, 1 / scale) from the bits of its largest |m|, int32 and float32.
+
+    The exponent is E8M0's code: 255, with an inverse of NaN, where the block is not finite.
+    """
+    # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
+    exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
+    exponent = jnp.where(amax_bits == 0, 127, jnp.maximum(exponent, 1))
+    finite = amax_bits < _INFINITY
+    inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
+    return jnp.where(finite, exponent, _NOT_FINITE), lax.bitcast_convert_type(inverse, jnp.float32)
+
+
+def v_base(amax_bits: jax.Array) -> jax.Array:
+    """The byte of a block from the bits of its largest v, int32."""
+    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, 1)
+    base = jnp.where(amax_bits == 0, 0, base)
+    return jnp.where(amax_bits < _INFINITY, base, _NOT_FINITE)
+
+
+def v_code(bits: jax.Array, base: jax.Array, random: jax.Array) -> jax.Array:
+    """The codes of values of v from their bits, int32; `random` has 20 bits.
+
+    A NaN's sum overflows or ends at code 6: with base 255 every code up to 6 is a NaN.
+    """
+    return jnp.maximum(((bits + random) >> _DROPPED) - ((base << 3) + 1), 0)
+
+
+def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
+    """The float32 values of codes, int32, of which a block of zeros has zeros alone."""
+    floor = jnp.where(base == 0, 0, (base << _MANTISSA_BITS) + (1 << _DROPPED))
+    return lax.bitcast_convert_type((code << _DROPPED) + floor, jnp.float32)
+
+
+def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
+    """X in E4M3, one of its two neighbours by 20 random bits, saturating.
+
+    `k = (round(|x| / spacing * 2**20) + random) >> 20`, times the spacing, with the sign of x. Normal values are whole
+    multiples before they are rounded, so k is unbiased to the last of the 20 bits. On a device the same bits come from
+    adding below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and truncating. Of a NaN that sum is
+    minus zero, but for random bits of zero: what it is part of says that it is NaN (a scale, or the weight's other half).
+    """
+    clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
+    bits = lax.bitcast_convert_type(clipped, jnp.int32)
+    exponent = jnp.maximum((bits & _INFINITY) >> _MANTISSA_BITS, 121) - 3
+    spacing, inverse = (
+        lax.bitcast_convert_type(power << _MANTISSA_BITS, jnp.float32) for power in (exponent, 254 - exponent)
+    )
+    # Two exact products: 2**20 / spacing would be one power of two, but beyond float32 for the smallest spacing.
+    whole = lax.round(jnp.abs(clipped) * inverse * 2.0**20, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rounded = ((whole.astype(jnp.int32) + random) >> RANDOM_BITS).astype(jnp.float32) * spacing
+    sign = jnp.where(bits < 0, -1.0, 1.0)
+    nan = jnp.where(random == 0, jnp.nan, -0.0)
+    return jnp.where(jnp.isnan(x), nan, rounded * sign).astype(E4M3)
