@@ -1,10 +1,12 @@
-"""What outlives a step: weights stored as FP8 with what rounding left, or as the parameters themselves."""
+"""What outlives a step: weights as FP8 with what rounding left, or as the parameters themselves; small moments."""
 
+from tcfp_jax.optim.adam import AdamWState, Quality, adamw
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_state
 from tcfp_jax.optim.gradients import grad, value_and_grad
+from tcfp_jax.optim.moments import LowPrecisionState, low_precision_moments
 from tcfp_jax.optim.stored import apply_updates, dequantize, on_stored, store
 
 __all__ = [
-    "ErrorFeedbackState", "apply_updates", "dequantize", "error_feedback", "grad", "layer_state", "on_stored", "store",
-    "value_and_grad",
+    "AdamWState", "ErrorFeedbackState", "LowPrecisionState", "Quality", "adamw", "apply_updates", "dequantize",
+    "error_feedback", "grad", "layer_state", "low_precision_moments", "on_stored", "store", "value_and_grad",
 ]  # fmt: skip

@@ -1,0 +1,323 @@
+"""Moments of an optimizer in one or two bytes between its steps: decode, update in float32, encode.
+
+    "float8_e4m3fn"   m: E4M3 and one E8M0 scale for each 128 values
+    "ue5m3"           v: five bits of exponent, three of mantissa, no sign, and one offset for each 128 values
+    "bfloat16"        either
+    "float32"         either; nothing is rounded
+
+Everything narrower than float32 is rounded stochastically: with nearest rounding an average with a decay near 1 moves
+by less than half a step, and stays where it is for ever. The random bits of a value are a hash of (key, step, leaf,
+global index), so a state has the same bits on every mesh. Formats and codes are those of `pallas_kernels.moments`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels import counter
+from pallas_kernels import moments as codes
+from tcfp_jax.optim.roles import Role, check_fields, roles
+from tcfp_jax.optim.stored import dequantize
+from tcfp_jax.paths import path_names
+
+Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
+FORMATS: dict[str, tuple[Format, ...]] = {
+    "mu": ("float32", "bfloat16", "float8_e4m3fn"),
+    "nu": ("float32", "bfloat16", "ue5m3"),
+}
+SMALLEST = 4096  # values of a leaf that is stored in less than float32
+BLOCK = 128
+
+
+class Blocks(NamedTuple):
+    """A moment in eight bits.
+
+    Attributes:
+      values: of the moment's shape: float8_e4m3fn, or uint8 codes of "ue5m3".
+      scale: one for each block of 128 along the last axis (`blocked_shape`): float8_e8m0fnu, or uint8.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+class LowPrecisionState(NamedTuple):
+    """State of `low_precision_moments`.
+
+    Attributes:
+      count: steps so far, int32.
+      key: uint32 words of the random key; None where nothing is rounded.
+      inner: the state of the transformation, with `Blocks` or bfloat16 arrays in the place of moments.
+    """
+
+    count: jax.Array
+    key: jax.Array | None
+    inner: Any
+
+
+def low_precision_moments(
+    tx: Any,
+    *,
+    mu: DTypeLike = "float8_e4m3fn",
+    nu: DTypeLike = "ue5m3",
+    key: jax.Array | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
+    fields: Mapping[str, Role] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` whose moments are stored in narrow formats between its steps.
+
+    A step is decode, `tx.update` in float32, encode; what `tx` computes does not change. Which leaves of its state are
+    moments, and which of them cannot be negative, is known of optax's transformations, also inside of `chain`,
+    `masked`, `partition`, `MultiSteps` and `inject_hyperparams`; what is not known is an error.
+
+    For stored parameters write `on_stored(low_precision_moments(tx))`, which leaves steps out whose gradients are not
+    finite. Alone, or in `optax.apply_if_finite`, a NaN in a moment makes its whole block NaN.
+
+    Float32 stay: leaves of less than 4096 values, leaves of parameters with fewer than two axes, those of embeddings
+    (a name of the path holds "embed"), gradients that `MultiSteps` accumulates, copies of the parameters, and
+    whatever has another shape than its parameter, such as factored moments.
+
+    Args:
+      tx: any optax transformation.
+      mu: format of averages of gradients: "float8_e4m3fn", "bfloat16" or "float32".
+      nu: format of averages of squares: "ue5m3", "bfloat16" or "float32". A negative value makes its block NaN.
+      key: JAX random key, wherever anything is rounded. It is part of the state from then on.
+      mask: which parameters may have narrow moments: a tree of bools, or a function of the parameters (or the updates,
+        where `update` gets no parameters) that returns one.
+      fields: "mu", "nu" or "float32" for fields of states by name, where optax does not know them or you know better.
+
+    Raises:
+      ValueError: a format that cannot hold these moments; no key, or one that nothing would use; an unknown field; a
+        transformation without moments.
+
+    >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
+    >>> tx = low_precision_moments(optax.adamw(1e-3), key=jax.random.key(0))
+    >>> state = tx.init(params).inner[0]
+    >>> state.mu["kernel"].values.dtype, state.nu["kernel"].scale.shape, state.mu["bias"].dtype
+    (dtype(float8_e4m3fn), (64, 1), dtype('float32'))
+    """
+    formats: dict[str, Format] = {"mu": format_of("mu", mu), "nu": format_of("nu", nu), "float32": "float32"}
+    rounds = {"mu", "nu"} != {role for role in ("mu", "nu") if formats[role] == "float32"}
+    words = checked_key("low_precision_moments", key, rounds, f"mu={formats['mu']!r}, nu={formats['nu']!r}")
+    fields = dict(fields or {})
+    check_fields(fields)
+    inner_tx = optax.with_extra_args_support(optax.GradientTransformation(tx.init, tx.update))
+
+    def plan(like: Any) -> list[Format]:
+        like = jax.eval_shape(dequantize, like)  # floats in the place of stored weights, as `on_stored` shows them
+        state = jax.eval_shape(inner_tx.init, like)
+        allowed = narrow_leaves(like, mask)
+        found = roles(inner_tx, state, like, fields)
+        return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in found]
+
+    def encoded(state: Any, chosen: list[Format], count: jax.Array, key: jax.Array | None) -> Any:
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = enumerate(zip(chosen, leaves, strict=True))
+        return treedef.unflatten([encode(form, leaf, stream(key, count, i)) for i, (form, leaf) in pairs])
+
+    def init(params: Any) -> LowPrecisionState:
+        count = jnp.zeros((), jnp.int32)
+        state = inner_tx.init(params)
+        return LowPrecisionState(count, words, encoded(state, plan(params), count, words))
+
+    def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        chosen = plan(updates if params is None else params)
+        leaves, treedef = jax.tree.flatten(state.inner, is_leaf=is_blocks)
+        inner = treedef.unflatten([decode(form, leaf) for form, leaf in zip(chosen, leaves, strict=True)])
+        updates, inner = inner_tx.update(updates, inner, params, **extra)
+        count = optax.safe_increment(state.count)
+        return updates, LowPrecisionState(count, state.key, encoded(inner, chosen, count, state.key))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_blocks(node: Any) -> bool:
+    """Whether a node of a tree is a moment in eight bits: for `is_leaf`."""
+    return isinstance(node, Blocks)
+
+
+def format_of(role: str, dtype: DTypeLike) -> Format:
+    """The name of a format that moments of this role can have.
+
+    Raises:
+      ValueError: they cannot; the message says why, and what to use.
+
+    >>> format_of("mu", jnp.bfloat16)
+    'bfloat16'
+    """
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    for known in FORMATS[role]:
+        if name == known:
+            return known
+    best = FORMATS[role][-1]
+    raise ValueError(f"{role}={name!r}: {_objection(role, name)}; use one of {list(FORMATS[role])}, {best!r} first")
+
+
+def narrow_leaves(
+    params: Any, mask: Any = None, *, is_leaf: Callable[[Any], bool] | None = None, sizes: Any = jnp.shape
+) -> list[bool]:
+    """Of every parameter whether its moments may be narrow, by path and global shape alone.
+
+    Args:
+      params: a tree of parameters.
+      mask: which of them may: a tree of bools, or a function of the tree that returns one.
+      is_leaf: what else is a parameter.
+      sizes: the shape of a parameter.
+
+    >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
+    [False, True, False]
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+    allowed = spread(mask, params, is_leaf=is_leaf) if mask is not None else [True] * len(paths)
+    shapes = [sizes(leaf) for _, leaf in paths]
+    embeds = ["embed" in "/".join(path_names(path)).lower() for path, _ in paths]
+    return [
+        bool(may) and len(shape) >= 2 and math.prod(shape) >= SMALLEST and not embed
+        for may, shape, embed in zip(allowed, shapes, embeds, strict=True)
+    ]
+
+
+def spread(mask: Any, params: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """A mask, or what a function makes of the parameters, as one value for each of them.
+
+    Raises:
+      ValueError: the mask is no prefix of the tree of parameters.
+    """
+    tree = mask(params) if callable(mask) else mask
+    try:
+        filled = jax.tree.map(lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)), tree, params)
+    except ValueError as error:
+        raise ValueError(
+            f"mask must be a tree of bools for the parameters, or for whole branches of them, or a function that "
+            f"returns one, but its structure is another: {error}"
+        ) from error
+    return [keep for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list)) for keep in part]
+
+
+def checked_key(name: str, key: Any, rounds: bool, what: str) -> jax.Array | None:
+    """The words of a random key, uint32 `[words]`, or None where nothing is rounded.
+
+    Raises:
+      ValueError: no key although something is rounded, or a key that nothing would use.
+    """
+    if key is None:
+        if rounds:
+            raise ValueError(
+                f"{what} rounds moments stochastically and needs random bits; use {name}(..., key=jax.random.key(seed))"
+            )
+        return None
+    if not rounds:
+        raise ValueError(f"{what} rounds nothing, but key= is given, which nothing would use; drop the key")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return key.astype(jnp.uint32).reshape(-1)
+
+
+def stream(key: jax.Array | None, *words: Any) -> tuple[jax.Array, jax.Array] | None:
+    """The key of the counter hash for these integers, such as a step and a leaf; None without a key."""
+    return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
+
+
+def encode(form: Format, x: Any, keys: tuple[jax.Array, jax.Array] | None) -> Any:
+    """A moment in its format, rounded by the bits of these keys."""
+    if form == "float32":
+        return x
+    assert keys is not None, "checked_key asked for it"
+    return _encode(form, x, *keys)
+
+
+def decode(form: Format, x: Any) -> Any:
+    """A moment in float32."""
+    return x if form == "float32" else _decode(x)
+
+
+def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape whose last axis is cut into blocks: trailing axes are merged until they hold a block's values.
+
+    >>> blocked_shape((512, 12, 64)), blocked_shape((64, 64)), blocked_shape((64, 200))
+    ((512, 768), (4096,), (64, 200))
+    """
+    *leading, last = shape
+    while leading and last < BLOCK:
+        last *= leading.pop()
+    return (*leading, last)
+
+
+# One traced and lowered function for all moments of a shape and format: a model has hundreds and a few shapes.
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
+    hashed = counter.random_bits(_indices(x.shape), k0, k1)
+    x = x.astype(jnp.float32)
+    if form == "bfloat16":
+        return _to_bfloat16(x, hashed)
+    shape = blocked_shape(x.shape)
+    code = codes.encode_m if form == "float8_e4m3fn" else codes.encode_v
+    values, scale = code(x.reshape(shape), hashed.reshape(shape))
+    return Blocks(values.reshape(x.shape), scale)
+
+
+@jax.jit
+def _decode(x: Any) -> jax.Array:
+    if not isinstance(x, Blocks):
+        return x.astype(jnp.float32)
+    values = x.values.reshape(blocked_shape(x.values.shape))
+    code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
+    return code(values, x.scale).reshape(x.values.shape)
+
+
+def _indices(shape: tuple[int, ...]) -> jax.Array:
+    """The global index of every value, row-major and modulo 2**32, one axis at a time so that any axis may be split."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = math.prod(shape[axis + 1 :]) % 2**32
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    return index
+
+
+def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
+    """Float32 rounded stochastically to bfloat16; what is not finite stays, and nothing finite becomes infinite."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    largest = np.float32(jnp.finfo(jnp.bfloat16).max)
+    # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of two.
+    rounded = lax.bitcast_convert_type((bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
+    finite = jnp.clip(rounded, -largest, largest)
+    # The value is bfloat16's already, so the cast rounds nothing, also where XLA deletes it.
+    return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
+
+
+def _objection(role: str, name: str) -> str:
+    """The rule that a format breaks."""
+    signs = "have a sign" if role == "mu" else "span the squares of what gradients span, and must not become zero"
+    if name == "ue5m3":
+        return f"it has no sign, and these moments {signs}"
+    try:
+        kind = jnp.dtype(name)
+        info: Any = ml_dtypes.finfo(kind)
+    except (TypeError, ValueError):
+        if name.startswith(("int", "uint")):
+            return "integers have no exponent, so small moments of a block become zero"
+        return "the format is unknown"
+    mantissa, smallest = int(info.nmant), float(info.smallest_subnormal)
+    binades = math.log2(float(info.max)) - math.log2(smallest)
+    if mantissa == 0:
+        return "it has no mantissa, so no sign and steps of a factor of two"
+    if kind.itemsize > 4:
+        return "moments are computed in float32, and wider ones would hold nothing more"
+    if kind.itemsize == 2:
+        return f"it has no scale, and its {binades:.0f} binades are too few without one"
+    if role == "nu":
+        return f"its {binades:.0f} binades are too few, and it has a code for zero: these moments {signs}"
+    if mantissa < 3:
+        return f"its {mantissa} bits of mantissa are too few: its steps are wider than E4M3's, whose range the scale moves"
+    if not float(info.smallest_subnormal) < float(info.smallest_normal):
+        return "it has no subnormals, so what is small in a block becomes zero or a whole step"
+    return f"its {binades:.0f} binades in a block are too few" if binades < 16 else "its zero and NaN are coded otherwise"
