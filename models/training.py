@@ -21,6 +21,7 @@ import optax
 import tcfp_jax
 from models.gpt import GPT, model_config
 from models.settings import TrainConfig
+from tcfp_jax import optim
 from tcfp_jax.weights.training import is_stored
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes every run.
@@ -125,12 +126,12 @@ def _optimizer(
             decay_steps=max(2, config.steps), end_value=config.learning_rate * config.final_fraction,
         )  # fmt: skip
     adamw: Any = dict(learning_rate=schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
-    clip = optax.clip_by_global_norm(config.clip_norm)
     if config.weights == "stored":
-        return tcfp_jax.optim.on_stored(optax.chain(clip, optax.adamw(**adamw)))
+        moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
+        return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key)
     stochastic = tcfp_jax.recipe(config.recipe).stochastic
     return optax.chain(
-        clip,
+        optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
         tcfp_jax.error_feedback(
             config.recipe,
