@@ -284,7 +284,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     if options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
-        _keep_programs(out)
+        keep_programs(out)
     train = functools.partial(
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every, progress="bar"
     )
@@ -305,9 +305,12 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
 
 
-def _keep_programs(out: Path) -> None:
-    # On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
-    # ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+def keep_programs(out: Path) -> None:
+    """Keep compiled programs in a folder, and load those that are there.
+
+    On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
+    ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+    """
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
