@@ -1,9 +1,10 @@
 """What outlives a step: weights as FP8 with what rounding left, or as the parameters themselves; small moments."""
 
-from tcfp_jax.optim.adam import AdamWState, Quality, adamw
+from tcfp_jax.optim.adam import AdamWState, adamw
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_state
 from tcfp_jax.optim.gradients import grad, value_and_grad
 from tcfp_jax.optim.moments import LowPrecisionState, low_precision_moments
+from tcfp_jax.optim.steps import Quality
 from tcfp_jax.optim.stored import apply_updates, dequantize, on_stored, store
 
 __all__ = [

@@ -6,8 +6,6 @@ not take (float parameters, small weights, other formats of moments, blocks of s
 arithmetic. A step in which any gradient is not finite changes nothing but the count of such steps.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,54 +15,22 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from pallas_kernels import counter, numerics
-from pallas_kernels.adamw.api import Moments, Rates
-from pallas_kernels.adamw.api import adamw as fused_adamw
-from pallas_kernels.operands import Operand, Tensor
-from tcfp_jax.optim.moments import (
-    Blocks,
-    Format,
-    checked_key,
-    decode,
-    encode,
-    narrow_leaves,
-    spread,
-    stream,
-)  # fmt: skip
+from pallas_kernels.operands import Tensor
+from tcfp_jax.optim.moments import Format, checked_key, encode, narrow_leaves, own, spread, stream
+from tcfp_jax.optim.steps import Quality, QualityChoice, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import path_names
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import (
-    Rewritten,
-    advanced,
-    is_stored,
-    kernel_shape,
-    next_scale,
-    rewrite,
-    training_of,
-    weight_scaling,
-)  # fmt: skip
+from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of, weight_scaling
 
 MomentsFormat = Literal["8bit", "bfloat16", "float32"]
-QualityChoice = Literal["off", "on"]
 _FORMATS: dict[str, tuple[Format, Format]] = {
     "8bit": ("float8_e4m3fn", "ue5m3"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "float32": ("float32", "float32"),
 }
-
-
-class Quality(NamedTuple):
-    """What became of the last update of a stored weight; float32 scalars.
-
-    Attributes:
-      moved: the share of its values that changed.
-      edq: <applied, wanted> / |wanted|**2, the effective descent: 1 where rounding keeps the update in the mean, 0
-        where it loses it, and 1 where nothing was wanted.
-    """
-
-    moved: jax.Array
-    edq: jax.Array
+# Of a rewritten weight. A number that no program computes: to put the weight in place then needs no comparison.
+_APPLIES: Any = np.float32(1)
 
 
 class AdamWState(NamedTuple):
@@ -80,7 +46,7 @@ class AdamWState(NamedTuple):
       quality: `Quality` for each stored weight, in a tree that mirrors the parameters; None where it is off.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name, of which tuples have a method
     skipped: jax.Array
     mu: Any
     nu: Any
@@ -148,11 +114,13 @@ def adamw(
     def init(params: Any) -> AdamWState:
         tree = _Tree(params, moments, mask)
         first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
-        nothing = Quality(jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32))
-        found = tree.unflatten([nothing if leaf.is_stored else optax.MaskedNode() for leaf in tree.leaves])
-        zero = jnp.zeros((), jnp.int32)
+        # Every array is one of its own, as a state may be donated.
+        zero = lambda dtype: jnp.zeros((), dtype)
+        nothing = lambda: Quality(zero(jnp.float32), zero(jnp.float32) + 1)
+        found = tree.unflatten([nothing() if leaf.is_stored else optax.MaskedNode() for leaf in tree.leaves])
         kept = found if quality == "on" else None
-        return AdamWState(zero, zero, tree.unflatten(first), tree.unflatten(second), words, kept)
+        counts = zero(jnp.int32), zero(jnp.int32)
+        return AdamWState(*counts, tree.unflatten(first), tree.unflatten(second), own(words), kept)
 
     def update(grads: Any, state: AdamWState, params: Any | None = None) -> tuple[Any, AdamWState]:
         if params is None:
@@ -162,16 +130,15 @@ def adamw(
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = _scalars(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
+        scalars = scalars_of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
         columns = tree.parts(state.mu), tree.parts(state.nu)
         results = []
         for i, (leaf, gradient, m, v) in enumerate(zip(tree.leaves, gradients, *columns, strict=True)):
             keys = _keys(state.key, count, i, leaf.stack)
-            step = _Step(leaf.forms, nesterov, leaf.decays, quality)
-            run = _fused_step if leaf.is_fused else _float_step
+            step = Step(leaf.forms, nesterov, leaf.decays, quality)
+            run = fused_step if leaf.is_fused else float_step
             made, *rest = run(step, leaf.parameter, gradient, m, v, scalars, keys, keep)
-            # A number that no program has computed: putting the weight in place then needs no comparison.
-            results.append((Rewritten(made, np.float32(1)) if leaf.is_stored else made, *rest))
+            results.append((Rewritten(made, _APPLIES) if leaf.is_stored else made, *rest))
         made, first, second, found = (tree.unflatten(column) for column in zip(*results, strict=True))
         count = jnp.where(keep, count, state.count)
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
@@ -261,33 +228,6 @@ def _zeros(form: Format, parameter: Any) -> Any:
     return encode(form, jnp.zeros_like(like, dtype=jnp.float32), (word, word))
 
 
-class _Scalars(NamedTuple):
-    """The numbers of a step, float32 scalars; `rest` is 1 - b, and `bias` 1 - b**t (`next_bias1` of the next step)."""
-
-    b1: jax.Array
-    rest1: jax.Array
-    b2: jax.Array
-    rest2: jax.Array
-    bias1: jax.Array
-    next_bias1: jax.Array
-    bias2: jax.Array
-    eps: jax.Array
-    eps_root: jax.Array
-    learning_rate: jax.Array
-    weight_decay: jax.Array
-    factor: jax.Array
-
-
-def _scalars(
-    count: jax.Array, lr: Any, b1: Any, b2: Any, epsilons: tuple[Any, Any], weight_decay: Any, factor: jax.Array
-) -> _Scalars:
-    bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t)
-    following = optax.safe_increment(count)
-    # Differences are taken before they are rounded to float32, where a caller gives Python's numbers, as optax does.
-    values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)
-    return _Scalars(*(jnp.asarray(value, jnp.float32) for value in (*values, weight_decay, factor)))
-
-
 def _finite(gradients: list[jax.Array], max_norm: Any) -> tuple[jax.Array, jax.Array]:
     """(whether the step is taken, the factor of the gradients)."""
     one = jnp.ones((), jnp.float32)
@@ -304,115 +244,6 @@ def _keys(words: jax.Array | None, count: jax.Array, place: int, stack: tuple[in
         return None
     entries = jnp.arange(int(np.prod(stack)), dtype=jnp.uint32).reshape(stack)
     return stream(words, count, place, entries)
-
-
-class _Step(NamedTuple):
-    """What is static of a step of one parameter; hashable, so that parameters of one shape share a traced function."""
-
-    forms: tuple[Format, Format]
-    nesterov: bool
-    decays: bool
-    quality: QualityChoice
-
-
-def _wanted(step: _Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: _Scalars) -> tuple[Any, Any, Any]:
-    """(update, m, v) in float32: `optax.adamw`, operation by operation."""
-    g = g.astype(jnp.float32) * s.factor
-    m = s.rest1 * g + s.b1 * m
-    v = s.rest2 * (g * g) + s.b2 * v
-    corrected = s.b1 * (m / s.next_bias1) + s.rest1 * (g / s.bias1) if step.nesterov else m / s.bias1
-    change = corrected / (jnp.sqrt(v / s.bias2 + s.eps_root) + s.eps)
-    if step.decays:
-        change = change + s.weight_decay * w.astype(jnp.float32)
-    return -s.learning_rate * change, m, v
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _float_step(
-    step: _Step, w: Any, g: jax.Array, m: Any, v: Any, s: _Scalars, keys: Any, keep: jax.Array
-) -> tuple[Any, Any, Any, Any]:
-    """(update or new weight, m, v, quality) of one parameter, by XLA; `keep` is whether the step is taken."""
-    values = w.dequantize() if is_stored(w) else w
-    old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
-    change, *new = _wanted(step, values, g, *old, s)
-    chosen = []
-    for i, (form, before, after) in enumerate(zip(step.forms, (m, v), new, strict=True)):
-        after = encode(form, after, None if keys is None else counter.keys(*keys, i))
-        chosen.append(_either(keep, after, before))
-    change = jnp.where(keep, change, jnp.zeros_like(change))
-    if not is_stored(w):
-        return change, *chosen, optax.MaskedNode()
-    written = _either(keep, rewrite(w, values + change), w)
-    found = _quality(w, written, change) if step.quality == "on" else optax.MaskedNode()
-    return written, *chosen, found
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fused_step(
-    step: _Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: _Scalars, keys: Any, keep: jax.Array
-) -> tuple[Any, Any, Any, Any]:
-    """(new weight, m, v, quality) of one stored weight in one pass over it; `keep` is whether the step is taken."""
-    training, old = training_of(w), w.backward
-    assert old is not None and old.lo is not None, "a stored parameter has two halves and its own orientation"
-    scale = jnp.where(keep, next_scale(old.scale, training.amax), old.scale)
-    rates, shared = _rates(step, s, old.scale, scale, keep)
-    both = w.forward is not None
-    one: Any = functools.partial(
-        fused_adamw,
-        momentum="nesterov" if step.nesterov else "classic",
-        orientation="both" if both else "rows",
-        remainder="stochastic" if training.remainder == "stochastic" else "nearest",
-    )
-    for _ in w.stack:
-        one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
-    done = one(g, old.values, old.lo, Moments(m.values, m.scale, v.values, v.scale), rates, jnp.stack(keys, axis=-1))
-    rows = Operand(done.hi, scale, done.lo)
-    columns = None
-    if w.forward is not None:
-        columns = Operand(done.columns, scale, None if w.forward.lo is None else jnp.swapaxes(done.lo, -1, -2))
-    training = dataclasses.replace(
-        training,
-        amax=jnp.where(keep, done.amax, training.amax),
-        rounding=_either(keep, advanced(training.rounding), training.rounding),
-    )
-    written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
-    moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
-    found: Any = optax.MaskedNode()
-    if step.quality == "on":
-        before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
-        wanted, *_ = _wanted(step, w.dequantize(), g, *before, s)
-        found = _quality(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
-    return written, *moments, found
-
-
-def _rates(step: _Step, s: _Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Any]:
-    """The kernel's numbers, and which of them each entry of a stack has for itself."""
-    one = jnp.ones((), jnp.float32)
-    # Scales are powers of two, so multiplying by the inverse rounds nothing.
-    lr = s.learning_rate * numerics.reciprocal_pow2(new_scale)
-    rate, rate_g = lr / s.bias1, jnp.zeros_like(lr)
-    if step.nesterov:
-        rate, rate_g = lr * s.b1 / s.next_bias1, lr * s.rest1 / s.bias1
-    decay = 1 - s.learning_rate * s.weight_decay if step.decays else one
-    rates = Rates(
-        b1=s.b1, b2=s.b2, rate=rate, rate_g=rate_g, correction=1 / s.bias2, eps=s.eps, eps_root=s.eps_root,
-        decay=decay, gradient_scale=s.factor, scale=scale, new_scale=new_scale, keep=keep,
-    )  # fmt: skip
-    own = {"rate", "rate_g", "scale", "new_scale"}
-    return rates, Rates(**{name: 0 if name in own else None for name in Rates._fields})
-
-
-def _either(keep: jax.Array, after: Any, before: Any) -> Any:
-    """`after` where the step is taken, bit for bit `before` where it is not."""
-    return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
-
-
-def _quality(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
-    applied = after.dequantize() - before.dequantize()
-    moved = jnp.mean((applied != 0).astype(jnp.float32))
-    energy = jnp.sum(wanted * wanted)
-    along = jnp.sum(applied * wanted)
-    return Quality(moved, jnp.where(energy == 0, 1.0, along / jnp.where(energy == 0, 1.0, energy)))
 
 
 def _check_choice(name: str, value: Any, choices: Any) -> None:

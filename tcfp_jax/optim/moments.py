@@ -35,7 +35,6 @@ FORMATS: dict[str, tuple[Format, ...]] = {
     "nu": ("float32", "bfloat16", "ue5m3"),
 }
 SMALLEST = 4096  # values of a leaf that is stored in less than float32
-BLOCK = 128
 
 
 class Blocks(NamedTuple):
@@ -59,7 +58,7 @@ class LowPrecisionState(NamedTuple):
       inner: the state of the transformation, with `Blocks` or bfloat16 arrays in the place of moments.
     """
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name, of which tuples have a method
     key: jax.Array | None
     inner: Any
 
@@ -120,6 +119,7 @@ def low_precision_moments(
         return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in found]
 
     def encoded(state: Any, chosen: list[Format], count: jax.Array, key: jax.Array | None) -> Any:
+        treedef: Any
         leaves, treedef = jax.tree.flatten(state)
         pairs = enumerate(zip(chosen, leaves, strict=True))
         return treedef.unflatten([encode(form, leaf, stream(key, count, i)) for i, (form, leaf) in pairs])
@@ -127,10 +127,11 @@ def low_precision_moments(
     def init(params: Any) -> LowPrecisionState:
         count = jnp.zeros((), jnp.int32)
         state = inner_tx.init(params)
-        return LowPrecisionState(count, words, encoded(state, plan(params), count, words))
+        return LowPrecisionState(count, own(words), encoded(state, plan(params), count, words))
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         chosen = plan(updates if params is None else params)
+        treedef: Any
         leaves, treedef = jax.tree.flatten(state.inner, is_leaf=is_blocks)
         inner = treedef.unflatten([decode(form, leaf) for form, leaf in zip(chosen, leaves, strict=True)])
         updates, inner = inner_tx.update(updates, inner, params, **extra)
@@ -222,6 +223,11 @@ def checked_key(name: str, key: Any, rounds: bool, what: str) -> jax.Array | Non
     return key.astype(jnp.uint32).reshape(-1)
 
 
+def own(words: jax.Array | None) -> jax.Array | None:
+    """A copy for one state, which may be donated."""
+    return None if words is None else jnp.array(words, copy=True)
+
+
 def stream(key: jax.Array | None, *words: Any) -> tuple[jax.Array, jax.Array] | None:
     """The key of the counter hash for these integers, such as a step and a leaf; None without a key."""
     return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
@@ -247,7 +253,7 @@ def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     ((512, 768), (4096,), (64, 200))
     """
     *leading, last = shape
-    while leading and last < BLOCK:
+    while leading and last < codes.BLOCK:
         last *= leading.pop()
     return (*leading, last)
 
@@ -255,12 +261,15 @@ def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 # One traced and lowered function for all moments of a shape and format: a model has hundreds and a few shapes.
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
-    hashed = counter.random_bits(_indices(x.shape), k0, k1)
+    hashed = counter.bits_of(x.shape, k0, k1)
     x = x.astype(jnp.float32)
     if form == "bfloat16":
         return _to_bfloat16(x, hashed)
     shape = blocked_shape(x.shape)
-    code = codes.encode_m if form == "float8_e4m3fn" else codes.encode_v
+    if form == "ue5m3":
+        # There is no code for a sign: a field whose values have one is no second moment, and must not pass for one.
+        x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
+    code: Any = codes.encode_v if form == "ue5m3" else codes.encode_m
     values, scale = code(x.reshape(shape), hashed.reshape(shape))
     return Blocks(values.reshape(x.shape), scale)
 
@@ -270,17 +279,8 @@ def _decode(x: Any) -> jax.Array:
     if not isinstance(x, Blocks):
         return x.astype(jnp.float32)
     values = x.values.reshape(blocked_shape(x.values.shape))
-    code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
+    code: Any = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
     return code(values, x.scale).reshape(x.values.shape)
-
-
-def _indices(shape: tuple[int, ...]) -> jax.Array:
-    """The global index of every value, row-major and modulo 2**32, one axis at a time so that any axis may be split."""
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
-        stride = math.prod(shape[axis + 1 :]) % 2**32
-        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    return index
 
 
 def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
@@ -317,7 +317,9 @@ def _objection(role: str, name: str) -> str:
     if role == "nu":
         return f"its {binades:.0f} binades are too few, and it has a code for zero: these moments {signs}"
     if mantissa < 3:
-        return f"its {mantissa} bits of mantissa are too few: its steps are wider than E4M3's, whose range the scale moves"
+        return f"its {mantissa} bits of mantissa are too few: its steps are twice E4M3's, whose scale moves"
     if not float(info.smallest_subnormal) < float(info.smallest_normal):
         return "it has no subnormals, so what is small in a block becomes zero or a whole step"
-    return f"its {binades:.0f} binades in a block are too few" if binades < 16 else "its zero and NaN are coded otherwise"
+    return (
+        f"its {binades:.0f} binades in a block are too few" if binades < 16 else "its zero and NaN are coded otherwise"
+    )

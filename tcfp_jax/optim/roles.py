@@ -89,7 +89,7 @@ def roles(tx: Any, state: Any, params: Any, fields: Mapping[str, Role]) -> list[
 
 def _copies(tx: Any, state: Any) -> list[int]:
     """The places of the leaves in copies of the parameter tree, as optax finds them."""
-    treedef = jax.tree.structure(state)
+    treedef: Any = jax.tree.structure(state)
     found: list[_Place] = []
     numbered = treedef.unflatten([_Place(i) for i in range(treedef.num_leaves)])
     try:

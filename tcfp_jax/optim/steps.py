@@ -1,0 +1,177 @@
+"""One step of AdamW on one parameter: by XLA, as optax computes it, or in one fused pass over a stored weight.
+
+Both compute `optax.adamw` in float32, with moments in their formats before and after. Each is one jitted function for
+all parameters of a shape.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pallas_kernels import counter, numerics
+from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.operands import Operand
+from tcfp_jax.optim.moments import Blocks, Format, decode, encode
+from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import advanced, is_stored, next_scale, rewrite, training_of
+
+QualityChoice = Literal["off", "on"]
+
+
+class Quality(NamedTuple):
+    """What became of the last update of a stored weight; float32 scalars.
+
+    Attributes:
+      moved: the share of its values that changed.
+      edq: <applied, wanted> / |wanted|**2, the effective descent: 1 where rounding keeps the update in the mean, 0
+        where it loses it, and 1 where nothing was wanted.
+    """
+
+    moved: jax.Array
+    edq: jax.Array
+
+
+class Scalars(NamedTuple):
+    """The numbers of a step, float32 scalars; `rest` is 1 - b, and `bias` 1 - b**t (`next_bias1` of the next step)."""
+
+    b1: jax.Array
+    rest1: jax.Array
+    b2: jax.Array
+    rest2: jax.Array
+    bias1: jax.Array
+    next_bias1: jax.Array
+    bias2: jax.Array
+    eps: jax.Array
+    eps_root: jax.Array
+    learning_rate: jax.Array
+    weight_decay: jax.Array
+    factor: jax.Array
+
+
+class Step(NamedTuple):
+    """What is static of a step of one parameter; hashable, so that parameters of one shape share a traced function."""
+
+    forms: tuple[Format, Format]
+    nesterov: bool
+    decays: bool
+    quality: QualityChoice
+
+
+def scalars_of(
+    count: jax.Array, lr: Any, b1: Any, b2: Any, epsilons: tuple[Any, Any], weight_decay: Any, factor: jax.Array
+) -> Scalars:
+    """The numbers of step `count`, which counts from 1; `epsilons` are eps and eps_root.
+
+    >>> round(float(scalars_of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
+    0.1
+    """
+    bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t)
+    following = optax.safe_increment(count)
+    # Differences are taken before they are rounded to float32, where a caller gives Python's numbers, as optax does.
+    values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)
+    return Scalars(*(jnp.asarray(value, jnp.float32) for value in (*values, weight_decay, factor)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def float_step(
+    step: Step, w: Any, g: jax.Array, m: Any, v: Any, s: Scalars, keys: Any, keep: jax.Array
+) -> tuple[Any, Any, Any, Any]:
+    """(update or new weight, m, v, quality) of one parameter, by XLA; `keep` is whether the step is taken."""
+    values = w.dequantize() if is_stored(w) else w
+    old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
+    change, *new = _wanted(step, values, g, old[0], old[1], s)
+    chosen = []
+    for i, (form, before, after) in enumerate(zip(step.forms, (m, v), new, strict=True)):
+        after = encode(form, after, None if keys is None else counter.keys(*keys, i))
+        chosen.append(_either(keep, after, before))
+    change = jnp.where(keep, change, jnp.zeros_like(change))
+    if not is_stored(w):
+        return change, *chosen, optax.MaskedNode()
+    written = _either(keep, rewrite(w, values + change), w)
+    found = _quality(w, written, change) if step.quality == "on" else optax.MaskedNode()
+    return written, *chosen, found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fused_step(
+    step: Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: Scalars, keys: Any, keep: jax.Array
+) -> tuple[Any, Any, Any, Any]:
+    """(new weight, m, v, quality) of one stored weight in one pass over it; `keep` is whether the step is taken."""
+    training, old = training_of(w), w.backward
+    assert old is not None and old.lo is not None, "a stored parameter has two halves and its own orientation"
+    scale = jnp.where(keep, next_scale(old.scale, training.amax), old.scale)
+    rates, shared = _rates(step, s, old.scale, scale, keep)
+    both = w.forward is not None
+    one: Any = functools.partial(
+        adamw,
+        momentum="nesterov" if step.nesterov else "classic",
+        orientation="both" if both else "rows",
+        remainder="stochastic" if training.remainder == "stochastic" else "nearest",
+    )
+    for _ in w.stack:
+        one = jax.vmap(one, in_axes=(0, 0, 0, 0, shared, 0))
+    done = one(g, old.values, old.lo, Moments(m.values, m.scale, v.values, v.scale), rates, jnp.stack(keys, axis=-1))
+    rows = Operand(done.hi, scale, done.lo)
+    columns = None
+    if w.forward is not None:
+        columns = Operand(done.columns, scale, None if w.forward.lo is None else jnp.swapaxes(done.lo, -1, -2))
+    training = dataclasses.replace(
+        training,
+        amax=jnp.where(keep, done.amax, training.amax),
+        rounding=_either(keep, advanced(training.rounding), training.rounding),
+    )
+    written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
+    moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
+    found: Any = optax.MaskedNode()
+    if step.quality == "on":
+        before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
+        wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
+        found = _quality(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
+    return written, *moments, found
+
+
+def _wanted(step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: Scalars) -> tuple[Any, Any, Any]:
+    """(update, m, v) in float32: `optax.adamw`, operation by operation."""
+    g = g.astype(jnp.float32) * s.factor
+    m = s.rest1 * g + s.b1 * m
+    v = s.rest2 * (g * g) + s.b2 * v
+    corrected = s.b1 * (m / s.next_bias1) + s.rest1 * (g / s.bias1) if step.nesterov else m / s.bias1
+    change = corrected / (jnp.sqrt(v / s.bias2 + s.eps_root) + s.eps)
+    if step.decays:
+        change = change + s.weight_decay * w.astype(jnp.float32)
+    return -s.learning_rate * change, m, v
+
+
+def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Any]:
+    """The kernel's numbers, and which of them each entry of a stack has for itself."""
+    one = jnp.ones((), jnp.float32)
+    # Scales are powers of two, so multiplying by the inverse rounds nothing.
+    lr = s.learning_rate * numerics.reciprocal_pow2(new_scale)
+    rate, rate_g = lr / s.bias1, jnp.zeros_like(lr)
+    if step.nesterov:
+        rate, rate_g = lr * s.b1 / s.next_bias1, lr * s.rest1 / s.bias1
+    decay = 1 - s.learning_rate * s.weight_decay if step.decays else one
+    rates = Rates(
+        b1=s.b1, b2=s.b2, rate=rate, rate_g=rate_g, correction=1 / s.bias2, eps=s.eps, eps_root=s.eps_root,
+        decay=decay, gradient_scale=s.factor, scale=scale, new_scale=new_scale, keep=keep,
+    )  # fmt: skip
+    own = {"rate", "rate_g", "scale", "new_scale"}
+    axes: dict[str, Any] = {name: 0 if name in own else None for name in Rates._fields}
+    return rates, Rates(**axes)
+
+
+def _either(keep: jax.Array, after: Any, before: Any) -> Any:
+    """`after` where the step is taken, bit for bit `before` where it is not."""
+    return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
+
+
+def _quality(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
+    applied = after.dequantize() - before.dequantize()
+    moved = jnp.mean((applied != 0).astype(jnp.float32))
+    energy = jnp.sum(wanted * wanted)
+    along = jnp.sum(applied * wanted)
+    return Quality(moved, jnp.where(energy == 0, 1.0, along / jnp.where(energy == 0, 1.0, energy)))
