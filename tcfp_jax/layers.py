@@ -8,7 +8,7 @@ conversion runs in the place of Flax's own, so that all of them give the same bi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ class Absent:
 
     shape: tuple[int, ...]
     dtype: Any
-    parameter: Any = None
+    parameter: Any = field(default=None, repr=False)
 
     @staticmethod
     def of(kernel: Any) -> Any:

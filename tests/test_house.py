@@ -22,7 +22,7 @@ DOORS = {
         "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
-        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "explanation", "layers", "linen", "nnx",
+        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers", "linen", "nnx",
         "conversion", "inference",
     ],
 }  # fmt: skip

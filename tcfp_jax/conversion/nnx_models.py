@@ -20,6 +20,7 @@ from tcfp_jax.conversion.nnx_values import flat_state, is_same, raw_value, tree_
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
+from tcfp_jax.weights.training import is_stored
 
 # What conversion adds to a module; gone inside, and after `export`.
 _PATH, _STORED, _SAMPLE = "tcfp_path", "tcfp_stored", "tcfp_sample"
@@ -238,7 +239,8 @@ class _Call:
     def run(self, chosen: Policy) -> Any:
         """The method's result; what it changed is written back."""
         stored = stored_weights(self.model)
-        if not stored and chosen in _AWAITED and _differentiated(self.arguments[0]):
+        held = stored or any(map(is_stored, self.arguments[0].values()))
+        if not held and chosen in _AWAITED and _differentiated(self.arguments[0]):
             _AWAITED.discard(chosen)
             warnings.warn(
                 "a converted NNX model is trained without its optimizer's stored weights: find_weights was called, and "

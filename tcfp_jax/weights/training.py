@@ -25,7 +25,7 @@ from pallas_kernels import counter, numerics
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Operand, Tensor
 from tcfp_jax.recipes import Dual, Recipe
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
@@ -135,17 +135,16 @@ def train(
     [[0.5, 0.5], [0.5, 0.5]]
     """
     _check(weight.recipe, key, remainder)
-    layout = weight.layout.stacked(kernel.ndim)
-    target = layout.matrix(kernel).astype(jnp.float32)
-    stack = target.shape[:-2]
+    target = weight.layout.stacked(kernel.ndim).matrix(kernel).astype(jnp.float32)
+    weight, stack = _unstacked(weight), target.shape[:-2]
     amax = numerics.amax(target, axis=(-2, -1))
     rounding = None if key is None else _seed(key, stack)
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
     dtype = jnp.dtype(kernel.dtype)
     training = Training(rounding, amax, error, None, weight, shape, dtype, jnp.dtype(gradient_dtype or dtype), remainder)
-    empty = Stored(None, None, training=training)
-    return _written(empty, target, next_scale(jnp.zeros(stack), amax))
+    scale = next_scale(jnp.zeros(stack), amax) if weight.recipe.scaling == Tensor() else None
+    return _written(Stored(None, None, training=training), target, scale)
 
 
 def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
@@ -205,7 +204,7 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
     """The scale of the next rounding, from the last one and the amax that it saw (see the module's docstring).
 
     >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 224.0, 225.0, 28.0, 27.0, 0.0)]
-    [1.0, 1.0, 4.0, 0.5, 0.25, 1.52587890625e-05]
+    [1.0, 1.0, 4.0, 0.25, 0.25, 1.52587890625e-05]
     """
     fresh = numerics.pow2_cover(amax, _TARGET)
     fresh = jnp.where(amax == 0, jnp.float32(_SCALE_OF_ZERO), fresh)
@@ -276,6 +275,15 @@ def _with_scale_where(operand: Operand, condition: jax.Array) -> Operand:
     code = lax.bitcast_convert_type(operand.scale, jnp.uint8)
     code = jnp.where(condition, code, jnp.uint8(255))
     return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, operand.scale.dtype))
+
+
+def _unstacked(weight: Weight) -> Weight:
+    """The weight of one layer of a stack: `nn.scan` takes the arrays of a stack apart, and what is static must fit."""
+    layout, count = weight.layout, len(weight.layout.stack)
+    if layout.stack != tuple(range(count)):
+        return weight
+    without = lambda axes: tuple(axis - count for axis in axes)
+    return dataclasses.replace(weight, layout=Layout(without(layout.inputs), without(layout.outputs)))
 
 
 def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:

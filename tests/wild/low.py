@@ -13,6 +13,7 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.inference import quantize_params
+from tcfp_jax.optim import on_stored
 from tests.wild.made import Made, Subject, loss_of, pure
 
 RECIPE = "tcfp12_fast"
@@ -74,6 +75,28 @@ def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
     inputs = (*made.inputs, dict(made.options))
     call = lambda params, state: low.call(params, tcfp_jax.layer_state(state), *inputs)
     return _train(subject, call, made.params, optimizer)
+
+
+def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
+    """The losses of `STEPS` steps of weights of which no float copy exists."""
+    params, inputs = made.params, (*made.inputs, dict(made.options))
+    if subject.kind == "nnx":
+        _, params, _ = nnx.split(low.model, nnx.Param, ...)
+    params = tcfp_jax.store(params, low.weights, key=jax.random.key(5))
+    optimizer = on_stored(optax.adamw(subject.rate))
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss = lambda params: loss_of(low.call(params, {}, *inputs), subject.target)
+        value, gradients = tcfp_jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return tcfp_jax.apply_updates(params, updates), state, value
+
+    state, losses = jax.jit(optimizer.init)(params), []
+    for _ in range(STEPS):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return losses
 
 
 def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:

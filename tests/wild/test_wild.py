@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.wild import counting
-from tests.wild.low import convert, serve, train_float, train_low
+from tests.wild.low import convert, serve, train_float, train_low, train_stored
 from tests.wild.subjects import SUBJECTS, pure
 
 
@@ -61,6 +61,14 @@ def test_trains_as_float_does(subject):
         assert low.weights, "no weight is stored"
         in_low = train_low(subject, made, low)
     assert in_float[-1] < 0.9 * in_float[0], "the subject learns too little to tell anything"
+    assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
+
+
+def test_trains_without_float_weights(subject):
+    made = subject.make()
+    with made.context():
+        in_float = train_float(subject, made)
+        in_low = train_stored(subject, made, convert(subject, made))
     assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
 
 
