@@ -12,7 +12,7 @@ Two formats, for blocks along the last axis (the last one may be shorter):
 
 Both grids are evenly spaced within every binade, so that adding random bits below the last bit kept and truncating
 rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one 32-bit
-hash a value: m takes its 20 lowest, and v the 10 lowest as its own highest. Rounding to nearest would freeze an average:
+hash a value: m takes its 20 lowest, and v the same hash rotated by ten. Rounding to nearest would freeze an average:
 with b2 = 0.999 every v moves by less than half a spacing a step.
 
 What is below has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
@@ -37,7 +37,7 @@ _NAN = 0x7FFFFFFF
 _SMALLEST_NORMAL = 0x00800000
 _NOT_FINITE = 255
 _SPAN = 31  # binades from the largest v's to that of the floor
-_LOW_20, _LOW_10 = (1 << 20) - 1, (1 << 10) - 1
+_LOW_20 = (1 << 20) - 1
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
 def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [..., n], uint8 bases [..., ceil(n / 128)]) of float32 v >= 0, rounded stochastically by `bits`.
 
-    `E[decode_v(*encode_v(v, bits))] = v` to 2**-10 of the distance between neighbours, for a v above its block's floor,
+    `E[decode_v(*encode_v(v, bits))] = v` to 2**-20 of the distance between neighbours, for a v above its block's floor,
     2**-32 to 2**-31 of the largest; subnormal v count as zero. A block with a NaN or inf is NaN throughout.
 
     >>> codes, base = encode_v(jnp.array([1.0, 2.0**-40, 0.0]), jnp.zeros(3, jnp.uint32))
@@ -129,8 +129,12 @@ def m_bits(bits: jax.Array) -> jax.Array:
 
 
 def v_bits(bits: jax.Array) -> jax.Array:
-    """The 20 bits of a hash that round v: its 10 lowest above ten zeros, so that m's highest are not v's."""
-    return ((bits & jnp.uint32(_LOW_10)) << 10).astype(jnp.int32)
+    """The 20 bits of a hash that round v: its 10 lowest above its 10 highest, so that m's highest are not v's.
+
+    All 20 count: with b2 = 0.999 a v moves by a 60th of a spacing in a step, and with 10 bits its average was 11 % low
+    after a drop of the gradient (70 % with b2 = 0.9999).
+    """
+    return (((bits << 10) | (bits >> 22)) & jnp.uint32(_LOW_20)).astype(jnp.int32)
 
 
 def m_scale(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array]:

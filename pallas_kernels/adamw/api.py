@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import moments as codec
-from pallas_kernels.adamw import reference
+from pallas_kernels.adamw import reference, triton
 from pallas_kernels.adamw.reference import Momentum, Moments, Options, Rates, Remainder, Step
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
@@ -12,7 +12,10 @@ from pallas_kernels.operands import SCALE_DTYPE, Orientation
 
 __all__ = ["IMPLEMENTATIONS", "Moments", "Rates", "Step", "adamw"]
 
-IMPLEMENTATIONS = (Implementation("xla", reference.adamw),)
+IMPLEMENTATIONS = (
+    Implementation("triton", triton.adamw, triton.reject, triton.decline),
+    Implementation("xla", reference.adamw),
+)
 
 
 def adamw(

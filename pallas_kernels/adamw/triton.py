@@ -1,0 +1,291 @@
+"""`adamw` as one Pallas-Triton pass in place: 4 bytes and a gradient are read, 4 bytes written, nothing else.
+
+A program holds 16 blocks of 128 values. Without a transposed copy the blocks follow each other in memory, wherever rows
+end; with one they are below each other, to be turned around. Random bits are hashed in registers from the global index,
+so a device that holds a part of the weight needs to know where the part begins: the first of its rows and columns.
+
+The compiled kernel's arithmetic is `Device`, the interpreter's `reference.Portable`; they give the same bits.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels import counter, dispatch, moments
+from pallas_kernels.adamw import reference
+from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, Step, Tile
+from pallas_kernels.moments import BLOCK
+from pallas_kernels.partition import BlocksOf, partitioned
+
+ROWS = 16  # a shard has a multiple of them, and tiles of its amax
+_WARPS = 4
+_STATE = 6  # hi, lo, m, m_scale, v, v_scale
+_TINY, _HUGE = "0f03800000", "0f7B800000"  # 2**-120 and 2**120, as PTX has them
+
+
+def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str | None:
+    """Why this kernel cannot take the step, or None."""
+    k, n = hi.shape
+    if k % ROWS or n % BLOCK:
+        return f'hi[{k}, {n}]: the sizes must be multiples of {ROWS} and {BLOCK}; use backend="xla" or pad'
+    return None
+
+
+def decline(options: Options, *arrays: Any) -> str | None:
+    """Why this kernel is not the first choice, or None: E4M3 is converted by instructions of Hopper and later."""
+    if dispatch.compute_capability() < 8.9:
+        return f"{dispatch.device_kind()} has no instructions for FP8"
+    return None
+
+
+def adamw(
+    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
+) -> Step:
+    """See `api.adamw`."""
+    as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
+    operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
+    results = _stacked(options)(*(operand[None] for operand in operands))
+    new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = (result[0] for result in results)
+    after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
+    # Bits of magnitudes, so that a NaN is the largest, on every backend.
+    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32) * jnp.where(rates.keep, rates.new_scale, rates.scale)
+    return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
+
+
+class _Words(NamedTuple):
+    """The scalars of a step as a kernel gets them: 32-bit words, of which the first are `Coefficients`."""
+
+    keep: Any
+    k0: Any
+    k1: Any
+
+
+def _words(rates: Rates, key: jax.Array) -> jax.Array:
+    floats = lax.bitcast_convert_type(jnp.stack(reference.coefficients(rates)), jnp.uint32)
+    return jnp.concatenate([floats, jnp.stack(_Words(rates.keep.astype(jnp.uint32), key[0], key[1]))])
+
+
+@functools.cache
+def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
+    """The step of a stack of matrices: operands `[l, ...]`, and under vmap `[l * size, ...]`, in place as ever."""
+
+    @custom_vmap
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        return _partitioned(options, *operands)
+
+    @call.def_vmap
+    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        whole = [
+            x if maps else jnp.broadcast_to(x, (size, *x.shape)) for x, maps in zip(operands, is_mapped, strict=True)
+        ]
+        results = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        return [x.reshape(size, -1, *x.shape[1:]) for x in results], [True] * len(results)
+
+    return call
+
+
+def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
+    _, k, n = operands[2].shape
+    operands = (*operands, *_places(k, n))
+    state = ["l i j", "l i j", "l i j", "l i q", "l i j", "l i q"]
+    inputs = ["l u", "l i j", *state, *("i", "j")[: len(operands) - 2 - _STATE]]
+    outputs = [*state, "l p q"] + ["l j i"] * (options.orientation == "both")
+    blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
+
+    def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
+        call = functools.partial(_call, options, n)
+        return lax.platform_dependent(
+            *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
+        )
+
+    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks)(*operands)
+
+
+def _places(k: int, n: int) -> tuple[jax.Array, ...]:
+    """The global rows and columns, split like the weight; none where one device has them all and the first is zero."""
+    if (jax.sharding.get_abstract_mesh().size or jax.device_count()) == 1:
+        return ()
+    return lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)
+
+
+def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
+    """The kernel on a device's part of a stack; `columns` is n of the whole weight."""
+    # Imported where it is used: half a second that a program without kernels need not pay.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    words, gradient, *state = operands[: 2 + _STATE]
+    places = operands[2 + _STATE :]
+    l, k, n = gradient.shape
+    turned = options.orientation == "both"
+    rows = 2 * ROWS if turned and k % (2 * ROWS) == 0 else ROWS
+    if turned:
+        grid: tuple[int, ...] = (n // BLOCK, k // rows, l)
+        views = lambda x: x
+        values, scales = (pl.BlockSpec((None, rows, size), lambda j, i, s: (s, i, j)) for size in (BLOCK, 1))
+        tops = jax.ShapeDtypeStruct((l, k // ROWS, n // BLOCK), jnp.int32)
+        top = pl.BlockSpec((None, rows // ROWS, 1), lambda j, i, s: (s, i, j))
+    else:
+        tiles = k * n // (rows * BLOCK)
+        grid, views = (tiles, l), lambda x: x.reshape(-1, BLOCK if x.shape == gradient.shape else 1)
+        values, scales = (pl.BlockSpec((rows, size), lambda i, s: (i + s * tiles, 0)) for size in (BLOCK, 1))
+        tops = jax.ShapeDtypeStruct((l, tiles), jnp.int32)
+        top = pl.BlockSpec((None, 1), lambda i, s: (s, i))
+    viewed = [views(x) for x in state]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in viewed] + [tops]
+    specs = [values, values, values, scales, values, scales]
+    results = [*specs, top]
+    if turned:
+        shapes.append(jax.ShapeDtypeStruct((l, n, k), state[0].dtype))
+        results.append(pl.BlockSpec((None, BLOCK, rows), lambda j, i, s: (s, j, i)))
+    of_entry = pl.BlockSpec((None, words.shape[1]), lambda *at: (at[-1], 0))
+    first = pl.BlockSpec((1,), lambda *at: (0,))
+    new = pl.pallas_call(
+        functools.partial(_kernel, options, (rows, n, columns), Portable if interpret else Device, len(places)),
+        out_shape=shapes,
+        grid=grid,
+        in_specs=[of_entry, values, *specs, *[first] * len(places)],
+        out_specs=results,
+        input_output_aliases={2 + i: i for i in range(_STATE)},
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS * rows // ROWS, num_stages=1),
+        interpret=interpret,
+        name="adamw",
+    )(words, views(gradient), *viewed, *places)
+    after = [x.reshape(old.shape) for x, old in zip(new, state)]
+    return [*after, new[_STATE].reshape(l, k // ROWS, n // BLOCK), *new[_STATE + 1 :]]
+
+
+def _kernel(
+    options: Options, sizes: tuple[int, int, int], arithmetic: Callable[[jax.Array], Arithmetic], places: int,
+    words: Any, gradient_ref: Any, *refs: Any,
+) -> None:  # fmt: skip
+    """One tile. What is written lies in the memory of what was read, so a step that is not taken writes nothing."""
+    from jax.experimental import pallas as pl
+
+    old_refs, place, new_refs = refs[:_STATE], refs[_STATE : _STATE + places], refs[_STATE + places :]
+    count = len(Coefficients._fields)
+    c = Coefficients(*(lax.bitcast_convert_type(words[i], jnp.float32) for i in range(count)))
+    scalars = _Words(*(words[count + i] for i in range(len(_Words._fields))))
+    gradient = gradient_ref[...].astype(jnp.float32)
+    old = Tile(*(ref[...] for ref in old_refs))
+    old = old._replace(m_scale=old.m_scale.astype(jnp.int32), v_scale=old.v_scale.astype(jnp.int32))
+    index = _index(options, sizes, *(ref[0] for ref in place))
+    bits = counter.random_bits(index, scalars.k0, scalars.k1)
+    do = arithmetic(gradient)
+    new, weight = reference.update(do, options, c, gradient, old, bits)
+
+    @pl.when(scalars.keep != 0)
+    def _take() -> None:
+        for ref, x in zip(new_refs, new, strict=False):
+            ref[...] = x.astype(ref.dtype)
+        _summarize(do, new_refs[_STATE:], new.hi, weight)
+
+    @pl.when(scalars.keep == 0)
+    def _leave() -> None:
+        _summarize(do, new_refs[_STATE:], old.hi, old.hi.astype(jnp.float32) + old.lo.astype(jnp.float32))
+
+
+def _summarize(do: Arithmetic, refs: Any, hi: jax.Array, weight: jax.Array) -> None:
+    """What is not written in place: the bits of the tile's largest magnitude, and hi transposed."""
+    top, *turned = refs
+    top[...] = jnp.broadcast_to(jnp.max(do.largest_bits(weight)), top.shape)
+    for ref in turned:
+        ref[...] = hi.T
+
+
+def _index(options: Options, sizes: tuple[int, int, int], *place: jax.Array) -> jax.Array:
+    """The global indices of a tile's values, in a weight of `columns` columns of which this device holds n."""
+    from jax.experimental import pallas as pl
+
+    rows, n, columns = sizes
+    at = lambda axis: lax.broadcasted_iota(jnp.uint32, (rows, BLOCK), axis)
+    word = lambda x: jnp.uint32(x % 2**32) if isinstance(x, int) else x.astype(jnp.uint32)
+    if options.orientation == "both":
+        begin = pl.program_id(1).astype(jnp.uint32) * word(rows * columns) + pl.program_id(0).astype(jnp.uint32) * word(BLOCK)
+        inside = at(0) * word(columns) + at(1)
+    elif n == columns:
+        # Its rows are whole, and blocks follow each other as in the weight.
+        begin = pl.program_id(0).astype(jnp.uint32) * word(rows * BLOCK)
+        inside = at(0) * word(BLOCK) + at(1)
+    else:
+        block = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, BLOCK), 0)
+        begin = word(0)
+        row, column = block // (n // BLOCK), block % (n // BLOCK)
+        inside = word(row) * word(columns) + word(column) * word(BLOCK) + at(1)
+    if place:
+        begin = begin + place[0] * word(columns) + place[1]
+    return inside + begin
+
+
+Portable = reference.Portable
+
+
+class Device:
+    """Elementary operations by the device's own instructions, named one by one so that none is contracted or dropped.
+
+    `.ftz` makes zeros of subnormals, in and out, as a CPU has it under XLA.
+    """
+
+    def __init__(self, gradient: jax.Array) -> None:
+        self._shape = gradient.shape
+
+    def _run(self, assembly: str, *values: Any) -> jax.Array:
+        from jax.experimental.pallas import triton as plgpu
+
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
+        return plgpu.elementwise_inline_asm(
+            assembly, args=[jnp.broadcast_to(x, shape) for x in values], constraints="=f" + ",f" * len(values), pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        )[0]  # fmt: skip
+
+    def multiply(self, a: Any, b: Any) -> jax.Array:
+        """A * b."""
+        return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
+
+    def add(self, a: Any, b: Any) -> jax.Array:
+        """A + b."""
+        return self._run("add.rn.ftz.f32 $0, $1, $2;", a, b)
+
+    def subtract(self, a: Any, b: Any) -> jax.Array:
+        """A - b."""
+        return self._run("sub.rn.ftz.f32 $0, $1, $2;", a, b)
+
+    def root(self, x: jax.Array) -> jax.Array:
+        """The root of x >= 2**-100, correctly rounded: what `sqrt.rn` is there, without its branch for smaller ones."""
+        return self._run(
+            "{ .reg .f32 y, s, h, r; rsqrt.approx.ftz.f32 y, $1; mul.rn.ftz.f32 s, $1, y; "
+            "mul.rn.ftz.f32 h, y, 0f3F000000; neg.f32 r, s; fma.rn.f32 r, r, s, $1; fma.rn.f32 $0, r, h, s; }", x,
+        )  # fmt: skip
+
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """1 / x, correctly rounded: what `rcp.rn` is for such x, without its branch for others."""
+        return self._run(
+            "{ .reg .f32 y, e, n; rcp.approx.ftz.f32 y, $1; neg.f32 n, $1; fma.rn.f32 e, n, y, 0f3F800000; "
+            "fma.rn.f32 $0, y, e, y; }", x,
+        )  # fmt: skip
+
+    def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(x in E4M3, the same as float32). The cast saturates; XLA, which would drop a cast and back, is not here."""
+        rounded = x.astype(moments.E4M3)
+        return rounded, rounded.astype(jnp.float32)
+
+    def stochastic_e4m3(self, x: jax.Array, random: jax.Array) -> jax.Array:
+        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept."""
+        tiny = self._run(f"mul.rn.f32 $0, $1, {_TINY};", x)
+        cut = (lax.bitcast_convert_type(tiny, jnp.int32) + random) & jnp.int32(-(1 << moments.RANDOM_BITS))
+        return self._run(f"mul.rn.f32 $0, $1, {_HUGE};", lax.bitcast_convert_type(cut, jnp.float32)).astype(
+            moments.E4M3
+        )
+
+    def magnitude_bits(self, x: jax.Array) -> jax.Array:
+        """The bits of an x that is not negative: results have no subnormals, and one NaN."""
+        return lax.bitcast_convert_type(x, jnp.int32)
+
+    def largest_bits(self, x: jax.Array) -> jax.Array:
+        """The magnitude bits of the largest |x| of each block, NaN above all."""
+        return lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1, keepdims=True), jnp.int32)

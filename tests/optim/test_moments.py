@@ -1,0 +1,329 @@
+"""`low_precision_moments`: any optax transformation, what is stored how, and the bits of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+from pallas_kernels import counter
+from tcfp_jax import optim
+from tcfp_jax.optim.moments import Blocks, blocked_shape, decode, encode, narrow_leaves, stream
+from tests.helpers import decibels, filled, mesh_of, same_bits
+
+SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
+PARAMS = filled(
+    jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda s: type(s) is tuple)
+)
+GRADS = filled(PARAMS, seed=1)
+LABELS = {"layer": "adam", "small": "sgd", "embed": "sgd"}
+KEY = jax.random.key(3)
+EIGHT_BITS = functools.partial(optim.low_precision_moments, key=KEY)
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def steps(tx, n=4, params=PARAMS, grads=GRADS):
+    """(the sum of n updates, the state after them), in one program."""
+
+    @jax.jit
+    def run(grads):
+        def one(carry, _):
+            total, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (jax.tree.map(jnp.add, total, updates), state), None
+
+        start = jax.tree.map(jnp.zeros_like, params), tx.init(params)
+        return jax.lax.scan(one, start, length=n)[0]
+
+    return run(grads)
+
+
+def formats_of(state):
+    """The dtypes that are stored of the large kernel, by field."""
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, Blocks))[0]
+    found = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        if "['layer']['kernel']" in name:
+            leaf = leaf.values if isinstance(leaf, Blocks) else leaf
+            found[name.split("['layer']")[0].split(".")[-1]] = str(leaf.dtype)
+    return found
+
+
+def matrices(tree):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+M, V, F = "float8_e4m3fn", "uint8", "float32"
+TRANSFORMATIONS = {
+    "adamw": (lambda: optax.adamw(1e-2), {"mu": M, "nu": V}),
+    "momentum": (lambda: optax.sgd(0.1, 0.9), {"trace": M}),
+    "lion": (lambda: optax.lion(1e-3), {"mu": M}),
+    "adafactor": (lambda: optax.adafactor(1e-2, factored=False, momentum=0.9), {"ema": M, "v": V}),
+    "factored": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=64, momentum=0.9), {"ema": M, "v": F}),
+    "steps": (lambda: optax.MultiSteps(optax.adamw(1e-2), 2), {"mu": M, "nu": V, "acc_grads": F}),
+    "masked": (
+        lambda: optax.masked(optax.adamw(1e-2), {"layer": True, "small": True, "embed": False}), {"mu": M, "nu": V}
+    ),
+    "masked by function": (lambda: optax.masked(optax.adam(1e-2), matrices), {"mu": M, "nu": V}),
+    "partition": (
+        lambda: optax.partition({"adam": optax.adamw(1e-2), "sgd": optax.sgd(0.1, 0.9)}, LABELS), {"mu": M, "nu": V}
+    ),
+    "injected": (lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 9)), {"mu": M, "nu": V}),
+    "chain": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9))),
+              {"mu": M, "nu": V}),
+    "muon": (lambda: contrib.muon(1e-2), {"mu": M}),
+    "rmsprop": (lambda: optax.rmsprop(1e-2, centered=True, momentum=0.9), {"mu": M, "nu": V, "trace": M}),
+    "adan": (lambda: optax.adan(1e-2), {"m": M, "v": M, "n": V, "g": F}),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), {"mu": M, "nu": V, "nu_max": F}),
+    "sm3": (lambda: optax.sm3(1e-2), {"nu": M}),
+    "schedule free": (lambda: contrib.schedule_free_adamw(1e-2), {"nu": V, "z": F}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_any_transformation(name):
+    make, expected = TRANSFORMATIONS[name]
+    exact, _ = steps(make())
+    rounded, state = steps(EIGHT_BITS(make()))
+    found = formats_of(state.inner)
+    assert {field: found[field] for field in expected} == expected
+    for path in ("small", "embed"):  # whose moments stay float32; other programs may contract other products
+        for a, b in zip(jax.tree.leaves(exact[path]), jax.tree.leaves(rounded[path]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+    a, b = (np.asarray(tree["layer"]["kernel"], np.float64) for tree in (exact, rounded))
+    # m's rounding is 2**-4 / sqrt(3) of it at most, and the signs of Lion and Muon turn with what is nearly zero.
+    assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
+    if name not in ("lion", "schedule free"):  # one sign, and what lies in float32 beside a v that hardly moves
+        assert np.linalg.norm(a - b) > 1e-3 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("mu, nu", [("bfloat16", "bfloat16"), (jnp.float32, "ue5m3"), (jnp.float8_e4m3fn, "float32")])
+def test_formats(mu, nu):
+    exact, _ = steps(optax.adam(1e-2))
+    rounded, state = steps(EIGHT_BITS(optax.adam(1e-2), mu=mu, nu=nu))
+    names = {"ue5m3": "uint8"}
+    expected = {"mu": jnp.dtype(mu).name, "nu": names.get(nu, nu)}
+    assert formats_of(state.inner) == expected
+    a, b = (tree["layer"]["kernel"] for tree in (exact, rounded))
+    assert decibels(a, b) > (45 if mu == "bfloat16" else 25)
+
+
+def test_float32_is_the_transformation_itself():
+    tx = optim.low_precision_moments(optax.adam(1e-2), mu="float32", nu="float32")
+    exact, state = steps(optax.adam(1e-2))
+    same, wrapped = steps(tx)
+    assert same_bits(exact, same) and same_bits(state, wrapped.inner) and wrapped.key is None
+
+
+REFUSED = [
+    ("mu", "ue5m3", "no sign"),
+    ("mu", "float8_e5m2", "2 bits of mantissa"),
+    ("mu", "float16", "no scale"),
+    ("mu", "int8", "no exponent"),
+    ("mu", "float8_e8m0fnu", "no mantissa"),
+    ("mu", "float4_e2m1fn", "mantissa are too few"),
+    ("mu", "float64", "nothing more"),
+    ("mu", "mxfp8", "unknown"),
+    ("nu", "float8_e4m3fn", "18 binades are too few.*zero"),
+    ("nu", "float8_e5m2", "code for zero"),
+    ("nu", ml_dtypes.float8_e3m4, "must not become zero"),
+    ("nu", "float16", "no scale"),
+]
+
+
+@pytest.mark.parametrize("role, name, reason", REFUSED, ids=lambda value: str(value))
+def test_formats_that_cannot_hold_moments(role, name, reason):
+    with pytest.raises(ValueError, match=rf"{role}=.*{reason}.*use one of.*float32"):
+        EIGHT_BITS(optax.adam(0.1), **{role: name})
+
+
+def test_contradictions():
+    with pytest.raises(ValueError, match=r"key=jax.random.key"):
+        optim.low_precision_moments(optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"rounds nothing.*drop the key"):
+        EIGHT_BITS(optax.adam(0.1), mu="float32", nu="float32")
+    with pytest.raises(ValueError, match="no moment to store"):
+        EIGHT_BITS(optax.sgd(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match="the role is unknown"):
+        EIGHT_BITS(optax.adam(0.1), fields={"mu": "signed"})
+    with pytest.raises(ValueError, match=r"\['momentum'\].*has the fields \['mu', 'nu'\]"):
+        EIGHT_BITS(optax.adam(0.1), fields={"momentum": "mu"}).init(PARAMS)
+    with pytest.raises(ValueError, match="mask must be a tree of bools"):
+        EIGHT_BITS(optax.adam(0.1), mask={"other": True}).init(PARAMS)
+
+
+def other(name):
+    """A transformation of another package, with a field that has a sign."""
+    return optax.GradientTransformation(
+        lambda params: {name: jax.tree.map(jnp.zeros_like, params)},
+        lambda updates, state, params=None: (updates, {name: jax.tree.map(jnp.add, state[name], updates)}),
+    )
+
+
+def test_a_field_that_is_not_known_is_an_error_until_it_is_named():
+    with pytest.raises(ValueError, match=r"dict.average mirrors the parameters.*fields=\{'average': \"mu\"\}"):
+        EIGHT_BITS(other("average")).init(PARAMS)
+    _, state = steps(EIGHT_BITS(other("average"), fields={"average": "mu"}))
+    assert state.inner["average"]["layer"]["kernel"].values.dtype == jnp.float8_e4m3fn
+    _, state = steps(EIGHT_BITS(other("average"), fields={"average": "float32"}))
+    assert state.inner["average"]["layer"]["kernel"].dtype == jnp.float32
+
+
+def test_a_sign_where_none_can_be_is_loud():
+    _, state = steps(EIGHT_BITS(other("nu")))
+    stored = decode("ue5m3", state.inner["nu"]["layer"]["kernel"])
+    assert np.isnan(stored).all()
+    assert np.isfinite(state.inner["nu"]["layer"]["bias"]).all()
+
+
+def test_what_stays_float32_depends_on_path_and_global_shape():
+    params = {
+        "kernel": jnp.zeros((64, 64)), "few": jnp.zeros((64, 63)), "line": jnp.zeros(8192),
+        "token_embedding": {"kernel": jnp.zeros((64, 128))}, "Embed_0": {"w": jnp.zeros((64, 128))},
+        "tall": jnp.zeros((4096, 1)),
+    }  # fmt: skip
+    keys = sorted(params)
+    narrow = dict(zip(keys, narrow_leaves(params), strict=True))
+    assert [key for key in keys if narrow[key]] == ["kernel", "tall"]
+    state = EIGHT_BITS(optax.adam(0.1), mask={**dict.fromkeys(params, True), "tall": False}).init(params)
+    stored = [key for key in keys if isinstance(state.inner[0].mu[key], Blocks)]
+    assert stored == ["kernel"]
+    by_function = EIGHT_BITS(optax.adam(0.1), mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] == 1, tree))
+    assert isinstance(by_function.init(params).inner[0].mu["tall"], Blocks)
+
+
+@pytest.mark.parametrize("shape", [(512, 3, 16), (40, 200), (3, 64, 128), (8192, 1), (5, 7, 130)], ids=str)
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "ue5m3", "bfloat16"])
+def test_blocks_of_any_shape(shape, form):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x = x * x if form == "ue5m3" else x
+    stored = encode(form, jnp.asarray(x), stream(jnp.uint32([1, 2]), 0, 0))
+    if form != "bfloat16":
+        *leading, last = blocked_shape(shape)
+        assert stored.values.shape == shape and stored.scale.shape == (*leading, -(-last // 128))
+    assert decibels(x, decode(form, stored)) > (48 if form == "bfloat16" else 27)
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "ue5m3", "bfloat16"])
+def test_rounding_is_unbiased(form):
+    rng = np.random.default_rng(0)
+    x = np.exp2(rng.uniform(-20, 0, (1, 128))).astype(np.float32)
+    if form != "ue5m3":
+        x = x * rng.choice([-1, 1], x.shape)
+    n = 2**14
+
+    @jax.jit
+    def sums(x):
+        rounded = lambda i: decode(form, encode(form, x, counter.keys(7, i))) - x
+        errors = jax.lax.map(rounded, jnp.arange(n, dtype=jnp.uint32), batch_size=256)
+        scaled = errors / jnp.abs(x)
+        return scaled.mean(0), scaled.std(0)
+
+    mean, deviation = (np.asarray(v, np.float64) for v in sums(jnp.asarray(x)))
+    standard = deviation / np.sqrt(n)
+    assert (np.abs(mean) <= 4.5 * standard + 1e-6).all()  # of 128 values four standard errors are seen now and then
+    assert np.sqrt(np.mean((mean / np.where(standard == 0, 1, standard)) ** 2)) < 1.3
+    assert (deviation > 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_the_average_of_squares_follows_a_drop_of_the_gradient(b2):
+    tx, params = optax.scale_by_rms(decay=b2), {"kernel": jnp.zeros((64, 64))}
+    low = optim.low_precision_moments(tx, key=KEY)
+    after = int(3 / (1 - b2))
+
+    @jax.jit
+    def run():
+        def pair(state, g):
+            grads = {"kernel": jnp.full((64, 64), g)}
+            return (tx.update(grads, state[0])[1], low.update(grads, state[1])[1]), None
+
+        state = tx.init(params), low.init(params)
+        state, _ = jax.lax.scan(pair, state, jnp.full(after, 1.0))
+        state, _ = jax.lax.scan(pair, state, jnp.full(after, 0.1))
+        return state
+
+    exact, rounded = run()
+    v = decode("ue5m3", rounded.inner.nu["kernel"])
+    assert abs(float(v.mean()) / float(exact.nu["kernel"].mean()) - 1) < 0.02
+    assert (v > 0).all()
+
+
+def test_bits_depend_on_key_step_and_leaf():
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64))}
+    grads = {name: GRADS["layer"]["kernel"].reshape(128, 64)[:64] for name in params}
+    _, state = steps(EIGHT_BITS(optax.sgd(0.1, 0.5)), params=params, grads=grads)
+    trace = state.inner[0].trace
+    assert not same_bits(trace["a"].values, trace["b"].values) and same_bits(trace["a"].scale, trace["b"].scale)
+    _, again = steps(EIGHT_BITS(optax.sgd(0.1, 0.5)), params=params, grads=grads)
+    assert same_bits(state, again)
+    _, other_key = steps(EIGHT_BITS(optax.sgd(0.1, 0.5), key=jax.random.key(4)), params=params, grads=grads)
+    assert not same_bits(trace["a"].values, other_key.inner[0].trace["a"].values)
+    keys = [stream(jnp.uint32([1, 2]), step, 0) for step in (1, 2)]
+    assert len({tuple(int(word) for word in key) for key in keys}) == 2
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, ("a", "b"))], ids=str)
+@pytest.mark.optimized
+def test_bits_are_the_same_on_every_mesh(spec):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 320)), jnp.float32)
+    stored = jax.jit(
+        lambda x: [encode(form, x * x, stream(jnp.uint32([1, 2]), 3, 4)) for form in ("ue5m3", M, "bfloat16")]
+    )
+    alone = stored(x)
+    mesh = mesh_of(2, 2)
+    assert same_bits(alone, stored(jax.device_put(x, NamedSharding(mesh, spec))))
+
+
+def test_bytes_donation_and_checkpoints(tmp_path):
+    tx = EIGHT_BITS(optax.adamw(1e-2))
+    params = {"layer": PARAMS["layer"]}
+    grads = {"layer": GRADS["layer"]}
+    update = jax.jit(tx.update, donate_argnums=1)
+    state = tx.init(params)
+    stored = state.inner[0].mu["layer"]["kernel"], state.inner[0].nu["layer"]["kernel"]
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 64 * 128 + 2 * 64
+    for _ in range(2):
+        _, state = update(grads, state, params)
+    kept = jax.tree.map(jnp.copy, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: kept))
+    assert same_bits(kept, restored)
+    _, one = update(grads, kept, params)
+    _, two = update(grads, restored, params)
+    assert same_bits(one, two) and int(one.count) == 3
+    tx.init(params)  # the key of the donated state was its own
+
+
+def test_stored_parameters():
+    params = optim.store({"layer": PARAMS["layer"]}, "tcfp12_single", key=KEY)
+    grads = {"layer": GRADS["layer"]}
+    tx = optim.on_stored(EIGHT_BITS(optax.adamw(1e-2)))
+    state = tx.init(params)
+    assert formats_of(state.inner.inner) == {"mu": M, "nu": V}
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    assert updates["layer"]["kernel"].shape == (64, 128)
+    broken = {"layer": {**grads["layer"], "bias": jnp.full(128, jnp.nan)}}
+    _, after = jax.jit(tx.update)(broken, state, params)
+    assert same_bits(after.inner, state.inner) and int(after.skipped) == 1
+
+
+def test_optax_finds_the_copies_of_the_parameters():
+    tx = EIGHT_BITS(optax.adam(1e-2))
+    marked = optax.tree_utils.tree_map_params(tx, lambda leaf: "moment", tx.init(PARAMS))
+    assert set(jax.tree.leaves(marked.inner[0].mu)) == {"moment"} and not isinstance(marked.count, str)
