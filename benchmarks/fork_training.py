@@ -4,7 +4,10 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +22,7 @@ from benchmarks.convergence import RERUN_JITTER
 from models.checkpoint import RunDirectory
 from models.gpt import GPTConfig
 from models.settings import Moments, TrainConfig, Weights
-from models.training import TrainState, batch_key, init, jittered, make_optimizer, make_steps
+from models.training import TrainState, batch_key, compile_evaluation, init, jittered, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.recipes import Recipe, recipe
@@ -228,41 +231,69 @@ def _noise(params: Any, stored: Any) -> Any:
     }
 
 
+def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout_bytes: int) -> None:
+    """Compile the programs of base and forks, several at once; what calls them later finds them compiled.
+
+    What does not compile is left to the call that needs it, which raises.
+    """
+    base = jax.eval_shape(lambda: init(train_config(config, VARIANTS[BASELINE])))
+    text, key = jax.ShapeDtypeStruct((text_bytes,), jnp.uint8), jax.random.key(0)
+
+    def compile_one(name: str) -> None:
+        variant = VARIANTS[name]
+        run, start = train_config(config, variant), start_fork(config, name)
+        state, _ = jax.eval_shape(start, base, key)
+        start.lower(base, key).compile()
+        if name != RERUN:  # it has the baseline's
+            _steps(config, variant).lower(state, text, batch_key(run)).compile()
+            compile_evaluation(run, state, heldout_bytes)
+
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        for name, work in [(name, pool.submit(compile_one, name)) for name in names]:
+            if work.exception() is not None:
+                print(f"{name} does not compile: {work.exception()}", flush=True)
+
+
 def train_base(config: Config, seed: int, text: jax.Array, digest: str) -> Base:
     """The base of a seed: from its folder, or trained, and kept there."""
-    variant = VARIANTS[BASELINE]
+    variant, started = VARIANTS[BASELINE], time.perf_counter()
     run = train_config(config, variant, seed)
-    name = f"base-{seed}-{config.warmup_steps}-{config.base_steps}-{config.fork_steps}"
+    train = lambda state: advance(config, variant, seed, state, text, config.base_steps)[:2]
     losses: list[float] = []
-    state, started = init(run), time.perf_counter()
     if config.bases is None:
-        state, losses = advance(config, variant, seed, state, text, config.base_steps)[:2]
+        state, losses = train(init(run))
     else:
-        with RunDirectory(Path(config.bases) / name, run, digest, resume="allowed") as directory:
-            state, losses = directory.restore(state)
-            if not losses:
-                state, losses = advance(config, variant, seed, state, text, config.base_steps)[:2]
+        folder = f"base-{seed}-{config.warmup_steps}-{config.base_steps}-{config.fork_steps}"
+        with RunDirectory(Path(config.bases) / folder, run, digest, resume="allowed") as directory:
+            state, losses = directory.restore(init(run))
+            if losses:
+                # Restored arrays are bound to their device, for which programs would be compiled anew.
+                state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+            else:
+                state, losses = train(state)
                 directory.append(1, np.asarray(losses))
                 directory.save(state, config.base_steps)
     name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
-    seconds, last = time.perf_counter() - started, float(np.mean(losses[-max(1, len(losses) // 10) :]))
-    print(f"base {name}, seed {seed}: training loss {last:.4f}, {seconds:.1f} s", flush=True)
+    print(
+        f"base {name}, seed {seed}: training loss {last_tenth(losses):.4f}, {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
     return Base(seed, name, state)
+
+
+def last_tenth(losses: list[float]) -> float:
+    """The mean loss of the last tenth of the steps."""
+    return float(np.mean(losses[-max(1, len(losses) // 10) :]))
 
 
 def advance(
     config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int
-) -> tuple[TrainState, list[float], float, float | None]:
-    """(state, losses, seconds of the first dispatch, milliseconds of a later step); the host waits twice."""
-    run = train_config(config, variant, seed)
-    function, key = _steps(config, variant), batch_key(run)
-    started = time.perf_counter()
-    state, losses = function(state, text, key)
-    found, calls = [jax.block_until_ready(losses)], steps // config.steps_per_call - 1
-    first, started = time.perf_counter() - started, time.perf_counter()
-    for _ in range(calls):
+) -> tuple[TrainState, list[float], float]:
+    """(state, losses, milliseconds of a step); the host waits once, at the end."""
+    function, key = _steps(config, variant), batch_key(train_config(config, variant, seed))
+    started, found = time.perf_counter(), []
+    for _ in range(steps // config.steps_per_call):
         state, losses = function(state, text, key)
         found.append(losses)
     values = np.concatenate([np.asarray(part, np.float64) for part in found])
-    later = (time.perf_counter() - started) * 1e3 / (calls * config.steps_per_call) if calls else None
-    return state, values.tolist(), first, later
+    return state, values.tolist(), (time.perf_counter() - started) * 1e3 / steps

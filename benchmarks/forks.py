@@ -1,6 +1,6 @@
 """Held-out loss of ways to train a GPT against BF16, each continuing one BF16 run: forks of a base.
 
-    JAX_COMPILATION_CACHE_DIR=/tmp/programs python -m benchmarks.forks --json --seeds 3 --budget-seconds 550
+    python -m benchmarks.forks --json --seeds 3 --budget-seconds 550
     python -m benchmarks.forks --json --seeds 3 --resume --budget-seconds 550      # until nothing is left undone
 
 A base trains in BF16 with float32 weights and AdamW, at a constant rate after a warm-up. Each fork continues from its
@@ -12,7 +12,7 @@ perturbed by one part in a million, shows what is left of it.
 The text is the source of every installed package and of Python's library, so machines with other packages train on
 another text. JSON is written after every fork, and `--resume` keeps its rows. Bases are kept in a folder, because
 cuDNN's attention repeats no run bit for bit: forks are compared where their base is the same, and a base that is gone
-is trained again, with BF16's fork. A fork's first run compiles for 10 to 20 seconds; that of the next base does not.
+is trained again, with BF16's fork. All programs are compiled first, several at once, and kept beside the bases.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import json
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ from benchmarks.fork_training import (
     Base,
     Config,
     advance,
+    compile_forks,
+    last_tenth,
     start_fork,
     train_base,
     train_config,
@@ -83,8 +86,7 @@ class Row:
       bytes_per_weight: state of the kernels over their number, counted leaf by leaf.
       worst_leaf, worst_leaf_db: the stored kernel with the most noise at the fork, and its signal-to-noise ratio; None
         where weights are float.
-      first_call_seconds: of the first dispatch, with compilation.
-      milliseconds: of a step of the others; None where there is one dispatch.
+      milliseconds: of a step, by the wall clock.
       seconds: all of it.
       variant: the Python expression of it.
       library: digest of the libraries.
@@ -99,8 +101,7 @@ class Row:
     bytes_per_weight: float
     worst_leaf: str | None
     worst_leaf_db: float | None
-    first_call_seconds: float
-    milliseconds: float | None
+    milliseconds: float
     seconds: float
     variant: str
     library: str
@@ -111,17 +112,16 @@ def measure_fork(config: Config, name: str, base: Base, corpus: Corpus, text: ja
     started, variant = time.perf_counter(), VARIANTS[name]
     state, noise = start_fork(config, name)(base.state, jax.random.key(base.seed))
     bytes_per_weight = bytes_of_kernels(state)
-    state, losses, first, later = advance(config, variant, base.seed, state, text, config.fork_steps)
+    state, losses, milliseconds = advance(config, variant, base.seed, state, text, config.fork_steps)
     run, heldout = train_config(config, variant, base.seed), jnp.asarray(corpus.heldout)
     trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
     worst = max(noise, key=lambda path: float(noise[path])) if noise else None
     return Row(
         name=name, seed=base.seed, base=base.name,
-        train_loss=float(np.mean(losses[-max(1, len(losses) // 10) :])),
-        heldout_loss=trained, heldout_loss_bf16=in_bf16,
+        train_loss=last_tenth(losses), heldout_loss=trained, heldout_loss_bf16=in_bf16,
         bytes_per_weight=bytes_per_weight, worst_leaf=worst,
         worst_leaf_db=None if worst is None else -10 * math.log10(float(noise[worst])),
-        first_call_seconds=first, milliseconds=later, seconds=time.perf_counter() - started, variant=repr(variant),
+        milliseconds=milliseconds, seconds=time.perf_counter() - started, variant=repr(variant),
         library=_library(),
     )  # fmt: skip
 
@@ -132,35 +132,58 @@ def _library() -> str:
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """The forks that are kept, then the wanted ones that they lack, base after base, until the budget is spent."""
+    """The forks that are kept, then the wanted ones that they lack, base after base, until the budget is spent.
+
+    Raises:
+      RuntimeError: a fork failed; the others were done first.
+    """
+    started = time.perf_counter()
     kept = [] if config.resume is None else read_rows(Path(config.resume), config)
     yield from kept
-    corpus = _corpus(config.text_bytes)
-    text, started = jnp.asarray(corpus.train), time.perf_counter()
-    longest: dict[str, float] = {"base": 0.0, "fork": 0.0}
-    undone = {
-        seed: [n for n in config.forks if (n, seed) not in {(r.name, r.seed) for r in kept}] for seed in config.seeds
-    }
+    done = {(row.name, row.seed) for row in kept}
+    undone = {seed: [name for name in config.forks if (name, seed) not in done] for seed in config.seeds}
+    undone = {seed: names for seed, names in undone.items() if names}
+    failed: list[str] = []
+    longest = {"base": 0.0, "fork": 0.0}
 
-    def no_time_for(what: str) -> bool:
-        return time.perf_counter() - started + longest[what] > config.budget_seconds
+    def has_time(*steps: str) -> bool:
+        return time.perf_counter() - started + sum(longest[step] for step in steps) <= config.budget_seconds
 
-    for seed in [seed for seed in config.seeds if undone[seed]]:
-        if no_time_for("base"):
+    if undone and has_time("base"):
+        corpus = _corpus(config.text_bytes)
+        text = jnp.asarray(corpus.train)
+        names = [name for name in VARIANTS if name == BASELINE or any(name in wanted for wanted in undone.values())]
+        compile_forks(config, names, len(corpus.train), len(corpus.heldout))
+        print(f"compiled after {time.perf_counter() - started:.1f} s", flush=True)
+    for seed, wanted in undone.items():
+        if not has_time("base", "fork"):
             break
         begun = time.perf_counter()
         base = train_base(config, seed, text, corpus.digest)
         longest["base"] = max(longest["base"], time.perf_counter() - begun)
-        if not any((row.name, row.base) == (BASELINE, base.name) for row in kept) and BASELINE not in undone[seed]:
-            undone[seed].insert(0, BASELINE)  # of a base that was trained again
-        while undone[seed] and not no_time_for("fork"):
-            row = measure_fork(config, undone[seed].pop(0), base, corpus, text)
-            longest["fork"] = max(longest["fork"], row.seconds)
-            print(f"{row.name}, seed {seed}: held-out {row.heldout_loss:.5f}, {row.seconds:.1f} s", flush=True)
-            yield row
-    left = [f"{name} of seed {seed}" for seed, names in undone.items() for name in names]
-    if left:
+        if BASELINE not in wanted and not any((row.name, row.base) == (BASELINE, base.name) for row in kept):
+            wanted.insert(0, BASELINE)  # of a base that was trained again
+        while wanted and has_time("fork"):
+            row = _attempt(config, wanted.pop(0), base, corpus, text, failed)
+            if row is not None:
+                longest["fork"] = max(longest["fork"], row.seconds)
+                yield row
+    if left := [f"{name} of seed {seed}" for seed, wanted in undone.items() for name in wanted]:
         print(f"budget of {config.budget_seconds:g} s: {len(left)} forks left undone: {', '.join(left)}")
+    if failed:
+        raise RuntimeError(f"{len(failed)} forks failed, see above: {', '.join(failed)}")
+
+
+def _attempt(config: Config, name: str, base: Base, corpus: Corpus, text: jax.Array, failed: list[str]) -> Row | None:
+    """A fork; one that fails is reported and noted, so that the others still run."""
+    try:
+        row = measure_fork(config, name, base, corpus, text)
+    except Exception:
+        traceback.print_exc()
+        failed.append(f"{name} of seed {base.seed}")
+        return None
+    print(f"{name}, seed {base.seed}: held-out {row.heldout_loss:.5f}, {row.seconds:.1f} s", flush=True)
+    return row
 
 
 @functools.lru_cache(maxsize=2)
@@ -219,11 +242,10 @@ def summarize(rows: list[Row]) -> list[Summary]:
         ratios = [perplexity_ratio(row.heldout_loss, baseline[row.base].heldout_loss) for row in paired]
         in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base].heldout_loss) for row in paired]
         error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-        times = [row.milliseconds for row in paired if row.milliseconds is not None]
         found.append(
             Summary(
                 name, len(paired), paired[0].bytes_per_weight, statistics.fmean(ratios), min(ratios), max(ratios),
-                error, statistics.fmean(in_bf16), min(times, default=math.nan),
+                error, statistics.fmean(in_bf16), min(row.milliseconds for row in paired),
             )
         )  # fmt: skip
     return found

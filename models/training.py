@@ -79,16 +79,27 @@ def evaluate(
       ValueError: the text is shorter than one window.
     """
     check_text("held-out", heldout, config)
-    last = len(heldout) - config.sequence - 1
-    offsets = np.linspace(0, last, config.heldout_windows).astype(np.int32)
-    padding = -len(offsets) % config.batch
-    offsets = np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch)
+    offsets = _heldout_offsets(config, len(heldout))
     params, quantized = state.params, tcfp_jax.layer_state(state.opt_state)
     if products == "bf16":
         # Dequantized by a program of its own: that of the evaluation is then the same for every kind of weights.
         config, params, quantized = config.in_bf16, float_parameters(params), {}
-    losses = _evaluate_function(_program(config))(params, quantized, jnp.asarray(heldout), jnp.asarray(offsets))
+    losses = _evaluate_function(_program(config))(params, quantized, jnp.asarray(heldout), offsets)
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
+
+
+def compile_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int) -> None:
+    """Compile what `evaluate` runs with the trained products, from the shapes of a state: JAX keeps the program."""
+    text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
+    quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
+    _evaluate_function(_program(config)).lower(state.params, quantized, text, offsets).compile()
+
+
+def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
+    """Where windows begin, int32 `[batches, batch]`; the last batch is filled up with zeros."""
+    offsets = np.linspace(0, length - config.sequence - 1, config.heldout_windows).astype(np.int32)
+    padding = -len(offsets) % config.batch
+    return jnp.asarray(np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch))
 
 
 def check_text(name: str, text: Any, config: TrainConfig) -> None:
@@ -210,7 +221,7 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
 
 
 @functools.lru_cache(maxsize=16)
-def _evaluate_function(config: TrainConfig) -> Callable[[Any, Any, jax.Array, jax.Array], jax.Array]:
+def _evaluate_function(config: TrainConfig) -> Any:
     model = _model(config)
 
     @jax.jit
