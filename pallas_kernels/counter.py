@@ -2,8 +2,8 @@
 
 The bits of an element depend on the key and on its *global* index and on nothing else, so a kernel makes them in
 registers, nothing of a weight's size is drawn or stored, and a run that is split over other devices draws the same ones.
-The hash is lowbias32 (Wellons 2018, two multiplications, bias 0.17) with a key word before each multiplication. It is
-for rounding, not for cryptography.
+The hash is lowbias32 (Wellons 2018: two multiplications) with a key word before each of them. It is for rounding, not
+for cryptography.
 """
 
 import math
@@ -36,10 +36,22 @@ def random_bits(index: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
     """32 random bits for every index, uint32, under the key words of `keys`.
 
     >>> [hex(bits) for bits in random_bits(jnp.arange(2, dtype=jnp.uint32), *keys(1)).tolist()]
-    ['0xf5f8ffc6', '0xff027d8']
+    ['0xf5f8ffc6', '0x6ea95a62']
     """
-    x = index + k0
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    return finish(begin(index ^ k0), k1)
+
+
+def begin(x: jax.Array) -> jax.Array:
+    """The hash before its first multiplication: linear over "exclusive or", `begin(a ^ b) == begin(a) ^ begin(b)`.
+
+    Of an index below 2**16 it is the index itself. A kernel takes it of what a row shares, and adds columns later.
+    """
+    return x ^ (x >> 16)
+
+
+def finish(x: jax.Array, k1: jax.Array) -> jax.Array:
+    """The rest of the hash."""
+    x = x * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15) ^ k1) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 

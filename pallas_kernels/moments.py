@@ -29,13 +29,14 @@ from pallas_kernels.scaling import SCALE_DTYPE
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
 RANDOM_BITS = 20  # of each rounding
+INFINITY = 0x7F800000  # the bits of it
+NOT_FINITE = 255  # the byte of a block
 
 _MANTISSA_BITS = 23
 _DROPPED = _MANTISSA_BITS - 3  # of a float32's mantissa
-_INFINITY = 0x7F800000
 _NAN = 0x7FFFFFFF
 _SMALLEST_NORMAL = 0x00800000
-_NOT_FINITE = 255
+_LARGEST_SCALE = 29  # of m: 2**-29 * 2**-120 is float32's smallest number, by which a device multiplies
 _SPAN = 31  # binades from the largest v's to that of the floor
 _LOW_20 = (1 << 20) - 1
 
@@ -54,7 +55,8 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([1.0, -896.0, 0.0], [2.0])
     """
     blocks = to_blocks(m.astype(jnp.float32))
-    scale, inverse = m_scale(jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True))
+    amax_bits = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
+    scale, inverse = m_scale(amax_bits, amax_bits < INFINITY)
     codes = stochastic_e4m3(blocks * inverse, m_bits(to_blocks(bits)))
     stored = lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
     return from_blocks(codes, m.shape[-1]), stored[..., 0]
@@ -77,8 +79,9 @@ def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([247, 0, 0], [96], [1.0, 5.238689482212067e-10, 5.238689482212067e-10])
     """
     blocks = magnitude_bits(to_blocks(v.astype(jnp.float32)))
-    base = v_base(jnp.max(blocks, axis=-1, keepdims=True))
-    codes = v_code(blocks, base, v_bits(to_blocks(bits)))
+    amax_bits = jnp.max(blocks, axis=-1, keepdims=True)
+    base = v_base(amax_bits, amax_bits < INFINITY)
+    codes = v_code(blocks + v_bits(to_blocks(bits)), base)
     return from_blocks(codes.astype(jnp.uint8), v.shape[-1]), base[..., 0].astype(jnp.uint8)
 
 
@@ -120,7 +123,7 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
     # The NaN that a GPU computes. A CPU's is another one, and would have another code.
-    return jnp.where(bits > _INFINITY, _NAN, bits)
+    return jnp.where(bits > INFINITY, _NAN, bits)
 
 
 def m_bits(bits: jax.Array) -> jax.Array:
@@ -137,32 +140,33 @@ def v_bits(bits: jax.Array) -> jax.Array:
     return (((bits << 10) | (bits >> 22)) & jnp.uint32(_LOW_20)).astype(jnp.int32)
 
 
-def m_scale(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(biased exponent of the scale of a block, 1 / scale) from the bits of its largest |m|, int32 and float32.
 
-    The exponent is E8M0's code: 255, with an inverse of NaN, where the block is not finite.
+    The exponent is E8M0's code, 2**29 at most: what is beyond 448 * 2**29 saturates. Where a block is not finite, the
+    code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
     exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
-    exponent = jnp.where(amax_bits == 0, 127, jnp.maximum(exponent, 1))
-    finite = amax_bits < _INFINITY
+    exponent = jnp.minimum(jnp.maximum(exponent, 1), 127 + _LARGEST_SCALE)
+    exponent = jnp.where(amax_bits == 0, 127, exponent)
     inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
-    return jnp.where(finite, exponent, _NOT_FINITE), lax.bitcast_convert_type(inverse, jnp.float32)
+    return jnp.where(finite, exponent, NOT_FINITE), lax.bitcast_convert_type(inverse, jnp.float32)
 
 
-def v_base(amax_bits: jax.Array) -> jax.Array:
+def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
     """The byte of a block from the bits of its largest v, int32."""
     base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, 1)
     base = jnp.where(amax_bits == 0, 0, base)
-    return jnp.where(amax_bits < _INFINITY, base, _NOT_FINITE)
+    return jnp.where(finite, base, NOT_FINITE)
 
 
-def v_code(bits: jax.Array, base: jax.Array, random: jax.Array) -> jax.Array:
-    """The codes of values of v from their bits, int32; `random` has 20 bits.
+def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
+    """The codes of values of v, int32, from the sums of their bits and 20 random ones.
 
     A NaN's sum overflows or ends at code 6: with base 255 every code up to 6 is a NaN.
     """
-    return jnp.maximum(((bits + random) >> _DROPPED) - ((base << 3) + 1), 0)
+    return jnp.maximum((rounded >> _DROPPED) - ((base << 3) + 1), 0)
 
 
 def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
@@ -181,7 +185,7 @@ def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
     bits = lax.bitcast_convert_type(clipped, jnp.int32)
-    exponent = jnp.maximum((bits & _INFINITY) >> _MANTISSA_BITS, 121) - 3
+    exponent = jnp.maximum((bits & INFINITY) >> _MANTISSA_BITS, 121) - 3
     spacing, inverse = (
         lax.bitcast_convert_type(power << _MANTISSA_BITS, jnp.float32) for power in (exponent, 254 - exponent)
     )

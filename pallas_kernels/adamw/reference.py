@@ -93,7 +93,7 @@ class Step(NamedTuple):
       hi, lo: E4M3 [k, n], in units of `new_scale`.
       columns: hi.T, or None where only rows were asked for.
       moments: the new ones.
-      amax: float32 scalar, the largest magnitude of the new weight before it was rounded; NaN where one is NaN.
+      amax: float32 scalar, the largest magnitude of the new weight before it was rounded, NaN aside.
     """
 
     hi: jax.Array
@@ -104,9 +104,11 @@ class Step(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What the arithmetic of an element reads, float32 scalars in the order in which a kernel gets them."""
+    """What the arithmetic of an element reads, float32 scalars in the order in which a kernel gets them.
 
-    gradient_scale: Any
+    The scale of the gradient is part of what multiplies it.
+    """
+
     b1: Any
     one_minus_b1: Any
     b2: Any
@@ -139,6 +141,9 @@ class Arithmetic(Protocol):
     def multiply(self, a: Any, b: Any) -> Any:
         """A * b, never contracted with an addition."""
 
+    def add_exact_product(self, a: Any, b: Any, c: Any) -> Any:
+        """A * b + c, where a * b has no more than float32's bits, so that contraction changes nothing."""
+
     def add(self, a: Any, b: Any) -> Any:
         """A + b."""
 
@@ -154,14 +159,17 @@ class Arithmetic(Protocol):
     def e4m3(self, x: Any) -> tuple[Any, Any]:
         """(x in E4M3, the same as float32): to nearest, ties to even, saturating."""
 
-    def stochastic_e4m3(self, x: Any, random: Any) -> Any:
-        """`moments.stochastic_e4m3`."""
+    def stochastic_e4m3(self, x: Any, inverse: Any | None, random: Any) -> Any:
+        """`moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
 
-    def magnitude_bits(self, x: Any) -> Any:
-        """`moments.magnitude_bits`."""
+    def add_v_bits(self, v: Any, bits: Any) -> Any:
+        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
 
     def largest_bits(self, x: Any) -> Any:
-        """The magnitude bits of the largest |x| of each block, NaN above all."""
+        """The bits of the largest |x| of each block, NaN aside."""
+
+    def largest_bits_or_nan(self, v: Any) -> Any:
+        """The bits of the largest v >= 0 of each block, NaN above all."""
 
 
 class Portable:
@@ -170,7 +178,7 @@ class Portable:
     def __init__(self, gradient: jax.Array) -> None:
         # Zero, but for a NaN, which stays a NaN whatever is or-ed to its mantissa.
         bits = lax.bitcast_convert_type(gradient, jnp.int32) & 0x7FFFFFFF
-        self._zeros = (bits > 0x7F800000).astype(jnp.int32)
+        self._zeros = (bits > moments.INFINITY).astype(jnp.int32)
 
     def _guard(self, x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | self._zeros, jnp.float32)
@@ -178,6 +186,10 @@ class Portable:
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """A * b, never contracted with an addition."""
         return self._guard(a * b)
+
+    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        """A * b + c, contracted or not."""
+        return a * b + c
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """A + b."""
@@ -200,33 +212,39 @@ class Portable:
         value = numerics.round_to(jnp.where(jnp.isnan(x), x, jnp.clip(x, -448.0, 448.0)), moments.E4M3)
         return value.astype(moments.E4M3), value
 
-    def stochastic_e4m3(self, x: jax.Array, random: jax.Array) -> jax.Array:
-        """`moments.stochastic_e4m3`."""
-        return moments.stochastic_e4m3(x, random)
+    def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
+        """See `moments.stochastic_e4m3`."""
+        return moments.stochastic_e4m3(x if inverse is None else x * inverse, random)
 
-    def magnitude_bits(self, x: jax.Array) -> jax.Array:
-        """`moments.magnitude_bits`."""
-        return moments.magnitude_bits(x)
+    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
+        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
+        return moments.magnitude_bits(v) + moments.v_bits(bits)
 
     def largest_bits(self, x: jax.Array) -> jax.Array:
-        """The magnitude bits of the largest |x| of each block, NaN above all."""
-        return jnp.max(moments.magnitude_bits(x), axis=-1, keepdims=True)
+        """The bits of the largest |x| of each block, NaN aside."""
+        return self.largest_bits_or_nan(jnp.where(jnp.isnan(x), 0.0, x))
+
+    def largest_bits_or_nan(self, v: jax.Array) -> jax.Array:
+        """The bits of the largest |v| of each block, NaN above all."""
+        return jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
 
 
 def update(
     do: Arithmetic, options: Options, c: Coefficients, gradient: jax.Array, old: Tile, bits: jax.Array
 ) -> tuple[Tile, jax.Array]:
-    """(the new tile, its weight before it was rounded, in units of the new scale); `bits` are one hash an element."""
+    """(the new tile, its weight before it was rounded, in units of the new scale); `bits` are one hash an element.
+
+    Codes have four significant bits and b1 and b2 twenty, so the products of both are exact.
+    """
     wide = lambda x: x.astype(jnp.float32)
     exponent_to_float = lambda e: lax.bitcast_convert_type(e << 23, jnp.float32)
-    gradient = do.multiply(gradient, c.gradient_scale)
-    m = do.add(
-        do.multiply(wide(old.m), exponent_to_float(old.m_scale) * c.b1), do.multiply(gradient, c.one_minus_b1)
+    m = do.add_exact_product(
+        wide(old.m), exponent_to_float(old.m_scale) * c.b1, do.multiply(gradient, c.one_minus_b1)
     )
-    v = do.add(
-        do.multiply(moments.v_value(old.v.astype(jnp.int32), old.v_scale), c.b2),
+    v = do.add_exact_product(
+        moments.v_value(old.v.astype(jnp.int32), old.v_scale), c.b2,
         do.multiply(do.multiply(gradient, c.one_minus_b2), gradient),
-    )
+    )  # fmt: skip
     step = do.multiply(m, c.rate)
     if options.momentum == "nesterov":
         step = do.add(step, do.multiply(gradient, c.rate_g))
@@ -237,12 +255,14 @@ def update(
 
     hi, rounded = do.e4m3(weight)
     rest = do.subtract(weight, rounded)
-    stochastic = options.remainder == "stochastic"
-    lo = do.stochastic_e4m3(rest, lo_bits(bits)) if stochastic else do.e4m3(rest)[0]
-    m_scale, inverse = moments.m_scale(do.largest_bits(m))
-    codes = do.stochastic_e4m3(do.multiply(m, inverse), moments.m_bits(bits))
-    base = moments.v_base(do.largest_bits(v))
-    v_codes = moments.v_code(do.magnitude_bits(v), base, moments.v_bits(bits))
+    lo = do.stochastic_e4m3(rest, None, lo_bits(bits)) if options.remainder == "stochastic" else do.e4m3(rest)[0]
+    largest_m, largest_v = do.largest_bits(m), do.largest_bits_or_nan(v)
+    # A gradient that is NaN makes both NaN; with one flag for both, only v's need be looked for.
+    finite = (largest_m < moments.INFINITY) & (largest_v < moments.INFINITY) & (old.m_scale != moments.NOT_FINITE)
+    m_scale, inverse = moments.m_scale(largest_m, finite)
+    base = moments.v_base(largest_v, finite)
+    codes = do.stochastic_e4m3(m, inverse, moments.m_bits(bits))
+    v_codes = moments.v_code(do.add_v_bits(v, bits), base)
     return Tile(hi, lo, codes, m_scale, v_codes, base), weight
 
 
@@ -251,20 +271,25 @@ def lo_bits(bits: jax.Array) -> jax.Array:
     return (bits >> 12).astype(jnp.int32)
 
 
+def twenty_bits(x: jax.Array) -> jax.Array:
+    """Float32 `x` to nearest in 20 bits of mantissa, the leading one among them."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
+
+
 def coefficients(rates: Rates) -> Coefficients:
     """What the elements' arithmetic reads of the rates; the same bits wherever they are computed."""
-    one = jnp.float32(1)
+    one, by = jnp.float32(1), rates.gradient_scale
     return Coefficients(
-        gradient_scale=rates.gradient_scale,
-        b1=rates.b1,
-        one_minus_b1=one - rates.b1,
-        b2=rates.b2,
-        one_minus_b2=one - rates.b2,
+        b1=twenty_bits(rates.b1),
+        one_minus_b1=(one - rates.b1) * by,
+        b2=twenty_bits(rates.b2),
+        one_minus_b2=(one - rates.b2) * by * by,
         correction=rates.correction,
         eps_root=jnp.maximum(rates.eps_root, SMALLEST_RADICAND),
         eps=rates.eps,
         rate=rates.rate,
-        rate_g=rates.rate_g,
+        rate_g=rates.rate_g * by,
         # Exact but for decay: the scales are powers of two.
         decay=rates.scale * numerics.reciprocal_pow2(rates.new_scale) * rates.decay,
     )
@@ -304,6 +329,6 @@ def at(
     )
     # What fills up a last block is no weight.
     values = kept(whole(weight), hi.astype(jnp.float32) + lo.astype(jnp.float32))
-    largest = lax.bitcast_convert_type(jnp.max(moments.magnitude_bits(values)), jnp.float32)
+    largest = lax.bitcast_convert_type(jnp.max(Portable(values).largest_bits(values)), jnp.float32)
     columns = new_hi.T if options.orientation == "both" else None
     return Step(new_hi, new_lo, columns, after, largest * kept(rates.new_scale, rates.scale))

@@ -174,52 +174,53 @@ def _kernel(
     gradient = gradient_ref[...].astype(jnp.float32)
     old = Tile(*(ref[...] for ref in old_refs))
     old = old._replace(m_scale=old.m_scale.astype(jnp.int32), v_scale=old.v_scale.astype(jnp.int32))
-    index = _index(options, sizes, *(ref[0] for ref in place))
-    bits = counter.random_bits(index, scalars.k0, scalars.k1)
+    first = _first_indices(options, sizes, *(ref[0] for ref in place))
+    # A block begins at a multiple of 128, so adding a column is setting its bits.
+    lanes = lax.broadcasted_iota(jnp.uint32, gradient.shape, 1)
+    bits = counter.finish(counter.begin(first ^ scalars.k0) ^ lanes, scalars.k1)
     do = arithmetic(gradient)
     new, weight = reference.update(do, options, c, gradient, old, bits)
+
+    largest = jnp.max(do.largest_bits(weight))
 
     @pl.when(scalars.keep != 0)
     def _take() -> None:
         for ref, x in zip(new_refs, new, strict=False):
             ref[...] = x.astype(ref.dtype)
-        _summarize(do, new_refs[_STATE:], new.hi, weight)
+        _summarize(new_refs[_STATE:], new.hi, largest)
 
     @pl.when(scalars.keep == 0)
     def _leave() -> None:
-        _summarize(do, new_refs[_STATE:], old.hi, old.hi.astype(jnp.float32) + old.lo.astype(jnp.float32))
+        # Read anew: kept in registers until here, they would cost the other branch some of its occupancy.
+        hi, lo = (ref[...] for ref in old_refs[:2])
+        _summarize(new_refs[_STATE:], hi, jnp.max(do.largest_bits(hi.astype(jnp.float32) + lo.astype(jnp.float32))))
 
 
-def _summarize(do: Arithmetic, refs: Any, hi: jax.Array, weight: jax.Array) -> None:
+def _summarize(refs: Any, hi: jax.Array, largest: jax.Array) -> None:
     """What is not written in place: the bits of the tile's largest magnitude, and hi transposed."""
     top, *turned = refs
-    top[...] = jnp.broadcast_to(jnp.max(do.largest_bits(weight)), top.shape)
+    top[...] = jnp.broadcast_to(largest, top.shape)
     for ref in turned:
         ref[...] = hi.T
 
 
-def _index(options: Options, sizes: tuple[int, int, int], *place: jax.Array) -> jax.Array:
-    """The global indices of a tile's values, in a weight of `columns` columns of which this device holds n."""
+def _first_indices(options: Options, sizes: tuple[int, int, int], *place: jax.Array) -> jax.Array:
+    """The global index of the first value of each block, in a weight of `columns` columns: this device has n of them."""
     from jax.experimental import pallas as pl
 
     rows, n, columns = sizes
-    at = lambda axis: lax.broadcasted_iota(jnp.uint32, (rows, BLOCK), axis)
     word = lambda x: jnp.uint32(x % 2**32) if isinstance(x, int) else x.astype(jnp.uint32)
+    below = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    first = word(pl.program_id(0) * rows + below)
     if options.orientation == "both":
-        begin = pl.program_id(1).astype(jnp.uint32) * word(rows * columns) + pl.program_id(0).astype(jnp.uint32) * word(BLOCK)
-        inside = at(0) * word(columns) + at(1)
+        first = word(pl.program_id(1) * rows + below) * word(columns) + word(pl.program_id(0)) * word(BLOCK)
     elif n == columns:
-        # Its rows are whole, and blocks follow each other as in the weight.
-        begin = pl.program_id(0).astype(jnp.uint32) * word(rows * BLOCK)
-        inside = at(0) * word(BLOCK) + at(1)
+        # Rows are whole, and blocks follow each other as in the weight.
+        first = first * word(BLOCK)
     else:
-        block = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows, BLOCK), 0)
-        begin = word(0)
-        row, column = block // (n // BLOCK), block % (n // BLOCK)
-        inside = word(row) * word(columns) + word(column) * word(BLOCK) + at(1)
-    if place:
-        begin = begin + place[0] * word(columns) + place[1]
-    return inside + begin
+        row, block = first // word(n // BLOCK), first % word(n // BLOCK)
+        first = row * word(columns) + block * word(BLOCK)
+    return first + place[0] * word(columns) + place[1] if place else first
 
 
 Portable = reference.Portable
@@ -232,20 +233,27 @@ class Device:
     """
 
     def __init__(self, gradient: jax.Array) -> None:
-        self._shape = gradient.shape
+        pass
 
     def _run(self, assembly: str, *values: Any) -> jax.Array:
         from jax.experimental.pallas import triton as plgpu
 
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
+        dtype = values[0].dtype
+        kind = "f" if dtype == jnp.float32 else "r"
         return plgpu.elementwise_inline_asm(
-            assembly, args=[jnp.broadcast_to(x, shape) for x in values], constraints="=f" + ",f" * len(values), pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+            assembly, args=[jnp.broadcast_to(x, shape) for x in values], pack=1,
+            constraints=",".join(["=" + kind, *[kind] * len(values)]),
+            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, dtype)],
         )[0]  # fmt: skip
 
     def multiply(self, a: Any, b: Any) -> jax.Array:
         """A * b."""
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
+
+    def add_exact_product(self, a: Any, b: Any, c: Any) -> jax.Array:
+        """A * b + c."""
+        return self._run("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
     def add(self, a: Any, b: Any) -> jax.Array:
         """A + b."""
@@ -274,18 +282,23 @@ class Device:
         rounded = x.astype(moments.E4M3)
         return rounded, rounded.astype(jnp.float32)
 
-    def stochastic_e4m3(self, x: jax.Array, random: jax.Array) -> jax.Array:
-        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept."""
-        tiny = self._run(f"mul.rn.f32 $0, $1, {_TINY};", x)
+    def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
+        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept. `inverse` may be subnormal then."""
+        shrink = f"mul.rn.f32 $0, $1, {_TINY};"
+        tiny = self._run(shrink, x) if inverse is None else self._run("mul.rn.f32 $0, $1, $2;", x, self._run(shrink, inverse))
         cut = (lax.bitcast_convert_type(tiny, jnp.int32) + random) & jnp.int32(-(1 << moments.RANDOM_BITS))
-        return self._run(f"mul.rn.f32 $0, $1, {_HUGE};", lax.bitcast_convert_type(cut, jnp.float32)).astype(
-            moments.E4M3
-        )
+        wide = self._run(f"mul.rn.f32 $0, $1, {_HUGE};", lax.bitcast_convert_type(cut, jnp.float32))
+        return wide.astype(moments.E4M3)
 
-    def magnitude_bits(self, x: jax.Array) -> jax.Array:
-        """The bits of an x that is not negative: results have no subnormals, and one NaN."""
-        return lax.bitcast_convert_type(x, jnp.int32)
+    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
+        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`; results have no subnormals, and one NaN."""
+        low = (bits & jnp.uint32(1023)).astype(jnp.int32)
+        return self._run("mad.lo.s32 $0, $1, 1024, $2;", low, lax.bitcast_convert_type(v, jnp.int32))
 
     def largest_bits(self, x: jax.Array) -> jax.Array:
-        """The magnitude bits of the largest |x| of each block, NaN above all."""
+        """The bits of the largest |x| of each block; the device's maximum leaves NaN aside."""
         return lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1, keepdims=True), jnp.int32)
+
+    def largest_bits_or_nan(self, v: jax.Array) -> jax.Array:
+        """The bits of the largest v >= 0 of each block, NaN above all."""
+        return jnp.max(lax.bitcast_convert_type(v, jnp.int32), axis=-1, keepdims=True)

@@ -2,8 +2,8 @@
 
 A stored weight of 4096 values or more is updated by `pallas_kernels.adamw` in place: gradient, `W_hi`, `W_lo` and both
 moments are read once and written once, 4.03 bytes of state a weight, and no float copy is made. What the kernel does
-not take (float parameters, small weights, other formats of moments, blocks of scales) goes through XLA with the same
-arithmetic. A step in which any gradient is not finite changes nothing but the count of such steps.
+not take (float parameters, small weights, rows of less than 128 values, other formats of moments, blocks of scales)
+goes through XLA with the same arithmetic. A step in which any gradient is not finite changes nothing but the count of such steps.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
 from tcfp_jax.optim.moments import Format, checked_key, encode, narrow_leaves, own, spread, stream
 from tcfp_jax.optim.steps import Quality, QualityChoice, Step, float_step, fused_step, scalars_of
@@ -166,7 +167,7 @@ class _Leaf(NamedTuple):
     @property
     def is_fused(self) -> bool:
         """Whether the kernel updates it."""
-        if not self.is_stored or self.forms != _FORMATS["8bit"]:
+        if not self.is_stored or self.forms != _FORMATS["8bit"] or self.parameter.shape[-1] < codes.BLOCK:
             return False
         is_format = self.parameter.dtype == jnp.float8_e4m3fn and weight_scaling(self.parameter) == Tensor()
         return is_format and training_of(self.parameter).remainder != "feedback"
@@ -182,6 +183,9 @@ class _Tree:
         narrow = narrow_leaves(params, is_leaf=is_stored, sizes=sizes)
         decays = [True] * len(paths) if mask is None else _decays(mask, params)
         forms = (_FORMATS["float32"], _FORMATS[moments])
+        for _, leaf in paths:
+            if is_stored(leaf):
+                training_of(leaf)  # raises where it is a copy of a parameter and not the parameter itself
         self.leaves = [
             _Leaf("/".join(path_names(path)), leaf, forms[small], bool(decay))
             for (path, leaf), small, decay in zip(paths, narrow, decays, strict=True)

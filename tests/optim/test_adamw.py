@@ -1,0 +1,435 @@
+"""`tcfp_jax.optim.adamw` on float and stored parameters: optax's arithmetic, rounding, steps left out, bits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from pallas_kernels import dispatch
+from pallas_kernels.operands import Block
+from tcfp_jax import optim
+from tcfp_jax.optim.moments import Blocks, decode
+from tcfp_jax.weights.layout import Layout, Weight
+from tests.helpers import decibels, filled, mesh_of, same_bits
+
+SHAPES = {
+    "up": {"kernel": (64, 128), "bias": (128,)},
+    "layers": {"kernel": (2, 64, 128)},
+    "small": {"kernel": (32, 32)},
+    "embed": {"table": (64, 128)},
+}
+PARAMS = filled(
+    jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+)
+GRADS = filled(PARAMS, seed=1)
+KEY = jax.random.key(3)
+STORED = optim.store(PARAMS, "tcfp12_single", key=KEY)
+MOMENTS = ("8bit", "bfloat16", "float32")
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def adamw(*args, moments="8bit", **options):
+    return optim.adamw(*args, moments=moments, key=None if moments == "float32" else KEY, **options)
+
+
+def stepped(tx, params, n=4, grads=GRADS, state=None):
+    """(parameters, state) after n steps with the same gradients, in one program."""
+
+    @jax.jit
+    def run(params, state, grads):
+        def one(carry, _):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (optim.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), length=n)[0]
+
+    return run(params, tx.init(params) if state is None else state, grads)
+
+
+def matrices(tree):
+    return jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree)
+
+
+OPTIONS = {
+    "default": dict(),
+    "decay": dict(b1=0.8, b2=0.95, eps=1e-6, eps_root=1e-12, weight_decay=0.1),
+    "nesterov": dict(nesterov=True, weight_decay=0.0),
+    "mask": dict(weight_decay=0.5, mask={"up": True, "layers": False, "small": False, "embed": True}),
+    "mask by function": dict(weight_decay=0.5, mask=matrices),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.optimized
+def test_float_parameters_take_the_steps_of_optax(name):
+    rate = optax.linear_schedule(1e-2, 0.0, 5) if name == "decay" else 1e-2
+    exact, _ = stepped(optax.adamw(rate, **OPTIONS[name]), PARAMS)
+    ours, state = stepped(adamw(rate, moments="float32", **OPTIONS[name]), PARAMS)
+    for a, b, start in zip(*map(jax.tree.leaves, (exact, ours, PARAMS)), strict=True):
+        # Two programs: one may contract a product and a sum where the other does not, a unit in the last place each.
+        moved = np.abs(np.asarray(a) - start)
+        assert (np.abs(np.asarray(a) - b) <= 4e-6 * moved + 2.0**-22 * np.abs(a)).all()
+    assert int(state.count) == 4 and int(state.skipped) == 0 and state.key is None and state.quality is None
+
+
+@pytest.mark.parametrize(
+    "name, moments",
+    [
+        ("default", "bfloat16"),
+        ("decay", "float32"),
+        ("decay", "8bit"),
+        ("nesterov", "8bit"),
+        ("mask by function", "8bit"),
+    ],
+)
+def test_stored_parameters_take_the_steps_of_optax(name, moments):
+    floats = optim.dequantize(STORED)
+    exact, _ = stepped(optax.adamw(1e-2, **OPTIONS[name]), floats)
+    after, state = stepped(adamw(1e-2, moments=moments, **OPTIONS[name]), STORED)
+    ours = optim.dequantize(after)
+    # Four steps: hi + lo of a weight has 60 dB, and the update is large; m has 2**-4 of rounding at most.
+    for path in ("up", "layers"):
+        a, b, start = (np.asarray(tree[path]["kernel"], np.float64) for tree in (exact, ours, floats))
+        assert np.linalg.norm(a - b) < (0.05 if moments == "8bit" else 0.01) * np.linalg.norm(a - start)
+    for path, leaf in (("up", "bias"), ("embed", "table")):
+        np.testing.assert_allclose(ours[path][leaf], exact[path][leaf], rtol=1e-5, atol=1e-7)
+    stored = [isinstance(state.mu[path]["kernel"], Blocks) for path in ("up", "layers", "small")]
+    assert stored == [moments == "8bit"] * 2 + [False]
+    assert state.mu["embed"]["table"].dtype == state.mu["small"]["kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_one_step_is_within_rounding_of_the_arithmetic(moments):
+    tx = adamw(1e-2, weight_decay=0.1, moments=moments)
+    before, state = stepped(tx, STORED, 1)
+    after, _ = stepped(tx, before, 1, state=state)
+    floats = optim.dequantize(before)
+    m, v = (
+        jax.tree.map(lambda x: decode("ue5m3", x), tree, is_leaf=lambda x: isinstance(x, Blocks))
+        for tree in (state.mu, state.nu)
+    )
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    inner = optax.ScaleByAdamState(state.count, wide(m), wide(v))
+    reference = optax.adamw(1e-2, weight_decay=0.1)
+    updates, _ = reference.update(GRADS, (inner, *reference.init(floats)[1:]), floats)
+    exact = optax.apply_updates(floats, updates)
+    ours = optim.dequantize(after)
+    for path in ("up", "layers", "small"):
+        stored = after[path]["kernel"].backward
+        units = np.asarray(stored.scale_of_values())
+        # Below 448 units hi is within 16, and stochastic rounding of 16 within one.
+        assert (np.abs(np.asarray(ours[path]["kernel"]) - exact[path]["kernel"]) <= 1.001 * units).all()
+        assert decibels(exact[path]["kernel"], ours[path]["kernel"]) > 55
+
+
+def test_what_the_kernel_takes_goes_through_it():
+    def ops(params, **options):
+        tx = adamw(1e-2, **options)
+        with dispatch.recording() as calls:
+            jax.eval_shape(lambda: tx.update(GRADS, tx.init(params), params))
+        return [call.operands for call in calls if call.op == "adamw"]
+
+    assert len(ops(STORED)) == 2 and len(ops(PARAMS)) == 0 and len(ops(STORED, moments="bfloat16")) == 0
+    feedback = optim.store(PARAMS, "tcfp12_single", remainder="feedback")
+    assert len(ops(feedback)) == 0
+    assert len(ops(optim.store(PARAMS, "tcfp12_single", remainder="dropped"))) == 2
+
+
+@pytest.mark.parametrize(
+    "recipe, remainder",
+    [("tcfp12_fast", "stochastic"), ("tcfp12", "dropped"), ("tcfp12_single", "feedback"), ("in blocks", "stochastic")],
+)
+def test_every_way_to_store_a_weight(recipe, remainder):
+    chosen = tcfp_jax.recipe("tcfp12", scaling=Block(32)) if recipe == "in blocks" else recipe
+    params = optim.store(PARAMS, chosen, key=KEY if remainder == "stochastic" else None, remainder=remainder)
+    floats = optim.dequantize(params)
+    after, state = stepped(adamw(1e-2), params)
+    exact, _ = stepped(optax.adamw(1e-2), floats)
+    ours = optim.dequantize(after)
+    a, b, start = (np.asarray(tree["layers"]["kernel"], np.float64) for tree in (exact, ours, floats))
+    assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a - start)
+    weight = after["layers"]["kernel"]
+    if weight.forward is not None:  # the copy that the forward product reads
+        assert same_bits(weight.forward.values, jnp.swapaxes(weight.backward.values, -1, -2))
+        assert same_bits(weight.forward.scale, weight.backward.scale)
+        if weight.forward.lo is not None:
+            assert same_bits(weight.forward.lo, jnp.swapaxes(weight.backward.lo, -1, -2))
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+    assert isinstance(state.nu["layers"]["kernel"], Blocks)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,), (0,)), Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
+def test_kernels_of_any_layout(layout):
+    shape = (64, 128) if layout.ndim == 2 else (64, 8, 16)
+    params = {"w": PARAMS["up"]["kernel"].reshape(shape)}
+    grads = {"w": GRADS["up"]["kernel"].reshape(shape)}
+    stored = optim.store(params, {"w": Weight(tcfp_jax.recipe("tcfp12_single"), layout)}, key=KEY)
+    floats = optim.dequantize(stored)
+    exact, _ = stepped(optax.adamw(1e-2), floats, grads=grads)
+    ours = optim.dequantize(stepped(adamw(1e-2), stored, grads=grads)[0])
+    a, b = (np.asarray(tree["w"], np.float64) for tree in (exact, ours))
+    assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a - np.asarray(floats["w"]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("path", ["up/bias", "up/kernel", "layers/kernel", "embed/table"])
+def test_a_step_that_is_not_finite_changes_nothing(bad, path):
+    tx, update = _skipping()
+    params, state = stepped(tx, STORED, 1)
+    first, second = path.split("/")
+    broken = jax.tree.map(lambda g: g, GRADS)
+    broken[first][second] = broken[first][second].at[(0,) * broken[first][second].ndim].set(bad)
+    for times in range(1, 4):
+        updates, after = update(broken, state, params)
+        assert same_bits(optim.apply_updates(params, updates), params)
+        assert same_bits(updates["up"]["bias"], jnp.zeros(128))
+        assert int(after.skipped) == times
+        assert same_bits(after._replace(skipped=state.skipped, quality=None), state._replace(quality=None))
+        assert {float(quality.moved) for quality in _qualities(after)} == {0.0}
+        state = after
+    _, after = update(GRADS, state, params)
+    assert int(after.count) == 2 and int(after.skipped) == 3
+
+
+@functools.cache
+def _skipping():
+    tx = adamw(1e-2, quality="on")
+    return tx, jax.jit(tx.update)
+
+
+def _qualities(state):
+    return jax.tree.leaves(state.quality, is_leaf=lambda node: isinstance(node, optim.Quality))
+
+
+@pytest.mark.parametrize("moments", ["8bit", "float32"])
+def test_clipping(moments):
+    norm = float(optax.tree_utils.tree_l2_norm(GRADS))
+    options = dict(weight_decay=0.1, moments=moments)
+    unclipped, _ = stepped(adamw(1e-2, **options), STORED)
+    same, _ = stepped(adamw(1e-2, max_norm=2 * norm, **options), STORED)
+    assert same_bits(unclipped, same)
+    scaled = jax.tree.map(lambda g: g / 8, GRADS)
+    _, by_hand = stepped(adamw(1e-2, **options), STORED, 1, grads=scaled)
+    _, clipped = stepped(adamw(1e-2, max_norm=norm / 8, **options), STORED, 1)
+    m = decode("ue5m3", clipped.mu["up"]["kernel"]).astype(jnp.float32)
+    assert decibels(decode("ue5m3", by_hand.mu["up"]["kernel"]), m) > (30 if moments == "8bit" else 100)
+    exact, _ = stepped(optax.chain(optax.clip_by_global_norm(norm / 8), optax.adamw(1e-2, weight_decay=0.1)), PARAMS)
+    ours, _ = stepped(adamw(1e-2, weight_decay=0.1, max_norm=norm / 8, moments="float32"), PARAMS)
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(ours), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    broken = {**GRADS, "embed": {"table": GRADS["embed"]["table"].at[0, 0].set(jnp.nan)}}
+    after, state = stepped(adamw(1e-2, max_norm=norm / 8, **options), STORED, 1, grads=broken)
+    assert same_bits(after, STORED) and int(state.skipped) == 1
+
+
+def test_learning_rate_zero_changes_no_value():
+    after, state = stepped(adamw(0.0, weight_decay=0.1, quality="on"), STORED)
+    assert same_bits(optim.dequantize(after), optim.dequantize(STORED))
+    assert float(jnp.abs(decode("ue5m3", state.mu["up"]["kernel"])).max()) > 0 and int(state.count) == 4
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 1.0)] * 3
+
+
+def test_quality_shows_what_rounding_loses():
+    _, state = stepped(adamw(1e-2, quality="on"), STORED)
+    assert all(float(q.moved) > 0.95 and abs(float(q.edq) - 1) < 0.02 for q in _qualities(state))
+    # Far below the grid: rounding to nearest moves next to nothing, stochastic rounding keeps the mean of the few.
+    dropped = optim.store(PARAMS, "tcfp12_single", remainder="dropped")
+    _, nearest = stepped(adamw(1e-8, weight_decay=0.0, quality="on"), dropped, 2)
+    assert all(float(q.edq) < 0.05 for q in _qualities(nearest))
+    _, stochastic = stepped(adamw(1e-6, weight_decay=0.0, quality="on"), STORED, 2)
+    found = stochastic.quality["layers"]["kernel"]
+    assert 0.001 < float(found.moved) < 0.5 and abs(float(found.edq) - 1) < 0.5
+
+
+@pytest.mark.parametrize("growth, steps", [(2.0, 300), (5.0, 300), (0.2, 300), (3.0, 1), (3.0, 4)])
+@pytest.mark.parametrize("moments", ["8bit", "float32"])
+def test_scales_follow_weights_that_grow(growth, steps, moments):
+    stored = {"kernel": STORED["up"]["kernel"]}
+    least, after = _grown(moments, steps)(stored, jnp.float32(1 - growth ** (1 / steps)))
+    assert least > 55
+    a, b = (np.linalg.norm(optim.dequantize(tree)["kernel"]) for tree in (stored, after))
+    assert abs(b / a / growth - 1) < 2e-3
+    weight = after["kernel"]
+    assert 0.02 < float(weight.training.amax / weight.backward.scale) / 448 <= 1
+    assert float(weight.training.rounding[2] - stored["kernel"].training.rounding[2]) == steps
+
+
+@functools.cache
+def _grown(moments, steps):
+    """A program: (least SNR of any step, the weight) of `steps` steps that do nothing but decay."""
+
+    @jax.jit
+    def run(params, decay):
+        tx = adamw(1.0, weight_decay=decay, moments=moments)
+
+        def one(carry, _):
+            params, state = carry
+            updates, state = tx.update({"kernel": jnp.zeros((64, 128))}, state, params)
+            new = optim.apply_updates(params, updates)
+            wanted = optim.dequantize(params)["kernel"] * (1 - decay)
+            lost = jnp.sum((wanted - optim.dequantize(new)["kernel"]) ** 2)
+            return (new, state), 10 * jnp.log10(jnp.sum(wanted**2) / lost)
+
+        (params, _), found = jax.lax.scan(one, (params, tx.init(params)), length=steps)
+        return found.min(), params
+
+    return run
+
+
+def test_bytes_a_weight():
+    state = adamw(1e-2).init(STORED)
+    for path in ("up", "layers"):
+        weight = STORED[path]["kernel"]
+        parts = weight, state.mu[path]["kernel"], state.nu[path]["kernel"]
+        sizes = {
+            jax.tree_util.keystr(place): leaf.nbytes for place, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
+        }
+        assert sum(sizes.values()) / np.prod(weight.shape) <= 4.1, sizes
+    assert all(leaf.dtype != jnp.float64 for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
+@pytest.mark.optimized
+def test_bits_are_the_same_on_every_mesh(spec):
+    params, grads = {"up": STORED["up"]}, {"up": GRADS["up"]}
+    run = _program()
+    alone = run(params, grads)
+    mesh = mesh_of(2, 2)
+    place = lambda leaf, dims: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == dims else P()))
+    split = jax.tree.map(lambda leaf: place(leaf, 2), (params, grads))
+    assert same_bits(alone, run(*split))
+
+
+@functools.cache
+def _program():
+    tx = adamw(1e-2, weight_decay=0.1)
+
+    @jax.jit
+    def run(params, grads):
+        state = tx.init(params)
+
+        def one(carry, _):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (optim.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), length=20)[0]
+
+    return run
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path):
+    tx = adamw(optax.linear_schedule(1e-2, 0, 9), quality="on")
+    step = jax.jit(
+        lambda params, state: (lambda u, s: (optim.apply_updates(params, u), s))(*tx.update(GRADS, state, params)),
+        donate_argnums=(0, 1),
+    )
+    run = jax.tree.map(jnp.copy, STORED), tx.init(STORED)
+    run = step(*step(*run))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", run)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: run))
+    assert same_bits(run, restored)
+    assert same_bits(step(*step(*run)), step(*step(*restored)))
+    tx.init(STORED)  # the key of the donated state was its own
+
+
+WRAPPED = {
+    "injected": lambda tx: optax.inject_hyperparams(tx, static_args=("key", "mask"), hyperparam_dtype=jnp.float32)(
+        learning_rate=optax.linear_schedule(1e-2, 0, 9), key=KEY
+    ),
+    "masked": lambda tx: optax.masked(tx(1e-2, key=KEY), {"up": True, "layers": True, "small": True, "embed": False}),
+    "partition": lambda tx: optax.partition(
+        {"a": tx(1e-2, key=KEY), "b": optax.sgd(0.1)}, {"up": "a", "layers": "a", "small": "a", "embed": "b"}
+    ),
+    "chain": lambda tx: optax.chain(optax.scale(2.0), tx(optax.linear_schedule(1e-2, 0, 9), key=KEY)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inside_of_optax(name):
+    after, _ = stepped(WRAPPED[name](optim.adamw), STORED)
+    floats = optim.dequantize(STORED)
+    exact, _ = stepped(WRAPPED[name](_optax_adamw), floats)
+    a, b, start = (np.asarray(tree["up"]["kernel"], np.float64) for tree in (exact, optim.dequantize(after), floats))
+    assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a - start)
+
+
+def _optax_adamw(learning_rate, mask=None, key=None):
+    return optax.adamw(learning_rate, mask=mask)
+
+
+def test_an_update_that_is_scaled_afterwards_is_loud():
+    after, _ = stepped(optax.chain(adamw(1e-2), optax.scale(0.5)), STORED, 1)
+    assert np.isnan(optim.dequantize(after)["up"]["kernel"]).all()
+
+
+def test_training_converges_as_with_floats():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32)
+    teacher = jnp.asarray(rng.standard_normal((64, 16)) / 8, jnp.float32)
+    y = jnp.tanh(x @ teacher)
+    params = {"up": {"kernel": PARAMS["up"]["kernel"]}, "down": {"kernel": PARAMS["up"]["kernel"].T[:, :32] / 4}}
+
+    def loss(params, x, y):
+        hidden = jnp.tanh(tcfp_jax.matmul(x, params["up"]["kernel"], recipe="tcfp12_single"))
+        out = tcfp_jax.matmul(hidden, params["down"]["kernel"], recipe="tcfp12_single")
+        return jnp.mean((out[:, :16] - y) ** 2)
+
+    def trained(tx, params, gradient):
+        @jax.jit
+        def run(params):
+            def one(carry, _):
+                params, state = carry
+                value, grads = gradient(loss)(params, x, y)
+                updates, state = tx.update(grads, state, params)
+                return (optim.apply_updates(params, updates), state), value
+
+            return jax.lax.scan(one, (params, tx.init(params)), length=150)[1]
+
+        return np.asarray(run(params))
+
+    rate = optax.cosine_decay_schedule(3e-3, 150)
+    exact = trained(optax.adamw(rate), params, jax.value_and_grad)
+    stored = optim.store(params, "tcfp12_single", key=KEY)
+    ours = trained(optim.adamw(rate, key=KEY), stored, tcfp_jax.value_and_grad)
+    assert ours[-1] < 0.1 * ours[0] and abs(ours[-1] / exact[-1] - 1) < 0.1
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match=r"moments='4bit' is unknown"):
+        optim.adamw(0.1, moments="4bit")
+    with pytest.raises(ValueError, match=r"quality=True is unknown"):
+        optim.adamw(0.1, key=KEY, quality=True)
+    with pytest.raises(ValueError, match=r"moments='8bit' rounds.*key=jax.random.key"):
+        optim.adamw(0.1)
+    with pytest.raises(ValueError, match=r"moments='float32' rounds nothing.*drop the key"):
+        optim.adamw(0.1, moments="float32", key=KEY)
+    tx = adamw(0.1)
+    state = tx.init(STORED)
+    with pytest.raises(ValueError, match=r"tx.update\(grads, opt_state, params\)"):
+        tx.update(GRADS, state)
+    with pytest.raises(ValueError, match=r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]"):
+        tx.update({**GRADS, "up": {**GRADS["up"], "kernel": GRADS["up"]["kernel"].T}}, state, STORED)
+    with pytest.raises(ValueError, match=r"gradient of layers/kernel is a stored weight.*value_and_grad"):
+        tx.update({**GRADS, "layers": STORED["layers"]}, state, STORED)
+    with pytest.raises(ValueError, match=r"mask must be a tree of bools"):
+        adamw(0.1, mask={"up": True}).init(STORED)
+    copy = {"up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}}
+    with pytest.raises(TypeError, match=r"cannot be trained.*tcfp_jax.store"):
+        adamw(0.1).init(copy)
