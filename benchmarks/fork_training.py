@@ -168,7 +168,8 @@ def _steps(config: Config, variant: Variant) -> Any:
 @functools.cache
 def start_fork(config: Config, name: str) -> Any:
     """The jitted function of a base's state and a key that gives the state in which a fork starts."""
-    variant = VARIANTS[name]
+    # The optimizer is made before the trace: it holds a key, and outlives the trace.
+    variant, optimizer = VARIANTS[name], _optimizer(config, VARIANTS[name])
 
     @jax.jit
     def start(base: TrainState, key: jax.Array) -> tuple[TrainState, Any]:
@@ -182,7 +183,7 @@ def start_fork(config: Config, name: str) -> Any:
             base.params, variant.recipe, key=key if variant.remainder == "stochastic" else None,
             remainder=variant.remainder, gradient_dtype=variant.gradient_dtype,
         )  # fmt: skip
-        opt_state: Any = _optimizer(config, variant).init(params)
+        opt_state: Any = optimizer.init(params)
         return TrainState(params, continued(opt_state, base.opt_state, jax.random.fold_in(key, 1)), base.step)
 
     return start

@@ -182,8 +182,10 @@ def check_export(path: Path) -> None:
 def _stored(path: Path) -> dict[str, Any]:
     """What the folder says of its run; what a folder of an earlier version does not know has its default."""
     stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
+    config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
     stored["model"] = {**_defaults(GPTConfig), **stored["model"]}
+    if isinstance(config["model"], dict):
+        config["model"] = {**_defaults(GPTConfig), **config["model"]}
     return stored
 
 
