@@ -1,9 +1,9 @@
 """Random bits from a counter: a hash of two key words and an index, the same on every backend, mesh and tile size.
 
-The bits of an element depend on the key and on its *global* index and on nothing else, so a kernel makes them in
-registers, nothing of a weight's size is drawn or stored, and a run that is split over other devices draws the same ones.
-The hash is lowbias32 (Wellons 2018: two multiplications) with a key word before each of them. It is for rounding, not
-for cryptography.
+The bits of an element depend on the key and on its *global* index and on nothing else: kernels make them in registers,
+nothing of a weight's size is drawn or stored, and a run that is split over other devices draws the same ones. The hash
+is lowbias32 (Wellons 2018: two multiplications) with a key word before each of them. It is for rounding, not for
+cryptography.
 """
 
 import math
@@ -42,7 +42,7 @@ def random_bits(index: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
 
 
 def begin(x: jax.Array) -> jax.Array:
-    """The hash before its first multiplication: linear over "exclusive or", `begin(a ^ b) == begin(a) ^ begin(b)`.
+    """What comes before the first multiplication; linear over "exclusive or".
 
     Of an index below 2**16 it is the index itself. A kernel takes it of what a row shares, and adds columns later.
     """

@@ -2,18 +2,18 @@
 
 Two formats, for blocks along the last axis (the last one may be shorter):
 
-* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two that covers the block's largest |m| by 448
-  (`numerics.pow2_scale`: 1 for a block of zeros, NaN where a value is not finite).
-* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of
-  the float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the exponent of the largest
-  v less 31, at least 1: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v below the
-  floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where the
-  whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
+* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two from 2**-87 to 2**29 that covers the block's
+  largest |m| by 448; 1 for a block of zeros, NaN where a value is not finite. An m beyond 2.4e11 saturates.
+* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of the
+  float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the biased exponent of the
+  largest v less 31, at least 8: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v
+  below the floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where
+  the whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
 
 Both grids are evenly spaced within every binade, so that adding random bits below the last bit kept and truncating
-rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one 32-bit
-hash a value: m takes its 20 lowest, and v the same hash rotated by ten. Rounding to nearest would freeze an average:
-with b2 = 0.999 every v moves by less than half a spacing a step.
+rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one hash a
+value: m takes its 20 lowest bits, and v the 20 highest of a multiple of it. Rounding to nearest would freeze an
+average: with b2 = 0.999 every v moves by less than half a spacing a step.
 
 What is below has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
 block, which the fused optimizer shares.
@@ -36,9 +36,13 @@ _MANTISSA_BITS = 23
 _DROPPED = _MANTISSA_BITS - 3  # of a float32's mantissa
 _NAN = 0x7FFFFFFF
 _SMALLEST_NORMAL = 0x00800000
-_LARGEST_SCALE = 29  # of m: 2**-29 * 2**-120 is float32's smallest number, by which a device multiplies
+# Exponents of m's scales. A device multiplies by 2**-120 / scale, and 2**-149 is float32's smallest number; what is
+# subnormal on one backend and zero on another is below the last random bit of the smallest.
+_SMALLEST_SCALE, _LARGEST_SCALE = -87, 29
+_SMALLEST_BASE = 8  # of v: b2 * v is not subnormal for any b2 from 2**-7 on
 _SPAN = 31  # binades from the largest v's to that of the floor
 _LOW_20 = (1 << 20) - 1
+_GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [..., n], uint8 bases [..., ceil(n / 128)]) of float32 v >= 0, rounded stochastically by `bits`.
 
     `E[decode_v(*encode_v(v, bits))] = v` to 2**-20 of the distance between neighbours, for a v above its block's floor,
-    2**-32 to 2**-31 of the largest; subnormal v count as zero. A block with a NaN or inf is NaN throughout.
+    2**-32 to 2**-30 of the largest; subnormal v count as zero. A block with a NaN or inf is NaN throughout.
 
     >>> codes, base = encode_v(jnp.array([1.0, 2.0**-40, 0.0]), jnp.zeros(3, jnp.uint32))
     >>> codes.tolist(), base.tolist(), decode_v(codes, base).tolist()
@@ -119,7 +123,7 @@ def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x| as int32, whose order is that of magnitudes, with zero for subnormals and one NaN, the largest."""
+    """The bits of |x| as int32, ordered as magnitudes are, with zero for subnormals and one NaN, the largest."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
     # The NaN that a GPU computes. A CPU's is another one, and would have another code.
@@ -132,23 +136,22 @@ def m_bits(bits: jax.Array) -> jax.Array:
 
 
 def v_bits(bits: jax.Array) -> jax.Array:
-    """The 20 bits of a hash that round v: its 10 lowest above its 10 highest, so that m's highest are not v's.
+    """20 bits of a hash that round v: the highest of a product, whose every bit depends on all below it.
 
-    All 20 count: with b2 = 0.999 a v moves by a 60th of a spacing in a step, and with 10 bits its average was 11 % low
-    after a drop of the gradient (70 % with b2 = 0.9999).
+    20 are needed, though no more than 12 could be v's own: with b2 = 0.999 a v falls by a hundredth of a spacing a
+    step, which 10 bits make faster by 5 %.
     """
-    return (((bits << 10) | (bits >> 22)) & jnp.uint32(_LOW_20)).astype(jnp.int32)
+    return ((bits * jnp.uint32(_GOLDEN)) >> 12).astype(jnp.int32)
 
 
 def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(biased exponent of the scale of a block, 1 / scale) from the bits of its largest |m|, int32 and float32.
 
-    The exponent is E8M0's code, 2**29 at most: what is beyond 448 * 2**29 saturates. Where a block is not finite, the
-    code is 255 and the inverse NaN.
+    The exponent is E8M0's code. Where a block is not finite, the code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
     exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
-    exponent = jnp.minimum(jnp.maximum(exponent, 1), 127 + _LARGEST_SCALE)
+    exponent = jnp.minimum(jnp.maximum(exponent, 127 + _SMALLEST_SCALE), 127 + _LARGEST_SCALE)
     exponent = jnp.where(amax_bits == 0, 127, exponent)
     inverse = jnp.where(finite, (254 - exponent) << _MANTISSA_BITS, _NAN)
     return jnp.where(finite, exponent, NOT_FINITE), lax.bitcast_convert_type(inverse, jnp.float32)
@@ -156,7 +159,7 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
     """The byte of a block from the bits of its largest v, int32."""
-    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, 1)
+    base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, _SMALLEST_BASE)
     base = jnp.where(amax_bits == 0, 0, base)
     return jnp.where(finite, base, NOT_FINITE)
 
@@ -181,7 +184,7 @@ def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
     `k = (round(|x| / spacing * 2**20) + random) >> 20`, times the spacing, with the sign of x. Normal values are whole
     multiples before they are rounded, so k is unbiased to the last of the 20 bits. On a device the same bits come from
     adding below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and truncating. Of a NaN that sum is
-    minus zero, but for random bits of zero: what it is part of says that it is NaN (a scale, or the weight's other half).
+    minus zero, but for random bits of zero; what it is part of says that it is NaN: a scale, or a weight's other half.
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
     bits = lax.bitcast_convert_type(clipped, jnp.int32)

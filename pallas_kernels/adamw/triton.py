@@ -52,22 +52,30 @@ def adamw(
     results = _stacked(options)(*(operand[None] for operand in operands))
     new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = (result[0] for result in results)
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
-    # Bits of magnitudes, so that a NaN is the largest, on every backend.
-    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32) * jnp.where(rates.keep, rates.new_scale, rates.scale)
+    # Of numbers that are not negative, the bits are ordered as the numbers.
+    amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
     return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
 
 
 class _Words(NamedTuple):
-    """The scalars of a step as a kernel gets them: 32-bit words, of which the first are `Coefficients`."""
+    """The scalars of a step as a kernel gets them: 32-bit words, `Coefficients` and then these.
 
+    Attributes:
+      unit: of the weight after the step, for its amax.
+      keep: 1 or 0.
+      k0, k1: key words.
+    """
+
+    unit: Any
     keep: Any
     k0: Any
     k1: Any
 
 
 def _words(rates: Rates, key: jax.Array) -> jax.Array:
-    floats = lax.bitcast_convert_type(jnp.stack(reference.coefficients(rates)), jnp.uint32)
-    return jnp.concatenate([floats, jnp.stack(_Words(rates.keep.astype(jnp.uint32), key[0], key[1]))])
+    unit = jnp.where(rates.keep, rates.new_scale, rates.scale)
+    floats = lax.bitcast_convert_type(jnp.stack([*reference.coefficients(rates), unit]), jnp.uint32)
+    return jnp.concatenate([floats, jnp.stack([rates.keep.astype(jnp.uint32), key[0], key[1]])])
 
 
 @functools.cache
@@ -166,6 +174,7 @@ def _kernel(
 ) -> None:  # fmt: skip
     """One tile. What is written lies in the memory of what was read, so a step that is not taken writes nothing."""
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
 
     old_refs, place, new_refs = refs[:_STATE], refs[_STATE : _STATE + places], refs[_STATE + places :]
     count = len(Coefficients._fields)
@@ -181,31 +190,32 @@ def _kernel(
     do = arithmetic(gradient)
     new, weight = reference.update(do, options, c, gradient, old, bits)
 
-    largest = jnp.max(do.largest_bits(weight))
+    unit = lax.bitcast_convert_type(scalars.unit, jnp.float32)
+    largest = do.multiply(do.largest(weight), unit)
 
-    @pl.when(scalars.keep != 0)
-    def _take() -> None:
-        for ref, x in zip(new_refs, new, strict=False):
-            ref[...] = x.astype(ref.dtype)
-        _summarize(new_refs[_STATE:], new.hi, largest)
+    # Stores under a mask and not in a branch, across which everything would be kept in registers.
+    for ref, x in zip(new_refs, new, strict=False):
+        plgpu.store(ref, x.astype(ref.dtype), mask=jnp.broadcast_to(scalars.keep != 0, ref.shape))
+    _summarize(new_refs[_STATE:], new.hi, largest)
 
     @pl.when(scalars.keep == 0)
     def _leave() -> None:
-        # Read anew: kept in registers until here, they would cost the other branch some of its occupancy.
         hi, lo = (ref[...] for ref in old_refs[:2])
-        _summarize(new_refs[_STATE:], hi, jnp.max(do.largest_bits(hi.astype(jnp.float32) + lo.astype(jnp.float32))))
+        _summarize(
+            new_refs[_STATE:], hi, do.multiply(do.largest(hi.astype(jnp.float32) + lo.astype(jnp.float32)), unit)
+        )
 
 
 def _summarize(refs: Any, hi: jax.Array, largest: jax.Array) -> None:
     """What is not written in place: the bits of the tile's largest magnitude, and hi transposed."""
     top, *turned = refs
-    top[...] = jnp.broadcast_to(largest, top.shape)
+    top[...] = jnp.broadcast_to(jnp.max(lax.bitcast_convert_type(largest, jnp.int32)), top.shape)
     for ref in turned:
         ref[...] = hi.T
 
 
 def _first_indices(options: Options, sizes: tuple[int, int, int], *place: jax.Array) -> jax.Array:
-    """The global index of the first value of each block, in a weight of `columns` columns: this device has n of them."""
+    """The global index of the first value of each block, in a weight of `columns` columns, n of them here."""
     from jax.experimental import pallas as pl
 
     rows, n, columns = sizes
@@ -239,12 +249,9 @@ class Device:
         from jax.experimental.pallas import triton as plgpu
 
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
-        dtype = values[0].dtype
-        kind = "f" if dtype == jnp.float32 else "r"
         return plgpu.elementwise_inline_asm(
             assembly, args=[jnp.broadcast_to(x, shape) for x in values], pack=1,
-            constraints=",".join(["=" + kind, *[kind] * len(values)]),
-            result_shape_dtypes=[jax.ShapeDtypeStruct(shape, dtype)],
+            constraints="=f" + ",f" * len(values), result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         )[0]  # fmt: skip
 
     def multiply(self, a: Any, b: Any) -> jax.Array:
@@ -283,22 +290,26 @@ class Device:
         return rounded, rounded.astype(jnp.float32)
 
     def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
-        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept. `inverse` may be subnormal then."""
+        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept."""
         shrink = f"mul.rn.f32 $0, $1, {_TINY};"
-        tiny = self._run(shrink, x) if inverse is None else self._run("mul.rn.f32 $0, $1, $2;", x, self._run(shrink, inverse))
+        tiny = (
+            self._run(shrink, x)
+            if inverse is None
+            else self._run("mul.rn.f32 $0, $1, $2;", x, self._run(shrink, inverse))
+        )
         cut = (lax.bitcast_convert_type(tiny, jnp.int32) + random) & jnp.int32(-(1 << moments.RANDOM_BITS))
         wide = self._run(f"mul.rn.f32 $0, $1, {_HUGE};", lax.bitcast_convert_type(cut, jnp.float32))
         return wide.astype(moments.E4M3)
 
     def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
         """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`; results have no subnormals, and one NaN."""
-        low = (bits & jnp.uint32(1023)).astype(jnp.int32)
-        return self._run("mad.lo.s32 $0, $1, 1024, $2;", low, lax.bitcast_convert_type(v, jnp.int32))
+        return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
 
-    def largest_bits(self, x: jax.Array) -> jax.Array:
-        """The bits of the largest |x| of each block; the device's maximum leaves NaN aside."""
-        return lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=-1, keepdims=True), jnp.int32)
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest |x| of each block; the device's maximum leaves NaN aside."""
+        return jnp.max(jnp.abs(x), axis=-1, keepdims=True)
 
-    def largest_bits_or_nan(self, v: jax.Array) -> jax.Array:
-        """The bits of the largest v >= 0 of each block, NaN above all."""
-        return jnp.max(lax.bitcast_convert_type(v, jnp.int32), axis=-1, keepdims=True)
+    def largest_or_nan(self, v: jax.Array) -> jax.Array:
+        """The largest v >= 0 of each block, NaN above all."""
+        bits = lax.bitcast_convert_type(v, jnp.int32)
+        return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True), jnp.float32)

@@ -3,7 +3,8 @@
 A stored weight of 4096 values or more is updated by `pallas_kernels.adamw` in place: gradient, `W_hi`, `W_lo` and both
 moments are read once and written once, 4.03 bytes of state a weight, and no float copy is made. What the kernel does
 not take (float parameters, small weights, rows of less than 128 values, other formats of moments, blocks of scales)
-goes through XLA with the same arithmetic. A step in which any gradient is not finite changes nothing but the count of such steps.
+goes through XLA with the same arithmetic. A step in which any gradient is not finite changes nothing but the count of
+such steps.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
-from tcfp_jax.optim.moments import Format, checked_key, encode, narrow_leaves, own, spread, stream
-from tcfp_jax.optim.steps import Quality, QualityChoice, Step, float_step, fused_step, scalars_of
+from tcfp_jax.optim.moments import Format, by_name, checked_key, encode, found, kept, narrow_leaves, own, spread, stream
+from tcfp_jax.optim.steps import Quality, QualityChoice, Scalars, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
-from tcfp_jax.paths import path_names
+from tcfp_jax.paths import path_names, put
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of, weight_scaling
 
@@ -40,19 +41,22 @@ class AdamWState(NamedTuple):
     Attributes:
       count: steps that were taken, int32.
       skipped: steps that were left out because of a NaN or inf, int32.
-      mu: first moments, a tree that mirrors the parameters; a stored weight's has the shape of its matrix. Float32 or
-        bfloat16 arrays, or `Blocks`.
+      mu: first moments, a tree that mirrors the parameters; a stored weight's has the shape of its matrix.
       nu: second moments, likewise.
+      mu_scale: scales of those in eight bits, in nested dicts by the names of their parameters.
+      nu_scale: likewise.
       key: uint32 words of the random key; None where no moment is rounded.
-      quality: `Quality` for each stored weight, in a tree that mirrors the parameters; None where it is off.
+      quality: `Quality` for each stored weight, in nested dicts by name; None where it is off.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name, of which tuples have a method
     skipped: jax.Array
     mu: Any
     nu: Any
+    mu_scale: dict[str, Any]
+    nu_scale: dict[str, Any]
     key: jax.Array | None
-    quality: Any
+    quality: dict[str, Any] | None
 
 
 def adamw(
@@ -113,48 +117,41 @@ def adamw(
     words = checked_key("adamw", key, moments != "float32", f"moments={moments!r}")
 
     def init(params: Any) -> AdamWState:
-        tree = _Tree(params, moments, mask)
+        tree = _Tree(params, moments, mask, quality)
         first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
-        # Every array is one of its own, as a state may be donated.
-        zero = lambda dtype: jnp.zeros((), dtype)
-        nothing = lambda: Quality(zero(jnp.float32), zero(jnp.float32) + 1)
-        found = tree.unflatten([nothing() if leaf.is_stored else optax.MaskedNode() for leaf in tree.leaves])
-        kept = found if quality == "on" else None
-        counts = zero(jnp.int32), zero(jnp.int32)
-        return AdamWState(*counts, tree.unflatten(first), tree.unflatten(second), own(words), kept)
+        zero = lambda dtype: jnp.zeros((), dtype)  # every array is one of its own, as a state may be donated
+        nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32)) if leaf.is_stored else None
+        qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
+        return tree.state((zero(jnp.int32), zero(jnp.int32)), first, second, own(words), qualities)
 
     def update(grads: Any, state: AdamWState, params: Any | None = None) -> tuple[Any, AdamWState]:
         if params is None:
             raise ValueError("adamw decays and rewrites the parameters; call tx.update(grads, opt_state, params)")
-        tree = _Tree(params, moments, mask)
+        tree = _Tree(params, moments, mask, quality)
         gradients = tree.gradients(grads)
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scalars = scalars_of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
-        columns = tree.parts(state.mu), tree.parts(state.nu)
-        results = []
-        for i, (leaf, gradient, m, v) in enumerate(zip(tree.leaves, gradients, *columns, strict=True)):
-            keys = _keys(state.key, count, i, leaf.stack)
-            step = Step(leaf.forms, nesterov, leaf.decays, quality)
-            run = fused_step if leaf.is_fused else float_step
-            made, *rest = run(step, leaf.parameter, gradient, m, v, scalars, keys, keep)
-            results.append((Rewritten(made, _APPLIES) if leaf.is_stored else made, *rest))
-        made, first, second, found = (tree.unflatten(column) for column in zip(*results, strict=True))
-        count = jnp.where(keep, count, state.count)
+        made, first, second, qualities = tree.stepped(gradients, state, scalars, (count, keep), nesterov)
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
-        return made, AdamWState(count, skipped, first, second, state.key, found if quality == "on" else None)
+        counts = jnp.where(keep, count, state.count), skipped
+        return tree.treedef.unflatten(made), tree.state(counts, first, second, state.key, qualities)
 
     return optax.GradientTransformation(init, update)
 
 
 class _Leaf(NamedTuple):
-    """One parameter: the name of its path, its moments' formats, and whether it decays."""
+    """One parameter: the names of its path, its moments' formats, and whether it decays."""
 
-    path: str
+    names: list[str]
     parameter: Any
     forms: tuple[Format, Format]
     decays: bool
+
+    @property
+    def path(self) -> str:
+        return "/".join(self.names)
 
     @property
     def is_stored(self) -> bool:
@@ -176,7 +173,8 @@ class _Leaf(NamedTuple):
 class _Tree:
     """The leaves of a tree of parameters, and the way back to trees."""
 
-    def __init__(self, params: Any, moments: str, mask: Any) -> None:
+    def __init__(self, params: Any, moments: str, mask: Any, quality: QualityChoice) -> None:
+        self.params, self.quality = params, quality
         self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
         sizes = lambda leaf: leaf.shape if is_stored(leaf) else jnp.shape(leaf)
@@ -187,21 +185,53 @@ class _Tree:
             if is_stored(leaf):
                 training_of(leaf)  # raises where it is a copy of a parameter and not the parameter itself
         self.leaves = [
-            _Leaf("/".join(path_names(path)), leaf, forms[small], bool(decay))
+            _Leaf(path_names(path), leaf, forms[small], bool(decay))
             for (path, leaf), small, decay in zip(paths, narrow, decays, strict=True)
         ]
 
-    def parts(self, tree: Any) -> list[Any]:
-        """What a tree of this structure has for each parameter."""
-        return self.treedef.flatten_up_to(tree)
+    def state(self, counts: Any, first: list[Any], second: list[Any], key: Any, qualities: list[Any]) -> AdamWState:
+        """The state of these moments, one for each parameter."""
+        mu, mu_scale = self._kept(first)
+        nu, nu_scale = self._kept(second)
+        named: dict[str, Any] = {}
+        for leaf, quality in zip(self.leaves, qualities, strict=True):
+            if quality is not None:
+                put(named, leaf.names, quality)
+        count, skipped = counts
+        of_weights = by_name(named, self.params) if self.quality == "on" else None
+        return AdamWState(count, skipped, mu, nu, mu_scale, nu_scale, key, of_weights)
 
-    def unflatten(self, parts: Any) -> Any:
-        """The tree of these parts."""
-        return self.treedef.unflatten(parts)
+    def _kept(self, moments: list[Any]) -> tuple[Any, dict[str, Any]]:
+        scales: dict[str, Any] = {}
+        pairs = zip(self.leaves, moments, strict=True)
+        tree = self.treedef.unflatten([kept(moment, leaf.names, scales) for leaf, moment in pairs])
+        return tree, by_name(scales, self.params)
+
+    def stepped(
+        self, gradients: list[jax.Array], state: AdamWState, scalars: Scalars, step: tuple[Any, Any], nesterov: bool
+    ) -> Any:
+        """(updates, first moments, second moments, qualities) of step (number, whether it is taken)."""
+        results = []
+        parts = zip(self.leaves, gradients, *self.moments(state), strict=True)
+        for i, (leaf, gradient, m, v) in enumerate(parts):
+            keys = _keys(state.key, step[0], i, leaf.stack)
+            run = fused_step if leaf.is_fused else float_step
+            how = Step(leaf.forms, nesterov, leaf.decays, self.quality)
+            made, *rest = run(how, leaf.parameter, gradient, m, v, scalars, keys, step[1])
+            results.append((Rewritten(made, _APPLIES) if leaf.is_stored else made, *rest))
+        return ([result[i] for result in results] for i in range(4))
+
+    def moments(self, state: AdamWState) -> list[list[Any]]:
+        """First and second moments of each parameter."""
+        columns = []
+        for i, tree, scales in ((0, state.mu, state.mu_scale), (1, state.nu, state.nu_scale)):
+            pairs = zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True)
+            columns.append([found(leaf.forms[i], values, leaf.names, scales) for leaf, values in pairs])
+        return columns
 
     def gradients(self, grads: Any) -> list[jax.Array]:
         """The gradient of each parameter; of a stored one as the matrix that it is."""
-        return [_gradient(leaf, g) for leaf, g in zip(self.leaves, self.parts(grads), strict=True)]
+        return [_gradient(leaf, g) for leaf, g in zip(self.leaves, self.treedef.flatten_up_to(grads), strict=True)]
 
 
 def _gradient(leaf: _Leaf, g: Any) -> jax.Array:

@@ -27,7 +27,7 @@ from pallas_kernels import counter
 from pallas_kernels import moments as codes
 from tcfp_jax.optim.roles import Role, check_fields, roles
 from tcfp_jax.optim.stored import dequantize
-from tcfp_jax.paths import path_names
+from tcfp_jax.paths import find, path_names, put
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 FORMATS: dict[str, tuple[Format, ...]] = {
@@ -38,7 +38,7 @@ SMALLEST = 4096  # values of a leaf that is stored in less than float32
 
 
 class Blocks(NamedTuple):
-    """A moment in eight bits.
+    """A moment in eight bits; states keep its two arrays apart, see `kept`.
 
     Attributes:
       values: of the moment's shape: float8_e4m3fn, or uint8 codes of "ue5m3".
@@ -55,12 +55,14 @@ class LowPrecisionState(NamedTuple):
     Attributes:
       count: steps so far, int32.
       key: uint32 words of the random key; None where nothing is rounded.
-      inner: the state of the transformation, with `Blocks` or bfloat16 arrays in the place of moments.
+      inner: the state of the transformation, with arrays of narrow values or bfloat16 in the place of moments.
+      scales: of those in eight bits, in nested dicts by the names of their places in `inner`.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name, of which tuples have a method
     key: jax.Array | None
     inner: Any
+    scales: dict[str, Any]
 
 
 def low_precision_moments(
@@ -100,9 +102,10 @@ def low_precision_moments(
 
     >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
     >>> tx = low_precision_moments(optax.adamw(1e-3), key=jax.random.key(0))
-    >>> state = tx.init(params).inner[0]
-    >>> state.mu["kernel"].values.dtype, state.nu["kernel"].scale.shape, state.mu["bias"].dtype
-    (dtype(float8_e4m3fn), (64, 1), dtype('float32'))
+    >>> state = tx.init(params)
+    >>> adam = state.inner[0]
+    >>> adam.mu["kernel"].dtype, adam.nu["kernel"].dtype, adam.mu["bias"].dtype, state.scales["0"]["nu"]["kernel"].shape
+    (dtype(float8_e4m3fn), dtype('uint8'), dtype('float32'), (64, 1))
     """
     formats: dict[str, Format] = {"mu": format_of("mu", mu), "nu": format_of("nu", nu), "float32": "float32"}
     rounds = {"mu", "nu"} != {role for role in ("mu", "nu") if formats[role] == "float32"}
@@ -115,35 +118,59 @@ def low_precision_moments(
         like = jax.eval_shape(dequantize, like)  # floats in the place of stored weights, as `on_stored` shows them
         state = jax.eval_shape(inner_tx.init, like)
         allowed = narrow_leaves(like, mask)
-        found = roles(inner_tx, state, like, fields)
-        return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in found]
+        places = roles(inner_tx, state, like, fields)
+        return ["float32" if of is None or not allowed[of[1]] else formats[of[0]] for of in places]
 
-    def encoded(state: Any, chosen: list[Format], count: jax.Array, key: jax.Array | None) -> Any:
+    def encoded(state: Any, chosen: list[Format], count: jax.Array, key: jax.Array | None, like: Any) -> Any:
+        scales: dict[str, Any] = {}
         treedef: Any
-        leaves, treedef = jax.tree.flatten(state)
-        pairs = enumerate(zip(chosen, leaves, strict=True))
-        return treedef.unflatten([encode(form, leaf, stream(key, count, i)) for i, (form, leaf) in pairs])
+        paths, treedef = jax.tree_util.tree_flatten_with_path(state)
+        pairs = enumerate(zip(chosen, paths, strict=True))
+        moments = [(path, encode(form, leaf, stream(key, count, i))) for i, (form, (path, leaf)) in pairs]
+        inner = treedef.unflatten([kept(moment, path_names(path), scales) for path, moment in moments])
+        return LowPrecisionState(count, key, inner, by_name(scales, like))
 
     def init(params: Any) -> LowPrecisionState:
-        count = jnp.zeros((), jnp.int32)
-        state = inner_tx.init(params)
-        return LowPrecisionState(count, own(words), encoded(state, plan(params), count, words))
+        return encoded(inner_tx.init(params), plan(params), jnp.zeros((), jnp.int32), own(words), params)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        chosen = plan(updates if params is None else params)
+        like = updates if params is None else params
+        chosen = plan(like)
         treedef: Any
-        leaves, treedef = jax.tree.flatten(state.inner, is_leaf=is_blocks)
-        inner = treedef.unflatten([decode(form, leaf) for form, leaf in zip(chosen, leaves, strict=True)])
+        paths, treedef = jax.tree_util.tree_flatten_with_path(state.inner)
+        pairs = zip(chosen, paths, strict=True)
+        moments = [(form, found(form, leaf, path_names(path), state.scales)) for form, (path, leaf) in pairs]
+        inner = treedef.unflatten([decode(form, moment) for form, moment in moments])
         updates, inner = inner_tx.update(updates, inner, params, **extra)
-        count = optax.safe_increment(state.count)
-        return updates, LowPrecisionState(count, state.key, encoded(inner, chosen, count, state.key))
+        return updates, encoded(inner, chosen, optax.safe_increment(state.count), state.key, like)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def is_blocks(node: Any) -> bool:
-    """Whether a node of a tree is a moment in eight bits: for `is_leaf`."""
-    return isinstance(node, Blocks)
+def kept(moment: Any, names: list[str], scales: dict[str, Any]) -> jax.Array:
+    """What a state keeps of a moment in its place, an array of its shape; scales of blocks are put into `scales`.
+
+    Two arrays in the place of one would not do: what holds parameters in boxes (`nnx.Optimizer`) takes them apart.
+    """
+    if not isinstance(moment, Blocks):
+        return moment
+    put(scales, names or ["parameter"], moment.scale)
+    return moment.values
+
+
+def by_name(entries: dict[str, Any], params: Any) -> Any:
+    """Nested dicts of a state, or one number where there are no parameters.
+
+    `optax.tree.map_params` makes a state of no parameters and looks at the places of its leaves in another one: dicts
+    that are empty in the one and full in the other would be two structures, and a leaf stands for any.
+    """
+    return entries if jax.tree.leaves(params) else jnp.zeros((), jnp.int32)
+
+
+def found(form: Format, values: jax.Array, names: list[str], scales: Mapping[str, Any]) -> Any:
+    """The opposite of `kept`: the moment of this format."""
+    eight_bits = form in ("float8_e4m3fn", "ue5m3")
+    return Blocks(values, find(scales, names or ["parameter"])) if eight_bits else values
 
 
 def format_of(role: str, dtype: DTypeLike) -> Format:

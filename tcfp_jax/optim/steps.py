@@ -28,7 +28,7 @@ class Quality(NamedTuple):
     Attributes:
       moved: the share of its values that changed.
       edq: <applied, wanted> / |wanted|**2, the effective descent: 1 where rounding keeps the update in the mean, 0
-        where it loses it, and 1 where nothing was wanted.
+        where it loses it, and where nothing was wanted.
     """
 
     moved: jax.Array
@@ -90,9 +90,9 @@ def float_step(
         chosen.append(_either(keep, after, before))
     change = jnp.where(keep, change, jnp.zeros_like(change))
     if not is_stored(w):
-        return change, *chosen, optax.MaskedNode()
+        return change, *chosen, None
     written = _either(keep, rewrite(w, values + change), w)
-    found = _quality(w, written, change) if step.quality == "on" else optax.MaskedNode()
+    found = _quality(w, written, change) if step.quality == "on" else None
     return written, *chosen, found
 
 
@@ -126,7 +126,7 @@ def fused_step(
     )
     written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
     moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
-    found: Any = optax.MaskedNode()
+    found: Any = None
     if step.quality == "on":
         before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
         wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
@@ -174,4 +174,4 @@ def _quality(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
     moved = jnp.mean((applied != 0).astype(jnp.float32))
     energy = jnp.sum(wanted * wanted)
     along = jnp.sum(applied * wanted)
-    return Quality(moved, jnp.where(energy == 0, 1.0, along / jnp.where(energy == 0, 1.0, energy)))
+    return Quality(moved, along / jnp.where(energy == 0, 1.0, energy))

@@ -31,6 +31,8 @@ PARAMS = filled(
 )
 GRADS = filled(PARAMS, seed=1)
 KEY = jax.random.key(3)
+STACK = {"layers": PARAMS.pop("layers")}  # in a few tests: it doubles what is compiled
+STACK_GRADS = {"layers": GRADS.pop("layers")}
 STORED = optim.store(PARAMS, "tcfp12_single", key=KEY)
 MOMENTS = ("8bit", "bfloat16", "float32")
 
@@ -60,6 +62,17 @@ def stepped(tx, params, n=4, grads=GRADS, state=None):
     return run(params, tx.init(params) if state is None else state, grads)
 
 
+def wide(moments, scales):
+    """Moments of any format in float32."""
+    up = moments["up"]["kernel"]
+    up = decode("ue5m3", Blocks(up, scales["up"]["kernel"])) if scales else up.astype(jnp.float32)
+    return {**moments, "up": {**moments["up"], "kernel": up}}
+
+
+def m_of(state):
+    return np.asarray(wide(state.mu, state.mu_scale)["up"]["kernel"], np.float64)
+
+
 def matrices(tree):
     return jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree)
 
@@ -68,7 +81,7 @@ OPTIONS = {
     "default": dict(),
     "decay": dict(b1=0.8, b2=0.95, eps=1e-6, eps_root=1e-12, weight_decay=0.1),
     "nesterov": dict(nesterov=True, weight_decay=0.0),
-    "mask": dict(weight_decay=0.5, mask={"up": True, "layers": False, "small": False, "embed": True}),
+    "mask": dict(weight_decay=0.5, mask={"up": True, "small": False, "embed": True}),
     "mask by function": dict(weight_decay=0.5, mask=matrices),
 }
 
@@ -102,13 +115,12 @@ def test_stored_parameters_take_the_steps_of_optax(name, moments):
     after, state = stepped(adamw(1e-2, moments=moments, **OPTIONS[name]), STORED)
     ours = optim.dequantize(after)
     # Four steps: hi + lo of a weight has 60 dB, and the update is large; m has 2**-4 of rounding at most.
-    for path in ("up", "layers"):
+    for path in ("up", "small"):
         a, b, start = (np.asarray(tree[path]["kernel"], np.float64) for tree in (exact, ours, floats))
-        assert np.linalg.norm(a - b) < (0.05 if moments == "8bit" else 0.01) * np.linalg.norm(a - start)
+        assert np.linalg.norm(a - b) < (0.05 if moments == "8bit" else 0.02) * np.linalg.norm(a - start)
     for path, leaf in (("up", "bias"), ("embed", "table")):
         np.testing.assert_allclose(ours[path][leaf], exact[path][leaf], rtol=1e-5, atol=1e-7)
-    stored = [isinstance(state.mu[path]["kernel"], Blocks) for path in ("up", "layers", "small")]
-    assert stored == [moments == "8bit"] * 2 + [False]
+    assert list(state.mu_scale) == list(state.nu_scale) == (["up"] if moments == "8bit" else [])
     assert state.mu["embed"]["table"].dtype == state.mu["small"]["kernel"].dtype == jnp.float32
 
 
@@ -118,17 +130,12 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     before, state = stepped(tx, STORED, 1)
     after, _ = stepped(tx, before, 1, state=state)
     floats = optim.dequantize(before)
-    m, v = (
-        jax.tree.map(lambda x: decode("ue5m3", x), tree, is_leaf=lambda x: isinstance(x, Blocks))
-        for tree in (state.mu, state.nu)
-    )
-    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    inner = optax.ScaleByAdamState(state.count, wide(m), wide(v))
+    inner = optax.ScaleByAdamState(state.count, wide(state.mu, state.mu_scale), wide(state.nu, state.nu_scale))
     reference = optax.adamw(1e-2, weight_decay=0.1)
     updates, _ = reference.update(GRADS, (inner, *reference.init(floats)[1:]), floats)
     exact = optax.apply_updates(floats, updates)
     ours = optim.dequantize(after)
-    for path in ("up", "layers", "small"):
+    for path in ("up", "small"):
         stored = after[path]["kernel"].backward
         units = np.asarray(stored.scale_of_values())
         # Below 448 units hi is within 16, and stochastic rounding of 16 within one.
@@ -137,16 +144,21 @@ def test_one_step_is_within_rounding_of_the_arithmetic(moments):
 
 
 def test_what_the_kernel_takes_goes_through_it():
-    def ops(params, **options):
-        tx = adamw(1e-2, **options)
-        with dispatch.recording() as calls:
-            jax.eval_shape(lambda: tx.update(GRADS, tx.init(params), params))
-        return [call.operands for call in calls if call.op == "adamw"]
+    params, grads = {**PARAMS, **STACK}, {**GRADS, **STACK_GRADS}
 
-    assert len(ops(STORED)) == 2 and len(ops(PARAMS)) == 0 and len(ops(STORED, moments="bfloat16")) == 0
-    feedback = optim.store(PARAMS, "tcfp12_single", remainder="feedback")
-    assert len(ops(feedback)) == 0
-    assert len(ops(optim.store(PARAMS, "tcfp12_single", remainder="dropped"))) == 2
+    def calls(store, **options):
+        def run(params, grads):
+            params, tx = store(params), adamw(1e-2, **options)
+            return tx.update(grads, tx.init(params), params)
+
+        with dispatch.recording() as found:
+            jax.eval_shape(run, params, grads)
+        return len([call for call in found if call.op == "adamw"])
+
+    stochastic = lambda params: optim.store(params, "tcfp12_single", key=KEY)
+    without = lambda remainder: lambda params: optim.store(params, "tcfp12_single", remainder=remainder)
+    assert calls(stochastic) == calls(without("dropped")) == 2
+    assert calls(lambda params: params) == calls(stochastic, moments="bfloat16") == calls(without("feedback")) == 0
 
 
 @pytest.mark.parametrize(
@@ -155,21 +167,20 @@ def test_what_the_kernel_takes_goes_through_it():
 )
 def test_every_way_to_store_a_weight(recipe, remainder):
     chosen = tcfp_jax.recipe("tcfp12", scaling=Block(32)) if recipe == "in blocks" else recipe
-    params = optim.store(PARAMS, chosen, key=KEY if remainder == "stochastic" else None, remainder=remainder)
+    params = optim.store(STACK, chosen, key=KEY if remainder == "stochastic" else None, remainder=remainder)
     floats = optim.dequantize(params)
-    after, state = stepped(adamw(1e-2), params)
-    exact, _ = stepped(optax.adamw(1e-2), floats)
+    after, state = stepped(adamw(1e-2), params, grads=STACK_GRADS)
+    exact, _ = stepped(optax.adamw(1e-2), floats, grads=STACK_GRADS)
     ours = optim.dequantize(after)
     a, b, start = (np.asarray(tree["layers"]["kernel"], np.float64) for tree in (exact, ours, floats))
     assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(a - start)
     weight = after["layers"]["kernel"]
     if weight.forward is not None:  # the copy that the forward product reads
-        assert same_bits(weight.forward.values, jnp.swapaxes(weight.backward.values, -1, -2))
-        assert same_bits(weight.forward.scale, weight.backward.scale)
-        if weight.forward.lo is not None:
-            assert same_bits(weight.forward.lo, jnp.swapaxes(weight.backward.lo, -1, -2))
+        turned = weight.forward.turn()
+        assert same_bits((turned.values, turned.scale), (weight.backward.values, weight.backward.scale))
+        assert turned.lo is None or same_bits(turned.lo, weight.backward.lo)
     assert jax.tree.structure(after) == jax.tree.structure(params)
-    assert isinstance(state.nu["layers"]["kernel"], Blocks)
+    assert state.nu["layers"]["kernel"].dtype == jnp.uint8
 
 
 @pytest.mark.parametrize("layout", [Layout((1,), (0,)), Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
@@ -186,7 +197,7 @@ def test_kernels_of_any_layout(layout):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("path", ["up/bias", "up/kernel", "layers/kernel", "embed/table"])
+@pytest.mark.parametrize("path", ["up/bias", "up/kernel", "small/kernel", "embed/table"])
 def test_a_step_that_is_not_finite_changes_nothing(bad, path):
     tx, update = _skipping()
     params, state = stepped(tx, STORED, 1)
@@ -217,7 +228,7 @@ def _qualities(state):
 
 @pytest.mark.parametrize("moments", ["8bit", "float32"])
 def test_clipping(moments):
-    norm = float(optax.tree_utils.tree_l2_norm(GRADS))
+    norm = float(optax.tree.norm(GRADS))
     options = dict(weight_decay=0.1, moments=moments)
     unclipped, _ = stepped(adamw(1e-2, **options), STORED)
     same, _ = stepped(adamw(1e-2, max_norm=2 * norm, **options), STORED)
@@ -225,8 +236,9 @@ def test_clipping(moments):
     scaled = jax.tree.map(lambda g: g / 8, GRADS)
     _, by_hand = stepped(adamw(1e-2, **options), STORED, 1, grads=scaled)
     _, clipped = stepped(adamw(1e-2, max_norm=norm / 8, **options), STORED, 1)
-    m = decode("ue5m3", clipped.mu["up"]["kernel"]).astype(jnp.float32)
-    assert decibels(decode("ue5m3", by_hand.mu["up"]["kernel"]), m) > (30 if moments == "8bit" else 100)
+    a, b = (m_of(state) for state in (by_hand, clipped))
+    # The factor may be an ulp off an eighth, which rounds differently where a random number is that near.
+    assert np.linalg.norm(a - b) <= (1e-3 if moments == "8bit" else 1e-6) * np.linalg.norm(a)
     exact, _ = stepped(optax.chain(optax.clip_by_global_norm(norm / 8), optax.adamw(1e-2, weight_decay=0.1)), PARAMS)
     ours, _ = stepped(adamw(1e-2, weight_decay=0.1, max_norm=norm / 8, moments="float32"), PARAMS)
     for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(ours), strict=True):
@@ -239,8 +251,8 @@ def test_clipping(moments):
 def test_learning_rate_zero_changes_no_value():
     after, state = stepped(adamw(0.0, weight_decay=0.1, quality="on"), STORED)
     assert same_bits(optim.dequantize(after), optim.dequantize(STORED))
-    assert float(jnp.abs(decode("ue5m3", state.mu["up"]["kernel"])).max()) > 0 and int(state.count) == 4
-    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 1.0)] * 3
+    assert m_of(state).any() and int(state.count) == 4
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 0.0)] * 2
 
 
 def test_quality_shows_what_rounding_loses():
@@ -251,7 +263,7 @@ def test_quality_shows_what_rounding_loses():
     _, nearest = stepped(adamw(1e-8, weight_decay=0.0, quality="on"), dropped, 2)
     assert all(float(q.edq) < 0.05 for q in _qualities(nearest))
     _, stochastic = stepped(adamw(1e-6, weight_decay=0.0, quality="on"), STORED, 2)
-    found = stochastic.quality["layers"]["kernel"]
+    found = stochastic.quality["up"]["kernel"]
     assert 0.001 < float(found.moved) < 0.5 and abs(float(found.edq) - 1) < 0.5
 
 
@@ -259,7 +271,7 @@ def test_quality_shows_what_rounding_loses():
 @pytest.mark.parametrize("moments", ["8bit", "float32"])
 def test_scales_follow_weights_that_grow(growth, steps, moments):
     stored = {"kernel": STORED["up"]["kernel"]}
-    least, after = _grown(moments, steps)(stored, jnp.float32(1 - growth ** (1 / steps)))
+    least, after = _grown(moments)(stored, jnp.float32(1 - growth ** (1 / steps)), steps)
     assert least > 55
     a, b = (np.linalg.norm(optim.dequantize(tree)["kernel"]) for tree in (stored, after))
     assert abs(b / a / growth - 1) < 2e-3
@@ -269,32 +281,34 @@ def test_scales_follow_weights_that_grow(growth, steps, moments):
 
 
 @functools.cache
-def _grown(moments, steps):
-    """A program: (least SNR of any step, the weight) of `steps` steps that do nothing but decay."""
+def _grown(moments):
+    """A program: (least SNR of any step, the weight) of so many steps that do nothing but decay."""
 
     @jax.jit
-    def run(params, decay):
+    def run(params, decay, steps):
         tx = adamw(1.0, weight_decay=decay, moments=moments)
 
-        def one(carry, _):
-            params, state = carry
+        def one(_, carry):
+            params, state, least = carry
             updates, state = tx.update({"kernel": jnp.zeros((64, 128))}, state, params)
             new = optim.apply_updates(params, updates)
             wanted = optim.dequantize(params)["kernel"] * (1 - decay)
             lost = jnp.sum((wanted - optim.dequantize(new)["kernel"]) ** 2)
-            return (new, state), 10 * jnp.log10(jnp.sum(wanted**2) / lost)
+            return new, state, jnp.minimum(least, 10 * jnp.log10(jnp.sum(wanted**2) / lost))
 
-        (params, _), found = jax.lax.scan(one, (params, tx.init(params)), length=steps)
-        return found.min(), params
+        params, _, least = jax.lax.fori_loop(0, steps, one, (params, tx.init(params), jnp.float32(jnp.inf)))
+        return least, params
 
     return run
 
 
 def test_bytes_a_weight():
-    state = adamw(1e-2).init(STORED)
+    params = {**STORED, **optim.store(STACK, "tcfp12_single", key=KEY)}
+    state = adamw(1e-2).init(params)
     for path in ("up", "layers"):
-        weight = STORED[path]["kernel"]
-        parts = weight, state.mu[path]["kernel"], state.nu[path]["kernel"]
+        weight = params[path]["kernel"]
+        trees = state.mu, state.nu, state.mu_scale, state.nu_scale
+        parts = weight, [tree[path]["kernel"] for tree in trees]
         sizes = {
             jax.tree_util.keystr(place): leaf.nbytes for place, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]
         }
@@ -353,9 +367,9 @@ WRAPPED = {
     "injected": lambda tx: optax.inject_hyperparams(tx, static_args=("key", "mask"), hyperparam_dtype=jnp.float32)(
         learning_rate=optax.linear_schedule(1e-2, 0, 9), key=KEY
     ),
-    "masked": lambda tx: optax.masked(tx(1e-2, key=KEY), {"up": True, "layers": True, "small": True, "embed": False}),
+    "masked": lambda tx: optax.masked(tx(1e-2, key=KEY), {"up": True, "small": True, "embed": False}),
     "partition": lambda tx: optax.partition(
-        {"a": tx(1e-2, key=KEY), "b": optax.sgd(0.1)}, {"up": "a", "layers": "a", "small": "a", "embed": "b"}
+        {"a": tx(1e-2, key=KEY), "b": optax.sgd(0.1)}, {"up": "a", "small": "a", "embed": "b"}
     ),
     "chain": lambda tx: optax.chain(optax.scale(2.0), tx(optax.linear_schedule(1e-2, 0, 9), key=KEY)),
 }
@@ -426,8 +440,8 @@ def test_mistakes():
         tx.update(GRADS, state)
     with pytest.raises(ValueError, match=r"gradient of up/kernel is \[128, 64\].*parameter is \[64, 128\]"):
         tx.update({**GRADS, "up": {**GRADS["up"], "kernel": GRADS["up"]["kernel"].T}}, state, STORED)
-    with pytest.raises(ValueError, match=r"gradient of layers/kernel is a stored weight.*value_and_grad"):
-        tx.update({**GRADS, "layers": STORED["layers"]}, state, STORED)
+    with pytest.raises(ValueError, match=r"gradient of small/kernel is a stored weight.*value_and_grad"):
+        tx.update({**GRADS, "small": STORED["small"]}, state, STORED)
     with pytest.raises(ValueError, match=r"mask must be a tree of bools"):
         adamw(0.1, mask={"up": True}).init(STORED)
     copy = {"up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}}

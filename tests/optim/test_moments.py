@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -16,7 +17,7 @@ from optax import contrib
 from pallas_kernels import counter
 from tcfp_jax import optim
 from tcfp_jax.optim.moments import Blocks, blocked_shape, decode, encode, narrow_leaves, stream
-from tests.helpers import decibels, filled, mesh_of, same_bits
+from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
 PARAMS = filled(
@@ -52,12 +53,10 @@ def steps(tx, n=4, params=PARAMS, grads=GRADS):
 
 def formats_of(state):
     """The dtypes that are stored of the large kernel, by field."""
-    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, Blocks))[0]
     found = {}
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path)
         if "['layer']['kernel']" in name:
-            leaf = leaf.values if isinstance(leaf, Blocks) else leaf
             found[name.split("['layer']")[0].split(".")[-1]] = str(leaf.dtype)
     return found
 
@@ -177,15 +176,15 @@ def test_a_field_that_is_not_known_is_an_error_until_it_is_named():
     with pytest.raises(ValueError, match=r"dict.average mirrors the parameters.*fields=\{'average': \"mu\"\}"):
         EIGHT_BITS(other("average")).init(PARAMS)
     _, state = steps(EIGHT_BITS(other("average"), fields={"average": "mu"}))
-    assert state.inner["average"]["layer"]["kernel"].values.dtype == jnp.float8_e4m3fn
+    assert state.inner["average"]["layer"]["kernel"].dtype == jnp.float8_e4m3fn
     _, state = steps(EIGHT_BITS(other("average"), fields={"average": "float32"}))
     assert state.inner["average"]["layer"]["kernel"].dtype == jnp.float32
 
 
 def test_a_sign_where_none_can_be_is_loud():
     _, state = steps(EIGHT_BITS(other("nu")))
-    stored = decode("ue5m3", state.inner["nu"]["layer"]["kernel"])
-    assert np.isnan(stored).all()
+    stored = Blocks(*(tree["nu"]["layer"]["kernel"] for tree in (state.inner, state.scales)))
+    assert np.isnan(decode("ue5m3", stored)).all()
     assert np.isfinite(state.inner["nu"]["layer"]["bias"]).all()
 
 
@@ -199,10 +198,10 @@ def test_what_stays_float32_depends_on_path_and_global_shape():
     narrow = dict(zip(keys, narrow_leaves(params), strict=True))
     assert [key for key in keys if narrow[key]] == ["kernel", "tall"]
     state = EIGHT_BITS(optax.adam(0.1), mask={**dict.fromkeys(params, True), "tall": False}).init(params)
-    stored = [key for key in keys if isinstance(state.inner[0].mu[key], Blocks)]
-    assert stored == ["kernel"]
+    stored = [key for key in keys if getattr(state.inner[0].mu[key], "dtype", None) == jnp.float8_e4m3fn]
+    assert stored == ["kernel"] == list(state.scales["0"]["mu"])
     by_function = EIGHT_BITS(optax.adam(0.1), mask=lambda tree: jax.tree.map(lambda x: x.shape[-1] == 1, tree))
-    assert isinstance(by_function.init(params).inner[0].mu["tall"], Blocks)
+    assert list(by_function.init(params).scales["0"]["nu"]) == ["tall"]
 
 
 @pytest.mark.parametrize("shape", [(512, 3, 16), (40, 200), (3, 64, 128), (8192, 1), (5, 7, 130)], ids=str)
@@ -257,7 +256,7 @@ def test_the_average_of_squares_follows_a_drop_of_the_gradient(b2):
         return state
 
     exact, rounded = run()
-    v = decode("ue5m3", rounded.inner.nu["kernel"])
+    v = decode("ue5m3", Blocks(rounded.inner.nu["kernel"], rounded.scales["nu"]["kernel"]))
     assert abs(float(v.mean()) / float(exact.nu["kernel"].mean()) - 1) < 0.02
     assert (v > 0).all()
 
@@ -267,11 +266,12 @@ def test_bits_depend_on_key_step_and_leaf():
     grads = {name: GRADS["layer"]["kernel"].reshape(128, 64)[:64] for name in params}
     _, state = steps(EIGHT_BITS(optax.sgd(0.1, 0.5)), params=params, grads=grads)
     trace = state.inner[0].trace
-    assert not same_bits(trace["a"].values, trace["b"].values) and same_bits(trace["a"].scale, trace["b"].scale)
+    assert not same_bits(trace["a"], trace["b"])
+    assert same_bits(state.scales["0"]["trace"]["a"], state.scales["0"]["trace"]["b"])
     _, again = steps(EIGHT_BITS(optax.sgd(0.1, 0.5)), params=params, grads=grads)
     assert same_bits(state, again)
     _, other_key = steps(EIGHT_BITS(optax.sgd(0.1, 0.5), key=jax.random.key(4)), params=params, grads=grads)
-    assert not same_bits(trace["a"].values, other_key.inner[0].trace["a"].values)
+    assert not same_bits(trace["a"], other_key.inner[0].trace["a"])
     keys = [stream(jnp.uint32([1, 2]), step, 0) for step in (1, 2)]
     assert len({tuple(int(word) for word in key) for key in keys}) == 2
 
@@ -294,7 +294,7 @@ def test_bytes_donation_and_checkpoints(tmp_path):
     grads = {"layer": GRADS["layer"]}
     update = jax.jit(tx.update, donate_argnums=1)
     state = tx.init(params)
-    stored = state.inner[0].mu["layer"]["kernel"], state.inner[0].nu["layer"]["kernel"]
+    stored = state.inner[0].mu["layer"]["kernel"], state.inner[0].nu["layer"]["kernel"], state.scales
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 64 * 128 + 2 * 64
     for _ in range(2):
         _, state = update(grads, state, params)
@@ -323,7 +323,33 @@ def test_stored_parameters():
     assert same_bits(after.inner, state.inner) and int(after.skipped) == 1
 
 
-def test_optax_finds_the_copies_of_the_parameters():
-    tx = EIGHT_BITS(optax.adam(1e-2))
-    marked = optax.tree_utils.tree_map_params(tx, lambda leaf: "moment", tx.init(PARAMS))
-    assert set(jax.tree.leaves(marked.inner[0].mu)) == {"moment"} and not isinstance(marked.count, str)
+@pytest.mark.parametrize(
+    "tx", [EIGHT_BITS(optax.adam(1e-2)), optim.adamw(1e-2, key=KEY, quality="on")], ids=["any", "adamw"]
+)
+def test_optax_finds_the_copies_of_the_parameters(tx):
+    shapes = jax.tree.map(lambda leaf: str(leaf.shape), PARAMS)
+    marked = optax.tree_utils.tree_map_params(tx, lambda leaf, shape: shape, jax.eval_shape(tx.init, PARAMS), shapes)
+    adam = marked.inner[0] if hasattr(marked, "inner") else marked
+    assert adam.mu == adam.nu == shapes and not isinstance(marked.count, str)
+
+
+@pytest.mark.parametrize("tx", [EIGHT_BITS(optax.adamw(1e-2)), optim.adamw(1e-2, key=KEY)], ids=["any", "adamw"])
+def test_parameters_in_boxes(tx):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(64, 128, rngs=rngs)
+
+    model = nnx_model(Model)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
+
+    @nnx.jit
+    def train(model, optimizer):
+        value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model.layer(x) ** 2))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(train(model, optimizer)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    state = jax.tree.leaves(nnx.state(optimizer))
+    assert {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8)} <= {leaf.dtype for leaf in state}

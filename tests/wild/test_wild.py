@@ -69,7 +69,8 @@ def test_trains_without_float_weights(subject):
     with made.context():
         in_float = train_float(subject, made)
         in_low = train_stored(subject, made, convert(subject, made))
-    assert in_low[-1] <= max(1.05 * in_float[-1], in_float[-1] + 0.02), (in_float[-1], in_low[-1])
+    # Nineteen twentieths of the way: rounding is random here, so a small model's 25 steps differ from run to run.
+    assert in_low[-1] <= in_float[-1] + 0.05 * (in_float[0] - in_float[-1]), (in_float[0], in_float[-1], in_low[-1])
 
 
 def test_serves_stored_weights_alone(subject):
