@@ -214,8 +214,8 @@ def summarize(rows: list[Row]) -> list[Summary]:
             paired = [r for r in rows if (r.task, r.name) == (task, name) and (r.task, r.seed) in baseline]
             if not paired:
                 continue
-            ratios = [_ratio(row.heldout_loss, baseline[row.task, row.seed]) for row in paired]
-            in_bf16 = [_ratio(row.heldout_loss_bf16, baseline[row.task, row.seed]) for row in paired]
+            ratios = [perplexity_ratio(row.heldout_loss, baseline[row.task, row.seed]) for row in paired]
+            in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.task, row.seed]) for row in paired]
             error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
             found.append(
                 Summary(
@@ -229,8 +229,12 @@ def summarize(rows: list[Row]) -> list[Summary]:
     return found
 
 
-def _ratio(loss: float, baseline: float) -> float:
-    # A run that diverged has no finite loss; its ratio must not look like a good one.
+def perplexity_ratio(loss: float, baseline: float) -> float:
+    """`exp(loss - baseline)`; inf where one of them is not finite: a run that diverged must not look good.
+
+    >>> perplexity_ratio(1.0, 1.0), perplexity_ratio(math.nan, 1.0)
+    (1.0, inf)
+    """
     return math.exp(loss - baseline) if math.isfinite(loss) and math.isfinite(baseline) else math.inf
 
 

@@ -2,16 +2,19 @@
 
     python -m benchmarks.memory --json
 
-State is what outlives a step: float32 parameters, Adam's two moments, the quantized weights and the error buffers. It
-is counted from the leaves of the real train state. The peak is the allocator's own figure for a process that does
-nothing but train one setting for a few steps, compilation's own trials included; CPUs report none. "arithmetic" rows
-multiply bytes per weight by a model's size: no such model was run.
+State is what outlives a step: parameters, float32 or stored, Adam's two moments, the quantized weights beside float
+parameters and the error buffers. It is counted from the leaves of the real train state. The peak is the allocator's own
+figure for a process that does nothing but train one setting for a few steps, compilation's own trials included; CPUs
+report none, and not every setting is trained. The model is wide and its batch small, so that the peak is that of the
+weights: state, gradients, and what the optimizer needs. "arithmetic" rows multiply bytes per weight by a model's size:
+no such model was run.
 """
 
 import argparse
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +26,9 @@ import tcfp_jax
 from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
 from benchmarks.shapes import MIDDLE
-from models.gpt import MODELS
-from models.train import TrainConfig, batch_key, corpus_of, init, make_train_step, preset
+from models.gpt import MODELS, GPTConfig
+from models.settings import Moments, TrainConfig, Weights, preset
+from models.train import batch_key, corpus_of, init, make_train_step
 from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "memory"
@@ -39,6 +43,8 @@ class Setting:
     name: str
     recipe: Recipe
     error_dtype: Literal["float32", "bfloat16", "float8_e5m2"] = "float32"
+    weights: Weights = "float"
+    moments: Moments = "float32"
 
 
 _STOCHASTIC = recipe("tcfp12", remainder="stochastic")
@@ -51,16 +57,25 @@ SETTINGS = (
     Setting(
         "tcfp12, stochastic lo, one orientation", dataclasses.replace(_STOCHASTIC, copies="one")
     ),
+    Setting("stored, 8-bit moments", recipe("tcfp12_single"), weights="stored", moments="8bit"),
+    Setting(
+        "stored, 8-bit moments, both orientations", recipe("tcfp12_single", copies="both"), weights="stored",
+        moments="8bit",
+    ),
+    Setting("stored, float32 moments", recipe("tcfp12_single"), weights="stored"),
 )  # fmt: skip
+# Trained, one process each and all at once: what compiling costs is what this benchmark takes.
+TRAINED = ("BF16", "tcfp12, error float32", "stored, 8-bit moments", "stored, 8-bit moments, both orientations")
+WIDE = GPTConfig(layers=3, width=2048, heads=16, context=256)
 BILLIONS = (1, 7, 13, 30, 70)
 WORTH_A_COLUMN = (1, 7, 70)  # of these, in the table
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: `model` of `models.train`, its batch, and steps before the peak is read."""
+    """Settings of a run: a model by its name in `models.gpt` or its sizes, its batch, and steps before the peak."""
 
-    model: str
+    model: str | GPTConfig
     batch: int
     sequence: int
     steps: int = 3
@@ -74,10 +89,11 @@ class Row:
       kind: "measured" of a state that exists, or "arithmetic" for a model that was not run.
       parameters: of the model.
       parameters_bytes, moments_bytes, weights_bytes, errors_bytes, other_bytes: parts of the state. `weights` are the
-        quantized weights.
+        quantized weights beside float parameters.
       state_bytes: their sum.
       bytes_per_weight: state of the dense kernels alone, over their number.
-      peak_bytes: the allocator's peak during training; None where the device does not report one.
+      peak_bytes: the allocator's peak during training; None where the device reports none, or the setting is counted
+        only.
     """
 
     kind: Kind
@@ -95,10 +111,12 @@ class Row:
 
 def train_config(setting: Setting, config: Config) -> TrainConfig:
     """The run of a setting."""
-    return preset(
-        config.model, recipe=setting.recipe, error_dtype=setting.error_dtype, batch=config.batch,
-        sequence=config.sequence, steps=max(config.steps, 2), corpus_bytes=2**20,
+    name = config.model if isinstance(config.model, str) else "tiny"
+    overrides: dict[str, Any] = dict(
+        recipe=setting.recipe, error_dtype=setting.error_dtype, weights=setting.weights, moments=setting.moments,
+        batch=config.batch, sequence=config.sequence, steps=max(config.steps, 2), corpus_bytes=2**20,
     )  # fmt: skip
+    return dataclasses.replace(preset(name), model=config.model, **overrides)
 
 
 def count_state(setting: Setting, config: Config, state: Any | None = None) -> Row:
@@ -108,24 +126,49 @@ def count_state(setting: Setting, config: Config, state: Any | None = None) -> R
       ArithmeticError: the parts do not add up to the whole.
     """
     if state is None:
-        state = jax.eval_shape(lambda: init(train_config(setting, config)))
-    parts, kernels = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-    for path, leaf in leaves:
-        name, size = jax.tree_util.keystr(path), _bytes(leaf)
-        parts[_part_of(name)] += size
-        if "'kernel'" in name:
-            kernels[_part_of(name)] += size
+        state = shapes_of(setting, config)
+    parts = _parts(state)
     total = sum(parts.values())
     if total != sum(_bytes(leaf) for leaf in jax.tree.leaves(state)):
         raise ArithmeticError("the parts of the state do not add up to its bytes")
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-    per_weight = sum(kernels.values()) / (kernels["parameters"] / 4)
-    return Row("measured", setting.name, parameters, *_columns(parts), total, per_weight)
+    floats = jax.eval_shape(tcfp_jax.dequantize, state.params)
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(floats))
+    return Row("measured", setting.name, parameters, *_columns(parts), total, bytes_of_kernels(state))
+
+
+def shapes_of(setting: Setting, config: Config) -> Any:
+    """The shapes of a train state."""
+    return jax.eval_shape(lambda: init(train_config(setting, config)))
+
+
+def bytes_of_kernels(state: Any) -> float:
+    """Bytes a weight of the dense kernels in a train state: the kernels themselves and all that belongs to them."""
+    return sum(parts_of_kernels(state).values())
+
+
+def parts_of_kernels(state: Any) -> dict[str, float]:
+    """The same by part."""
+    floats = jax.eval_shape(tcfp_jax.dequantize, state.params)
+    named = jax.tree_util.tree_flatten_with_path(floats)[0]
+    weights = sum(math.prod(leaf.shape) for path, leaf in named if _is_of_kernel(path))
+    return {part: size / weights for part, size in _parts(state, of=_is_of_kernel).items()}
+
+
+def _parts(state: Any, of: Callable[[Any], bool] = lambda path: True) -> dict[str, int]:
+    """Bytes of the leaves whose path is chosen, in the order of `PARTS`."""
+    parts = dict.fromkeys(PARTS, 0)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if of(path):
+            parts[_part_of(jax.tree_util.keystr(path))] += _bytes(leaf)
+    return parts
 
 
 def _columns(parts: dict[str, int]) -> tuple[int, int, int, int, int]:
     return parts["parameters"], parts["moments"], parts["weights"], parts["errors"], parts["other"]
+
+
+def _is_of_kernel(path: Any) -> bool:
+    return "'kernel'" in jax.tree_util.keystr(path)
 
 
 def _part_of(path: str) -> str:
@@ -169,44 +212,48 @@ def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:
 
 
 def measure(config: Config) -> list[Row]:
-    """Measured rows, then arithmetic.
+    """Rows that were counted, with the peaks of those that were trained, then arithmetic.
 
     Raises:
       ArithmeticError: a state that exists has other bytes than its shapes say.
     """
-    rows = [count_state(setting, config) for setting in SETTINGS]
-    if timing.has_peaks():
-        found = timing.measure_alone(measure_peak, [(row.name, config) for row in rows])
-    else:
-        found = [measure_peak(row.name, config) if row is rows[1] else (row, None) for row in rows]
-    for row, (real, _) in zip(rows, found, strict=True):
-        if real != row:
-            raise ArithmeticError(f"{row.name}: the state has {real.state_bytes} bytes, its shapes {row.state_bytes}")
-    rows = [dataclasses.replace(row, peak_bytes=peak) for row, (_, peak) in zip(rows, found, strict=True)]
-    return rows + [compute_row(row, billions) for row in rows for billions in BILLIONS]
+    shapes = {setting.name: shapes_of(setting, config) for setting in SETTINGS}
+    rows = {setting.name: count_state(setting, config, shapes[setting.name]) for setting in SETTINGS}
+    # Without peaks two will do, a state of either kind.
+    names = TRAINED if timing.has_peaks() else TRAINED[1:3]
+    calls = [(name, config) for name in names]
+    found = timing.measure_alone(measure_peak, calls) if timing.has_peaks() else [measure_peak(*call) for call in calls]
+    for name, (real, peak) in zip(names, found, strict=True):
+        if real != rows[name]:
+            raise ArithmeticError(
+                f"{name}: the state has {real.state_bytes} bytes, its shapes {rows[name].state_bytes}"
+            )
+        rows[name] = dataclasses.replace(real, peak_bytes=peak)
+    computed = [compute_row(name, parts_of_kernels(shapes[name]), b) for name in rows for b in BILLIONS]
+    return [*rows.values(), *computed]
 
 
-def compute_row(measured: Row, billions: int) -> Row:
+def compute_row(name: str, parts: dict[str, float], billions: int) -> Row:
     """Arithmetic: the state of a model of so many billions of weights, if every parameter were a dense kernel."""
     count = billions * 10**9
-    dense = measured.bytes_per_weight - 12  # float32 parameters and two float32 moments
-    error = measured.errors_bytes / max(1, measured.weights_bytes + measured.errors_bytes) * dense
-    parts = (4 * count, 8 * count, round((dense - error) * count), round(error * count), 0)
-    return Row("arithmetic", measured.name, count, *parts, sum(parts), measured.bytes_per_weight)
+    sizes = {part: round(size * count) for part, size in parts.items()}
+    return Row("arithmetic", name, count, *_columns(sizes), sum(sizes.values()), sum(parts.values()))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The model that is trained."""
-    parser.add_argument("--model", choices=list(MODELS), default=None, help="(default: gpt2, on CPUs tiny)")
+    wide = f"{WIDE.layers} layers of width {WIDE.width}, on CPUs tiny"
+    parser.add_argument("--model", choices=list(MODELS), default=None, help=f"(default: {wide})")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line."""
     if options.smoke:
         return Config("tiny", 2, 16, steps=1)
-    model = options.model or ("tiny" if jax.default_backend() == "cpu" else "gpt2")
-    base = preset(model)
-    return Config(model, base.batch, base.sequence)
+    if options.model is None and jax.default_backend() != "cpu":
+        return Config(WIDE, batch=4, sequence=WIDE.context)
+    base = preset(options.model or "tiny")
+    return Config(options.model or "tiny", base.batch, base.sequence)
 
 
 def show(rows: list[Row]) -> None:
@@ -223,13 +270,14 @@ def table(result: Result) -> str:
     for row in (row for row in result.rows if row["kind"] == "measured"):
         peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"
         sizes = [rows["arithmetic", row["name"], b * 10**9]["state_bytes"] / 1e9 for b in WORTH_A_COLUMN]
-        cells = [f"{row['bytes_per_weight']:.0f}", f"{row['state_bytes'] / 1e6:,.0f}", peak]
+        cells = [f"{row['bytes_per_weight']:.4g}", f"{row['state_bytes'] / 1e6:,.0f}", peak]
         lines.append([row["name"], *cells, *(f"{size:,.0f}" for size in sizes)])
     titles = ["", "bytes a weight", "state, MB", "peak, MB", *(f"{b}B: GB, arithmetic" for b in WORTH_A_COLUMN)]
-    config, parameters = result.config, result.rows[0]["parameters"] / 1e6
+    config, parameters, model = result.config, result.rows[0]["parameters"] / 1e6, result.config["model"]
+    named = f"`{model}`" if isinstance(model, str) else f"a GPT of {model['layers']} layers of width {model['width']}"
     return (
         f"{markdown_table(titles, lines)}\n\n"
-        f"Measured while training `{config['model']}` ({parameters:.4g}M parameters, {config['batch']} × "
+        f"Measured while training {named} ({parameters:.4g}M parameters, {config['batch']} × "
         f"{config['sequence']} bytes a step). The columns marked arithmetic multiply bytes a weight by a model's size; "
         "no such model was run."
     )

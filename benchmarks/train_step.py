@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
+    python -m benchmarks.train_step --parts "optimizer step" --recipes "stored,stored both,stored bfloat16"
 
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights from a given gradient of
@@ -10,7 +11,9 @@ A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Part
 - "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
 - "optimizer step": loss, gradients of the first MLP's weights, AdamW and `error_feedback`; each donates its state to
   the next one. Only this part holds what quantizing the weights costs: in the others it is done before, once a step. A
-  recipe's name may say in which dtype errors are kept; otherwise it is float32.
+  recipe's name may say in which dtype errors are kept; otherwise it is float32. "stored" is `tcfp12_single` with
+  `W_hi + W_lo` as the only copy of a weight and 8-bit moments in `tcfp_jax.optim.adamw`; "both" keeps W_hi in both
+  orientations, "bfloat16" takes the gradients of weights in it, and "float32 moments" has those.
 
 Outputs are compared with BF16's before anything is timed. The ratio is BF16's median over the recipe's. The peak is the
 allocator's own of a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
@@ -36,6 +39,8 @@ from benchmarks.common import Result, markdown_table, times
 from benchmarks.shapes import H200_SHAPES, GemmShape, parse_shapes
 from models.gpt import Block, GPTConfig
 from models.mlp import MLP, Activation
+from models.settings import ErrorDtype, Moments, Weights
+from models.training import float_parameters
 from pallas_kernels.dispatch import Backend
 from tcfp_jax.recipes import Recipe, recipe
 
@@ -45,9 +50,33 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, OPTIMIZER = "bf16", PARTS[-1]
 VARIANTS = {name: recipe(name) for name in (BASELINE, "tensorwise", "tcfp12")}
 VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="full"), "tcfp12_fast": recipe("tcfp12_fast")}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer step keeps: float weights with errors of this dtype, or stored ones with these moments."""
+
+    weights: Weights = "float"
+    error_dtype: ErrorDtype = "float32"
+    moments: Moments = "float32"
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 # Those that differ in the optimizer's state only.
-ERROR_DTYPES = {"tcfp12_fast, error bfloat16": "bfloat16"}
-VARIANTS |= {name: recipe(name.split(",")[0]) for name in ERROR_DTYPES}
+KEPT = {
+    "tcfp12_fast, error bfloat16": Kept(error_dtype="bfloat16"),
+    "stored": Kept("stored", moments="8bit"),
+    "stored both": Kept("stored", moments="8bit"),
+    "stored bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
+    "stored both bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
+    "stored float32 moments": Kept("stored"),
+}
+VARIANTS |= {
+    name: recipe("tcfp12_single", copies="both" if "both" in name else "one")
+    if kept.weights == "stored"
+    else recipe(name.split(",")[0])
+    for name, kept in KEPT.items()
+}
 # Those that benchmarks.recipes compares with them.
 COMPARED = {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
@@ -144,12 +173,20 @@ def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) 
     return _Candidate(compiled, args, seconds, lambda: compiled(*args))
 
 
-def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, error_dtype: str = "float32") -> _Candidate:
-    """Loss, gradients of the MLP's weights, AdamW and `error_feedback`; compiled before the state exists."""
-    model, _ = make_model(OPTIMIZER, shape, chosen)
-    optimizer = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen, error_dtype=error_dtype))
+def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
+    """AdamW with `error_feedback` behind it, or AdamW of stored weights."""
+    if kept.weights == "stored":
+        key = None if kept.moments == "float32" else jax.random.key(0)
+        return tcfp_jax.optim.adamw(1e-4, moments=kept.moments, key=key)
+    return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen, error_dtype=kept.error_dtype))
 
-    @jax.value_and_grad
+
+def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: Kept | None = None) -> _Candidate:
+    """Loss, gradients of the MLP's weights, AdamW and `error_feedback`; compiled before the state exists."""
+    kept = kept or Kept()
+    (model, _), optimizer = make_model(OPTIMIZER, shape, chosen), make_optimizer(chosen, kept)
+
+    @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, x: jax.Array, target: jax.Array) -> jax.Array:
         y: Any = model.apply({"params": params, "tcfp": tcfp_jax.layer_state(opt_state)}, x)
         return jnp.mean(jnp.square(y.astype(jnp.float32) - target.astype(jnp.float32)))
@@ -157,16 +194,18 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, error_d
     def step(state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, jax.Array]:
         loss, dparams = gradients(*state, x, target)
         updates, opt_state = optimizer.update(dparams, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), loss
+        return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
 
     def init(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         params, x, target = draw(OPTIMIZER, shape, key)
+        if kept.weights == "stored":
+            params = tcfp_jax.store(params, chosen, key=key, gradient_dtype=kept.gradient_dtype)
         return (params, optimizer.init(params)), x, target
 
     def outputs() -> dict[str, Any]:
         # Adam's first update is little more than the gradient's sign, so gradients are compared, not updates.
         _, dparams = jax.jit(gradients)(*threaded.state, *threaded.inputs)
-        return {"loss": threaded(), "dparams": dparams, "params": threaded.state[0]}
+        return {"loss": threaded(), "dparams": dparams, "params": float_parameters(threaded.state[0])}
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
     compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
@@ -202,11 +241,11 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
-        if name in ERROR_DTYPES and part != OPTIMIZER:
+        if name in KEPT and part != OPTIMIZER:
             continue
         at = (shape, _recipe(name, config.backend), config.seed)
         if part == OPTIMIZER:
-            made[name] = make_optimizer_step(*at, ERROR_DTYPES.get(name, "float32"))
+            made[name] = make_optimizer_step(*at, KEPT.get(name))
         else:
             made[name] = make_gradients(part, *at)
         outputs = made[name].outputs()
@@ -218,14 +257,17 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
     for name, c in made.items():
         if part == OPTIMIZER and not math.isfinite(loss := float(c.function())):
             raise ArithmeticError(f"{name}: the loss is {loss} after the timed steps, so their time means nothing")
-    has_peaks = part == OPTIMIZER and shape in config.optimizer_shapes[: config.peaks] and timing.has_peaks()
+    peaks: dict[str, int | None] = {}
+    if part == OPTIMIZER and shape in config.optimizer_shapes[: config.peaks] and timing.has_peaks():
+        calls = [(name, shape, config.backend) for name in made]
+        peaks = dict(zip(made, timing.measure_alone(measure_peak, calls), strict=True))
     return [
         Row(
             **dataclasses.asdict(timed[name]), part=part, recipe=name,
             shape=str(dataclasses.replace(shape, n=4 * shape.k) if part == "block" else shape),
             speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms,
             compile_seconds=c.compile_seconds, worst_snr_db=None if name == BASELINE else worst[name],
-            peak_bytes=timing.measure_alone(measure_peak, [(name, shape, config.backend)])[0] if has_peaks else None,
+            peak_bytes=peaks.get(name),
         ) for name, c in made.items()
     ]  # fmt: skip
 
@@ -246,8 +288,7 @@ def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:
 
 def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | None:
     """The allocator's peak of this process after three optimizer steps; None where the device reports none."""
-    error_dtype = ERROR_DTYPES.get(name, "float32")
-    step = make_optimizer_step(shape, _recipe(name, backend), error_dtype=error_dtype).function
+    step = make_optimizer_step(shape, _recipe(name, backend), kept=KEPT.get(name)).function
     if not all(math.isfinite(step()) for _ in range(3)):
         raise ArithmeticError(f"{name}: the loss is not finite, so its memory means nothing")
     return timing.peak_bytes()

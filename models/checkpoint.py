@@ -23,8 +23,10 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.gpt import GPTConfig, model_config
-from models.training import TrainConfig, TrainState
+from models.settings import TrainConfig
+from models.training import TrainState, float_parameters
 from pallas_kernels.operands import Block, Row, Tensor
+from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Dual, Recipe, Single
 
 Resume = Literal["never", "allowed"]
@@ -157,8 +159,38 @@ def _metrics_line(step: int, loss: float) -> str:
     return json.dumps({"step": step, "loss": loss if math.isfinite(loss) else None}) + "\n"
 
 
+def export(path: Path, params: Any) -> None:
+    """Write float32 parameters, stored ones dequantized, as an `.npz` of arrays named as "block_0/qkv/kernel".
+
+    Raises:
+      ValueError: the path does not end in ".npz".
+    """
+    check_export(path)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
+    temporary = path.with_name(f"partial-{path.name}")
+    arrays: dict[str, Any] = {"/".join(path_names(place)): np.asarray(leaf) for place, leaf in leaves}
+    np.savez(temporary, **arrays)
+    temporary.replace(path)
+
+
+def check_export(path: Path) -> None:
+    """Raise `ValueError` where `export` cannot write to this path."""
+    if path.suffix != ".npz":  # NumPy would append it
+        raise ValueError(f"{path} is to hold NumPy arrays by name; choose a name that ends in .npz")
+
+
 def _stored(path: Path) -> dict[str, Any]:
-    return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    """What the folder says of its run; what a folder of an earlier version does not know has its default."""
+    stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
+    stored["model"] = {**_defaults(GPTConfig), **stored["model"]}
+    if isinstance(config["model"], dict):
+        config["model"] = {**_defaults(GPTConfig), **config["model"]}
+    return stored
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 def _describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
@@ -199,9 +231,17 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> N
             f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now"
             for name in names
         )
-        raise ValueError(
-            f"{path} holds another run: {differences}; resume with the same settings or choose another --out"
-        )
+        repair = "resume with the same settings or choose another --out"
+        if "config.weights" in names:
+            repair += _CONVERSIONS[new["config.weights"]]
+        raise ValueError(f"{path} holds another run: {differences}; {repair}")
+
+
+# How parameters of one kind become those of the kind that was asked for.
+_CONVERSIONS = {
+    "stored": " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float ones)",
+    "float": " (tcfp_jax.dequantize(params) makes float parameters of stored ones)",
+}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

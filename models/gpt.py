@@ -24,6 +24,7 @@ from tcfp_jax.recipes import Recipe
 
 BYTES = 256
 ComputeDtype = Literal["float32", "bfloat16"]
+Attention = Literal["products", "cudnn"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class GPTConfig:
       layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
       context: the most positions a sequence may have.
       vocabulary: rows of the embedding table, at least 256.
+      attention: "products" repeats bit for bit everywhere; "cudnn" is cuDNN's flash attention, of GPUs and bfloat16
+        alone, which is several times as fast and whose gradients differ in their last bits each time.
 
     Raises:
-      ValueError: a size below 1, heads that do not divide the width, or a vocabulary below 256.
+      ValueError: a size below 1, heads that do not divide the width, a vocabulary below 256, or an unknown attention.
     """
 
     layers: int
@@ -44,6 +47,7 @@ class GPTConfig:
     heads: int
     context: int
     vocabulary: int = BYTES
+    attention: Attention = "products"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.context) < 1:
@@ -52,6 +56,8 @@ class GPTConfig:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
         if self.vocabulary < BYTES:
             raise ValueError(f"vocabulary={self.vocabulary} is below the {BYTES} byte values; raise it")
+        if self.attention not in get_args(Attention):
+            raise ValueError(f"attention={self.attention!r} is unknown; use one of {list(get_args(Attention))}")
 
 
 MODELS = {
@@ -110,7 +116,8 @@ class Block(nn.Module):
         batch, positions, _ = x.shape
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
         q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
-        x = x + self._dense("projection", width, scaled="residual")(causal_attention(q, k, v).reshape(x.shape))
+        attended = causal_attention(q, k, v, config.attention).reshape(x.shape)
+        x = x + self._dense("projection", width, scaled="residual")(attended)
         hidden = self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x))
         # Recomputed in the backward pass: one pass over memory there, where its tanh, kept, would take three.
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
@@ -162,12 +169,14 @@ class GPT(nn.Module):
         return embedding.attend(_normalize("final_norm", x))
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "products") -> jax.Array:
     """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
 
-    Plain products, because `jax.nn.dot_product_attention` raises under strict dtype promotion in bfloat16, and its
-    cuDNN form adds gradients in another order each time.
+    Plain products unless "cudnn" is asked for: `jax.nn.dot_product_attention` raises under strict dtype promotion in
+    bfloat16, and its cuDNN form adds gradients in another order each time.
     """
+    if how == "cudnn":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source files of Python's own standard library, as bytes.
+"""Real text that every machine has: the source files of Python's own standard library, and more, as bytes.
 
 The split is by file, because windows of one file resemble each other: a held-out loss over windows of training files
 would measure memory. Which part a file belongs to is decided by a hash of its relative path alone, so that adding or
@@ -8,7 +8,10 @@ removing files moves no other file, and the two parts never share one.
 """
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +21,8 @@ EXCLUDED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site
 GENERATED_PREFIX = "_sysconfigdata"  # written at build time, full of the builder's own paths
 HELDOUT_PARTS = 10
 LARGEST_FILE = 131_072
+LARGEST_INSTALLED = 2**20  # what is longer was generated
+SHORTEST_INSTALLED = 200
 SEPARATOR = b"\0"  # never in source text, so a model can learn that a file ends
 
 
@@ -69,12 +74,65 @@ def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Co
         with (root / name).open("rb") as file:
             chosen[name] = file.read(min(LARGEST_FILE, byte_limit - total)) + SEPARATOR
         total += len(chosen[name])
+    return _split(chosen, str(root), byte_limit)
+
+
+def load_installed(roots: Sequence[Path] | None = None, *, byte_limit: int = 200_000_000) -> Corpus:
+    """Read the Python files of all installed packages and of the standard library, tests too: hundreds of megabytes.
+
+    A text that several packages ship is read once, so that no copy of a training file is held out. Files below 200
+    bytes are left out and files are cut after 1 MiB; the limit is that of `load_corpus`. Names begin with the last
+    folder of their root.
+
+    Args:
+      roots: folders; None for this Python's `site-packages` and standard library.
+      byte_limit: at most about so many bytes.
+
+    Raises:
+      FileNotFoundError: one of the two parts is empty.
+    """
+    if roots is None:
+        paths = sysconfig.get_paths()
+        roots = (Path(paths["purelib"]), Path(paths["stdlib"]))
+    found: dict[str, Path] = {}
+    for root in roots:
+        for folder, folders, files in os.walk(root):
+            # The packages of one root may lie within another.
+            folders[:] = [name for name in folders if name != "__pycache__" and Path(folder, name) not in roots]
+            for path in (Path(folder, name) for name in files if name.endswith(".py")):
+                found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
+    chosen: dict[str, bytes] = {}
+    seen: set[bytes] = set()
+    total, names = 0, sorted(found, key=_hash)
+    with ThreadPoolExecutor(16) as pool:
+        for begin in range(0, len(names), 1024):
+            part = names[begin : begin + 1024]
+            for name, text in zip(part, pool.map(_read, [found[name] for name in part]), strict=True):
+                digest = hashlib.sha256(text).digest()
+                if total < byte_limit and len(text) >= SHORTEST_INSTALLED and digest not in seen:
+                    seen.add(digest)
+                    chosen[name] = text[: byte_limit - total] + SEPARATOR
+                    total += len(chosen[name])
+            if total >= byte_limit:
+                break
+    return _split(chosen, ", ".join(map(str, roots)), byte_limit)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(LARGEST_INSTALLED)
+    except OSError:  # a link to nothing, or not ours to read
+        return b""
+
+
+def _split(chosen: dict[str, bytes], where: str, byte_limit: int) -> Corpus:
     train_files = tuple(name for name in sorted(chosen) if not is_heldout(name))
     heldout_files = tuple(name for name in sorted(chosen) if is_heldout(name))
     for part, files in (("training", train_files), ("held-out", heldout_files)):
         if not files:
             raise FileNotFoundError(
-                f"{root} gives no {part} file ({len(chosen)} Python files within {byte_limit} bytes); use a Python "
+                f"{where} gives no {part} file ({len(chosen)} Python files within {byte_limit} bytes); use a Python "
                 "that ships its library as .py files, or raise the limit"
             )
     return Corpus(_join(chosen, train_files), _join(chosen, heldout_files), train_files, heldout_files)

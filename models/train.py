@@ -2,6 +2,7 @@
 
     python -m models.train                                    # two CPU cores: under three minutes
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
+    python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit
 
 It writes `config.json`, `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the
@@ -17,19 +18,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from models.checkpoint import Resume, RunDirectory, holds_run, read_config, write_json
+from models.checkpoint import Resume, RunDirectory, check_export, export, holds_run, read_config, write_json
 from models.gpt import MODELS
 from models.plotting import plot_losses
+from models.settings import Moments, TrainConfig, Weights, preset
 from models.text import Corpus, load_corpus
 from models.training import (
-    TrainConfig,
     TrainState,
     batch_key,
     check_text,
@@ -37,7 +38,6 @@ from models.training import (
     init,
     make_optimizer,
     make_train_step,
-    preset,
 )
 
 __all__ = [
@@ -105,6 +105,13 @@ def run(
         return _train(config, corpus, None, every, progress)
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
         return _train(config, corpus, directory, every, progress)
+
+
+def export_run(out: Path, path: Path) -> None:
+    """Write the parameters of the newest checkpoint in `out` in float32, see `models.checkpoint.export`."""
+    config = read_config(out)
+    with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
+        export(path, directory.restore(init(config))[0].params)
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
@@ -215,12 +222,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m models.train", description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS
     )
     parser.add_argument("--model", choices=list(MODELS), help="size (default: tiny)")
-    parser.add_argument("--recipe", help="bf16, tcfp12 (default), tcfp12_fast or tensorwise")
+    parser.add_argument(
+        "--recipe", help="bf16, tcfp12 (default), tcfp12_fast, tensorwise or tcfp12_single (default of stored weights)"
+    )
+    parser.add_argument(
+        "--weights", choices=get_args(Weights),
+        help="float32 parameters beside what the recipe stores (default), or W_hi + W_lo alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--moments", choices=get_args(Moments), help="AdamW's, of stored weights (default: 8bit; of others float32)"
+    )
     parser.add_argument(
         "--compare", choices=["bf16", "none"], help="baseline to train too (default: bf16; none with --recipe bf16)"
     )
     for name, (kind, text) in _OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
     parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
@@ -238,12 +255,14 @@ def _choose_folder(options: argparse.Namespace) -> Path:
         if not started:
             raise FileNotFoundError(f"--resume without --out found no run under {RUNS}/; name its folder with --out")
         return started[-1].parent
-    name = f"{getattr(options, 'model', 'tiny')}-{getattr(options, 'recipe', 'tcfp12')}"
+    stored = getattr(options, "weights", "float") == "stored"
+    name = f"{getattr(options, 'model', 'tiny')}-{getattr(options, 'recipe', 'tcfp12_single' if stored else 'tcfp12')}"
+    name += "-stored" * stored
     return next(path for path in (RUNS / f"{name}-{i}" for i in range(sys.maxsize)) if not path.exists())
 
 
 def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
-    given = {name: getattr(options, name) for name in ("recipe", *_OVERRIDES) if hasattr(options, name)}
+    given = _given(options)
     if not (options.resume and holds_run(out)):
         return preset(getattr(options, "model", "tiny"), **given)
     if hasattr(options, "model"):
@@ -251,13 +270,21 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
     return dataclasses.replace(read_config(out), **given)
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `TrainConfig` that the command line names, but for the model."""
+    names = ("recipe", "weights", "moments", *_OVERRIDES)
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
+
+
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:
     """Train, compare, print and write the results."""
     compare = getattr(options, "compare", "none" if config.recipe == "bf16" else "bf16")
+    if options.export is not None:
+        check_export(options.export)
     if options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
-        _keep_programs(out)
+        keep_programs(out)
     train = functools.partial(
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every, progress="bar"
     )
@@ -266,18 +293,24 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     result, baseline = train(config, out=out), None
     curves = {name: result.train_loss}
     if compare == "bf16":
-        baseline = train(dataclasses.replace(config, recipe="bf16"), out=out / BASELINE_FOLDER)
+        baseline = train(config.in_bf16, out=out / BASELINE_FOLDER)
         curves["bf16 (baseline)"] = baseline.train_loss
     title = f"{config.model}, seed {config.seed}: bytes of Python's standard library"
     plot_losses(out / "loss.png", curves, title=title)
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
+    if options.export is not None:
+        export_run(out, options.export)
+        print(f"exported: {options.export}")
     print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
 
 
-def _keep_programs(out: Path) -> None:
-    # On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
-    # ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+def keep_programs(out: Path) -> None:
+    """Keep compiled programs in a folder, and load those that are there.
+
+    On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
+    ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+    """
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

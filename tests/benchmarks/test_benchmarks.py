@@ -161,8 +161,14 @@ def test_memory_counts_the_parts(smoke):
     for name, per_weight in {"float32": 20, "bfloat16": 18, "float8_e5m2": 17}.items():
         assert rows[f"tcfp12, error {name}"].bytes_per_weight == pytest.approx(per_weight, abs=0.01)
     assert rows["tcfp12, stochastic lo, no error buffer"].errors_bytes == 0
+    for name, per_weight in {"": 4 + 2 / 128, ", both orientations": 5 + 2 / 128}.items():
+        assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(per_weight, abs=1e-3)
+    assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(10, abs=1e-3)
+    assert len({row.parameters for row in rows.values() if row.kind == "measured"}) == 1
     arithmetic = [row for row in smoke[1]["memory"] if row.kind == "arithmetic" and row.name == "BF16"]
     assert [row.state_bytes for row in arithmetic] == [12 * 10**9 * billions for billions in memory.BILLIONS]
+    stored = [row for row in smoke[1]["memory"] if row.kind == "arithmetic" and row.name == "stored, 8-bit moments"]
+    assert [row.state_bytes / row.parameters for row in stored] == pytest.approx([4 + 2 / 128] * 5, abs=1e-3)
     assert memory.bytes_per_weight(memory.SETTINGS[1].recipe) == pytest.approx(20, abs=0.01)
 
 

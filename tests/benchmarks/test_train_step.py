@@ -12,8 +12,8 @@ from benchmarks.shapes import GemmShape
 from tcfp_jax.products import layer
 
 SHAPE = GemmShape(32, 32, 48)
-# One recipe and what differs from it in the optimizer's state; the wrong product below is of another.
-VARIANTS = {name: made for name, made in train_step.VARIANTS.items() if name == "bf16" or "fast" in name}
+# One recipe, what differs from it in the optimizer's state, and stored weights; the wrong product below is of another.
+VARIANTS = {n: made for n, made in train_step.VARIANTS.items() if n in ("bf16", "stored") or "fast" in n}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def smoke(tmp_path_factory):
 
 def test_every_part_has_every_recipe(smoke):
     rows = smoke[1]
-    gradients = [name for name in VARIANTS if name not in train_step.ERROR_DTYPES]
+    gradients = [name for name in VARIANTS if name not in train_step.KEPT]
     expected = [(part, name) for part in train_step.PARTS[:-1] for name in gradients]
     expected += [(train_step.PARTS[-1], name) for name in VARIANTS]
     assert [(r.part, r.recipe) for r in rows] == expected
@@ -77,6 +77,18 @@ def test_an_optimizer_step_continues_from_the_last_one():
     losses = [float(step()) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
     assert before.is_deleted()  # donated
+
+
+def test_stored_weights_are_all_that_is_kept_of_them():
+    shape = GemmShape(16, 128, 256)
+    step = train_step.make_optimizer_step(
+        shape, train_step.VARIANTS["stored both"], kept=train_step.KEPT["stored both"]
+    )
+    losses = [float(step.function()) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    leaves = jax.tree.leaves(step.function.state)
+    assert sum(leaf.nbytes for leaf in leaves) / (2 * 128 * 256) == pytest.approx(5 + 2 / 128, abs=0.01)
+    assert not any(leaf.dtype == jnp.float32 and leaf.size >= 128 for leaf in leaves)
 
 
 def test_the_peak_of_a_process():

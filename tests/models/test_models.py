@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, model_config
+from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, causal_attention, model_config
 from models.mlp import MLP
 from models.plotting import plot_losses
-from models.text import SEPARATOR, is_heldout, load_corpus, source_files
+from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files
 from tests.helpers import variables_of
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=16)
@@ -61,6 +61,25 @@ def test_new_files_move_no_other_file(library):
     assert set(before.train_files) <= set(after.train_files)
     assert set(before.heldout_files) <= set(after.heldout_files)
     assert before.digest != after.digest
+
+
+def test_installed_packages_are_read_once_each(library):
+    packages = library / "site-packages"
+    for index in range(60):
+        text = f"text_{index % 40} = {index % 40}\n" * 20
+        (packages / "tests").mkdir(exist_ok=True)
+        (packages / "tests" / f"test_{index}.py").write_text(text)
+    (packages / "short.py").write_text("x = 1\n")
+    corpus = load_installed([packages, library])
+    texts = (corpus.train.tobytes() + corpus.heldout.tobytes()).split(SEPARATOR)[:-1]
+    assert len(texts) == len(set(texts)) == 40 + 60  # modules of both roots, and neither copies nor what is short
+    names = corpus.train_files + corpus.heldout_files
+    assert sum(name.startswith("site-packages/tests/") for name in names) == 40
+    assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
+    limited = load_installed([packages, library], byte_limit=4000)
+    assert len(limited.train) + len(limited.heldout) <= 4000 + len(limited.train_files + limited.heldout_files)
+    with pytest.raises(FileNotFoundError, match="no training file"):
+        load_installed([library / "json"])
 
 
 def test_corpus_refuses_an_empty_tree(tmp_path):
@@ -126,6 +145,8 @@ def test_gpt_names_what_is_wrong():
         GPTConfig(layers=1, width=32, heads=3, context=8)
     with pytest.raises(ValueError, match="vocabulary=100"):
         GPTConfig(layers=1, width=32, heads=2, context=8, vocabulary=100)
+    with pytest.raises(ValueError, match="attention='flash' is unknown"):
+        GPTConfig(layers=1, width=32, heads=2, context=8, attention="flash")
     with pytest.raises(ValueError, match="below 1"):
         GPTConfig(layers=0, width=32, heads=2, context=8)
     with pytest.raises(ValueError, match="model 'huge' is unknown"):
@@ -134,6 +155,14 @@ def test_gpt_names_what_is_wrong():
         GPT(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match="dtype='float16'"):
         GPT(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+
+
+@pytest.mark.gpu
+def test_cudnn_attends_as_products_do():
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 64, 2, 64), jnp.bfloat16) for i in range(3))
+    with jax.numpy_dtype_promotion("standard"):
+        fast, exact = (causal_attention(q, k, v, how).astype(jnp.float32) for how in ("cudnn", "products"))
+    assert jnp.allclose(fast, exact, atol=0.03)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])

@@ -28,6 +28,7 @@ CONFIG = TrainConfig(
     model=MICRO, steps=60, batch=4, sequence=32, steps_per_call=5, heldout_windows=16, corpus_bytes=1_000_000,
     learning_rate=1e-2,
 )  # fmt: skip
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,13 +45,20 @@ def uninterrupted(tmp_path_factory):
     return out, run(CONFIG, out=out, checkpoint_every=5)
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "stored"
+    return out, run(STORED, out=out, checkpoint_every=5)
+
+
 def final_state(path, config=CONFIG):
     with RunDirectory(path, config, train.corpus_of(config).digest, resume="allowed") as directory:
         return directory.restore(train.init(config))[0]
 
 
-def test_it_learns(uninterrupted):
-    _, result = uninterrupted
+@pytest.mark.parametrize("weights", ["uninterrupted", "stored"])
+def test_it_learns(weights, request):
+    _, result = request.getfixturevalue(weights)
     assert result.train_loss[0] > 5.0
     assert result.heldout_loss < 3.5
     assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
@@ -72,11 +80,18 @@ def test_recipes_share_initial_weights_and_batches():
     assert not same_bits(states[0].params, other.params)
 
 
-@pytest.mark.parametrize("saves", ["between checkpoints", "inside a checkpoint"])
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted, saves):
-    whole, expected = uninterrupted
-    out = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, "-c", _program(out)], cwd=ROOT, env=_environment())
+@pytest.mark.parametrize(
+    ("weights", "saves"),
+    [
+        ("uninterrupted", "between checkpoints"),
+        ("uninterrupted", "inside a checkpoint"),
+        ("stored", "between checkpoints"),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, weights, saves, request):
+    whole, expected = request.getfixturevalue(weights)
+    out, config = tmp_path / "killed", STORED if weights == "stored" else CONFIG
+    process = subprocess.Popen([sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment())
     try:
         if saves == "between checkpoints":
             _wait_for(lambda: len(_lines(out)) >= 20, process)
@@ -91,23 +106,28 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted, saves)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')  # a line that a kill cut short
 
-    resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=5)
+    resumed = run(config, out=out, resume="allowed", checkpoint_every=5)
     assert np.array_equal(resumed.train_loss, expected.train_loss)
     assert resumed.heldout_loss == expected.heldout_loss
     assert [json.loads(line)["step"] for line in _lines(out)] == list(range(1, CONFIG.steps + 1))
     assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert same_bits(final_state(out), final_state(whole))
+    assert same_bits(final_state(out, config), final_state(whole, config))
 
 
 STOCHASTIC = tcfp_jax.recipe("tcfp12", remainder="stochastic")
 
 
 @pytest.mark.parametrize(
-    "recipe", ["bf16", "tensorwise", STOCHASTIC, tcfp_jax.recipe("rowwise"), tcfp_jax.recipe("blockwise", block=32)],
-    ids=["bf16", "tensorwise", "stochastic", "rows", "blocks"],
+    "change",
+    [
+        {"recipe": "bf16"}, {"recipe": "tensorwise"}, {"recipe": STOCHASTIC}, {"recipe": tcfp_jax.recipe("rowwise")},
+        {"recipe": tcfp_jax.recipe("blockwise", block=32)},
+        {"recipe": tcfp_jax.recipe("tcfp12_single", copies="both"), "weights": "stored", "moments": "8bit"},
+    ],
+    ids=["bf16", "tensorwise", "stochastic", "rows", "blocks", "stored"],
 )  # fmt: skip
-def test_every_kind_of_state_is_restored(tmp_path, recipe):
-    path, config = tmp_path / "run", dataclasses.replace(CONFIG, recipe=recipe)
+def test_every_kind_of_state_is_restored(tmp_path, change):
+    path, config = tmp_path / "run", dataclasses.replace(CONFIG, **change)
     state, digest = train.init(dataclasses.replace(config, seed=5)), "digest"
     with RunDirectory(path, config, digest, resume="never") as directory:
         directory.append(1, np.ones(5))
@@ -135,12 +155,50 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         ({"recipe": "bf16"}, "recipe='tcfp12' in the folder but 'bf16' now"),
         ({"steps": 80}, "steps=60 in the folder but 80 now"),
         ({"model": dataclasses.replace(MICRO, layers=2)}, "layers=1 in the folder but 2 now"),
+        ({"weights": "stored"}, r"weights='float' in the folder but 'stored' now.*tcfp_jax\.store\(params, recipe"),
     ],
 )
 def test_another_run_is_not_resumed(uninterrupted, change, message):
     out, _ = uninterrupted
     with pytest.raises(ValueError, match=message):
         run(dataclasses.replace(CONFIG, **change), out=out, resume="allowed")
+
+
+def test_stored_weights_are_not_resumed_as_floats(stored):
+    message = r"weights='stored' in the folder but 'float' now.*tcfp_jax\.dequantize\(params\)"
+    with pytest.raises(ValueError, match=message):
+        run(CONFIG, out=stored[0], resume="allowed")
+
+
+def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninterrupted):
+    out = tmp_path / "copy"
+    shutil.copytree(uninterrupted[0], out)
+    content = json.loads((out / "config.json").read_text())
+    for name in ("weights", "moments"):
+        del content["config"][name]
+    del content["model"]["attention"], content["config"]["model"]["attention"]
+    (out / "config.json").write_text(json.dumps(content))
+    assert read_config(out) == dataclasses.replace(CONFIG, dtype=CONFIG.compute_dtype)
+    assert run(CONFIG, out=out, resume="allowed").heldout_loss == uninterrupted[1].heldout_loss
+
+
+def test_trained_weights_are_exported_as_floats(tmp_path, stored):
+    out, result = stored
+    train.export_run(out, tmp_path / "weights.npz")
+    exported = dict(np.load(tmp_path / "weights.npz"))
+    params = tcfp_jax.dequantize(final_state(out, STORED).params)
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    assert same_bits(exported, named)
+    assert exported["block_0/qkv/kernel"].dtype == np.float32
+    # Served by a program that knows nothing of stored weights.
+    floats = train.TrainState(params, (), jnp.int32(0))
+    heldout = jnp.asarray(train.corpus_of(STORED).heldout)
+    assert train.evaluate(STORED.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
+    with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
+        train.export_run(out, tmp_path / "weights.safetensors")
 
 
 def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
@@ -172,6 +230,14 @@ def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
         ({"final_fraction": 1.5}, "final_fraction=1.5 must be in 0 to 1"),
         ({"dtype": "float16"}, "dtype='float16' is unknown"),
         ({"error_dtype": "float16"}, "error_dtype='float16' is unknown"),
+        ({"weights": "packed"}, "weights='packed' is unknown"),
+        ({"weights": "stored", "moments": "fp8"}, "moments='fp8' is unknown"),
+        ({"moments": "8bit"}, "moments='8bit' with weights='float'"),
+        (
+            {"weights": "stored", "recipe": "tensorwise"},
+            "weights='stored' with recipe 'tensorwise': it has no residual",
+        ),
+        ({"weights": "stored", "error_dtype": "bfloat16"}, "error_dtype='bfloat16' with weights='stored'"),
     ],
 )
 def test_config_names_what_is_wrong(change, message):
@@ -237,6 +303,16 @@ class TestCommand:
         assert "ratio" not in capsys.readouterr().out
         assert not Path("plain/compare_bf16").exists()
 
+    def test_stored_weights_have_a_recipe_and_moments_of_their_own(self, stored, capsys):
+        assert train.main([*self.ARGUMENTS, "--weights=stored", "--compare=none", "--export=weights.npz"]) == 0
+        summary = json.loads(Path("runs/micro-tcfp12_single-stored-0/summary.json").read_text())
+        assert summary["config"]["moments"] == "8bit"
+        assert summary["run"]["heldout_loss"] == stored[1].heldout_loss
+        assert "exported: weights.npz" in capsys.readouterr().out
+        assert "positions" in np.load("weights.npz")
+        assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
+        assert not Path("new").exists()
+
     def test_nothing_to_resume(self, capsys):
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
@@ -247,10 +323,11 @@ class TestCommand:
         assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])
 def test_steps_add_nothing_atomically(recipe):
     """A scatter of floats on a GPU adds in another order each time, and a resumed run would not be the same."""
-    config = dataclasses.replace(CONFIG, recipe=recipe, dtype="bfloat16")
+    config = STORED if recipe == "stored" else dataclasses.replace(CONFIG, recipe=recipe)
+    config = dataclasses.replace(config, dtype="bfloat16")
     state, key = jax.eval_shape(lambda: train.init(config)), train.batch_key(config)
     step = train.make_train_step(config)
     lowered = step.trace(state, jnp.zeros(100, jnp.uint8), key).lower(lowering_platforms=("cuda",))
@@ -276,12 +353,12 @@ def _wait_for(condition, process):
         time.sleep(0.002)
 
 
-def _program(out):
+def _program(out, config):
     return textwrap.dedent(f"""
         from pathlib import Path
         from models.gpt import GPTConfig
         from models.train import TrainConfig, run
-        run({CONFIG!r}, out=Path({str(out)!r}), checkpoint_every=5)
+        run({config!r}, out=Path({str(out)!r}), checkpoint_every=5)
     """)
 
 
