@@ -23,7 +23,7 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import values_of, kernel_shape, training_of
+from tcfp_jax.weights.training import kernel_shape, training_of, values_of
 
 # Fields by which a Flax layer computes its product in another way; a recipe decides that, so they must be unset.
 CHOICES = (
@@ -88,7 +88,8 @@ class Reader(Protocol):
 class Absent:
     """Stands for a kernel of which only the quantized form exists: its shape and the parameter's dtype.
 
-    `parameter` is the stored weight, where that is the parameter itself (`tcfp_jax.store`). Indexed, as NNX layers read their parameters, it is itself; as an operand of anything but `multiply` it raises.
+    `parameter` is the stored weight, where that is the parameter itself (`tcfp_jax.store`). Indexed, as NNX layers read
+    their parameters, it is itself; as an operand of anything but `multiply` it raises.
 
     >>> Absent((3, 4), jnp.dtype("float32"))[...].shape
     (3, 4)

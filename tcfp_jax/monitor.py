@@ -1,34 +1,23 @@
 """Whether updates arrive: what rounding made of them, for each stored weight, on request.
 
 A learning rate far below the grid of a weight moves few of its entries a step, and with rounding that drops remainders
-none at all; nothing else in a run shows it.
+none at all; nothing else in a run shows it. `tcfp_jax.optim.adamw(quality="on")` keeps the same numbers in its state.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from tcfp_jax.optim.steps import Quality, quality_of
 from tcfp_jax.paths import leaves
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, kernel_of
+from tcfp_jax.weights.training import is_stored, training_of
+
+__all__ = ["Quality", "update_quality"]
 
 
-class Arrived(NamedTuple):
-    """What rounding made of the update of one weight.
-
-    Attributes:
-      moved: the share of its entries whose value changed.
-      quality: `<applied, wanted> / |wanted|^2`, the effective descent quality (EDQ) of Collage (Yu et al. 2024): 1
-        where the update arrives as a whole, or on the average; 0 where it is lost, and of an update of zeros.
-    """
-
-    moved: jax.Array
-    quality: jax.Array
-
-
-def arrived(before: Any, after: Any, updates: Any) -> dict[str, Arrived]:
-    """What of the updates arrived in each stored weight, by path.
+def update_quality(before: Any, after: Any, updates: Any) -> dict[str, Quality]:
+    """What became of the updates in each stored weight, by path: which share of it moved, and its effective descent.
 
     Args:
       before: the parameters.
@@ -36,30 +25,26 @@ def arrived(before: Any, after: Any, updates: Any) -> dict[str, Arrived]:
       updates: what was to be added, floats.
 
     Raises:
-      ValueError: the trees differ, or an update is a weight already; `tcfp_jax.optim.adamw(monitor="updates")` keeps
-        these numbers in its state.
+      ValueError: there is no float update of a stored weight.
 
+    >>> import jax
     >>> from tcfp_jax.optim.stored import apply_updates, store
     >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
     >>> updates = {"kernel": jnp.full((2, 2), 0.25)}
-    >>> found = arrived(params, apply_updates(params, updates), updates)["kernel"]
-    >>> float(found.moved), float(found.quality)
+    >>> found = update_quality(params, apply_updates(params, updates), updates)["kernel"]
+    >>> float(found.moved), float(found.edq)
     (1.0, 1.0)
     """
     old, new, wanted = leaves(before, is_stored), leaves(after, is_stored), leaves(updates)
-    weights = {path: weight for path, weight in old.items() if isinstance(weight, Stored)}
-    missing = sorted(path for path in weights if path not in new or path not in wanted)
-    if missing:
-        raise ValueError(
-            f"there is no float update of {missing[0]!r}: pass parameters before and after a step, and the updates that "
-            "an optax transformation made; tcfp_jax.optim.adamw writes weights, and has monitor= for these numbers"
-        )
-    return {path: of_weight(weight, new[path], wanted[path]) for path, weight in weights.items()}
-
-
-def of_weight(before: Stored, after: Stored, wanted: jax.Array) -> Arrived:
-    """The same of one weight and a float32 update of the kernel's shape."""
-    applied = kernel_of(after, jnp.float32) - kernel_of(before, jnp.float32)
-    square = jnp.sum(wanted.astype(jnp.float32) ** 2)
-    quality = jnp.sum(applied * wanted.astype(jnp.float32)) / jnp.where(square == 0, 1.0, square)
-    return Arrived(jnp.mean(applied != 0), quality)
+    found = {}
+    for path, weight in old.items():
+        if not isinstance(weight, Stored):
+            continue
+        if path not in new or path not in wanted:
+            raise ValueError(
+                f"there is no float update of {path!r}: pass the parameters before and after a step, and the updates of "
+                'an optax transformation; tcfp_jax.optim.adamw writes weights, and has quality="on" for these numbers'
+            )
+        layout = training_of(weight).weight.layout.stacked(wanted[path].ndim)
+        found[path] = quality_of(weight, new[path], layout.matrix(wanted[path]).astype(jnp.float32))
+    return found

@@ -92,7 +92,7 @@ def float_step(
     if not is_stored(w):
         return change, *chosen, None
     written = _either(keep, rewrite(w, values + change), w)
-    found = _quality(w, written, change) if step.quality == "on" else None
+    found = quality_of(w, written, change) if step.quality == "on" else None
     return written, *chosen, found
 
 
@@ -130,7 +130,7 @@ def fused_step(
     if step.quality == "on":
         before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
         wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
-        found = _quality(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
+        found = quality_of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
     return written, *moments, found
 
 
@@ -169,7 +169,8 @@ def _either(keep: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
 
 
-def _quality(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
+def quality_of(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
+    """What became of an update of a stored weight; `wanted` is float32, of the matrix's shape."""
     applied = after.dequantize() - before.dequantize()
     moved = jnp.mean((applied != 0).astype(jnp.float32))
     energy = jnp.sum(wanted * wanted)

@@ -147,6 +147,6 @@ def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
             f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
-            f"{list(shape)}); build it with the weights that tcfp_jax.conversion.find_weights(model, *inputs) finds, in "
-            "the place of a recipe"
+            f"{list(shape)}); build it with what tcfp_jax.conversion.find_weights(model, *inputs) finds, in the place "
+            "of a recipe"
         )

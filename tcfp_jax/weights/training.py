@@ -142,7 +142,9 @@ def train(
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
     dtype = jnp.dtype(kernel.dtype)
-    training = Training(rounding, amax, error, None, weight, shape, dtype, jnp.dtype(gradient_dtype or dtype), remainder)
+    training = Training(
+        rounding, amax, error, None, weight, shape, dtype, jnp.dtype(gradient_dtype or dtype), remainder
+    )
     scale = next_scale(jnp.zeros(stack), amax) if weight.recipe.scaling == Tensor() else None
     return _written(Stored(None, None, training=training), target, scale)
 
@@ -294,8 +296,8 @@ def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
     if not isinstance(recipe.weight, Dual):
         raise ValueError(
-            f"weight={recipe.weight} has no residual, and one FP8 tensor has too few bits to be a parameter; store with "
-            'recipe("tcfp12_single"), which multiplies by W_hi alone, or keep float parameters and error_feedback'
+            f"weight={recipe.weight} has no residual, and one FP8 tensor has too few bits to be a parameter; store "
+            'with recipe("tcfp12_single"), which multiplies by W_hi alone, or keep float parameters and error_feedback'
         )
     if remainder not in get_args(Remainder):
         raise ValueError(f"remainder={remainder!r} is unknown; use one of {list(get_args(Remainder))}")

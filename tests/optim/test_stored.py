@@ -1,4 +1,4 @@
-"""Parameters that are W_hi + W_lo alone: stored, differentiated and updated in every kind of model, and never silently."""
+"""Parameters that are W_hi + W_lo alone: stored, differentiated and updated, in every kind of model."""
 
 import functools
 
@@ -237,7 +237,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optax_transformation_composes(name):
     tx = OPTIMIZERS[name]()
-    params, state, losses = train(on_stored(tx), stored_of(), 12)
+    _, state, losses = train(on_stored(tx), stored_of(), 12)
     assert losses[-1] < losses[0] and int(state.skipped) == 0
     # The same optimizer on the float parameters: updates of the first step are the same.
     floats = tcfp_jax.dequantize(stored_of())
@@ -348,19 +348,19 @@ def test_arguments_of_value_and_grad_are_those_of_jax():
 # What goes wrong ------------------------------------------------------------------------------------------------------
 def test_code_that_does_not_know_stored_weights_says_what_to_use():
     params = stored_of()
-    with pytest.raises(TypeError, match="tcfp_jax.value_and_grad"):
+    with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
         jax.grad(loss)(params, X)
-    with pytest.raises(TypeError, match="tcfp_jax.dequantize"):
+    with pytest.raises(TypeError, match=r"tcfp_jax\.dequantize"):
         nn.Dense(32).apply({"params": params["up"]}, X)
     with pytest.raises((TypeError, ValueError), match="Stored"):
         optax.apply_updates(params, tcfp_jax.dequantize(params))
     tx = optax.adamw(1e-2)
-    with pytest.raises((TypeError, ValueError), match="on_stored|Stored"):
+    with pytest.raises((TypeError, ValueError), match=r"on_stored|Stored"):
         tx.update(tcfp_jax.grad(loss)(params, X), tx.init(params), params)
-    with pytest.raises(TypeError, match="tcfp_jax.dequantize"):
+    with pytest.raises(TypeError, match=r"tcfp_jax\.dequantize"):
         params["up"]["kernel"] * 2
+    layer = layers.TCFPDense(32, recipe=RECIPE)
     with pytest.raises(ValueError, match="both"):
-        layer = layers.TCFPDense(32, recipe=RECIPE)
         layer.apply({"params": params["up"], "tcfp": {"kernel": params["up"]["kernel"]}}, X)
 
 
@@ -395,7 +395,7 @@ def test_other_wrong_arguments_say_what_to_do():
         tcfp_jax.grad(loss, holomorphic=True)
     with pytest.raises(ValueError, match="argnums=3"):
         tcfp_jax.grad(loss, argnums=3)(params, X)
-    with pytest.raises(ValueError, match="tx.update"):
+    with pytest.raises(ValueError, match=r"tx\.update"):
         on_stored(optax.sgd(0.1)).update(updates, None)
     with pytest.raises(ValueError, match="pass the parameters of this model"):
         layers.TCFPDense(8, recipe=RECIPE).apply({"params": params["up"]}, X)
