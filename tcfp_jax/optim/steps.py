@@ -69,7 +69,7 @@ def scalars_of(
     >>> round(float(scalars_of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
     0.1
     """
-    bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t)
+    bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
     following = optax.safe_increment(count)
     # Differences are taken before they are rounded to float32, where a caller gives Python's numbers, as optax does.
     values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)

@@ -1,0 +1,59 @@
+"""The training step of stored parameters, compiled for an H200 and read: nothing float32 of a weight's size but gradients."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import tcfp_jax
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import compile_for, h200s
+
+REASON = h200.missing()
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+TOKENS, K, N = 4096, 1024, 2048
+
+
+@pytest.mark.parametrize(("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")])
+def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradient):
+    mesh, recipe = h200s(1), tcfp_jax.recipe("tcfp12_single", copies=copies)
+    tx = tcfp_jax.optim.adamw(1e-4, moments="8bit", key=jax.random.key(0))
+
+    def init():
+        params = {"up": {"kernel": jnp.ones((K, N))}, "down": {"kernel": jnp.ones((N, K))}}
+        params = tcfp_jax.store(params, recipe, key=jax.random.key(0), gradient_dtype=gradient)
+        return params, tx.init(params)
+
+    def loss(params, x):
+        h = jax.nn.relu(tcfp_jax.matmul(x, params["up"]["kernel"], recipe=recipe))
+        return jnp.mean((tcfp_jax.matmul(h, params["down"]["kernel"], recipe=recipe) - x).astype(jnp.float32) ** 2)
+
+    def step(params, state, x):
+        value, gradients = tcfp_jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(gradients, state, params)
+        return tcfp_jax.apply_updates(params, updates), state, value
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+    params, state = jax.tree.map(place, jax.eval_shape(init))
+    x = jax.ShapeDtypeStruct((TOKENS, K), jnp.bfloat16, sharding=whole)
+    compiled = compile_for(mesh, step, params, state, x, donate_argnums=(0, 1))
+    entry = compiled.text[compiled.text.index("ENTRY") :]
+    sizes = rf"\[(?:{K},{N}|{N},{K}|{K * N}|{K * N // 128},128)\]"
+    made = [line for line in entry.splitlines() if " parameter(" not in line and "bitcast(" not in line]
+    made = [line.split(" = ", 1)[1] for line in made if " = " in line]
+    wide = [
+        line for line in made if re.match(rf"\(?.*?(?:f32|bf16|u32|s32){sizes}.* (?:fusion|custom-call|copy)\(", line)
+    ]
+    assert len(wide) == 2, wide  # both gradients, and that is all
+    assert all(re.match(rf"{'f32' if gradient == 'float32' else 'bf16'}{sizes}", line) for line in wide)
+    assert sum('"__gpu$xla.gpu.triton"' in line or "adamw" in line for line in made) >= 2
+    # In place: nothing of the state is copied.
+    assert not [line for line in made if re.match(rf"(?:f8e4m3fn|u8){sizes}\S* copy\(", line)]
