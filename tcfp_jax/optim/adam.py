@@ -5,6 +5,10 @@ moments are read once and written once, 4.03 bytes of state a weight, and no flo
 not take (float parameters, small weights, rows of less than 128 values, other formats of moments, blocks of scales)
 goes through XLA with the same arithmetic. A step in which any gradient is not finite changes nothing but the count of
 such steps.
+
+Over stored parameters it stands in `chain`, `masked`, `partition` and `inject_hyperparams`, but not in `MultiSteps` and
+`apply_if_finite`, which expect updates of the parameters' own structure: add gradients up before it, or take
+`on_stored(optax.MultiSteps(...))`.
 """
 
 from collections.abc import Callable

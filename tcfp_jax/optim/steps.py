@@ -14,6 +14,7 @@ import optax
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.adamw.api import Moments, Rates, adamw
+from pallas_kernels.adamw.reference import Portable
 from pallas_kernels.operands import Operand
 from tcfp_jax.optim.moments import Blocks, Format, decode, encode
 from tcfp_jax.weights.stored import Stored
@@ -135,15 +136,22 @@ def fused_step(
 
 
 def _wanted(step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: Scalars) -> tuple[Any, Any, Any]:
-    """(update, m, v) in float32: `optax.adamw`, operation by operation."""
-    g = g.astype(jnp.float32) * s.factor
-    m = s.rest1 * g + s.b1 * m
-    v = s.rest2 * (g * g) + s.b2 * v
-    corrected = s.b1 * (m / s.next_bias1) + s.rest1 * (g / s.bias1) if step.nesterov else m / s.bias1
+    """(update, m, v) in float32: `optax.adamw`, operation by operation.
+
+    No product is contracted with a sum, which one program does and another one, on another mesh, does not.
+    """
+    g = g.astype(jnp.float32)
+    times = Portable(g).multiply
+    g = times(g, s.factor)
+    m = times(s.rest1, g) + times(s.b1, m)
+    v = times(s.rest2, times(g, g)) + times(s.b2, v)
+    corrected = m / s.bias1
+    if step.nesterov:
+        corrected = times(s.b1, m / s.next_bias1) + times(s.rest1, g / s.bias1)
     change = corrected / (jnp.sqrt(v / s.bias2 + s.eps_root) + s.eps)
     if step.decays:
-        change = change + s.weight_decay * w.astype(jnp.float32)
-    return -s.learning_rate * change, m, v
+        change = change + times(s.weight_decay, w.astype(jnp.float32))
+    return times(-s.learning_rate, change), m, v
 
 
 def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Any]:

@@ -319,7 +319,8 @@ def test_bytes_a_weight():
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.optimized
 def test_bits_are_the_same_on_every_mesh(spec):
-    params, grads = {"up": STORED["up"]}, {"up": GRADS["up"]}
+    params = {"stored": STORED["up"], "plain": PARAMS["up"]}
+    grads = {"stored": GRADS["up"], "plain": GRADS["up"]}
     run = _program()
     alone = run(params, grads)
     mesh = mesh_of(2, 2)
