@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,10 @@ from benchmarks.convergence import RERUN_JITTER
 from models.checkpoint import RunDirectory
 from models.gpt import GPTConfig
 from models.settings import Moments, TrainConfig, Weights
-from models.training import TrainState, batch_key, compile_evaluation, init, jittered, make_optimizer, make_steps
+from models.training import TrainState, batch_key, init, jittered, lower_evaluation, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
+from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, recipe
 from tcfp_jax.weights.training import is_stored
 
@@ -205,20 +207,20 @@ def continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (adam,) = filter(is_adam, jax.tree.leaves(before, is_leaf=is_adam))
 
-    def rounded(fresh: Any, moments: Any, stream: int) -> Any:
+    def rounded(fresh: Any, moments: Any, which: int) -> tuple[Any, dict[str, Any]]:
         treedef: Any
-        leaves, treedef = jax.tree.flatten(fresh, is_leaf=narrow.is_blocks)
-        pairs = enumerate(zip(leaves, jax.tree.leaves(moments), strict=True))
-        # Steps count from 1, so that none of them draws the bits of step 0.
-        return treedef.unflatten([_rounded(a, b, narrow.stream(state.key, 0, stream, i)) for i, (a, b) in pairs])
+        paths, treedef = jax.tree_util.tree_flatten_with_path(fresh)
+        scales: dict[str, Any] = {}
+        leaves = []
+        for i, ((path, leaf), moment) in enumerate(zip(paths, jax.tree.leaves(moments), strict=True)):
+            form: Any = "ue5m3" if leaf.dtype == jnp.uint8 else leaf.dtype.name
+            # Steps count from 1, so that none of them draws the bits of step 0.
+            code = narrow.encode(form, moment.reshape(leaf.shape), narrow.stream(state.key, 0, which, i))
+            leaves.append(narrow.kept(code, path_names(path), scales))
+        return treedef.unflatten(leaves), scales
 
-    return state._replace(count=adam.count, mu=rounded(state.mu, adam.mu, 0), nu=rounded(state.nu, adam.nu, 1))
-
-
-def _rounded(fresh: Any, moment: jax.Array, keys: Any) -> Any:
-    values = fresh.values if narrow.is_blocks(fresh) else fresh
-    form: Any = "ue5m3" if values.dtype == jnp.uint8 else values.dtype.name
-    return narrow.encode(form, moment.reshape(values.shape), keys)
+    (mu, mu_scale), (nu, nu_scale) = rounded(state.mu, adam.mu, 0), rounded(state.nu, adam.nu, 1)
+    return state._replace(count=adam.count, mu=mu, mu_scale=mu_scale, nu=nu, nu_scale=nu_scale)
 
 
 def _noise(params: Any, stored: Any) -> Any:
@@ -239,15 +241,19 @@ def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout
     """
     base = jax.eval_shape(lambda: init(train_config(config, VARIANTS[BASELINE])))
     text, key = jax.ShapeDtypeStruct((text_bytes,), jnp.uint8), jax.random.key(0)
+    one_at_a_time = threading.Lock()  # Python traces in one thread anyway; XLA compiles in several
 
     def compile_one(name: str) -> None:
         variant = VARIANTS[name]
-        run, start = train_config(config, variant), start_fork(config, name)
-        state, _ = jax.eval_shape(start, base, key)
-        start.lower(base, key).compile()
-        if name != RERUN:  # it has the baseline's
-            _steps(config, variant).lower(state, text, batch_key(run)).compile()
-            compile_evaluation(run, state, heldout_bytes)
+        with one_at_a_time:
+            run, start = train_config(config, variant), start_fork(config, name)
+            state, _ = jax.eval_shape(start, base, key)
+            lowered = [start.lower(base, key)]
+            if name != RERUN:  # it has the baseline's
+                lowered.append(_steps(config, variant).lower(state, text, batch_key(run)))
+                lowered.append(lower_evaluation(run, state, heldout_bytes))
+        for program in lowered:
+            program.compile()
 
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         for name, work in [(name, pool.submit(compile_one, name)) for name in names]:

@@ -88,11 +88,11 @@ def evaluate(
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
-def compile_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int) -> None:
-    """Compile what `evaluate` runs with the trained products, from the shapes of a state: JAX keeps the program."""
+def lower_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int) -> Any:
+    """What `evaluate` runs with the trained products, from the shapes of a state: once compiled, JAX keeps it."""
     text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
     quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
-    _evaluate_function(_program(config)).lower(state.params, quantized, text, offsets).compile()
+    return _evaluate_function(_program(config)).lower(state.params, quantized, text, offsets)
 
 
 def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:

@@ -120,10 +120,14 @@ def test_a_fork_has_the_moments_of_its_base(name):
     (adam,) = filter(is_adam, jax.tree.leaves(base.opt_state, is_leaf=is_adam))
     assert state.opt_state.count == adam.count
     exact = name == "stored_float32_moments"
-    for ours, theirs in ((state.opt_state.mu, adam.mu), (state.opt_state.nu, adam.nu)):
+    names, after = ["block_0", "qkv", "kernel"], state.opt_state
+    for ours, scales, theirs, eight in (
+        (after.mu, after.mu_scale, adam.mu, "float8_e4m3fn"),
+        (after.nu, after.nu_scale, adam.nu, "ue5m3"),
+    ):
         kept, right = ours["block_0"]["qkv"]["kernel"], theirs["block_0"]["qkv"]["kernel"]
-        form = {"stored": "float8_e4m3fn" if ours is state.opt_state.mu else "ue5m3"}.get(name, "bfloat16")
-        value = kept if exact else narrow.decode(form, kept)
+        form = {"stored": eight, "stored_float32_moments": "float32"}.get(name, "bfloat16")
+        value = narrow.decode(form, narrow.found(form, kept, names, scales))
         assert jnp.allclose(value, right, rtol=0 if exact else 0.13, atol=0 if exact else 0.05)
         assert jnp.array_equal(value, right) == exact
         assert jnp.array_equal(ours["embedding"]["embedding"], theirs["embedding"]["embedding"])
