@@ -43,7 +43,7 @@ def update_quality(before: Any, after: Any, updates: Any) -> dict[str, Quality]:
         if path not in new or path not in wanted:
             raise ValueError(
                 f"there is no float update of {path!r}: pass the parameters before and after a step, and the updates "
-                'of an optax transformation; tcfp_jax.optim.adamw writes weights, and has quality="on" for these numbers'
+                'of an optax transformation; tcfp_jax.optim.adamw writes weights and has quality="on" for these numbers'
             )
         layout = training_of(weight).weight.layout.stacked(wanted[path].ndim)
         found[path] = quality_of(weight, new[path], layout.matrix(wanted[path]).astype(jnp.float32))

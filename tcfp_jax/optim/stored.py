@@ -120,6 +120,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     [[0.75, 0.75], [0.75, 0.75]]
     """
     empty = lambda node: node is None or is_stored(node)
+    treedef: Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=empty)
     pairs = zip(paths, treedef.flatten_up_to(updates), strict=True)
     return treedef.unflatten([_updated("/".join(path_names(path)), leaf, update) for (path, leaf), update in pairs])

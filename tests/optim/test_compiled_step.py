@@ -1,4 +1,4 @@
-"""The training step of stored parameters, compiled for an H200 and read: nothing float32 of a weight's size but gradients."""
+"""The training step of stored parameters, compiled for an H200 and read: gradients are its only floats of their size."""
 
 import re
 
