@@ -299,6 +299,18 @@ def test_bad_input_says_what_to_do():
             call(*good, **{option: "heavy"})
 
 
+@pytest.mark.parametrize(
+    ("kind", "capability", "chosen"),
+    [("NVIDIA H200", 9.0, True), ("NVIDIA H200", 0.0, True), ("NVIDIA A100", 8.0, False), ("AMD MI300", 0.0, False)],
+)
+def test_the_kernel_is_chosen_where_instructions_for_fp8_are(kind, capability, chosen, monkeypatch):
+    """A device that is only described has no capability."""
+    monkeypatch.setattr(triton.dispatch, "device_kind", lambda: kind)
+    monkeypatch.setattr(triton.dispatch, "compute_capability", lambda: capability)
+    reason = triton.decline(reference.Options())
+    assert reason is None if chosen else kind in reason
+
+
 # Compiled for an H200, without one ------------------------------------------------------------------------------------
 
 needs_compiler = [
@@ -350,9 +362,3 @@ class TestCompiled:
         assert compiled.targets == ["__gpu$xla.gpu.triton"]
         assert not compiled.results("all-gather") and not compiled.results("copy")
         assert len(compiled.results("all-reduce")) == 1  # the amax
-
-    def test_a_device_that_lacks_fp8_runs_the_definition(self, monkeypatch):
-        monkeypatch.setattr(triton.dispatch, "compute_capability", lambda: 8.0)
-        mesh = h200.h200s(1)
-        compiled = h200.compile_for(mesh, train, *described(mesh, (16, 128)))
-        assert "__gpu$xla.gpu.triton" not in compiled.targets
