@@ -128,12 +128,14 @@ def exact(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clippe
     """A step of optax."""
     params, inner = state
     updates, inner = optimizer(clipped).update(g, inner, params)
-    return (optax.apply_updates(params, updates), inner), None
+    params = optax.apply_updates(params, updates)
+    return (params, inner), params[0, 0]
 
 
 def copy(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array) -> Any:
     """As many bytes as a step moves with a float32 gradient, six each way: one bit of each word changes."""
-    return state ^ jnp.uint32(1), None
+    state = state ^ jnp.uint32(1)
+    return state, state[0]
 
 
 # name: (the step, what it looks for, its options); with both gradients

@@ -25,7 +25,7 @@ SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DO
 CHOOSE = "choose"
 BENCHMARKS = (
     "train_step", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers", "memory", "quality",
-    "convergence", "forks", "scan", "casts",
+    "convergence", "forks", "adamw", "scan", "casts",
 )  # fmt: skip
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): BENCHMARKS}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
-from tcfp_jax.optim.moments import Format, by_name, checked_key, encode, found, kept, narrow_leaves, own, spread, stream
+from tcfp_jax.optim.moments import Format, by_name, checked_key, found, kept, narrow_leaves, own, spread, stream, zeros
 from tcfp_jax.optim.steps import Quality, QualityChoice, Scalars, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import path_names, put
@@ -261,9 +261,7 @@ def _decays(mask: Any, params: Any) -> list[Any]:
 
 def _zeros(form: Format, parameter: Any) -> Any:
     """A moment of zeros; it is sharded as the parameter is."""
-    like = parameter.backward.values if is_stored(parameter) else parameter
-    word = jnp.zeros((), jnp.uint32)
-    return encode(form, jnp.zeros_like(like, dtype=jnp.float32), (word, word))
+    return zeros(form, parameter.backward.values if is_stored(parameter) else parameter)
 
 
 def _finite(gradients: list[jax.Array], max_norm: Any) -> tuple[jax.Array, jax.Array]:

@@ -131,7 +131,9 @@ def low_precision_moments(
         return LowPrecisionState(count, key, inner, by_name(scales, like))
 
     def init(params: Any) -> LowPrecisionState:
-        return encoded(inner_tx.init(params), plan(params), jnp.zeros((), jnp.int32), own(words), params)
+        # Behind a barrier, or XLA would round states of zeros while it compiles, for seconds a weight.
+        state = lax.optimization_barrier(inner_tx.init(params))
+        return encoded(state, plan(params), jnp.zeros((), jnp.int32), own(words), params)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -266,6 +268,26 @@ def encode(form: Format, x: Any, keys: tuple[jax.Array, jax.Array] | None) -> An
         return x
     assert keys is not None, "checked_key asked for it"
     return _encode(form, x, *keys)
+
+
+def zeros(form: Format, like: jax.Array) -> Any:
+    """A moment of zeros, of the shape and sharding of `like`: what `encode` makes of them, without rounding them.
+
+    XLA would do that while it compiles, for seconds a weight.
+    """
+    if form in ("float32", "bfloat16"):
+        return jnp.zeros_like(like, dtype=form)
+    return _zeros(form, jnp.zeros_like(like, dtype=jnp.uint8))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(form: Format, values: jax.Array) -> Blocks:
+    # One code of each block, so that scales are sharded as the values are: v's byte of zeros is 0, m's scale is 1.
+    scale = values.reshape(blocked_shape(values.shape))[..., :: codes.BLOCK]
+    if form == "ue5m3":
+        return Blocks(values, scale)
+    as_type = functools.partial(lax.bitcast_convert_type, new_dtype=codes.E4M3)
+    return Blocks(as_type(values), lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE))
 
 
 def decode(form: Format, x: Any) -> Any:

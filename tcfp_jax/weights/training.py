@@ -6,10 +6,10 @@ a float `slot` of the kernel's shape into the weight, which products never read 
 
 **The scale rule.** A kernel that updates a weight in one pass cannot know the largest value that it will write, so each
 rounding leaves `amax` and the next one scales by it. Scales change by whole binades, in which nothing is rounded, and
-only when `amax / scale` left (28, 224]; they then bring it into (56, 112]. So a weight may wander over three binades
-before its scale moves, and may grow fourfold in a single step before `W_hi` and `W_lo`, which together reach twice as
-far as E4M3's 448, clip it. A weight of zeros, which has no amax, waits with the scale 2**-16: a first step between
-1e-8 and 1e-2 fits.
+only when `amax / scale` left (14, 112]; they then bring it into (28, 56]. So a weight may wander over three binades
+before its scale moves, and may grow eightfold in a single step before `W_hi` and `W_lo`, which together reach twice as
+far as E4M3's 448, clip it; fourfold costs it no precision. A weight of normal values has 60 dB everywhere there. One of
+zeros, which has no amax, waits with the scale 2**-16: a first step between 1e-8 and 1e-2 fits.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Remainder = Literal["stochastic", "feedback", "dropped"]
 
 ERROR_DTYPE = jnp.float8_e5m2
 WORD_BITS = 24  # of a seed or a count: integers that float32 holds exactly
-_HIGH, _LOW, _TARGET = 224.0, 28.0, 112.0
+_HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
 _static: Any = functools.partial(field, metadata=dict(static=True))
 
@@ -205,7 +205,7 @@ def advanced(rounding: jax.Array | None) -> jax.Array | None:
 def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
     """The scale of the next rounding, from the last one and the amax that it saw (see the module's docstring).
 
-    >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 224.0, 225.0, 28.0, 27.0, 0.0)]
+    >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 112.0, 113.0, 14.0, 13.0, 0.0)]
     [1.0, 1.0, 4.0, 0.25, 0.25, 1.52587890625e-05]
     """
     fresh = numerics.pow2_cover(amax, _TARGET)

@@ -1,4 +1,4 @@
-"""The training step of stored parameters, compiled for an H200 and read: gradients are its only floats of their size."""
+"""The training step of stored parameters, compiled for an H200: its only floats of a weight's size are gradients."""
 
 import re
 

@@ -16,7 +16,7 @@ from optax import contrib
 
 from pallas_kernels import counter
 from tcfp_jax import optim
-from tcfp_jax.optim.moments import Blocks, blocked_shape, decode, encode, narrow_leaves, stream
+from tcfp_jax.optim.moments import Blocks, blocked_shape, decode, encode, narrow_leaves, stream, zeros
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
@@ -353,3 +353,11 @@ def test_parameters_in_boxes(tx):
     assert losses[2] < losses[1] < losses[0]
     state = jax.tree.leaves(nnx.state(optimizer))
     assert {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8)} <= {leaf.dtype for leaf in state}
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float8_e4m3fn", "ue5m3"])
+@pytest.mark.parametrize("shape", [(64, 200), (16, 8, 32), (128, 64)])
+def test_zeros_are_what_rounding_makes_of_zeros(form, shape):
+    word = jnp.uint32(3)
+    wanted = encode(form, jnp.zeros(shape), (word, word))
+    assert same_bits(zeros(form, jnp.ones(shape)), wanted)

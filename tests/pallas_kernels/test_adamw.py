@@ -35,7 +35,7 @@ def data(shape=SHAPE, seed=0):
     rng = np.random.default_rng(seed)
     normal = lambda: rng.standard_normal(shape)
     rows = 2.0 ** -(np.arange(shape[0]) % 13)[:, None] * 1e-2
-    w, g, m = normal() * 100, normal() * rows, normal() * rows
+    w, g, m = np.clip(normal() * 100, -448, 448), normal() * rows, normal() * rows
     g[:, 3], m[1] = 0, 0
     v = np.square(normal() * rows) * (np.arange(shape[0]) != 1)[:, None]
     hi = w.astype(E4M3)
