@@ -252,6 +252,21 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
     partial.replace(path)
 
 
+def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier run with the same settings, as JSON has them; none if there is no file.
+
+    Raises:
+      ValueError: the file is of other settings.
+    """
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    found = {name: content["config"].get(name) for name in settings}
+    if found != settings:
+        raise ValueError(f"{path} has settings {found}, not {settings}; drop --resume")
+    return content["rows"]
+
+
 def _finite(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}

@@ -18,7 +18,6 @@ is trained again, with BF16's fork. All programs are compiled first, several at 
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import statistics
 import time
@@ -197,13 +196,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    if not path.exists():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    settings = {name: content["config"].get(name) for name in config.settings}
-    if settings != config.settings:
-        raise ValueError(f"{path} has settings {settings}, not {config.settings}; drop --resume")
-    rows = map(read_row, content["rows"])
+    rows = map(read_row, common.rows_to_resume(path, config.settings))
     return [row for row in rows if row.name in VARIANTS and row.variant == repr(VARIANTS[row.name])]
 
 
