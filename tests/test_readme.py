@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+import tcfp_jax
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -16,7 +18,7 @@ def test_python_blocks_run():
     with jax.numpy_dtype_promotion("standard"):
         for block in BLOCKS:
             exec(compile(block, "README.md", "exec"), namespace)
-    leaves = jax.tree.leaves(namespace["params"])
+    leaves = jax.tree.leaves(tcfp_jax.dequantize(namespace["params"]))
     assert len(leaves) == 4 and all(jnp.isfinite(leaf).all() and jnp.abs(leaf).max() > 0 for leaf in leaves)
 
 

@@ -131,9 +131,7 @@ def low_precision_moments(
         return LowPrecisionState(count, key, inner, by_name(scales, like))
 
     def init(params: Any) -> LowPrecisionState:
-        # Behind a barrier, or XLA would round states of zeros while it compiles, for seconds a weight.
-        state = lax.optimization_barrier(inner_tx.init(params))
-        return encoded(state, plan(params), jnp.zeros((), jnp.int32), own(words), params)
+        return encoded(_first(inner_tx, params), plan(params), jnp.zeros((), jnp.int32), own(words), params)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -268,6 +266,11 @@ def encode(form: Format, x: Any, keys: tuple[jax.Array, jax.Array] | None) -> An
         return x
     assert keys is not None, "checked_key asked for it"
     return _encode(form, x, *keys)
+
+
+def _first(tx: optax.GradientTransformation, params: Any) -> Any:
+    """The first state of a transformation, behind a barrier: XLA would round its zeros while it compiles."""
+    return lax.optimization_barrier(tx.init(params))
 
 
 def zeros(form: Format, like: jax.Array) -> Any:
