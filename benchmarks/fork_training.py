@@ -20,27 +20,31 @@ import optax
 
 import tcfp_jax
 from benchmarks.convergence import RERUN_JITTER
+from benchmarks.eco import eco
 from models.checkpoint import RunDirectory
 from models.gpt import GPTConfig
 from models.settings import Moments, TrainConfig, Weights
-from models.training import TrainState, batch_key, init, jittered, lower_evaluation, make_optimizer, make_steps
+from models.training import B1, B2, TrainState, batch_key, init, jittered, lower_evaluation, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, recipe
-from tcfp_jax.weights.training import is_stored
+from tcfp_jax.weights.training import Remainder, is_stored
 
 BASELINE, RERUN = "bf16", "bf16_rerun"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a fork trains: `weights` and `moments` as in `models.train`, the rest as `tcfp_jax.store` takes it."""
+    """How a fork trains: `weights` and `moments` as in `models.train`, the rest as `tcfp_jax.store` takes it.
+
+    The remainder "eco" is "stochastic", and what it leaves goes into the first moment.
+    """
 
     recipe: Recipe
     weights: Weights = "float"
     moments: Moments = "float32"
-    remainder: Literal["stochastic", "feedback"] = "stochastic"
+    remainder: Literal["stochastic", "feedback", "eco"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -62,10 +66,10 @@ VARIANTS = {
     "stored_float32_moments": _stored("float32"),
     "stored_dual_forward": _stored(forward_weight="hi+lo"),
     "stored_feedback": _stored(remainder="feedback"),
+    "stored_eco": _stored("float32", remainder="eco"),
     "stored_bfloat16_gradients": _stored(gradient_dtype="bfloat16"),
     "stored_blocks": _stored(block=128),
 }
-DEFAULT_FORKS = tuple(VARIANTS)[:-2]
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Config:
     text: str = ""
     jax: str = jax.__version__
     text_read: int = field(default=0, compare=False)
-    forks: tuple[str, ...] = field(default=DEFAULT_FORKS, compare=False)
+    forks: tuple[str, ...] = field(default=tuple(VARIANTS), compare=False)
     seeds: tuple[int, ...] = field(default=(0,), compare=False)
     budget_seconds: float = field(default=math.inf, compare=False)
     bases: str | None = field(default=None, compare=False)
@@ -157,7 +161,11 @@ def schedule_of(config: Config) -> optax.Schedule:
 
 @functools.cache
 def _optimizer(config: Config, variant: Variant) -> optax.GradientTransformation:
-    return make_optimizer(train_config(config, variant), schedule_of(config))
+    run, schedule = train_config(config, variant), schedule_of(config)
+    optimizer = make_optimizer(run, schedule)
+    if variant.remainder != "eco":
+        return optimizer
+    return eco(optimizer, schedule, peak=run.learning_rate, b1=B1, b2=B2, weight_decay=run.weight_decay)
 
 
 @functools.cache
@@ -181,9 +189,10 @@ def start_fork(config: Config, name: str) -> Any:
         return jax.tree.map(jnp.copy, state), _noise(params, state.params)
 
     def _with_stored(base: TrainState, variant: Variant, key: jax.Array) -> TrainState:
+        remainder: Remainder = "stochastic" if variant.remainder == "eco" else variant.remainder
         params = tcfp_jax.store(
-            base.params, variant.recipe, key=key if variant.remainder == "stochastic" else None,
-            remainder=variant.remainder, gradient_dtype=variant.gradient_dtype,
+            base.params, variant.recipe, key=key if remainder == "stochastic" else None,
+            remainder=remainder, gradient_dtype=variant.gradient_dtype,
         )  # fmt: skip
         opt_state: Any = optimizer.init(params)
         return TrainState(params, continued(opt_state, base.opt_state, jax.random.fold_in(key, 1)), base.step)

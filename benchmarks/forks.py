@@ -36,7 +36,6 @@ from benchmarks.common import Result, markdown_table
 from benchmarks.convergence import RERUN_JITTER, perplexity_ratio
 from benchmarks.fork_training import (
     BASELINE,
-    DEFAULT_FORKS,
     RERUN,
     VARIANTS,
     Base,
@@ -68,6 +67,7 @@ MEANINGS = {
     "stored_float32_moments": "stored, float32 moments",
     "stored_dual_forward": "stored, forward by hi + lo",
     "stored_feedback": "stored with an FP8 error in the place of random bits",
+    "stored_eco": "stored, float32 moments, ECO",
     "stored_bfloat16_gradients": "stored, weights' gradients in bfloat16",
     "stored_blocks": "stored, scales of squares of 128",
 }
@@ -246,7 +246,7 @@ def summarize(rows: list[Row]) -> list[Summary]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Forks, seeds, sizes, and when to stop."""
-    parser.add_argument("--forks", help=f"of {','.join(VARIANTS)} (default: all but the last two)")
+    parser.add_argument("--forks", help=f"of {','.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="how many bases (default: 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     for name in ("base_steps", "fork_steps", "steps_per_call"):
@@ -269,7 +269,7 @@ def configure(options: argparse.Namespace) -> Config:
     """
     if options.resume and options.path is None:
         raise ValueError("--resume continues a JSON file, so it needs --json or --out")
-    names = common.chosen_of("forks", options.forks or ",".join(DEFAULT_FORKS), tuple(VARIANTS))
+    names = common.chosen_of("forks", options.forks or ",".join(VARIANTS), tuple(VARIANTS))
     if BASELINE not in names:
         raise ValueError(f"--forks must contain {BASELINE}, to which the others are compared")
     on_gpu = jax.default_backend() == "gpu"

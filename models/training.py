@@ -39,6 +39,7 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
+B1, B2 = 0.9, 0.95  # of AdamW's moments
 StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 
 
@@ -136,7 +137,7 @@ def _optimizer(
             init_value=0.0, peak_value=config.learning_rate, warmup_steps=max(1, config.steps // 10),
             decay_steps=max(2, config.steps), end_value=config.learning_rate * config.final_fraction,
         )  # fmt: skip
-    adamw: Any = dict(learning_rate=schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
+    adamw: Any = dict(learning_rate=schedule, b1=B1, b2=B2, weight_decay=config.weight_decay, mask=_is_matrix)
     if config.weights == "stored":
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
         return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key)

@@ -17,7 +17,7 @@ from models.gpt import GPTConfig
 from models.training import init
 from tcfp_jax.optim import moments as narrow
 
-NAMES = (BASELINE, RERUN, "tcfp12_fast", "stored")
+NAMES = (BASELINE, RERUN, "tcfp12_fast", "stored", "stored_eco")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,7 +43,7 @@ def test_every_fork_is_a_row(smoke):
     out, rows = smoke
     assert [row.name for row in rows] == list(NAMES)
     assert len({row.base for row in rows}) == 1
-    assert [round(row.bytes_per_weight, 2) for row in rows] == [12, 12, 20, 4.02]
+    assert [round(row.bytes_per_weight, 2) for row in rows] == [12, 12, 20, 4.02, 10]
     losses = [row.heldout_loss for row in rows]
     assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == len(losses)
     by_name = {row.name: row for row in rows}
@@ -64,7 +64,7 @@ def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
     for module in (forks, fork_training):
         monkeypatch.setattr(module, "VARIANTS", changed)
     kept = forks.main(command(out, "--resume", "--budget-seconds", "0"))
-    assert [row.name for row in kept] == [BASELINE, "tcfp12_fast", "stored"]  # the other one is another one now
+    assert [row.name for row in kept] == [BASELINE, "tcfp12_fast", "stored", "stored_eco"]  # the other one is another one now
     assert f"1 forks left undone: {RERUN} of seed 0" in capsys.readouterr().out
     path = out / common.device_slug() / "forks.json"
     with pytest.raises(ValueError, match="drop --resume"):
