@@ -54,6 +54,7 @@ from models.train import keep_programs
 from models.training import evaluate
 
 NAME = "forks"
+RECOMMENDED = "stored_bfloat16_gradients"  # as the guide and `models.train` store weights
 
 MEANINGS = {
     BASELINE: "BF16, float32 weights and AdamW",
@@ -324,6 +325,12 @@ def table(result: Result) -> str:
         f"rate of {config['learning_rate']:g}, then {config['fork_steps']} to zero. BF16's forks end at "
         f"{baseline:.4f} nats (mean). Ratios are means over bases ± standard error; the last column is a step's time."
     )
+
+
+def ratios_of(result: Result) -> dict[str, str]:
+    """The ratio of every variant and its standard error, as tables show them."""
+    rows = [read_row(row) for row in result.rows if row["name"] in VARIANTS]
+    return {summary.name: _ratio_cell(summary) for summary in summarize(rows)}
 
 
 def _ratio_cell(summary: Summary) -> str:

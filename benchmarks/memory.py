@@ -185,16 +185,24 @@ def _bytes(leaf: Any) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
-def bytes_per_weight(chosen: Recipe) -> float:
-    """Bytes of state a weight under AdamW and a float32 master, from shapes alone; of one layer of 4096 x 16384.
+def bytes_per_weight(chosen: Recipe, *, stored: bool = False) -> float:
+    """Bytes of state a weight under AdamW, from shapes alone; of one layer of 4096 x 16384.
 
-    >>> round(bytes_per_weight(recipe("bf16")), 3)
-    12.0
+    Weights are float32 with what `error_feedback` keeps, or stored with moments in 8 bits.
+
+    >>> round(bytes_per_weight(recipe("bf16")), 3), round(bytes_per_weight(recipe("tcfp12_single"), stored=True), 3)
+    (12.0, 4.016)
     """
-    params = {"layer": {"kernel": jax.ShapeDtypeStruct((MIDDLE.k, MIDDLE.n), jnp.float32)}}
-    optimizer = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
-    state = jax.eval_shape(optimizer.init, params)
-    return sum(map(_bytes, jax.tree.leaves((params, state)))) / (MIDDLE.k * MIDDLE.n)
+    key = jax.random.key(0)
+    floats = optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen))
+    optimizer = tcfp_jax.optim.adamw(1e-4, moments="8bit", key=key) if stored else floats
+
+    def init() -> Any:
+        params: Any = {"layer": {"kernel": jnp.zeros((MIDDLE.k, MIDDLE.n))}}
+        params = tcfp_jax.store(params, chosen, key=key) if stored else params
+        return params, optimizer.init(params)
+
+    return sum(map(_bytes, jax.tree.leaves(jax.eval_shape(init)))) / (MIDDLE.k * MIDDLE.n)
 
 
 def measure_peak(name: str, config: Config) -> tuple[Row, int | None]:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, memory, recipes, train_step
+from benchmarks import convergence, forks, memory, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
 from tcfp_jax.recipes import recipe
 
@@ -33,6 +33,7 @@ PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its J
 # The recipes of README's table, and when to use each.
 USE_IT_WHEN = {
     "bf16": "you need the baseline, or layers are too small for FP8 to pay",
+    "tcfp12_single": "memory or speed matters, and weights should keep 16 bits: [no float weights](docs/stored.md)",
     "tensorwise": "speed matters most and one FP8 weight is good enough",
     "rowwise": "single rows or channels are much larger than the others",
     "blockwise": "outliers are local, as in DeepSeek-V3's recipe",
@@ -72,14 +73,18 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 def choose(results: Path = RESULTS) -> str:
     """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
     # Every recipe of one run: ratios of several runs would compare the baselines, too.
-    timed, trained = found = [read_result(name, results) for name in (recipes.NAME, convergence.NAME)]
+    names = (recipes.NAME, convergence.NAME, forks.NAME)
+    timed, trained, forked = found = [read_result(name, results) for name in names]
     ratios = convergence.summaries(trained) if trained else {}
+    of_forks = forks.ratios_of(forked) if forked else {}
     speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
     lines = []
     for name, when in USE_IT_WHEN.items():
         summary = ratios.get(("gpt", name))
         perplexity = "–" if summary is None else convergence.ratio_of(summary)
-        state = f"{memory.bytes_per_weight(recipe(name)):.4g}"
+        if name == recipes.STORED and forks.RECOMMENDED in of_forks:
+            perplexity = f"{of_forks[forks.RECOMMENDED]}²"
+        state = f"{memory.bytes_per_weight(recipe(name), stored=name == recipes.STORED):.4g}"
         lines.append([f"`{name}`", speeds[name], state, "1" if name == convergence.BASELINE else perplexity, when])
     titles = ["recipe", "speed over BF16", "bytes of state per weight", "held-out perplexity over BF16", "use it when"]
     shape = None if timed is None else timed.rows[0]["shape"]
@@ -88,7 +93,8 @@ def choose(results: Path = RESULTS) -> str:
         "forward and backward pass, AdamW and quantization of the weights."
         + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
         "State is the float32 weight, AdamW's moments, the quantized weight and its error. Perplexity is of a small "
-        "GPT (mean over seeds ± standard error).",
+        "GPT (mean over seeds ± standard error)."
+        + (" ² Of forks of a larger one's run in BF16, whose noise is a tenth." if of_forks else ""),
         "[Measurements](docs/measurements.md) has all numbers.",
     ]
     origins = " ".join(f"`{result.name}`: {result.origin}." for result in found if result is not None)
@@ -98,6 +104,7 @@ def choose(results: Path = RESULTS) -> str:
 def _speed(name: str, timed: Result | None) -> str:
     """Of an optimizer step, else of a forward and backward pass, else a dash."""
     found = {} if timed is None else timed.by("part", "recipe")
+    name = recipes.STORED_ROW if name == recipes.STORED else name
     for part, mark in ((train_step.OPTIMIZER, ""), ("mlp", "¹")):
         if (part, name) in found:
             return "1" if name == train_step.BASELINE else f"**{found[part, name]['speed_over_bf16']:.2f}**{mark}"

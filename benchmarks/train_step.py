@@ -199,7 +199,8 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: K
     def init(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         params, x, target = draw(OPTIMIZER, shape, key)
         if kept.weights == "stored":
-            params = tcfp_jax.store(params, chosen, key=key, gradient_dtype=kept.gradient_dtype)
+            floats = lambda: draw(OPTIMIZER, shape, key)[0]
+            params = tcfp_jax.store(floats, chosen, key=key, gradient_dtype=kept.gradient_dtype)
         return (params, optimizer.init(params)), x, target
 
     def outputs() -> dict[str, Any]:

@@ -46,7 +46,7 @@ StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, ja
 def init(config: TrainConfig) -> TrainState:
     """The state before the first step. Parameters depend on the model and the seed alone, not on the recipe.
 
-    Stored weights are made of the same parameters, in the same program, so that no float copy of all of them exists.
+    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists.
     """
     return _init_function(_program(config))(jax.random.key(config.seed))
 
@@ -176,11 +176,19 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
         tokens = jnp.zeros((1, config.sequence), jnp.int32)
         # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
         model = _model(config.in_bf16)
-        params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
-        if config.initial_jitter:
-            params = jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
+
+        def floats() -> Any:
+            params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
+            if not config.initial_jitter:
+                return params
+            return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
+
+        params: Any = None
         if config.weights == "stored":
-            params = tcfp_jax.store(params, config.recipe, key=jax.random.fold_in(seed_key, _ROUNDING))
+            rounding = jax.random.fold_in(seed_key, _ROUNDING)
+            params = tcfp_jax.store(floats, config.recipe, key=rounding, gradient_dtype=jnp.bfloat16)
+        else:
+            params = floats()
         opt_state = _optimizer(config, seed_key).init(params)
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 

@@ -26,10 +26,11 @@ PTXAS = shutil.which("ptxas") or ""
 
 @dataclass(frozen=True)
 class Compiled:
-    """The HLO of an optimized program, and the names of its custom calls."""
+    """The HLO of an optimized program, the names of its custom calls, and how much it needs beside its arguments."""
 
     text: str
     targets: list[str]
+    temporary_bytes: int
 
     def results(self, operation: str) -> list[str]:
         """Types of the results of an HLO operation, wherever it occurs."""
@@ -89,5 +90,6 @@ def on_blocks(
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
     """Lower and compile a function of arguments from `on`."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = jax.jit(function, **jit_options).lower(*arguments).compile().as_text()
-    return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text))
+        compiled = jax.jit(function, **jit_options).lower(*arguments).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text), memory.temp_size_in_bytes)

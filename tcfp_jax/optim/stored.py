@@ -20,6 +20,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from tcfp_jax.optim.creation import Program
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -49,13 +50,15 @@ def store(
 ) -> Any:
     """The tree with its kernels stored as `W_hi + W_lo`, two bytes a weight, of which no float copy is left.
 
-    Norms, biases, embeddings and whatever else is no kernel stay what they are. Called in one `jit` with the model's
-    `init`, no float copy of all weights ever exists:
+    Norms, biases, embeddings and whatever else is no kernel stay what they are. Of a function that makes the parameters
+    the kernels are made one after another, so that in a `jit` no more than one of them is ever float (of parameters
+    that are there already, XLA makes those of equal shapes in one kernel):
 
-        params = jax.jit(lambda key: store(model.init(key, x)["params"], recipe, key=key))(key)
+        params = jax.jit(lambda key: store(lambda: model.init(key, x)["params"], recipe, key=key))(key)
 
     Args:
-      params: parameters, also in Flax's boxes, or an `nnx.State` of them.
+      params: parameters, also in Flax's boxes, or an `nnx.State` of them; or a function without arguments that returns
+        such, as random keys and arrays around it say.
       recipe: how layers multiply, a recipe with a residual such as "tcfp12_single": every leaf named `kernel` with two
         axes or more is stored, axes before the last two as a stack of layers with a scale each. Or what
         `tcfp_jax.conversion.find_weights` found in a model: those weights, but for tables whose rows are looked up.
@@ -73,7 +76,10 @@ def store(
     >>> stored["kernel"].nbytes, dequantize(stored)["kernel"].dtype
     (36, dtype('float32'))
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    makes = callable(params) and jax.tree_util.all_leaves([params])
+    program = Program(params) if makes else None
+    found = params if program is None else program.shapes
+    paths, treedef = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_stored)
     if any(is_stored(leaf) for _, leaf in paths):
         raise ValueError("parameters are stored already; store(dequantize(params), ...) stores them anew")
     chosen = _chosen(paths, recipe)
@@ -83,10 +89,17 @@ def store(
             f"no weight to store among {known}: no leaf named 'kernel' with two axes, and none that the mapping names; "
             "pass find_weights(model, *inputs) of the model that these are the parameters of"
         )
+    rest = [place for place in range(len(paths)) if place not in chosen]
     leaves = [leaf for _, leaf in paths]
     for place, weight in chosen.items():
         own = None if key is None else jax.random.fold_in(key, place)
-        leaves[place] = train(leaves[place], weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
+        leaf = leaves[place] if program is None else program.leaves([place])[0]
+        leaves[place] = train(leaf, weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
+        if program is not None:
+            program.wait_for(leaves[place])
+    if program is not None:
+        for place, leaf in zip(rest, program.leaves(rest), strict=True):
+            leaves[place] = leaf
     return jax.tree.unflatten(treedef, leaves)
 
 

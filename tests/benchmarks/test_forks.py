@@ -64,7 +64,8 @@ def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
     for module in (forks, fork_training):
         monkeypatch.setattr(module, "VARIANTS", changed)
     kept = forks.main(command(out, "--resume", "--budget-seconds", "0"))
-    assert [row.name for row in kept] == [BASELINE, "tcfp12_fast", "stored", "stored_eco"]  # the other one is another one now
+    # The other one is another one now.
+    assert [row.name for row in kept] == [BASELINE, "tcfp12_fast", "stored", "stored_eco"]
     assert f"1 forks left undone: {RERUN} of seed 0" in capsys.readouterr().out
     path = out / common.device_slug() / "forks.json"
     with pytest.raises(ValueError, match="drop --resume"):
@@ -77,17 +78,17 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
     path = tmp_path / common.device_slug() / "forks.json"
     path.parent.mkdir()
     content = json.loads((out / common.device_slug() / "forks.json").read_text())
-    content["rows"] = [{**dataclasses.asdict(row), "base": "another"} for row in rows if row.name != "stored"]
+    content["rows"] = [{**dataclasses.asdict(row), "base": "another"} for row in rows if row.name != NAMES[-1]]
     path.write_text(json.dumps(content))
 
     def fail(config, name, *rest):
-        if name == "stored":
+        if name == NAMES[-1]:
             raise ArithmeticError("not today")
         return right(config, name, *rest)
 
     right = forks.measure_fork
     monkeypatch.setattr(forks, "measure_fork", fail)
-    with pytest.raises(RuntimeError, match="1 forks failed, see above: stored of seed 0"):
+    with pytest.raises(RuntimeError, match=f"1 forks failed, see above: {NAMES[-1]} of seed 0"):
         forks.main(command(tmp_path, "--resume"))
     written = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["base"] == "another") for row in written] == [

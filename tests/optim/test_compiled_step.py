@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
@@ -19,6 +20,31 @@ pytestmark = [
 ]
 
 TOKENS, K, N = 4096, 1024, 2048
+
+
+class Deep(nn.Module):
+    """Layers of one shape, whose initial values XLA would make in one kernel."""
+
+    layers: int = 6
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.layers):
+            x = nn.Dense(256)(x)
+        return x
+
+
+def test_no_two_kernels_are_float_while_a_model_is_made():
+    mesh = h200s(1)
+
+    def init(key):
+        key = jax.random.wrap_key_data(key)
+        floats = lambda: Deep().init(key, jnp.zeros((1, 256)))["params"]
+        return tcfp_jax.store(floats, "tcfp12_single", key=key)
+
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(mesh, PartitionSpec()))
+    compiled = compile_for(mesh, init, key)
+    assert 4 * 256 * 256 <= compiled.temporary_bytes < 1.5 * 4 * 256 * 256
 
 
 @pytest.mark.parametrize(("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")])

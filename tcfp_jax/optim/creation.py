@@ -1,0 +1,36 @@
+"""Making parameters leaf by leaf: the part of an initializer that one leaf needs, behind what was made before it.
+
+XLA puts equal arithmetic into one kernel, and the initial values of thirty equal layers are that: all of them exist in
+float32 before the first is stored. So each leaf has a program of its own, cut out of the initializer's, whose inputs
+pass through a barrier with the weight that was stored last.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+
+class Program:
+    """The traced program of a function without arguments.
+
+    Attributes:
+      shapes: the tree that the function returns, as shapes.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        closed, self.shapes = jax.make_jaxpr(function, return_shape=True)()
+        self._jaxpr, self._inputs = closed.jaxpr, closed.consts
+
+    def leaves(self, places: Sequence[int]) -> list[jax.Array]:
+        """The leaves at these places of the flattened tree, and nothing of the others."""
+        wanted = [place in places for place in range(len(self._jaxpr.outvars))]
+        part, _ = partial_eval.dce_jaxpr(self._jaxpr, wanted)
+        return jaxpr_as_fun(ClosedJaxpr(part, self._inputs))()
+
+    def wait_for(self, made: Any) -> None:
+        """Let the leaves that are asked for from now on start after `made` is there."""
+        self._inputs, _ = lax.optimization_barrier((self._inputs, made))
