@@ -20,7 +20,7 @@ __all__ = ["NAME", "Config", "Row", "add_options", "configure", "measure", "show
 
 NAME = "recipes"
 # A recipe that is compared as `tcfp_jax.store` holds it, without float weights, and its name in `train_step`.
-STORED, STORED_ROW = "tcfp12_single", "stored bfloat16"
+STORED, STORED_ROW, STORED_RUN = "tcfp12_single", "stored bfloat16", "train_step-stored"
 RECIPES = ("bf16", STORED_ROW, "tensorwise", "tcfp12", "tcfp12_fast", *train_step.COMPARED)
 PARTS: tuple[train_step.Part, ...] = ("mlp", train_step.OPTIMIZER)
 

@@ -73,11 +73,13 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 def choose(results: Path = RESULTS) -> str:
     """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
     # Every recipe of one run: ratios of several runs would compare the baselines, too.
-    names = (recipes.NAME, convergence.NAME, forks.NAME)
-    timed, trained, forked = found = [read_result(name, results) for name in names]
+    names = (recipes.NAME, convergence.NAME, forks.NAME, recipes.STORED_RUN)
+    timed, trained, forked, stored = found = [read_result(name, results) for name in names]
     ratios = convergence.summaries(trained) if trained else {}
     of_forks = forks.ratios_of(forked) if forked else {}
     speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
+    if speeds[recipes.STORED] == "–" and stored is not None:
+        speeds[recipes.STORED] = f"{_speed(recipes.STORED, stored)}³"
     lines = []
     for name, when in USE_IT_WHEN.items():
         summary = ratios.get(("gpt", name))
@@ -94,7 +96,8 @@ def choose(results: Path = RESULTS) -> str:
         + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
         "State is the float32 weight, AdamW's moments, the quantized weight and its error. Perplexity is of a small "
         "GPT (mean over seeds ± standard error)."
-        + (" ² Of forks of a larger one's run in BF16, whose noise is a tenth." if of_forks else ""),
+        + (" ² Of forks of a larger one's run in BF16, whose noise is a tenth." if of_forks else "")
+        + (" ³ Of a run of its own, over its own BF16." if any("³" in speed for speed in speeds.values()) else ""),
         "[Measurements](docs/measurements.md) has all numbers.",
     ]
     origins = " ".join(f"`{result.name}`: {result.origin}." for result in found if result is not None)
