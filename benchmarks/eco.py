@@ -56,6 +56,7 @@ def eco(
             taken = (rate > _SMALLEST_RATE * peak) & (after.count != state.count)
             return m + jnp.where(taken, factor * root * error, 0)
 
+        treedef: Any
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_stored)
         rest = (treedef.flatten_up_to(tree) for tree in (made, after.mu, after.nu))
         mu = [injected(*parts) for parts in zip(leaves, *rest, strict=True)]
