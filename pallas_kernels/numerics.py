@@ -17,6 +17,7 @@ Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling F
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +74,14 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
     return float(2.0 ** (first - (halves - 1) * (mantissa_bits + 2)))
 
 
-def scale_and_inverse(amax: jax.Array, dtype: DTypeLike, scale: str) -> tuple[jax.Array, jax.Array]:
+def scale_and_inverse(
+    amax: jax.Array, dtype: DTypeLike, scale: str, *, division: Callable[..., jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(scale, the multiplier that replaces a division by it) for magnitudes up to `amax`; NaN where it is not finite.
 
     "pow2": `pow2_scale` and its exact reciprocal. "float32": the multiplier is `largest / max(amax, 1e-12)` and the
-    scale its float32 reciprocal, as nanochat and torchao have it.
+    scale its float32 reciprocal, as nanochat and torchao have it. Kernels may give another `division` that
+    rounds correctly.
 
     >>> [float(v) for v in scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn", "pow2")]
     [2.0, 0.5]
@@ -85,11 +89,12 @@ def scale_and_inverse(amax: jax.Array, dtype: DTypeLike, scale: str) -> tuple[ja
     if scale == "pow2":
         power = pow2_scale(amax, dtype)
         return power, reciprocal_pow2(power)
+    correctly_rounded = division or divide
     finite = jnp.isfinite(amax)
     floor = np.float32(_FLOAT32_SCALE_FLOOR)
-    multiplier = divide(largest(dtype), jnp.maximum(amax, floor))
+    multiplier = correctly_rounded(largest(dtype), jnp.maximum(amax, floor))
     multiplier = jnp.where(amax <= floor, np.float32(largest(dtype) / _FLOAT32_SCALE_FLOOR), multiplier)
-    reciprocal = divide(1.0, multiplier)
+    reciprocal = correctly_rounded(1.0, multiplier)
     nan = jnp.float32(jnp.nan)
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 

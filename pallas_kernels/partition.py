@@ -40,7 +40,7 @@ def partitioned(
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
-        which no result has; its results are partial there, and it must `lax.psum` them.
+        which some result lacks; that result is partial there, and it must `lax.psum` (or `lax.pmax`) it.
       rule: letters of the axes of each operand and result, as above. A letter is one size everywhere.
       blocks: of letters that count blocks, what they count. They are split as that axis is, which is split only where
         every part holds whole blocks.
@@ -69,8 +69,11 @@ def partitioned(
             if of.length % (parts * of.size):
                 chosen[of.letter] = ()
             chosen[letter] = chosen.get(of.letter, ())
-        # An axis that no result has is summed over; where it is split, every device holds a part of the sum.
-        split_sums = [letter for letter in chosen if letter not in kept and letter not in blocks]
+        # An axis that a result lacks is summed over; where it is split, every device holds a part of the sum.
+        has = lambda side, letter: letter in side or any(of.letter == letter and q in side for q, of in blocks.items())
+        split_sums = [
+            letter for letter in chosen if letter not in blocks and not all(has(side, letter) for side in outputs)
+        ]
         summed = tuple(axis for letter in split_sums for axis in chosen[letter])
 
         def shardings(sides: list[list[str]]) -> list[NamedSharding]:
@@ -84,7 +87,7 @@ def partitioned(
         # The rule says that an axis of values is (blocks) x (values of a block), so that a sharding of one implies that
         # of the other. It may say so only where every mesh of these devices divides the blocks, or XLA splits one
         # mesh axis between the two factors, which JAX cannot read.
-        if of.length % (of.size * _device_count()) == 0:
+        if of.length % (of.size * device_count()) == 0:
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size
     # In the order in which the rule names them.
@@ -97,7 +100,8 @@ def partitioned(
     return _mapped_in_a_loop(call)
 
 
-def _device_count() -> int:
+def device_count() -> int:
+    """Of the mesh in use, else of this program."""
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 

@@ -6,12 +6,12 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import check_quantizer
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
-from pallas_kernels.quantize import reference, triton, triton_blocks
+from pallas_kernels.quantize import reference, triton, triton_blocks, triton_rows
 
 _XLA = Implementation("xla", reference.quantize, meshes="any")
 IMPLEMENTATIONS = {
     Tensor: (Implementation("triton", triton.quantize, triton.reject, triton.decline), _XLA),
-    Row: (_XLA,),
+    Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, triton_rows.decline), _XLA),
     Block: (
         Implementation("triton", triton_blocks.quantize, triton_blocks.reject, triton_blocks.decline),
         Implementation("xla", reference.quantize),

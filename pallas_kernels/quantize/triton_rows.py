@@ -1,0 +1,237 @@
+"""`quantize` with a scale for every row in Pallas-Triton, and for every column where both orientations are asked for.
+
+What moves, in bytes a value of bfloat16 (XLA's passes in brackets):
+
+    "rows"   3     a program holds whole rows: x is read once and its FP8 values are written once            (5)
+    "both"   6.1   the scale of a column needs every row, so x is read twice: one kernel finds the largest magnitude of
+                   each row and column of a tile, 128 x 128, and a second one scales, turns and writes       (10)
+
+Between the two kernels XLA makes scales of the magnitudes, vectors alone. The second kernel takes the tiles in the
+order opposite to the first one's, so that what was read last, and is still in the cache, is read first.
+
+Under a mesh each device does this with its own part: what crosses devices is the largest magnitude of each line that
+they share. Where the rows themselves are split, rows alone take two kernels as well.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import numerics, tuning
+from pallas_kernels.operands import Operand, Quantization, Quantized
+from pallas_kernels.partition import BlocksOf, device_count, partitioned
+from pallas_kernels.tiled import Tile, fit_tile
+
+# Sides and warps of a tile of magnitudes. It is larger than one that is written, so that there are fewer of them.
+SIDES, _WARPS = (128, 64, 32), 8
+# A program that holds whole rows: the longest, the fewest values, values of each thread and the most warps.
+LONGEST_ROW, _FEWEST, _VALUES_PER_THREAD, _MOST_WARPS = 32768, 2048, 16, 16
+
+
+def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+    """Why this kernel cannot quantize x, or None."""
+    return None if x.size else f'x{list(x.shape)} has no values; use backend="xla"'
+
+
+def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
+    """Why this kernel is not the first choice, or None."""
+    variant = f"{options.orientation} {x.dtype}"
+    return tuning.decline("row_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+
+
+def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+    """See `api.quantize`."""
+    *leading, k = x.shape
+    matrix = x.reshape(-1, k)
+    if options.orientation == "rows":
+        values, scale = partitioned(functools.partial(_rows, options), "i j -> i j, i")(matrix)
+        return Quantized(Operand(values.reshape(x.shape), scale.reshape(leading), scaling=options.scaling))
+    m, sides = matrix.shape[0], tuple(map(_side, matrix.shape))
+    blocks = {"p": BlocksOf("i", sides[0], m), "q": BlocksOf("j", sides[1], k)}
+    tops = partitioned(functools.partial(_tops, sides), "i j -> i q, j p", blocks)(matrix)
+    (of_rows, row_inverse), (of_columns, column_inverse) = (_scales(options, _largest(top)) for top in tops)
+    apply = partitioned(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
+    values, turned = apply(matrix, row_inverse, column_inverse)
+    rows = Operand(values.reshape(x.shape), of_rows.reshape(leading), scaling=options.scaling)
+    return Quantized(rows, Operand(turned.reshape(k, *leading), of_columns, scaling=options.scaling))
+
+
+def _side(size: int) -> int:
+    """The side of a tile of magnitudes: the largest that gives every device of a mesh whole tiles, if one does."""
+    return next((side for side in SIDES if size % (side * device_count()) == 0), SIDES[0])
+
+
+def _largest(tops: jax.Array) -> jax.Array:
+    """The largest magnitude of each line, from those of its tiles; by bits, whose maximum keeps NaN on any network."""
+    return numerics.amax_by_bits(tops.astype(jnp.float32), 1)
+
+
+def _scales(options: Quantization, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
+
+
+def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """(values, scales of the rows) of one device's part of x; axes `summed_over` hold the rest of its rows."""
+    if not summed_over and x.shape[1] <= LONGEST_ROW:
+        return _on_platform(functools.partial(_whole_rows, options), x)
+    amax = _largest(_tops((SIDES[0], SIDES[0]), x)[0])
+    if summed_over:
+        bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
+        amax = lax.bitcast_convert_type(bits, jnp.float32)
+    scale, inverse = _scales(options, amax)
+    return _apply(options.dtype, x, inverse)[0], scale
+
+
+def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
+    """The largest magnitudes `[m, k / side]` of the rows of every tile and `[k, m / side]` of its columns."""
+    return _on_platform(functools.partial(_call_tops, sides), x)
+
+
+def _apply(dtype: Any, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
+    """X times the inverse scales of its rows, and, where there are some, x times those of its columns, transposed."""
+    return _on_platform(functools.partial(_call_apply, dtype), *operands)
+
+
+def _on_platform(call: Callable[..., Any], *operands: jax.Array) -> Any:
+    return lax.platform_dependent(
+        *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
+    )
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list[jax.Array]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    (m, k), (rows, columns) = x.shape, sides
+    grid = pl.cdiv(m, rows), pl.cdiv(k, columns)
+    dtype = x.dtype if x.dtype.itemsize == 2 else jnp.dtype(jnp.float32)
+
+    def kernel(x_ref: Any, rows_ref: Any, columns_ref: Any) -> None:
+        i, j = pl.program_id(0), pl.program_id(1)
+        wide = plgpu.load(x_ref, mask=_inside((m, k), sides, (i, j)), other=0).astype(jnp.float32)
+        for axis, ref, whole, at in ((1, rows_ref, (m, grid[1]), (i, j)), (0, columns_ref, (k, grid[0]), (j, i))):
+            top = numerics.amax_by_bits(wide, axis, keepdims=True).reshape(ref.shape)
+            plgpu.store(ref, top.astype(dtype), mask=_inside(whole, ref.shape, at))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((m, grid[1]), dtype), jax.ShapeDtypeStruct((k, grid[0]), dtype)],
+        grid=grid,
+        in_specs=[pl.BlockSpec(sides, lambda i, j: (i, j))],
+        out_specs=[pl.BlockSpec((rows, 1), lambda i, j: (i, j)), pl.BlockSpec((columns, 1), lambda i, j: (j, i))],
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+        name="row_magnitudes",
+    )(x)
+
+
+def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool) -> list[jax.Array]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    m, k = x.shape
+    tile = fit_tile(m, k) or Tile()
+    sides = tile.rows, tile.columns
+    last = pl.cdiv(m, tile.rows) - 1, pl.cdiv(k, tile.columns) - 1
+    # Forms of the scales and results, rows' and columns': from the last tile to the first.
+    at = lambda i, j: (last[0] - i, last[1] - j)
+    turned = lambda i, j: at(i, j)[::-1]
+    of_rows, of_columns = (lambda i, j: at(i, j)[:1]), (lambda i, j: at(i, j)[1:])
+    vectors = [pl.BlockSpec(sides[:1], of_rows), pl.BlockSpec(sides[1:], of_columns)]
+    results = [pl.BlockSpec(sides, at), pl.BlockSpec(sides[::-1], turned)]
+    shapes = [jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, m), dtype)]
+    count = len(inverses)
+
+    def kernel(x_ref: Any, *refs: Any) -> None:
+        place = at(pl.program_id(0), pl.program_id(1))
+        wide = plgpu.load(x_ref, mask=_inside((m, k), sides, place), other=0).astype(jnp.float32)
+        for axis, (ref, out_ref) in enumerate(zip(refs[:count], refs[count:], strict=True)):
+            mask = _inside((m, k)[axis : axis + 1], ref.shape, place[axis : axis + 1])
+            inverse = jnp.expand_dims(plgpu.load(ref, mask=mask, other=1.0), 1 - axis)
+            values = _multiply(wide, inverse, interpret).astype(dtype)
+            values, where = (values.T, place[::-1]) if axis else (values, place)
+            plgpu.store(out_ref, values, mask=_inside((k, m) if axis else (m, k), values.shape, where))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes[:count],
+        grid=(last[0] + 1, last[1] + 1),
+        in_specs=[pl.BlockSpec(sides, at), *vectors[:count]],
+        out_specs=results[:count],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="row_quantize",
+    )(x, *inverses)
+
+
+def _whole_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    m, k = x.shape
+    width = pl.next_power_of_2(k)
+    rows = max(1, _FEWEST // width)
+    sides = rows, width
+    division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
+
+    def kernel(x_ref: Any, values_ref: Any, scale_ref: Any) -> None:
+        i = pl.program_id(0)
+        inside = _inside((m, k), sides, (i, 0))
+        wide = plgpu.load(x_ref, mask=inside, other=0).astype(jnp.float32)
+        amax = numerics.amax_by_bits(wide, 1, keepdims=True)
+        scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
+        plgpu.store(values_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
+        plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
+
+    spec = pl.BlockSpec(sides, lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)],
+        grid=(pl.cdiv(m, rows),),
+        in_specs=[spec],
+        out_specs=[spec, pl.BlockSpec((rows,), lambda i: (i,))],
+        compiler_params=plgpu.CompilerParams(
+            num_warps=min(_MOST_WARPS, max(1, rows * width // (32 * _VALUES_PER_THREAD))), num_stages=1
+        ),
+        interpret=interpret,
+        name="whole_row_quantize",
+    )(x)
+
+
+def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ...]) -> jax.Array | None:
+    """Which values of the tile at `place` are the array's; None where its sides divide the array: all of them."""
+    mask = None
+    for axis, (size, side, index) in enumerate(zip(whole, sides, place, strict=True)):
+        if size % side:
+            within = index * side + lax.broadcasted_iota(jnp.int32, sides, axis) < size
+            mask = within if mask is None else mask & within
+    return mask
+
+
+def _multiply(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
+    """`flush_subnormal(x) * inverse` as far as its FP8 value can tell; nothing to clip, a line's scale covers it.
+
+    On the device the multiplication itself reads subnormals as zeros, of their sign.
+    """
+    if interpret:
+        return numerics.flush_subnormal(x) * inverse
+    return _instruction("mul.rn.ftz.f32", x, inverse)
+
+
+def _instruction(name: str, a: Any, b: Any) -> jax.Array:
+    """An operation of the device on two float32 values, which no compiler replaces by another."""
+    from jax.experimental.pallas import triton as plgpu
+
+    shape = jnp.broadcast_shapes(jnp.shape(a), jnp.shape(b))
+    operands = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in (a, b)]
+    return plgpu.elementwise_inline_asm(
+        f"{name} $0, $1, $2;", args=operands, pack=1, constraints="=f,f,f",
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )[0]  # fmt: skip
