@@ -6,7 +6,7 @@ What moves, in bytes a value of bfloat16 (XLA's passes in brackets):
     "both"   6.1   the scale of a column needs every row, so x is read twice: one kernel finds the largest magnitude of
                    each row and column of a tile, 128 x 128, and a second one scales, turns and writes       (10)
 
-Between the two kernels XLA makes scales of the magnitudes, vectors alone. The second kernel takes the tiles in the
+Between the two kernels, one for rows and one for columns, which read 1 % of that, make scales of the magnitudes. The last takes the tiles in the
 order opposite to the first one's, so that what was read last, and is still in the cache, is read first.
 
 Under a mesh each device does this with its own part: what crosses devices is the largest magnitude of each line that
@@ -15,7 +15,7 @@ they share. Where the rows themselves are split, rows alone take two kernels as 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, device_count, partitioned
 from pallas_kernels.tiled import Tile, fit_tile
+
+Wanted = Literal["values", "inverses"]
 
 # Sides and warps of a tile of magnitudes. It is larger than one that is written, so that there are fewer of them.
 SIDES, _WARPS = (128, 64, 32), 8
@@ -48,14 +50,15 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     *leading, k = x.shape
     matrix = x.reshape(-1, k)
     if options.orientation == "rows":
-        values, scale = partitioned(functools.partial(_rows, options), "i j -> i j, i")(matrix)
+        values, scale = partitioned(functools.partial(_lines, options, "values"), "i j -> i j, i")(matrix)
         return Quantized(Operand(values.reshape(x.shape), scale.reshape(leading), scaling=options.scaling))
     m, sides = matrix.shape[0], tuple(map(_side, matrix.shape))
     blocks = {"p": BlocksOf("i", sides[0], m), "q": BlocksOf("j", sides[1], k)}
     tops = partitioned(functools.partial(_tops, sides), "i j -> i q, j p", blocks)(matrix)
-    (of_rows, row_inverse), (of_columns, column_inverse) = (_scales(options, _largest(top)) for top in tops)
+    find = partitioned(functools.partial(_lines, options, "inverses"), "i q -> i, i")
+    (row_inverses, of_rows), (column_inverses, of_columns) = map(find, tops)
     apply = partitioned(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
-    values, turned = apply(matrix, row_inverse, column_inverse)
+    values, turned = apply(matrix, row_inverses, column_inverses)
     rows = Operand(values.reshape(x.shape), of_rows.reshape(leading), scaling=options.scaling)
     return Quantized(rows, Operand(turned.reshape(k, *leading), of_columns, scaling=options.scaling))
 
@@ -65,30 +68,22 @@ def _side(size: int) -> int:
     return next((side for side in SIDES if size % (side * device_count()) == 0), SIDES[0])
 
 
-def _largest(tops: jax.Array) -> jax.Array:
-    """The largest magnitude of each line, from those of its tiles; by bits, whose maximum keeps NaN on any network."""
-    return numerics.amax_by_bits(tops.astype(jnp.float32), 1)
-
-
-def _scales(options: Quantization, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
-
-
-def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """(values, scales of the rows) of one device's part of x; axes `summed_over` hold the rest of its rows."""
-    if not summed_over and x.shape[1] <= LONGEST_ROW:
-        return _on_platform(functools.partial(_whole_rows, options), x)
-    amax = _largest(_tops((SIDES[0], SIDES[0]), x)[0])
-    if summed_over:
-        bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
-        amax = lax.bitcast_convert_type(bits, jnp.float32)
-    scale, inverse = _scales(options, amax)
-    return _apply(options.dtype, x, inverse)[0], scale
-
-
 def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
     """The largest magnitudes `[m, k / side]` of the rows of every tile and `[k, m / side]` of its columns."""
     return _on_platform(functools.partial(_call_tops, sides), x)
+
+
+def _lines(options: Quantization, wanted: Wanted, x: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
+    """Values `[m, k]`, or inverse scales `[m]`, and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
+    if not summed_over and x.shape[1] <= LONGEST_ROW:
+        return _on_platform(functools.partial(_call_lines, options, wanted), x)
+    amax = numerics.amax_by_bits(x.astype(jnp.float32), 1)
+    if summed_over:
+        # Integers: what a network makes of NaN is its own affair.
+        bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
+        amax = lax.bitcast_convert_type(bits, jnp.float32)
+    scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
+    return [inverse if wanted == "inverses" else _apply(options.dtype, x, inverse)[0], scale]
 
 
 def _apply(dtype: Any, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
@@ -115,7 +110,7 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
 
     def kernel(x_ref: Any, rows_ref: Any, columns_ref: Any) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
-        wide = plgpu.load(x_ref, mask=_inside((m, k), sides, (i, j)), other=0).astype(jnp.float32)
+        wide = _load(x_ref, _inside((m, k), sides, (i, j))).astype(jnp.float32)
         for axis, ref, whole, at in ((1, rows_ref, (m, grid[1]), (i, j)), (0, columns_ref, (k, grid[0]), (j, i))):
             top = numerics.amax_by_bits(wide, axis, keepdims=True).reshape(ref.shape)
             plgpu.store(ref, top.astype(dtype), mask=_inside(whole, ref.shape, at))
@@ -151,10 +146,10 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
 
     def kernel(x_ref: Any, *refs: Any) -> None:
         place = at(pl.program_id(0), pl.program_id(1))
-        wide = plgpu.load(x_ref, mask=_inside((m, k), sides, place), other=0).astype(jnp.float32)
+        wide = _load(x_ref, _inside((m, k), sides, place)).astype(jnp.float32)
         for axis, (ref, out_ref) in enumerate(zip(refs[:count], refs[count:], strict=True)):
             mask = _inside((m, k)[axis : axis + 1], ref.shape, place[axis : axis + 1])
-            inverse = jnp.expand_dims(plgpu.load(ref, mask=mask, other=1.0), 1 - axis)
+            inverse = jnp.expand_dims(_load(ref, mask), 1 - axis)
             values = _multiply(wide, inverse, interpret).astype(dtype)
             values, where = (values.T, place[::-1]) if axis else (values, place)
             plgpu.store(out_ref, values, mask=_inside((k, m) if axis else (m, k), values.shape, where))
@@ -171,7 +166,7 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
     )(x, *inverses)
 
 
-def _whole_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
+def _call_lines(options: Quantization, wanted: Wanted, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
@@ -181,27 +176,32 @@ def _whole_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list
     sides = rows, width
     division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
 
-    def kernel(x_ref: Any, values_ref: Any, scale_ref: Any) -> None:
+    def kernel(x_ref: Any, out_ref: Any, scale_ref: Any) -> None:
         i = pl.program_id(0)
-        inside = _inside((m, k), sides, (i, 0))
-        wide = plgpu.load(x_ref, mask=inside, other=0).astype(jnp.float32)
+        inside, existing = _inside((m, k), sides, (i, 0)), _inside((m,), (rows,), (i,))
+        wide = _load(x_ref, inside).astype(jnp.float32)
         amax = numerics.amax_by_bits(wide, 1, keepdims=True)
         scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
-        plgpu.store(values_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
-        plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
+        if wanted == "values":
+            plgpu.store(out_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
+        else:
+            plgpu.store(out_ref, inverse.reshape(rows), mask=existing)
+        plgpu.store(scale_ref, scale.reshape(rows), mask=existing)
 
-    spec = pl.BlockSpec(sides, lambda i: (i, 0))
+    matrix, vector = pl.BlockSpec(sides, lambda i: (i, 0)), pl.BlockSpec((rows,), lambda i: (i,))
+    scales = jax.ShapeDtypeStruct((m,), jnp.float32)
+    values = wanted == "values"
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype) if values else scales, scales],
         grid=(pl.cdiv(m, rows),),
-        in_specs=[spec],
-        out_specs=[spec, pl.BlockSpec((rows,), lambda i: (i,))],
+        in_specs=[matrix],
+        out_specs=[matrix if values else vector, vector],
         compiler_params=plgpu.CompilerParams(
             num_warps=min(_MOST_WARPS, max(1, rows * width // (32 * _VALUES_PER_THREAD))), num_stages=1
         ),
         interpret=interpret,
-        name="whole_row_quantize",
+        name=f"row_{wanted}",
     )(x)
 
 
@@ -213,6 +213,13 @@ def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ..
             within = index * side + lax.broadcasted_iota(jnp.int32, sides, axis) < size
             mask = within if mask is None else mask & within
     return mask
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """A tile, zero where the mask is not set."""
+    from jax.experimental.pallas import triton as plgpu
+
+    return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
 
 
 def _multiply(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
