@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
-from pallas_kernels.operands import Block, Operand
+from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tiled import fit_tile
@@ -114,6 +114,23 @@ def test_quantizers_with_blocks_move_nothing(put, spec, tile):
     compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
     assert not collectives(compiled)
     assert same_bits(compiled(x), jax.jit(functools.partial(call, backend="xla"))(x))
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("orientation", ["rows", "both"])
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
+def test_quantizers_of_rows_move_the_largest_magnitude_of_shared_lines(put, spec, orientation):
+    x = hard_values((256, 512))
+    x[3, 7] = np.nan
+    x = put(x, spec)
+    call = functools.partial(quantize, dtype=E4M3, scaling=Row(), orientation=orientation)
+    compiled = jax.jit(functools.partial(call, backend="triton")).lower(x).compile()
+    shared = orientation == "both" or spec != P("a")
+    assert collectives(compiled) == ({"all-reduce"} if shared else set())
+    reduced = re.findall(r"= \S*\[([\d,]*)\]\S* all-reduce", compiled.as_text())
+    assert all("," not in shape for shape in reduced), reduced  # vectors, of lines
+    got, expected = compiled(x), jax.jit(functools.partial(call, backend="xla"))(x)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b, equal_nan=True), got, expected))
 
 
 @pytest.mark.optimized

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Block, Row, Tensor
+from pallas_kernels.quantize import triton_rows
 from pallas_kernels.quantize.api import quantize
 from tests.helpers import decibels, float64_of, same_bits
 
@@ -128,8 +129,7 @@ class TestQuantize:
 
     @pytest.mark.parametrize(
         "scaling, backend",
-        [(Row(), "xla")]
-        + [(s, b) for s in (Tensor(), Block(32, "vector"), Block(32, "square")) for b in ("xla", "triton")],
+        [(s, b) for s in (Tensor(), Row(), Block(32, "vector"), Block(32, "square")) for b in ("xla", "triton")],
         ids=str,
     )
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -171,7 +171,32 @@ class TestQuantize:
         assert same_bits(one_nan(call(backend="triton")), one_nan(call(backend="xla")))
 
     @pytest.mark.optimized
-    @scalings(Tensor(), Block(32, "vector"))
+    @pytest.mark.parametrize(
+        "scaling, dtype, x_dtype",
+        [
+            *((scaling, dtype, "bfloat16") for scaling in ROWS for dtype in LARGEST),
+            (Row("pow2"), E4M3, "float32"),
+            (Row("float32"), E4M3, "float16"),
+        ],
+        ids=str,
+    )
+    def test_the_kernels_of_rows_are_the_reference_bit_for_bit(self, scaling, dtype, x_dtype):
+        """No tile divides these rows and columns, some of which are zeros, tiny, subnormal or not finite."""
+        x = hard_values((200, 300)).clip(-6e4, 6e4).astype(x_dtype)
+        x[5], x[:, 33], x[7], x[9, 1] = 0, 0, 1e-39, np.nan
+        x[8, ::2], x[8, 1::2], x[150, 290] = 2e-37, 1e-39, -np.inf
+        for orientation in ("rows", "both"):
+            call = functools.partial(quantized, x, dtype, scaling, orientation=orientation)
+            assert same_bits(one_nan(call(backend="triton")), one_nan(call(backend="xla")))
+
+    def test_rows_longer_than_a_program_holds(self, monkeypatch):
+        monkeypatch.setattr(triton_rows, "LONGEST_ROW", 64)
+        x = hard_values((40, 70))
+        got, expected = (quantized(x, E4M3, Row("float32"), backend=backend) for backend in ("triton", "xla"))
+        assert same_bits(got, expected)
+
+    @pytest.mark.optimized
+    @scalings(Tensor(), Row(), Block(32, "vector"))
     def test_the_kernel_takes_leading_axes_and_a_given_amax(self, scaling):
         x = hard_values((2, 32, 64))
         amax = jnp.float32(0.5) if isinstance(scaling, Tensor) else None
@@ -186,7 +211,7 @@ class TestQuantize:
             ((24, 32), Tensor(), "x[24, 32]: both sizes must be multiples of 16"),
             ((32,), Tensor(), "no tiles"),
             ((64, 48), Block(32, "vector"), "x[64, 48]: both sizes must be multiples of block=32"),
-            ((64, 64), Row(), "has no 'triton' implementation"),
+            ((0, 64), Row(), "x[0, 64] has no values"),
         ],
         ids=str,
     )
