@@ -61,7 +61,9 @@ def partitioned(
     def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
         # Results come first: what reads them has asked for their sharding, and operands can follow.
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
-        chosen = {x: axes for x, axes in _choose_axes([*outputs, *inputs], given).items() if x not in whole}
+        # Where blocks are counted, the axis they are blocks of is meant: a result may have no other axis to say so.
+        sides = [[blocks[x].letter if x in blocks else x for x in side] for side in (*outputs, *inputs)]
+        chosen = {x: axes for x, axes in _choose_axes(sides, given).items() if x not in whole}
         # A block that two devices share would have two scales, so an axis is split between whole blocks or not at all,
         # and the axis that counts its blocks is split alike.
         for letter, of in blocks.items():
