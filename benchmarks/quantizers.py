@@ -3,8 +3,9 @@
     python -m benchmarks.quantizers --json
 
 `python -m benchmarks.gemm` runs it, too. "apply" has the scale's amax given, as under delayed scaling: one pass, whose
-rate is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading. Every
-result is compared with the reference bit for bit before it is timed. An error is donated to the new one, as a training
+rate is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading, but
+not of rows alone, which a program can hold while it finds their scales. Every result is compared with the reference bit
+for bit before it is timed, after a copy of a matrix in bfloat16. An error is donated to the new one, as a training
 step's optimizer state is.
 """
 
@@ -20,11 +21,13 @@ import jax.numpy as jnp
 
 from benchmarks import common, gemm, products, timing
 from benchmarks.common import Result, markdown_table, times
+from pallas_kernels import operands
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize
 
 NAME = "quantizers"
+COPY = "copy of a matrix in bfloat16"
 Amax = Literal["apply", "whole"]
 
 
@@ -40,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One quantizer at one size; `megabytes` is what it must move."""
+    """One quantizer at one size; `megabytes` is what it must move, `over_copy` its rate over a copy's."""
 
     shape: str
     name: str
@@ -48,6 +51,15 @@ class Row(timing.Timing):
     backend: Backend
     megabytes: float
     terabytes_per_second: float
+    over_copy: float
+
+
+def _by_rows(orientation: operands.Orientation, scale: operands.Scale = "pow2") -> Callable[..., Any]:
+    def run(x: jax.Array, *, amax: None, backend: Backend) -> operands.Quantized:
+        scaling = operands.Row(scale)
+        return quantize(x, jnp.float8_e4m3fn, scaling, amax=amax, orientation=orientation, backend=backend)
+
+    return run
 
 
 # name: (the call, the dtypes of its arguments)
@@ -68,6 +80,9 @@ QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda w, bits, *, amax, backend: dual_quantize(w, bits=bits, amax=amax, orientation="both", backend=backend),
         (jnp.float32, jnp.uint32),
     ),
+    "x with a scale a row, rows alone": (_by_rows("rows"), (jnp.bfloat16,)),
+    "x with a scale a row, both orientations": (_by_rows("both"), (jnp.bfloat16,)),
+    "x with a float32 scale a row, both orientations": (_by_rows("both", "float32"), (jnp.bfloat16,)),
 }
 add_options = gemm.add_shape_options
 
@@ -88,13 +103,39 @@ def measure(config: Config) -> Iterator[Row]:
       ArithmeticError: a kernel differs from the reference; nothing is timed then.
     """
     for shape in config.shapes:
+        (x,) = products.draw(shape, (jnp.bfloat16,))
+        copied = timing.time_interleaved({COPY: (jax.jit(_copy), (x,))}, rounds=config.rounds, calls=config.calls)
+        copy = _row(copied[COPY], COPY, "apply", "xla", shape, 2 * x.nbytes)
+        yield copy
         for name, (_, dtypes) in QUANTIZERS.items():
             arguments = products.draw(shape, dtypes)
-            for amax in ("apply", "whole"):
-                yield from _measure_one(name, amax, arguments, config)
+            for amax in _amaxes(name):
+                yield from _measure_one(name, amax, arguments, config, copy.terabytes_per_second)
 
 
-def _measure_one(name: str, amax: Any, arguments: tuple[jax.Array, ...], config: Config) -> Iterator[Row]:
+def _copy(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype)
+
+
+def _amaxes(name: str) -> tuple[Amax, ...]:
+    """Scales of rows cannot be given."""
+    return ("whole",) if "a row" in name else ("apply", "whole")
+
+
+def _row(
+    taken: timing.Timing, name: str, amax: Amax, backend: Backend, shape: tuple[int, ...], moved: int,
+    copy_rate: float | None = None,
+) -> Row:  # fmt: skip
+    rate = moved / (taken.median_ms * 1e-3) / 1e12
+    return Row(
+        **dataclasses.asdict(taken), shape="x".join(map(str, shape)), name=name, amax=amax, backend=backend,
+        megabytes=moved / 1e6, terabytes_per_second=rate, over_copy=rate / (copy_rate or rate),
+    )  # fmt: skip
+
+
+def _measure_one(
+    name: str, amax: Amax, arguments: tuple[jax.Array, ...], config: Config, copy_rate: float
+) -> Iterator[Row]:
     given = jnp.float32(4.0) if amax == "apply" else None
     call = functools.partial(QUANTIZERS[name][0], amax=given)
     functions = {b: jax.jit(functools.partial(call, backend=b)) for b in config.backends}
@@ -106,15 +147,11 @@ def _measure_one(name: str, amax: Any, arguments: tuple[jax.Array, ...], config:
         timed = {b: products.donating(f, *arguments) for b, f in functions.items()}
     taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
     moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
-    if amax == "whole":
+    if amax == "whole" and "rows alone" not in name:
         # The bits of a stochastic lo have no part in the amax.
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
     for backend in config.backends:
-        t = taken[backend]
-        yield Row(
-            **dataclasses.asdict(t), shape="x".join(map(str, arguments[0].shape)), name=name, amax=amax,
-            backend=backend, megabytes=moved / 1e6, terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
-        )  # fmt: skip
+        yield _row(taken[backend], name, amax, backend, arguments[0].shape, moved, copy_rate)
 
 
 def check(name: str, got: Any, expected: Any) -> None:
@@ -125,16 +162,19 @@ def check(name: str, got: Any, expected: Any) -> None:
 
 def show(rows: list[Row]) -> None:
     """Print the rows."""
-    common.print_rows(rows, "name", "shape", "amax", "backend", "median_ms", "terabytes_per_second", "timer")
+    common.print_rows(
+        rows, "name", "shape", "amax", "backend", "median_ms", "terabytes_per_second", "over_copy", "timer"
+    )
 
 
 def table(result: Result) -> str:
     """A line a quantizer and backend, a column a size."""
     shapes = result.distinct("shape")
-    rates = {key: row["terabytes_per_second"] for key, row in result.by("name", "backend", "amax", "shape").items()}
+    rows = result.by("name", "backend", "amax", "shape")
+    rate: Any = lambda *key: f"{rows[key]['terabytes_per_second']:.2f}" if key in rows else "–"
     lines = [
         [f"{name}, {gemm.BACKEND_NAMES[backend]}"]
-        + [" · ".join(f"{rates[name, backend, amax, shape]:.2f}" for amax in ("apply", "whole")) for shape in shapes]
+        + [" · ".join(rate(name, backend, amax, shape) for amax in ("apply", "whole")) for shape in shapes]
         for name, backend in result.distinct("name", "backend")
     ]
     return (

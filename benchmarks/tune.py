@@ -24,7 +24,7 @@ from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation
+from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
 
@@ -162,12 +162,16 @@ def _quantizers() -> Iterator[Case]:
         for shape, orientation in itertools.product(((mlp.m, mlp.k), (mlp.m, mlp.n)), get_args(Orientation)):
             call = functools.partial(one, orientation=orientation)
             yield _case("quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
+            call = functools.partial(one, scaling=Row(), orientation=orientation)
+            yield _case("row_quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
             for block in _blocks(mlp):
                 call = functools.partial(one, scaling=Block(block, "vector"), orientation=orientation)
                 yield _case("block_quantize", shape, f"{orientation} vector {block} bfloat16", call, jnp.bfloat16)
         for shape in ((mlp.m, mlp.k), (mlp.m, mlp.n)):
             yield _case("dual_quantize", shape, "rows nearest no error", dual_quantize, jnp.bfloat16)
         for shape in ((mlp.k, mlp.n), (mlp.n, mlp.k)):
+            call = functools.partial(one, scaling=Row(), orientation="both")
+            yield _case("row_quantize", shape, "both float32", call, jnp.float32)
             yield from _splits("dual_quantize", shape, "both", functools.partial(dual_quantize, orientation="both"))
             for block in _blocks(mlp):
                 squares: Any = dict(scaling=Block(block), orientation="both")

@@ -1,4 +1,4 @@
-"""The kernels with one scale a tensor once, small: what NVIDIA's compute-sanitizer watches on a GPU.
+"""The kernels with one scale a tensor or a row once, small: what NVIDIA's compute-sanitizer watches on a GPU.
 
     XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitize.py
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
+from pallas_kernels.operands import Row
 from pallas_kernels.quantize.api import quantize
 
 
@@ -25,6 +26,9 @@ def main() -> None:
     w = jax.random.normal(jax.random.key(1), (1024, 512))
     both = dict(orientation="both", backend="triton")
     x_q = jax.jit(functools.partial(quantize, dtype=jnp.float8_e4m3fn, **both))(x).rows
+    for orientation in ("rows", "both"):  # lines that no tile divides
+        of_rows = functools.partial(quantize, scaling=Row(), orientation=orientation, backend="triton")
+        jax.block_until_ready(jax.jit(functools.partial(of_rows, dtype=jnp.float8_e4m3fn))(x[:1001, :300]))
     w_q = jax.jit(lambda w, e: dual_quantize(w, error=e, **both))(w, w * jnp.float32(1e-3)).rows
     bits = jax.random.bits(jax.random.key(2), w.shape)
     jax.block_until_ready(jax.jit(lambda w, b: dual_quantize(w, bits=b, **both))(w, bits))

@@ -2,15 +2,16 @@
 
 What moves, in bytes a value of bfloat16 (XLA's passes in brackets):
 
-    "rows"   3     a program holds whole rows: x is read once and its FP8 values are written once            (5)
-    "both"   6.1   the scale of a column needs every row, so x is read twice: one kernel finds the largest magnitude of
-                   each row and column of a tile, 64 x 256, and a second one scales, turns and writes        (10)
+    "rows"   3     a program holds whole rows: x is read once, and its FP8 values are written          (5)
+    "both"   6.1   the scale of a column needs every row, so x is read twice: one kernel finds the
+                   largest magnitude of each row and column of every tile, another scales and turns    (10)
 
-Between the two kernels, one for rows and one for columns, which read 1 % of that, make scales of the magnitudes. The last takes the tiles in the
-order opposite to the first one's, so that what was read last, and is still in the cache, is read first.
+Between these two, one small kernel for rows and one for columns make scales of the magnitudes, which are a byte for
+every 13 values. The last takes the tiles in the order opposite to the first one's, so that what was read last, and may
+still be in the cache, is read first.
 
 Under a mesh each device does this with its own part: what crosses devices is the largest magnitude of each line that
-they share. Where the rows themselves are split, rows alone take two kernels as well.
+they share. Where rows are split, rows alone take two passes as well.
 """
 
 import functools
@@ -28,8 +29,8 @@ from pallas_kernels.tiled import Tile, fit_tile
 
 Wanted = Literal["values", "inverses"]
 
-# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. Instructions a value are 6.4 with it, 7.4
-# with 128 x 128; a thread that held 128 values would need 5.3, and leave half as many programs.
+# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.4 instructions a value, where
+# 128 x 128 takes 7.4; a thread that held 128 values would take 5.3, and leave half as many programs.
 _ROWS, _COLUMNS, _WARPS = (64, 32), (256, 128, 64, 32), 8
 # A program that holds whole rows: the longest that it can, its fewest values, values a thread, and its most warps.
 LONGEST_ROW, _FEWEST, _VALUES_PER_THREAD, _MOST_WARPS = 32768, 4096, 32, 16

@@ -11,7 +11,7 @@ import pytest
 import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
-from pallas_kernels.operands import Block
+from pallas_kernels.operands import Block, Row
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax import formats
 from tcfp_jax.weights.quantization import quantize_weight
@@ -76,6 +76,36 @@ def test_blocks_are_quantized_in_one_pass_without_an_amax_before(block):
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16))
     assert compiled.targets == ["__gpu$xla.gpu.triton"]
     assert not compiled.results("reduce") and not compiled.results("transpose")
+
+
+@pytest.mark.parametrize("scale", ["pow2", "float32"])
+@pytest.mark.parametrize("orientation, k, kernels", [("rows", 14336, 1), ("both", 4096, 4), ("both", 1000, 4)])
+def test_rows_are_quantized_by_kernels_alone(orientation, k, kernels, scale):
+    """Rows alone in one; for both the magnitudes, scales of rows and of columns, and values. XLA makes nothing of x."""
+    mesh = h200s(1)
+    call = functools.partial(quantize, dtype=F8, scaling=Row(scale), orientation=orientation, backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (M, k), jnp.bfloat16))
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] * kernels
+    assert not [shape for kind in ("fusion", "copy", "transpose", "reduce") for shape in compiled.results(kind)]
+    # The magnitudes of tiles, 2 bytes a line each, and inverse scales.
+    assert compiled.temporary_bytes <= 0.05 * M * k
+
+
+@pytest.mark.parametrize(
+    "orientation, axes, moved",
+    [
+        ("rows", ("a",), set()),
+        ("rows", ("a", "b"), {"s32[4096]"}),
+        ("both", ("a",), {"s32[4096]"}),
+        ("both", ("a", "b"), {"s32[4096]", "s32[2048]"}),
+    ],
+)
+def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(orientation, axes, moved):
+    mesh = h200s(2, 2)
+    call = functools.partial(quantize, dtype=F8, scaling=Row(), orientation=orientation, backend="triton")
+    compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16, *axes))
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == moved
 
 
 @pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])
