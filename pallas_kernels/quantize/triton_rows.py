@@ -16,7 +16,7 @@ they share. Where rows are split, rows alone take two passes as well.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,15 @@ from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, device_count, partitioned
 from pallas_kernels.tiled import Tile, fit_tile
 
-Wanted = Literal["values", "inverses"]
-
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.4 instructions a value, where
 # 128 x 128 takes 7.4; a thread that held 128 values would take 5.3, and leave half as many programs.
 _ROWS, _COLUMNS, _WARPS = (64, 32), (256, 128, 64, 32), 8
-# A program that holds whole rows: the longest that it can, its fewest values, values a thread, and its most warps.
-LONGEST_ROW, _FEWEST, _VALUES_PER_THREAD, _MOST_WARPS = 32768, 4096, 32, 16
+# The lines whose scales a program finds, and the most tiles of which it can compare the magnitudes.
+_LINES, _MOST_TILES = 32, 1024
+# A program that holds whole rows: the longest that it can, and its fewest values.
+LONGEST_ROW, _FEWEST = 32768, 4096
+# Both hold so many values a thread, and more where that takes too many warps.
+_VALUES_PER_THREAD, _MOST_WARPS = 32, 16
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -52,12 +54,12 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     *leading, k = x.shape
     matrix = x.reshape(-1, k)
     if options.orientation == "rows":
-        values, scale = partitioned(functools.partial(_lines, options, "values"), "i j -> i j, i")(matrix)
+        values, scale = partitioned(functools.partial(_rows, options), "i j -> i j, i")(matrix)
         return Quantized(Operand(values.reshape(x.shape), scale.reshape(leading), scaling=options.scaling))
     m, sides = matrix.shape[0], (_side(matrix.shape[0], _ROWS), _side(k, _COLUMNS))
     blocks = {"p": BlocksOf("i", sides[0], m), "q": BlocksOf("j", sides[1], k)}
-    tops = partitioned(functools.partial(_tops, sides), "i j -> i q, j p", blocks)(matrix)
-    find = partitioned(functools.partial(_lines, options, "inverses"), "i q -> i, i")
+    tops = partitioned(functools.partial(_tops, sides), "i j -> q i, p j", blocks)(matrix)
+    find = partitioned(functools.partial(_scales, options), "q i -> i, i")
     (row_inverses, of_rows), (column_inverses, of_columns) = map(find, tops)
     apply = partitioned(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
     values, turned = apply(matrix, row_inverses, column_inverses)
@@ -70,22 +72,34 @@ def _side(size: int, sides: tuple[int, ...]) -> int:
     return next((side for side in sides if size % (side * device_count()) == 0), sides[0])
 
 
+def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
+    """Values `[m, k]` and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
+    if not summed_over and x.shape[1] <= LONGEST_ROW:
+        return _on_platform(functools.partial(_call_rows, options), x)
+    inverse, scale = _scales_by_xla(options, x, 1, summed_over)
+    return [_apply(options.dtype, x, inverse)[0], scale]
+
+
 def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
-    """The largest magnitudes `[m, k / side]` of the rows of every tile and `[k, m / side]` of its columns."""
+    """The largest magnitudes of the rows of every tile, `[k / side, m]`, and of its columns, `[m / side, k]`."""
     return _on_platform(functools.partial(_call_tops, sides), x)
 
 
-def _lines(options: Quantization, wanted: Wanted, x: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
-    """Values `[m, k]`, or inverse scales `[m]`, and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
-    if not summed_over and x.shape[1] <= LONGEST_ROW:
-        return _on_platform(functools.partial(_call_lines, options, wanted), x)
-    amax = numerics.amax_by_bits(x.astype(jnp.float32), 1)
+def _scales(options: Quantization, tops: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
+    """Inverse scales and scales `[n]` of lines from `_tops`; axes `summed_over` hold tiles of the same lines."""
+    if not summed_over and tops.shape[0] <= _MOST_TILES:
+        return _on_platform(functools.partial(_call_scales, options), tops)
+    return _scales_by_xla(options, tops, 0, summed_over)
+
+
+def _scales_by_xla(options: Quantization, x: jax.Array, axis: int, summed_over: tuple[str, ...]) -> list[jax.Array]:
+    amax = numerics.amax_by_bits(x.astype(jnp.float32), axis)
     if summed_over:
         # Integers: what a network makes of NaN is its own affair.
         bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
         amax = lax.bitcast_convert_type(bits, jnp.float32)
     scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
-    return [inverse if wanted == "inverses" else _apply(options.dtype, x, inverse)[0], scale]
+    return [inverse, scale]
 
 
 def _apply(dtype: Any, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
@@ -113,16 +127,16 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
     def kernel(x_ref: Any, rows_ref: Any, columns_ref: Any) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
         wide = _load(x_ref, _inside((m, k), sides, (i, j))).astype(jnp.float32)
-        for axis, ref, whole, at in ((1, rows_ref, (m, grid[1]), (i, j)), (0, columns_ref, (k, grid[0]), (j, i))):
-            top = numerics.amax_by_bits(wide, axis, keepdims=True).reshape(ref.shape)
-            plgpu.store(ref, top.astype(dtype), mask=_inside(whole, ref.shape, at))
+        for axis, ref, size, place in ((1, rows_ref, m, i), (0, columns_ref, k, j)):
+            top = numerics.amax_by_bits(wide, axis).astype(dtype)
+            plgpu.store(ref, top, mask=_inside((size,), top.shape, (place,)))
 
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((m, grid[1]), dtype), jax.ShapeDtypeStruct((k, grid[0]), dtype)],
+        out_shape=[jax.ShapeDtypeStruct((grid[1], m), dtype), jax.ShapeDtypeStruct((grid[0], k), dtype)],
         grid=grid,
         in_specs=[pl.BlockSpec(sides, lambda i, j: (i, j))],
-        out_specs=[pl.BlockSpec((rows, 1), lambda i, j: (i, j)), pl.BlockSpec((columns, 1), lambda i, j: (j, i))],
+        out_specs=[pl.BlockSpec((None, rows), lambda i, j: (j, i)), pl.BlockSpec((None, columns), lambda i, j: (i, j))],
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="row_magnitudes",
@@ -168,7 +182,34 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
     )(x, *inverses)
 
 
-def _call_lines(options: Quantization, wanted: Wanted, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
+def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> list[jax.Array]:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    tiles, n = tops.shape
+    sides = pl.next_power_of_2(tiles), _LINES
+
+    def kernel(tops_ref: Any, inverse_ref: Any, scale_ref: Any) -> None:
+        i = pl.program_id(0)
+        amax = numerics.amax_by_bits(_load(tops_ref, _inside((tiles, n), sides, (0, i))).astype(jnp.float32), 0)
+        scale, inverse = _scale_and_inverse(options, amax, interpret)
+        for ref, x in ((inverse_ref, inverse), (scale_ref, scale)):
+            plgpu.store(ref, x, mask=_inside((n,), sides[1:], (i,)))
+
+    vector = pl.BlockSpec(sides[1:], lambda i: (i,))
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 2,
+        grid=(pl.cdiv(n, _LINES),),
+        in_specs=[pl.BlockSpec(sides, lambda i: (0, i))],
+        out_specs=[vector, vector],
+        compiler_params=plgpu.CompilerParams(num_warps=_warps(sides), num_stages=1),
+        interpret=interpret,
+        name="row_scales",
+    )(tops)
+
+
+def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
@@ -176,35 +217,35 @@ def _call_lines(options: Quantization, wanted: Wanted, x: jax.Array, *, interpre
     width = pl.next_power_of_2(k)
     rows = max(1, _FEWEST // width)
     sides = rows, width
-    division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
 
-    def kernel(x_ref: Any, out_ref: Any, scale_ref: Any) -> None:
+    def kernel(x_ref: Any, values_ref: Any, scale_ref: Any) -> None:
         i = pl.program_id(0)
-        inside, existing = _inside((m, k), sides, (i, 0)), _inside((m,), (rows,), (i,))
+        inside = _inside((m, k), sides, (i, 0))
         wide = _load(x_ref, inside).astype(jnp.float32)
-        amax = numerics.amax_by_bits(wide, 1, keepdims=True)
-        scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
-        if wanted == "values":
-            plgpu.store(out_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
-        else:
-            plgpu.store(out_ref, inverse.reshape(rows), mask=existing)
-        plgpu.store(scale_ref, scale.reshape(rows), mask=existing)
+        scale, inverse = _scale_and_inverse(options, numerics.amax_by_bits(wide, 1, keepdims=True), interpret)
+        plgpu.store(values_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
+        plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
 
-    matrix, vector = pl.BlockSpec(sides, lambda i: (i, 0)), pl.BlockSpec((rows,), lambda i: (i,))
-    scales = jax.ShapeDtypeStruct((m,), jnp.float32)
-    values = wanted == "values"
+    matrix = pl.BlockSpec(sides, lambda i: (i, 0))
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype) if values else scales, scales],
+        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)],
         grid=(pl.cdiv(m, rows),),
         in_specs=[matrix],
-        out_specs=[matrix if values else vector, vector],
-        compiler_params=plgpu.CompilerParams(
-            num_warps=min(_MOST_WARPS, max(1, rows * width // (32 * _VALUES_PER_THREAD))), num_stages=1
-        ),
+        out_specs=[matrix, pl.BlockSpec((rows,), lambda i: (i,))],
+        compiler_params=plgpu.CompilerParams(num_warps=_warps(sides), num_stages=1),
         interpret=interpret,
-        name=f"row_{wanted}",
+        name="whole_row_quantize",
     )(x)
+
+
+def _warps(sides: tuple[int, int]) -> int:
+    return min(_MOST_WARPS, max(1, sides[0] * sides[1] // (32 * _VALUES_PER_THREAD)))
+
+
+def _scale_and_inverse(options: Quantization, amax: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
+    return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
 
 
 def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ...]) -> jax.Array | None:
