@@ -27,11 +27,11 @@ from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, device_count, partitioned
 from pallas_kernels.tiled import Tile, fit_tile
 
-# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.4 instructions a value, where
-# 128 x 128 takes 7.4; a thread that held 128 values would take 5.3, and leave half as many programs.
+# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value, where
+# 128 x 128 takes 7.7; a thread that held 128 values would take 5.5, and leave half as many programs.
 _ROWS, _COLUMNS, _WARPS = (64, 32), (256, 128, 64, 32), 8
 # The lines whose scales a program finds, and the most tiles of which it can compare the magnitudes.
-_LINES, _MOST_TILES = 32, 1024
+_LINES, MOST_TILES = 32, 1024
 # A program that holds whole rows: the longest that it can, and its fewest values.
 LONGEST_ROW, _FEWEST = 32768, 4096
 # Both hold so many values a thread, and more where that takes too many warps.
@@ -87,7 +87,7 @@ def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] 
 
 def _scales(options: Quantization, tops: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
     """Inverse scales and scales `[n]` of lines from `_tops`; axes `summed_over` hold tiles of the same lines."""
-    if not summed_over and tops.shape[0] <= _MOST_TILES:
+    if not summed_over and tops.shape[0] <= MOST_TILES:
         return _on_platform(functools.partial(_call_scales, options), tops)
     return _scales_by_xla(options, tops, 0, summed_over)
 
