@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-import tcfp_jax
 from models import gpt, llama
 from models.gpt import GPT, ComputeDtype, GPTConfig
 from models.llama import Llama, LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
 ModelConfig = GPTConfig | LlamaConfig
 # A recipe was asked for, so it is every layer's at any size, as in a GPT; a head is left to BF16.
-INCLUDE = ("linear", "small")
+INCLUDE: tuple[Include, ...] = ("linear", "small")
 
 
 class Learner(NamedTuple):
@@ -59,12 +59,9 @@ def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
 
 
 def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
-    model = Llama(config, dtype=dtype)
-    if recipe == tcfp_jax.recipe("bf16"):
-        return Learner(model, recipe)  # as it is, without anything of this project
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    converted = convert_to_tcfp(model, recipe, tokens, include=INCLUDE)
-    return Learner(converted, find_weights(converted))
+    model = convert_to_tcfp(Llama(config, dtype=dtype), recipe, tokens, include=INCLUDE)
+    return Learner(model, find_weights(model))
 
 
 FAMILIES = {
@@ -103,12 +100,11 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
     (1000, 50304)
     """
     if isinstance(model, str):
-        sizes = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
-        if model not in sizes:
+        if model not in model_names():
             raise ValueError(
-                f"model {model!r} is unknown; use one of {list(sizes)} or build a GPTConfig or a LlamaConfig"
+                f"model {model!r} is unknown; use one of {model_names()} or build a GPTConfig or a LlamaConfig"
             )
-        model = sizes[model]
+        return model_config(next(f.sizes[model] for f in FAMILIES.values() if model in f.sizes), vocabulary)
     if vocabulary is None:
         return model
     if FAMILIES[family_of(model)].tokens == "bytes":

@@ -205,9 +205,9 @@ def rotations(positions: int, size: int, theta: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Turn `(x[i], x[i + d/2])`, the pairs of Llama's checkpoints in Transformers, by position; `[..., positions, heads, d]`.
+    """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions; `[..., positions, heads, d]`.
 
-    Computed in float32 and returned in the dtype of x.
+    The pairs are those of Llama's checkpoints in Transformers. Computed in float32, returned in the dtype of x.
     """
     cos, sin = rotation[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -215,7 +215,7 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "auto") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, `[batch, positions, heads, d]`; k and v may have a divisor of the heads.
+    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, q `[batch, positions, heads, d]`, k and v of `kv_heads` heads.
 
     Scores and softmax are float32. Query head i reads head `i // (heads / kv_heads)` of k and v.
     """

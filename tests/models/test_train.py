@@ -337,7 +337,7 @@ def test_steps_add_nothing_atomically(recipe):
 def test_presets():
     assert preset("small").sequence == 256
     assert preset("tiny", seed=3).seed == 3
-    assert preset("gpt2").bytes_per_step == 16 * 1024
+    assert preset("gpt2").tokens_per_step == 16 * 1024
 
 
 def _lines(out):
