@@ -25,7 +25,7 @@ def check_names(data: Sequence[str], vocabulary: int | None) -> None:
     >>> check_names(("ids.npy",), 50257)
     """
     if isinstance(data, str) or not all(isinstance(path, str) for path in data):
-        raise ValueError(f"data={data!r} is no tuple of paths; write data=({str(data)!r},)")
+        raise ValueError(f"data={data!r} is no sequence of paths as strings; write data=({str(data)!r},)")
     ids = [path for path in data if path.endswith(IDS_SUFFIX)]
     if ids and len(data) > 1:
         raise ValueError(f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token ids, or text alone")

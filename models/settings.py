@@ -73,6 +73,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_names(self.data, self.vocabulary)
+        if not isinstance(self.data, tuple):
+            raise ValueError(f"data={self.data!r} is no tuple; write data={tuple(self.data)}")
         context = self.size.context
         tcfp_jax.recipe(self.recipe)
         for name in ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes"):
