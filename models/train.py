@@ -5,7 +5,7 @@
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
     python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
-    python -m models.train --out runs/small --resume          # after any interruption, bit for bit on CPUs
+    python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
 
 Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
 `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the BF16 run in

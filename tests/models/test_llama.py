@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -290,8 +291,9 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
         mean = lambda v: jnp.mean(jax.nn.logsumexp(model.apply(v, tokens), axis=-1))
         return jax.value_and_grad(mean)(variables)
 
+    # Once in the body of each loop that needs it.
     text = str(jax.make_jaxpr(lambda: gradients(fast))())
-    assert text.count("dot_product_attention_fwd") == (2 if remat == "block" else 1)
+    assert len(re.findall(r"dot_product_attention_fwd\w*\[", text)) == (2 if remat == "block" else 1)
     (a, ours), (b, theirs) = jax.jit(lambda: gradients(fast))(), jax.jit(lambda: gradients(exact))()
     assert float(a) == pytest.approx(float(b), rel=1e-2)
     norms = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs)
