@@ -1,7 +1,7 @@
 """The folder of one training run: what it is, what it has seen, and states to continue from.
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
-    DIR/metrics.jsonl    {"step": s, "loss": nats per byte}, one line per step
+    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step
     DIR/checkpoints/     orbax checkpoints, each renamed into place when complete, the newest two kept
 
 A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import tcfp_jax
-from models.gpt import GPTConfig, model_config
+from models.families import FAMILIES, family_of
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
 from pallas_kernels.operands import Block, Row, Tensor
@@ -130,9 +130,10 @@ def holds_run(path: Path) -> bool:
 
 def read_config(path: Path) -> TrainConfig:
     """The configuration of the run in `path`."""
-    fields = dict(_stored(path)["config"])
+    content = _stored(path)
+    fields = {**content["config"], "data": tuple(content["config"]["data"])}
     if isinstance(fields["model"], dict):
-        fields["model"] = GPTConfig(**fields["model"])
+        fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
     if isinstance(fields["recipe"], dict):
         parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(fields["recipe"])}
         fields["recipe"] = Recipe(**{**fields["recipe"], **parts})
@@ -183,9 +184,10 @@ def _stored(path: Path) -> dict[str, Any]:
     """What the folder says of its run; what a folder of an earlier version does not know has its default."""
     stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
-    stored["model"] = {**_defaults(GPTConfig), **stored["model"]}
+    size = _defaults(FAMILIES[stored.setdefault("family", "gpt")].config)
+    stored["model"], config["data"] = {**size, **stored["model"]}, list(config["data"])
     if isinstance(config["model"], dict):
-        config["model"] = {**_defaults(GPTConfig), **config["model"]}
+        config["model"] = {**size, **config["model"]}
     return stored
 
 
@@ -200,7 +202,8 @@ def _describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
         fields["recipe"] = _describe_recipe(config.recipe)
     return {
         "config": fields,
-        "model": dataclasses.asdict(model_config(config.model)),
+        "family": family_of(config.size),
+        "model": dataclasses.asdict(config.size),
         "recipe": _describe_recipe(tcfp_jax.recipe(config.recipe)),
         "text": corpus_digest,
         "device": jax.default_backend(),
@@ -222,10 +225,15 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     old, new = _flatten(stored), _flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    # What a text is called does not matter where it is the same.
+    if "text" not in names:
+        names = [name for name in names if name != "config.data"]
     # A different name explains the differences of what it stands for.
     for part in ("model", "recipe"):
         if f"config.{part}" in names:
             names = [name for name in names if not name.startswith(f"{part}.")]
+    if "config.model" in names:
+        names = [name for name in names if name != "family"]
     if names:
         differences = ", ".join(
             f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now"

@@ -67,22 +67,6 @@ MODELS = {
 }
 
 
-def model_config(model: str | GPTConfig) -> GPTConfig:
-    """The size of a named model; a `GPTConfig` is passed through.
-
-    Raises:
-      ValueError: an unknown name.
-
-    >>> model_config("gpt2").layers
-    12
-    """
-    if isinstance(model, GPTConfig):
-        return model
-    if model not in MODELS:
-        raise ValueError(f"model {model!r} is unknown; use one of {list(MODELS)} or build a GPTConfig")
-    return MODELS[model]
-
-
 class ByteEmbedding(nn.Embed):
     """`nn.Embed` whose lookup and head are products, with the same parameter.
 

@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args
 import jax
 
 import tcfp_jax
-from models.gpt import ComputeDtype, GPTConfig, model_config
+from models.data import check_names
+from models.families import ModelConfig, model_config
+from models.gpt import ComputeDtype
 from tcfp_jax.recipes import Dual, Recipe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
@@ -20,11 +22,11 @@ class TrainConfig:
     """One training run, whole. `preset` has good values for each named model.
 
     Attributes:
-      model: a name in `models.gpt.MODELS`, or a `GPTConfig`.
-      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one. "bf16" is the baseline.
+      model: a name in `models.families.model_names()`, or a `GPTConfig` or `LlamaConfig`.
+      recipe: of every dense layer but a Llama's head; a `tcfp_jax.Recipe` or the name of one. "bf16" is the baseline.
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
       seed: of initial weights, batches and stochastic rounding.
-      batch, sequence: windows per step, and bytes predicted in each.
+      batch, sequence: windows per step, and tokens predicted in each.
       learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps.
       final_fraction: of the peak, where the cosine ends.
       weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of a gradient.
@@ -35,17 +37,20 @@ class TrainConfig:
         only copy of each kernel, rounded stochastically (`tcfp_jax.store`).
       moments: of AdamW, for stored weights: in "8bit", "bfloat16" or "float32".
       steps_per_call: steps in one dispatch; checkpoints fall on multiples of it.
-      heldout_windows: windows of `sequence` bytes, evenly spaced over the held-out text, that the final loss averages.
-      corpus_bytes: at most this much text, see `models.text.load_corpus`.
+      heldout_windows: windows of `sequence` tokens, evenly spaced over the held-out text, that the final loss averages.
+      corpus_bytes: at most this much text, see `models.text.load_corpus`; of ids, bytes of their file.
+      data: files and folders of text, read as bytes, or one `.npy` of ids of tokens (`models.data.load_data`); none is
+        the source of Python's standard library.
+      vocabulary: of ids of tokens, how many there are; the model gets rows for them where it has fewer.
       initial_jitter: relative standard deviation of a perturbation of the initial weights. Runs are bit-for-bit
         repeatable, so a value such as 1e-6 is how to see how far rounding-level differences grow.
 
     Raises:
-      ValueError: a value out of its range, an unknown name, a sequence beyond the model's context, or what contradicts
-        the kind of weights.
+      ValueError: a value out of its range, an unknown name, a sequence beyond the model's context, ids of tokens
+        without a vocabulary or the reverse, or what contradicts the kind of weights.
     """
 
-    model: str | GPTConfig = "tiny"
+    model: str | ModelConfig = "tiny"
     recipe: str | Recipe = "tcfp12"
     steps: int = 400
     seed: int = 0
@@ -63,9 +68,14 @@ class TrainConfig:
     heldout_windows: int = 256
     corpus_bytes: int = 16 * 2**20
     initial_jitter: float = 0.0
+    data: tuple[str, ...] = ()
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        context = model_config(self.model).context
+        check_names(self.data, self.vocabulary)
+        if not isinstance(self.data, tuple):
+            raise ValueError(f"data={self.data!r} is no tuple; write data={tuple(self.data)}")
+        context = self.size.context
         tcfp_jax.recipe(self.recipe)
         for name in ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes"):
             if getattr(self, name) < 1:
@@ -101,8 +111,13 @@ class TrainConfig:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
     @property
-    def bytes_per_step(self) -> int:
-        """Predicted bytes in one optimizer step."""
+    def size(self) -> ModelConfig:
+        """The size of the model, with rows for every id of the data."""
+        return model_config(self.model, self.vocabulary)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Predicted tokens in one optimizer step."""
         return self.batch * self.sequence
 
     @property
@@ -137,13 +152,17 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a tenth of it (LOG.md).
     "small": dict(steps=1000, batch=32, sequence=256, learning_rate=2e-3),
     "gpt2": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
+    "llama-tiny": dict(steps=250),
+    "llama-124m": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
+    "llama-1b": dict(steps=2000, batch=4, sequence=4096, learning_rate=3e-4),
+    "llama-8b": dict(steps=2000, batch=2, sequence=4096, learning_rate=3e-4),
 }
 
 
 def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """The run that `python -m models.train --model MODEL` does, with fields replaced.
 
-    Stored weights have the recipe that stores and multiplies least, and moments in eight bits.
+    Stored weights have the recipe that stores and multiplies least, and moments in eight bits. `data` is read whole.
 
     >>> preset("small", recipe="bf16").steps
     1000
@@ -152,4 +171,5 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     """
     model_config(model)
     stored = dict(recipe="tcfp12_single", moments="8bit") if overrides.get("weights") == "stored" else {}
-    return TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **overrides})
+    whole = dict(corpus_bytes=2**63 - 1) if overrides.get("data") else {}
+    return TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **whole, **overrides})

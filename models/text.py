@@ -28,10 +28,10 @@ SEPARATOR = b"\0"  # never in source text, so a model can learn that a file ends
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to learn from and bytes to be judged on.
+    """Tokens to learn from and tokens to be judged on.
 
     Attributes:
-      train, heldout: uint8 `[bytes]`, each file followed by one zero byte.
+      train, heldout: uint8 `[bytes]`, each file followed by one zero byte; or integers `[tokens]`.
       train_files, heldout_files: relative POSIX paths, sorted, in the order of their bytes.
     """
 
@@ -43,9 +43,9 @@ class Corpus:
     @property
     def digest(self) -> str:
         """sha256 over both parts: two runs with equal digests read the same text."""
-        digest = hashlib.sha256(self.train.tobytes())
+        digest = hashlib.sha256(self.train.data)
         digest.update(b"held out")
-        digest.update(self.heldout.tobytes())
+        digest.update(self.heldout.data)
         return digest.hexdigest()
 
 
@@ -68,7 +68,7 @@ def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Co
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else Path(root)
     chosen: dict[str, bytes] = {}
     total = 0
-    for name in sorted(source_files(root), key=_hash):
+    for name in sorted(source_files(root), key=stable_hash):
         if total >= byte_limit:
             break
         with (root / name).open("rb") as file:
@@ -103,7 +103,7 @@ def load_installed(roots: Sequence[Path] | None = None, *, byte_limit: int = 200
                 found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
     chosen: dict[str, bytes] = {}
     seen: set[bytes] = set()
-    total, names = 0, sorted(found, key=_hash)
+    total, names = 0, sorted(found, key=stable_hash)
     with ThreadPoolExecutor(16) as pool:
         for begin in range(0, len(names), 1024):
             part = names[begin : begin + 1024]
@@ -150,14 +150,15 @@ def is_heldout(name: str) -> bool:
     >>> [name for name in ("ast.py", "enum.py", "json/decoder.py", "typing.py") if is_heldout(name)]
     []
     """
-    return _hash(name) % HELDOUT_PARTS == 0
+    return stable_hash(name) % HELDOUT_PARTS == 0
 
 
 def _is_source(path: PurePosixPath) -> bool:
     return not EXCLUDED_FOLDERS.intersection(path.parts[:-1]) and not path.name.startswith(GENERATED_PREFIX)
 
 
-def _hash(name: str) -> int:
+def stable_hash(name: str) -> int:
+    """64 bits of sha256 of a name: an order of files in which neighbours have nothing in common."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
 
 

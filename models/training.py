@@ -1,4 +1,4 @@
-"""Training of a `GPT` on bytes as pure functions: initial state, a jitted train step, held-out evaluation.
+"""Training of a language model as pure functions: initial state, a jitted train step, held-out evaluation.
 
 Everything that a run does is a function of its `TrainConfig`: initial weights come from `seed`, and the windows of step
 t from `fold_in(seed, t)`, computed on the device inside the jitted step. So a checkpoint needs no data-loader state,
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 
 import tcfp_jax
-from models.gpt import GPT, model_config
+from models.families import Learner, learner
 from models.settings import TrainConfig
 from tcfp_jax import optim
 from tcfp_jax.weights.training import is_stored
@@ -54,8 +55,8 @@ def init(config: TrainConfig) -> TrainState:
 def make_train_step(config: TrainConfig, count: int | None = None) -> StepFunction:
     """A jitted function that runs `count` steps (default `config.steps_per_call`) in one dispatch.
 
-    Its arguments are the state (donated: do not use it again), the training text as uint8 `[bytes]`, and
-    `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per byte. Configs that
+    Its arguments are the state (donated: do not use it again), the training text as integers `[tokens]`, bytes or ids,
+    and `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
     differ in the seed alone share one compiled function.
     """
     return _step_function(_program(config), config.steps_per_call if count is None else count)
@@ -69,11 +70,11 @@ def batch_key(config: TrainConfig) -> jax.Array:
 def evaluate(
     config: TrainConfig, state: TrainState, heldout: jax.Array, products: Literal["trained", "bf16"] = "trained"
 ) -> float:
-    """Mean loss in nats per byte over `config.heldout_windows` evenly spaced windows of `heldout`, uint8 `[bytes]`.
+    """Mean loss in nats per token over `config.heldout_windows` evenly spaced windows of `heldout`, `[tokens]`.
 
     With `products="trained"` layers multiply as in training, with the same quantized weights, stored parameters as they
     are; "bf16" multiplies float32 parameters, stored ones dequantized, in BF16, which tells what training has learned
-    from what FP8 products cost afterwards. Per-byte losses are float32, and summed in float32 within a window and in
+    from what FP8 products cost afterwards. Losses of tokens are float32, and summed in float32 within a window and in
     float64 over windows.
 
     Raises:
@@ -107,8 +108,8 @@ def check_text(name: str, text: Any, config: TrainConfig) -> None:
     """Raise `ValueError` where `text` does not hold one window."""
     if len(text) <= config.sequence:
         raise ValueError(
-            f"the {name} text has {len(text)} bytes, but one window needs {config.sequence + 1}; raise corpus_bytes "
-            f"(now {config.corpus_bytes}) or shorten the sequence"
+            f"the {name} text has {len(text)} tokens, but one window needs {config.sequence + 1}; give more text, "
+            f"raise corpus_bytes (now {config.corpus_bytes}), or shorten the sequence"
         )
 
 
@@ -146,7 +147,7 @@ def _optimizer(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
         tcfp_jax.error_feedback(
-            config.recipe,
+            _learner(config).weights,
             key=jax.random.fold_in(seed_key, _ROUNDING) if stochastic else None,
             error_dtype=config.error_dtype,
         ),
@@ -160,13 +161,13 @@ def _is_matrix(params: Any) -> Any:
 def _program(config: TrainConfig) -> TrainConfig:
     """The config with names resolved and without what is data to the compiled functions, so that runs share them."""
     return replace(
-        config, model=model_config(config.model), recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype,
-        seed=0, heldout_windows=1, corpus_bytes=1, steps_per_call=1,
+        config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
+        heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None,
     )  # fmt: skip
 
 
-def _model(config: TrainConfig) -> GPT:
-    return GPT(model_config(config.model), recipe=config.recipe, dtype=config.compute_dtype)
+def _learner(config: TrainConfig) -> Learner:
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype)
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,7 +176,7 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
     def initialize(seed_key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, config.sequence), jnp.int32)
         # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
-        model = _model(config.in_bf16)
+        model = _learner(config.in_bf16).model
 
         def floats() -> Any:
             params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
@@ -186,7 +187,7 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
         params: Any = None
         if config.weights == "stored":
             rounding = jax.random.fold_in(seed_key, _ROUNDING)
-            params = tcfp_jax.store(floats, config.recipe, key=rounding, gradient_dtype=jnp.bfloat16)
+            params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
         else:
             params = floats()
         opt_state = _optimizer(config, seed_key).init(params)
@@ -210,7 +211,7 @@ def _step_function(config: TrainConfig, count: int) -> StepFunction:
 
 def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, count: int) -> StepFunction:
     """The function that `make_train_step` jits, with an optimizer of one's own."""
-    model = _model(config)
+    model = _learner(config).model
 
     def loss_of(params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
         return _window_losses(model, params, quantized, windows).mean()
@@ -231,7 +232,7 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
 
 @functools.lru_cache(maxsize=16)
 def _evaluate_function(config: TrainConfig) -> Any:
-    model = _model(config)
+    model = _learner(config).model
 
     @jax.jit
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -244,12 +245,12 @@ def _evaluate_function(config: TrainConfig) -> Any:
 
 
 def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Array:
-    """int32 `[batch, sequence + 1]`: inputs are all but the last byte of a window, targets all but the first."""
+    """int32 `[batch, sequence + 1]`: inputs are all but the last token of a window, targets all but the first."""
     return text[offsets[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32)
 
 
-def _window_losses(model: GPT, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
-    """Cross-entropy of every predicted byte, float32 `[batch, sequence]`."""
+def _window_losses(model: nn.Module, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
+    """Cross-entropy of every predicted token, float32 `[batch, sequence]`."""
     logits: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1])
     # A masked sum instead of take_along_axis: its gradient is no scatter, so it is deterministic on GPUs and fuses.
     is_target = jnp.arange(logits.shape[-1]) == windows[:, 1:, None]

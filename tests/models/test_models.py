@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, causal_attention, model_config
+from models.families import model_config
+from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, causal_attention
 from models.mlp import MLP
 from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files

@@ -17,18 +17,27 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from models import train
+from models import running, train
 from models.checkpoint import RunDirectory, read_config
 from models.gpt import MODELS, GPTConfig
+from models.llama import LLAMAS, LlamaConfig
 from models.train import TrainConfig, preset, run
 from tests.helpers import same_bits
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
+MICRO_LLAMA = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32, remat="products")
 CONFIG = TrainConfig(
     model=MICRO, steps=60, batch=4, sequence=32, steps_per_call=5, heldout_windows=16, corpus_bytes=1_000_000,
     learning_rate=1e-2,
 )  # fmt: skip
 STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
+# Runs from which tests continue, by name.
+CONFIGS = {
+    "uninterrupted": CONFIG,
+    "stored": STORED,
+    "llama": dataclasses.replace(CONFIG, model=MICRO_LLAMA),
+    "stored llama": dataclasses.replace(STORED, model=MICRO_LLAMA),
+}
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,14 +60,28 @@ def stored(tmp_path_factory):
     return out, run(STORED, out=out, checkpoint_every=5)
 
 
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory, uninterrupted, stored):
+    """A function that gives the folder and the result of the run of a name, made where it is asked for first."""
+    runs = {"uninterrupted": uninterrupted, "stored": stored}
+
+    def whole(name):
+        if name not in runs:
+            out = tmp_path_factory.mktemp("runs") / name
+            runs[name] = out, run(CONFIGS[name], out=out, checkpoint_every=5)
+        return runs[name]
+
+    return whole
+
+
 def final_state(path, config=CONFIG):
     with RunDirectory(path, config, train.corpus_of(config).digest, resume="allowed") as directory:
         return directory.restore(train.init(config))[0]
 
 
-@pytest.mark.parametrize("weights", ["uninterrupted", "stored"])
-def test_it_learns(weights, request):
-    _, result = request.getfixturevalue(weights)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_learns(name, whole_runs):
+    _, result = whole_runs(name)
     assert result.train_loss[0] > 5.0
     assert result.heldout_loss < 3.5
     assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
@@ -81,16 +104,18 @@ def test_recipes_share_initial_weights_and_batches():
 
 
 @pytest.mark.parametrize(
-    ("weights", "saves"),
+    ("name", "saves"),
     [
         ("uninterrupted", "between checkpoints"),
         ("uninterrupted", "inside a checkpoint"),
         ("stored", "between checkpoints"),
+        ("llama", "between checkpoints"),
+        ("stored llama", "between checkpoints"),
     ],
 )
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, weights, saves, request):
-    whole, expected = request.getfixturevalue(weights)
-    out, config = tmp_path / "killed", STORED if weights == "stored" else CONFIG
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_runs):
+    whole, expected = whole_runs(name)
+    out, config = tmp_path / "killed", CONFIGS[name]
     process = subprocess.Popen([sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment())
     try:
         if saves == "between checkpoints":
@@ -155,6 +180,7 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         ({"recipe": "bf16"}, "recipe='tcfp12' in the folder but 'bf16' now"),
         ({"steps": 80}, "steps=60 in the folder but 80 now"),
         ({"model": dataclasses.replace(MICRO, layers=2)}, "layers=1 in the folder but 2 now"),
+        ({"model": MICRO_LLAMA}, "family='gpt' in the folder but 'llama' now.*kv_heads=None in the folder but 2 now"),
         ({"weights": "stored"}, r"weights='float' in the folder but 'stored' now.*tcfp_jax\.store\(params, recipe"),
     ],
 )
@@ -177,26 +203,28 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
     for name in ("weights", "moments"):
         del content["config"][name]
     del content["model"]["attention"], content["config"]["model"]["attention"]
+    del content["family"], content["config"]["data"], content["config"]["vocabulary"]
     (out / "config.json").write_text(json.dumps(content))
     assert read_config(out) == dataclasses.replace(CONFIG, dtype=CONFIG.compute_dtype)
     assert run(CONFIG, out=out, resume="allowed").heldout_loss == uninterrupted[1].heldout_loss
 
 
-def test_trained_weights_are_exported_as_floats(tmp_path, stored):
-    out, result = stored
+@pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
+def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_runs):
+    (out, result), config = whole_runs(name), CONFIGS[name]
     train.export_run(out, tmp_path / "weights.npz")
     exported = dict(np.load(tmp_path / "weights.npz"))
-    params = tcfp_jax.dequantize(final_state(out, STORED).params)
+    params = tcfp_jax.dequantize(final_state(out, config).params)
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     assert same_bits(exported, named)
-    assert exported["block_0/qkv/kernel"].dtype == np.float32
+    assert exported[kernel].dtype == np.float32
     # Served by a program that knows nothing of stored weights.
     floats = train.TrainState(params, (), jnp.int32(0))
-    heldout = jnp.asarray(train.corpus_of(STORED).heldout)
-    assert train.evaluate(STORED.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
+    heldout = jnp.asarray(train.corpus_of(config).heldout)
+    assert train.evaluate(config.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
     with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
         train.export_run(out, tmp_path / "weights.safetensors")
 
@@ -313,6 +341,32 @@ class TestCommand:
         assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
         assert not Path("new").exists()
 
+    def test_a_llama_reads_a_folder_and_continues_with_no_other_text(self, monkeypatch, capsys):
+        monkeypatch.setitem(LLAMAS, "micro-llama", MICRO_LLAMA)
+        Path("book").mkdir()
+        for index in range(50):
+            Path(f"book/{index}.txt").write_text(f"Page {index}. " * 40)
+        arguments = [*self.ARGUMENTS, "--model=micro-llama", "--compare=none", "--out=run"]
+        arguments = [argument for argument in arguments if "corpus-bytes" not in argument]
+        assert train.main([*arguments, "--data", "book"]) == 0
+        printed = capsys.readouterr().out
+        assert "text: bytes of book: " in printed and "to train in 48 files" in printed
+        summary = json.loads(Path("run/summary.json").read_text())
+        assert summary["run"]["heldout_loss"] < 1.5 and summary["config"]["data"] == ["book"]
+
+        def resume():
+            running._corpus.cache_clear()  # of this process
+            return train.main(["--resume", "--compare=none", "--out=run"])
+
+        assert resume() == 0
+        Path("book").rename("novel")
+        assert resume() == 2
+        assert "data book does not exist" in capsys.readouterr().err
+        Path("novel").rename("book")
+        Path("book/7.txt").write_text("Another page. " * 40)
+        assert resume() == 2
+        assert "text='" in capsys.readouterr().err
+
     def test_nothing_to_resume(self, capsys):
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
@@ -337,7 +391,7 @@ def test_steps_add_nothing_atomically(recipe):
 def test_presets():
     assert preset("small").sequence == 256
     assert preset("tiny", seed=3).seed == 3
-    assert preset("gpt2").bytes_per_step == 16 * 1024
+    assert preset("gpt2").tokens_per_step == 16 * 1024
 
 
 def _lines(out):
@@ -357,6 +411,7 @@ def _program(out, config):
     return textwrap.dedent(f"""
         from pathlib import Path
         from models.gpt import GPTConfig
+        from models.llama import LlamaConfig
         from models.train import TrainConfig, run
         run({config!r}, out=Path({str(out)!r}), checkpoint_every=5)
     """)

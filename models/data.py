@@ -1,0 +1,146 @@
+"""Text of one's own to train on: files and folders as bytes, or one NumPy file of token ids.
+
+    python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
+    python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
+
+Files stand in the order of a hash of their names, and the last twentieth of the text is held out: of many files some
+are, and of one its end. Where a limit bites, the files that stay are a sample of all. Ids keep their order.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from models.text import SEPARATOR, Corpus, stable_hash
+
+HELDOUT_SHARE = 20
+IDS_SUFFIX = ".npy"
+MOST_TOKENS = 2**31 - 1  # where windows begin is an int32
+
+
+def check_names(data: Sequence[str], vocabulary: int | None) -> None:
+    """Raise `ValueError` where names of files and a vocabulary do not go together; nothing is read.
+
+    >>> check_names(("ids.npy",), 50257)
+    """
+    if isinstance(data, str) or not all(isinstance(path, str) for path in data):
+        raise ValueError(f"data={data!r} is no sequence of paths as strings; write data=({str(data)!r},)")
+    ids = [path for path in data if path.endswith(IDS_SUFFIX)]
+    if ids and len(data) > 1:
+        raise ValueError(f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token ids, or text alone")
+    if ids and vocabulary is None:
+        raise ValueError(
+            f"{ids[0]} holds token ids, but no vocabulary is given; say how many ids there are by vocabulary"
+        )
+    if vocabulary is not None and not ids:
+        raise ValueError(
+            f"vocabulary={vocabulary} is for token ids, and text is bytes; leave it, or give one {IDS_SUFFIX} as data"
+        )
+    if vocabulary is not None and vocabulary < 1:
+        raise ValueError(f"vocabulary={vocabulary} must be at least 1")
+
+
+def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit: int = 2**63 - 1) -> Corpus:
+    """Read text, or map ids of tokens, and hold the last twentieth out.
+
+    Args:
+      data: files and folders of UTF-8 text, of which hidden files and folders and files that are no text are left out;
+        or one `.npy` of integers, which is mapped and not read at once.
+      vocabulary: every id of an `.npy` is below it.
+      byte_limit: at most about so many bytes of text, or of the array.
+
+    Raises:
+      FileNotFoundError: a path that does not exist, or a folder without text.
+      ValueError: names that do not go together, a file that is named and is no text, an array that is not a row of
+        integers, an id that is negative or not below the vocabulary, or more tokens than can be counted in an int32.
+    """
+    check_names(data, vocabulary)
+    for path in map(Path, data):
+        if not path.exists():
+            raise FileNotFoundError(f"data {path} does not exist (looked from {Path.cwd()}); correct the path")
+    if vocabulary is not None:
+        tokens = _ids(Path(data[0]), vocabulary, byte_limit)
+        names, ends = [Path(data[0]).name], np.array([len(tokens)])
+    else:
+        names, texts = _texts(data, byte_limit)
+        ends = np.cumsum([len(text) for text in texts])
+        tokens = np.frombuffer(b"".join(texts), np.uint8)
+    if len(tokens) > MOST_TOKENS:
+        raise ValueError(f"{len(tokens)} tokens are more than {MOST_TOKENS}, the most of one run; lower corpus_bytes")
+    border = len(tokens) - len(tokens) // HELDOUT_SHARE
+    begins = ends - np.diff(ends, prepend=0)
+    return Corpus(
+        tokens[:border], tokens[border:],
+        tuple(name for name, begin in zip(names, begins, strict=True) if begin < border),
+        tuple(name for name, end in zip(names, ends, strict=True) if end > border),
+    )  # fmt: skip
+
+
+def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
+    try:
+        ids = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(f"{path} is no array of numbers ({error}); write one with numpy.save") from error
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise ValueError(
+            f"{path} holds {ids.dtype} {list(ids.shape)}, and token ids are a row of integers; save them as uint16 or "
+            "uint32, flattened"
+        )
+    ids = ids[: byte_limit // ids.dtype.itemsize]
+    if len(ids) and int(ids.min()) < 0:
+        raise ValueError(f"{path} has the id {ids.min()}; token ids are not negative")
+    if len(ids) and int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"{path} has ids up to {ids.max()}, but vocabulary={vocabulary} and every id must be below it; use "
+            f"vocabulary={int(ids.max()) + 1} or the tokenizer's own"
+        )
+    return ids
+
+
+def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]]:
+    """(names, texts) in order, as many as the limit allows."""
+    found: dict[Path, str] = {}
+    for root in map(Path, data):
+        if root.is_dir():
+            found |= {path: f"{root.name}/{path.relative_to(root).as_posix()}" for path in _visible_files(root)}
+        else:
+            found[root] = root.name
+    named = {Path(path).resolve() for path in data}
+    texts: dict[Path, bytes] = {}
+    total = 0
+    for path in sorted(found, key=lambda path: (stable_hash(found[path]), path)):
+        if total >= byte_limit:
+            break
+        if path.resolve() in texts:
+            continue
+        text = path.read_bytes()
+        if not _is_text(text):
+            if path.resolve() in named:
+                raise ValueError(f"{path} is no text: not UTF-8, or with zero bytes; give text, or {IDS_SUFFIX} of ids")
+            continue
+        texts[path.resolve()] = text[: byte_limit - total] + SEPARATOR
+        total += len(text) + 1
+    if not texts:
+        raise FileNotFoundError(
+            f"{', '.join(data)} holds no text: looked recursively at {len(found)} files, hidden ones left out, for "
+            "UTF-8 without zero bytes; name a folder or files with text"
+        )
+    names = {path.resolve(): name for path, name in found.items()}
+    return [names[path] for path in texts], list(texts.values())
+
+
+def _visible_files(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts):
+            yield path
+
+
+def _is_text(content: bytes) -> bool:
+    if not content or SEPARATOR in content:
+        return False
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""The families of models that `models.train` trains: named sizes, and how a size becomes something that learns.
+
+A `Learner` is a model and what the optimizer must know of its weights. A GPT is written with this project's layers, so
+its recipe is all there is to know. A Llama is written in plain Flax and converted, so its weights are found in it:
+
+    model   = convert_to_tcfp(Llama(config), recipe, tokens)
+    weights = find_weights(model)                 for error_feedback(weights) and store(params, weights)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from models import gpt, llama
+from models.gpt import GPT, ComputeDtype, GPTConfig
+from models.llama import Llama, LlamaConfig
+from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.conversion.policy import Include
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Weight
+
+ModelConfig = GPTConfig | LlamaConfig
+# A recipe was asked for, so it is every layer's at any size, as in a GPT; a head is left to BF16.
+INCLUDE: tuple[Include, ...] = ("linear", "small")
+
+
+class Learner(NamedTuple):
+    """A model that maps tokens to logits, and its weights as `error_feedback` and `store` take them."""
+
+    model: nn.Module
+    weights: Recipe | Mapping[str, Weight]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one kind.
+
+    Attributes:
+      config: the class of its sizes.
+      sizes: by name.
+      tokens: what its models can read: "bytes" alone, or "ids" up to their vocabulary, of which bytes are some.
+      learner: makes one of a size, a recipe and a dtype.
+    """
+
+    config: type[Any]
+    sizes: Mapping[str, Any]
+    tokens: Literal["bytes", "ids"]
+    learner: Callable[[Any, Recipe, ComputeDtype], Learner]
+
+
+def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+    return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
+
+
+def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+    tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
+    model = convert_to_tcfp(Llama(config, dtype=dtype), recipe, tokens, include=INCLUDE)
+    return Learner(model, find_weights(model))
+
+
+FAMILIES = {
+    "gpt": Family(GPTConfig, gpt.MODELS, "bytes", _gpt),
+    "llama": Family(LlamaConfig, llama.LLAMAS, "ids", _llama),
+}
+
+
+def model_names() -> list[str]:
+    """The names of all sizes.
+
+    >>> model_names()[0], model_names()[-1]
+    ('tiny', 'llama-8b')
+    """
+    return [name for family in FAMILIES.values() for name in family.sizes]
+
+
+def family_of(config: ModelConfig) -> str:
+    """The name of the family of a size.
+
+    >>> family_of(model_config("llama-8b"))
+    'llama'
+    """
+    return next(name for name, family in FAMILIES.items() if isinstance(config, family.config))
+
+
+def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> ModelConfig:
+    """The size of a named model, or the size that it is given, with rows for so many ids of tokens at least.
+
+    Raises:
+      ValueError: an unknown name, or ids for a model that reads bytes.
+
+    >>> model_config("gpt2").layers
+    12
+    >>> model_config("llama-tiny", 1000).vocabulary, model_config("llama-124m", 1000).vocabulary
+    (1000, 50304)
+    """
+    if isinstance(model, str):
+        if model not in model_names():
+            raise ValueError(
+                f"model {model!r} is unknown; use one of {model_names()} or build a GPTConfig or a LlamaConfig"
+            )
+        return model_config(next(f.sizes[model] for f in FAMILIES.values() if model in f.sizes), vocabulary)
+    if vocabulary is None:
+        return model
+    if FAMILIES[family_of(model)].tokens == "bytes":
+        able = [name for family in FAMILIES.values() if family.tokens == "ids" for name in family.sizes]
+        raise ValueError(f"vocabulary={vocabulary} with a model that reads bytes alone; use one of {able}")
+    return dataclasses.replace(model, vocabulary=max(model.vocabulary, vocabulary))
+
+
+@functools.lru_cache(maxsize=16)
+def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+    """The model of a size, and its weights."""
+    return FAMILIES[family_of(config)].learner(config, recipe, dtype)

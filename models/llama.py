@@ -1,0 +1,248 @@
+"""A decoder-only Transformer of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    x = E[token]
+    x = x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n)                  n = RMSNorm(x)
+    x = x + W_down (silu(W_gate n) * W_up n)                                    n = RMSNorm(x)      (layers times)
+    logits = W_head RMSNorm(x)                                                  W_head = Eᵀ where the head is tied
+
+It is written in plain Flax, as a model of anybody's would be, and knows nothing of low precision: `models.families`
+converts it. Layers are scanned, so that a program has one block whatever the depth, and `remat` says what a block
+keeps for its backward pass. Matrices have no bias. Parameters are float32 and activations `dtype`; norms, rotations
+and softmax compute in float32.
+
+Sources: Touvron et al. 2023, "Llama 2"; Grattafiori et al. 2024, "The Llama 3 Herd of Models" (sizes; without the
+stretched frequencies by which Llama 3.1 and 3.2 reach a context of 131072).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+BYTES = 256
+ComputeDtype = Literal["float32", "bfloat16"]
+Attention = Literal["auto", "products", "xla", "cudnn"]
+Head = Literal["tied", "untied"]
+Remat = Literal["none", "block", "products"]
+INITIAL_DEVIATION = 0.02
+
+# What remat="products" keeps of a block: the inputs of its backward pass that only a product could make again.
+KEPT_NAMES = ("query", "key", "value", "attended", "attention_residual", "gate", "up")
+# The forward pass of flash attention gives sums that its backward pass needs; they have no name, so it is known by its
+# own.
+FLASH_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Size of a `Llama`, and how it runs.
+
+    Attributes:
+      layers, width, heads: blocks, model dimension d, query heads (d / heads values each).
+      kv_heads: heads of keys and values; each serves heads / kv_heads query heads.
+      hidden: values between the matrices of a SwiGLU.
+      context: the most positions a sequence may have: rows of the table of rotations.
+      vocabulary: rows of the embedding table, at least 256.
+      head: "tied" multiplies by the embedding table, "untied" has a matrix of its own.
+      rope_theta: base of the wavelengths of rotary positions.
+      norm_eps: added to mean squares.
+      attention: "products" writes scores and repeats bit for bit everywhere; "xla" and "cudnn" are those of
+        `jax.nn.dot_product_attention` (cuDNN: flash attention, of GPUs and bfloat16 alone); "auto" is cuDNN on GPUs
+        with bfloat16, and XLA elsewhere.
+      remat: what a block keeps for its backward pass: "none" recomputes nothing; "products" recomputes all but
+        products and attention; "block" keeps the block's input alone.
+
+    Raises:
+      ValueError: a size below 1, heads that do not divide the width, an odd size of heads, kv_heads that do not divide
+        heads, a vocabulary below 256, a theta or an epsilon that is not positive, or an unknown choice.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+    vocabulary: int = BYTES
+    head: Head = "tied"
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    attention: Attention = "auto"
+    remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context) < 1:
+            raise ValueError(f"{self} has a size below 1; every size must be positive")
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
+        if self.head_size % 2:
+            raise ValueError(
+                f"heads={self.heads} of width={self.width} have {self.head_size} values each, and rotary positions "
+                "turn pairs; choose heads of an even size"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor")
+        if self.vocabulary < BYTES:
+            raise ValueError(f"vocabulary={self.vocabulary} is below the {BYTES} byte values; raise it")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name, allowed in dict(head=Head, attention=Attention, remat=Remat).items():
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(allowed))}")
+
+    @property
+    def head_size(self) -> int:
+        """Values of one head of attention."""
+        return self.width // self.heads
+
+
+LLAMAS = {
+    "llama-tiny": LlamaConfig(layers=2, width=128, heads=4, kv_heads=2, hidden=384, context=128),
+    "llama-124m": LlamaConfig(
+        layers=12, width=768, heads=12, kv_heads=12, hidden=2048, context=1024, vocabulary=50304
+    ),
+    "llama-1b": LlamaConfig(
+        layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, context=8192, vocabulary=128_256,
+        rope_theta=500_000.0, remat="products",
+    ),
+    "llama-8b": LlamaConfig(
+        layers=32, width=4096, heads=32, kv_heads=8, hidden=14_336, context=8192, vocabulary=128_256, head="untied",
+        rope_theta=500_000.0, remat="block",
+    ),
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    """One block, `[batch, positions, width]` to the same; called as `nn.scan` calls."""
+
+    config: LlamaConfig
+    dtype: ComputeDtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, None]:
+        """Apply causal attention and the SwiGLU, each around a residual connection."""
+        config = self.config
+        normed = self._norm("attention_norm")(x)
+        query, key, value = (
+            self._dense(name, heads * config.head_size)(normed).reshape(*x.shape[:-1], heads, config.head_size)
+            for name, heads in (("query", config.heads), ("key", config.kv_heads), ("value", config.kv_heads))
+        )
+        query, key = checkpoint_name(rotate(query, rotation), "query"), checkpoint_name(rotate(key, rotation), "key")
+        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention)
+        attended = checkpoint_name(attended.reshape(x.shape), "attended")
+        x = checkpoint_name(x + self._dense("output", config.width, scaled="residual")(attended), "attention_residual")
+        normed = self._norm("mlp_norm")(x)
+        gate = checkpoint_name(self._dense("gate", config.hidden)(normed), "gate")
+        up = checkpoint_name(self._dense("up", config.hidden)(normed), "up")
+        return x + self._dense("down", config.width, scaled="residual")(nn.silu(gate) * up), None
+
+    def _norm(self, name: str) -> nn.RMSNorm:
+        return nn.RMSNorm(epsilon=self.config.norm_eps, dtype=jnp.dtype(self.dtype), name=name)
+
+    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
+        # Layers that write to the residual stream start smaller, so that its variance does not grow with depth.
+        deviation = INITIAL_DEVIATION / ((2 * self.config.layers) ** 0.5 if scaled == "residual" else 1)
+        normal = nn.initializers.normal(deviation)
+        return nn.Dense(features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+
+
+class Llama(nn.Module):
+    """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
+
+    Attributes:
+      config: the size, and how it runs.
+      dtype: of activations and of what matrices multiply; logits are rounded to it once, too.
+
+    Raises:
+      ValueError: more positions than `config.context`, or an unknown dtype.
+    """
+
+    config: LlamaConfig
+    dtype: ComputeDtype = "bfloat16"
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Predict the token after each position."""
+        config, positions = self.config, tokens.shape[-1]
+        if self.dtype not in get_args(ComputeDtype):
+            raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
+        if positions > config.context:
+            raise ValueError(
+                f"{positions} positions exceed the model's context of {config.context}, beyond which it has no "
+                "rotations; shorten the sequence"
+            )
+        normal, dtype = nn.initializers.normal(INITIAL_DEVIATION), jnp.dtype(self.dtype)
+        # Looked up in float32 and rounded afterwards: gradients of a token that comes often are added in float32.
+        embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
+        x = embedding(tokens).astype(dtype)
+        layers = nn.scan(
+            _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
+            in_axes=nn.broadcast, length=config.layers,
+        )  # fmt: skip
+        x, _ = layers(config, self.dtype, name="layers")(x, rotations(positions, config.head_size, config.rope_theta))
+        x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
+        if config.head == "tied":
+            logits = x @ embedding.embedding.astype(dtype).T
+        else:
+            logits = nn.Dense(config.vocabulary, use_bias=False, dtype=dtype, kernel_init=normal, name="head")(x)
+        return logits.astype(jnp.float32)
+
+
+def rotations(positions: int, size: int, theta: float) -> jax.Array:
+    """Cosines and sines of the angles `position * theta**(-2 i / size)`, float32 `[2, positions, size / 2]`.
+
+    >>> bool(jnp.allclose(rotations(2, 4, 100.0)[0, 1], jnp.cos(jnp.array([1.0, 0.1]))))
+    True
+    """
+    wavelengths = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    angles = jnp.arange(positions, dtype=jnp.float32)[:, None] * wavelengths
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
+    """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions; `[..., positions, heads, d]`.
+
+    The pairs are those of Llama's checkpoints in Transformers. Computed in float32, returned in the dtype of x.
+    """
+    cos, sin = rotation[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "auto") -> jax.Array:
+    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, q `[batch, positions, heads, d]`, k and v of `kv_heads` heads.
+
+    Scores and softmax are float32. Query head i reads head `i // (heads / kv_heads)` of k and v.
+    """
+    if how == "auto":
+        how = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
+    if how in ("xla", "cudnn"):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
+
+
+def _rematerialised(remat: Remat) -> Any:
+    """`Block`, with its backward pass recomputing what the choice says."""
+    if remat == "none":
+        return Block
+    # A loop's body needs no guard against common subexpressions: forward and backward pass are two loops.
+    return nn.remat(Block, policy=_keeps_products() if remat == "products" else None, prevent_cse=False)
+
+
+def _keeps_products() -> Callable[..., bool]:
+    """The policy of remat="products": what is named in `KEPT_NAMES`, and the whole result of flash attention."""
+    named = jax.checkpoint_policies.save_only_these_names(*KEPT_NAMES)
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> bool:
+        return primitive.name == FLASH_FORWARD or named(primitive, *args, **params)
+
+    return keeps

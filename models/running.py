@@ -1,0 +1,163 @@
+"""One training run from its config to its result: in memory, or in a folder from which it continues after a kill."""
+
+import functools
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from models.checkpoint import Resume, RunDirectory, export, read_config
+from models.data import load_data
+from models.settings import TrainConfig
+from models.text import Corpus, load_corpus
+from models.training import batch_key, check_text, evaluate, init, make_train_step
+
+Progress = Literal["none", "bar"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run found.
+
+    Attributes:
+      train_loss: nats per token of every step, float64 `[steps]`; of a resumed run, from the first step on.
+      heldout_loss: nats per token over the held-out windows, after the last step.
+      heldout_perplexity: `exp(heldout_loss)`, per token.
+      heldout_loss_bf16: of the same trained parameters with BF16 products.
+      tokens_per_second: trained on by this process, compilation included; NaN if it had no step to do.
+    """
+
+    train_loss: np.ndarray
+    heldout_loss: float
+    heldout_perplexity: float
+    heldout_loss_bf16: float
+    tokens_per_second: float
+
+
+def run(
+    config: TrainConfig,
+    *,
+    out: Path | None = None,
+    resume: Resume = "never",
+    checkpoint_every: int | None = None,
+    progress: Progress = "none",
+) -> RunResult:
+    """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
+
+    Args:
+      config: the run; equal configs give equal results, bit for bit on one machine.
+      out: folder for config, metrics and checkpoints; None keeps everything in memory.
+      resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
+      checkpoint_every: steps, a multiple of `config.steps_per_call`; None is about ten checkpoints a run.
+      progress: "bar" draws a progress bar on standard error.
+
+    Raises:
+      ValueError: `checkpoint_every` as above; too little text, or none that can be read (see `models.data.load_data`);
+        or the run in `out` is another one.
+      FileExistsError: `out` holds a run and `resume` is "never".
+      FileNotFoundError: `config.data` does not exist or holds no text.
+    """
+    every = _checkpoint_interval(config, checkpoint_every)
+    corpus = corpus_of(config)
+    check_text("training", corpus.train, config)
+    check_text("held-out", corpus.heldout, config)
+    if out is None:
+        return _train(config, corpus, None, every, progress)
+    with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
+        return _train(config, corpus, directory, every, progress)
+
+
+def export_run(out: Path, path: Path) -> None:
+    """Write the parameters of the newest checkpoint in `out` in float32, see `models.checkpoint.export`."""
+    config = read_config(out)
+    with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
+        export(path, directory.restore(init(config))[0].params)
+
+
+def corpus_of(config: TrainConfig) -> Corpus:
+    """The text of a run; read once per process."""
+    return _corpus(config.data, config.vocabulary, config.corpus_bytes)
+
+
+@functools.lru_cache(maxsize=4)
+def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> Corpus:
+    if data:
+        return load_data(data, vocabulary=vocabulary, byte_limit=byte_limit)
+    return load_corpus(byte_limit=byte_limit)
+
+
+def _train(
+    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress
+) -> RunResult:
+    state = init(config)
+    losses: list[float] = []
+    if directory is not None:
+        state, losses = directory.restore(state)
+    begin, started = len(losses), time.perf_counter()
+    text, key = jnp.asarray(corpus.train), batch_key(config)
+    with _bar(config, begin, progress) as bar:
+
+        def record(pending: jax.Array) -> None:
+            values = np.asarray(pending, np.float64)
+            if directory is not None:
+                directory.append(len(losses) + 1, values)
+            losses.extend(values.tolist())
+            bar.set_postfix_str(f"step {len(losses)}, loss {values[-1]:.3f}", refresh=False)
+            bar.update(len(values) * config.tokens_per_step)
+
+        # One dispatch ahead: the host writes the metrics of a call while the device runs the next one.
+        pending = None
+        for step in range(begin, config.steps, config.steps_per_call):
+            count = min(config.steps_per_call, config.steps - step)
+            state, new = make_train_step(config, count)(state, text, key)
+            if pending is not None:
+                record(pending)
+            pending = new
+            if directory is not None and ((step + count) % every == 0 or step + count == config.steps):
+                record(pending)
+                pending = None
+                directory.save(state, step + count)
+        if pending is not None:
+            record(pending)
+    seconds = time.perf_counter() - started
+    heldout_text = jnp.asarray(corpus.heldout)
+    heldout, in_bf16 = (evaluate(config, state, heldout_text, products) for products in ("trained", "bf16"))
+    rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
+    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate)
+
+
+def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:
+    call = config.steps_per_call
+    if every is None:
+        return call * max(1, round(config.steps / (10 * call)))
+    if every < 1 or every % call:
+        nearest = call * max(1, round(every / call))
+        raise ValueError(f"checkpoint_every={every} is not a multiple of steps_per_call={call}; use {nearest}")
+    return every
+
+
+def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
+    name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
+    return tqdm(
+        total=config.steps * config.tokens_per_step, initial=begin * config.tokens_per_step, desc=name, unit="tok",
+        unit_scale=True, disable=progress == "none", mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        bar_format="{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {remaining} left",
+    )  # fmt: skip
+
+
+def keep_programs(out: Path) -> None:
+    """Keep compiled programs in a folder, and load those that are there.
+
+    On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
+    ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,150 @@
+"""Text and token ids of one's own: what is read, what is held out, and what is refused."""
+
+import numpy as np
+import pytest
+
+from models import train
+from models.data import load_data
+from models.settings import TrainConfig, preset
+from models.text import SEPARATOR
+
+TEXTS = {f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " * 20 for index in range(40)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Text in a folder and in one below it, and what is no text or hidden."""
+    root = tmp_path / "book"
+    for index, (name, text) in enumerate(TEXTS.items()):
+        path = root / ("part" if index % 2 else ".") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (root / "image.png").write_bytes(b"\x89PNG\xff\xfe")
+    (root / "zeros.bin").write_bytes(b"text\0text")
+    (root / "empty.txt").write_text("")
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text("hidden")
+    return root
+
+
+@pytest.fixture
+def ids(tmp_path):
+    """A function that saves an array and returns its path."""
+
+    def save(values, dtype="uint16"):
+        path = tmp_path / "ids.npy"
+        np.save(path, np.asarray(values, dtype))
+        return str(path)
+
+    return save
+
+
+def test_a_folder_is_read_whole_and_its_last_twentieth_is_held_out(folder):
+    corpus = load_data([str(folder)])
+    whole = corpus.train.tobytes() + corpus.heldout.tobytes()
+    assert sorted(whole.split(SEPARATOR)[:-1]) == sorted(text.encode() for text in TEXTS.values())
+    assert len(corpus.heldout) == len(whole) // 20
+    assert len(corpus.train_files) + len(corpus.heldout_files) in (40, 41)  # one of them may lie in both
+    assert {name.rpartition("/")[2] for name in corpus.train_files + corpus.heldout_files} == set(TEXTS)
+    assert "book/part/chapter_1.txt" in corpus.train_files + corpus.heldout_files
+    # The order is that of hashes, so held out is not the end of the book.
+    assert not np.array_equal(sorted(corpus.train_files), corpus.train_files)
+
+
+def test_the_same_text_has_the_same_digest_wherever_it_lies(folder, tmp_path):
+    digest = load_data([str(folder)]).digest
+    (tmp_path / "deeper").mkdir()
+    moved = folder.rename(tmp_path / "deeper" / "book")
+    assert load_data([str(moved)]).digest == digest
+    (moved / "chapter_0.txt").write_text("another text")
+    assert load_data([str(moved)]).digest != digest
+
+
+def test_overlapping_paths_are_read_once(folder):
+    twice = load_data([str(folder), str(folder / "part"), str(folder / "chapter_0.txt")])
+    assert len(twice.train) + len(twice.heldout) == sum(len(text.encode()) + 1 for text in TEXTS.values())
+
+
+def test_the_end_of_one_file_is_held_out(tmp_path):
+    path = tmp_path / "one.md"
+    path.write_text("".join(map(str, range(1000))))
+    corpus = load_data([str(path)])
+    assert (corpus.train.tobytes() + corpus.heldout.tobytes()).decode() == path.read_text() + "\0"
+    assert corpus.train_files == corpus.heldout_files == ("one.md",)
+
+
+def test_a_limit_leaves_a_sample_of_all_files(folder):
+    corpus = load_data([str(folder)], byte_limit=5000)
+    assert 5000 <= len(corpus.train) + len(corpus.heldout) <= 5000 + 40
+    assert len({"/part/" in name for name in corpus.train_files}) == 2
+
+
+def test_ids_are_mapped_and_keep_their_order(ids):
+    values = np.random.default_rng(0).integers(0, 1000, 2000)
+    corpus = load_data([ids(values)], vocabulary=1000)
+    digest = corpus.digest
+    assert isinstance(corpus.train, np.memmap) and corpus.train.dtype == np.uint16
+    assert np.array_equal(np.concatenate([corpus.train, corpus.heldout]), values)
+    assert len(corpus.heldout) == 100 and corpus.heldout_files == ("ids.npy",)
+    assert len(load_data([ids(values)], vocabulary=1000, byte_limit=400).train) == 190
+    assert load_data([ids(values[::-1])], vocabulary=1000).digest != digest
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "message"),
+    [
+        ([0, 7, 50_256], "uint16", r"ids up to 50256, but vocabulary=50000 .* use vocabulary=50257"),
+        ([0, 50_000], "int64", "ids up to 50000, but vocabulary=50000"),
+        ([3, -1], "int32", "has the id -1; token ids are not negative"),
+        ([1.0, 2.0], "float32", r"holds float32 \[2\], and token ids are a row of integers"),
+        ([[1, 2], [3, 4]], "int32", r"holds int32 \[2, 2\]"),
+        ([True], "bool", "holds bool"),
+        ([None], "object", "is no array of numbers"),
+    ],
+)
+def test_ids_that_are_refused(ids, values, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        load_data([ids(values, dtype)], vocabulary=50_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "vocabulary", "message"),
+    [
+        (("ids.npy",), None, "ids.npy holds token ids, but no vocabulary is given"),
+        (("ids.npy", "b.txt"), 10, r"is more than ids\.npy"),
+        (("book",), 10, "vocabulary=10 is for token ids, and text is bytes"),
+        (("ids.npy",), 0, "vocabulary=0 must be at least 1"),
+        ("book", None, r"write data=\('book',\)"),
+        (["book"], None, r"write data=\('book',\)"),
+    ],
+)
+def test_names_that_do_not_go_together(data, vocabulary, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(model="llama-tiny", data=data, vocabulary=vocabulary)
+
+
+def test_paths_that_are_refused(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist \(looked from "):
+        load_data([str(tmp_path / "nowhere")])
+    (tmp_path / "binary").mkdir()
+    (folder / "image.png").rename(tmp_path / "binary" / "image.png")
+    with pytest.raises(FileNotFoundError, match="binary holds no text: looked recursively at 1 files"):
+        load_data([str(tmp_path / "binary")])
+    with pytest.raises(ValueError, match=r"image\.png is no text: not UTF-8"):
+        load_data([str(folder), str(tmp_path / "binary" / "image.png")])
+
+
+def test_text_shorter_than_a_window(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("short " * 100)
+    with pytest.raises(ValueError, match="the held-out text has 30 tokens, but one window needs 129; give more text"):
+        train.run(preset("llama-tiny", data=(str(path),)))
+
+
+def test_a_model_has_rows_for_every_id(ids):
+    config = preset("llama-tiny", data=(ids([1, 2]),), vocabulary=1000)
+    assert config.size.vocabulary == 1000
+    assert preset("llama-124m", data=("ids.npy",), vocabulary=50_257).size.vocabulary == 50_304
+    assert config.corpus_bytes > 2**60 and preset("llama-tiny").corpus_bytes == 2**24
+    with pytest.raises(ValueError, match="with a model that reads bytes alone"):
+        preset("tiny", data=("ids.npy",), vocabulary=1000)

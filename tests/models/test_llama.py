@@ -1,0 +1,300 @@
+"""The Llama: what it computes, what it keeps for the backward pass, what conversion makes of it, what it refuses."""
+
+import dataclasses
+import doctest
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import tcfp_jax
+from models import families
+from models.llama import LLAMAS, Llama, LlamaConfig, causal_attention, rotate, rotations
+from tcfp_jax.conversion import survey
+from tcfp_jax.linen import TCFPDense
+from tests.helpers import filled, same_bits, variables_of
+
+MICRO = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=16)
+UNTIED = dataclasses.replace(MICRO, head="untied", vocabulary=300, rope_theta=100.0, attention="products")
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 16))
+PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """`nn.RMSNorm` and `jax.nn.dot_product_attention` mix dtypes in bfloat16, which strict dtype promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def llama(config=MICRO, **changes):
+    """(the model in float32, variables of NumPy's)."""
+    model = Llama(dataclasses.replace(config, **changes), dtype="float32")
+    return model, variables_of(model, jnp.asarray(TOKENS))
+
+
+def loss(apply, variables):
+    logits = apply(variables, jnp.asarray(TOKENS))
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 7])
+
+
+def numpy_llama(config, params, tokens):
+    """The forward pass in float64, written from the equations: heads one by one, rotations as complex numbers."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    norm = lambda x, scale: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
+    size, positions = config.head_size, tokens.shape[1]
+    half = size // 2
+
+    def turn(x):
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+            1j * np.arange(positions)[:, None] * config.rope_theta ** (-2 * np.arange(half) / size)
+        )
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    x = p["embedding"]["embedding"][tokens]
+    for layer in range(config.layers):
+        block = jax.tree.map(lambda leaf: leaf[layer], p["layers"])
+        n = norm(x, block["attention_norm"]["scale"])
+        q, k, v = (n @ block[name]["kernel"] for name in ("query", "key", "value"))
+        heads = []
+        for head in range(config.heads):
+            mine, shared = (slice(i * size, (i + 1) * size) for i in (head, head * config.kv_heads // config.heads))
+            scores = turn(q[..., mine]) @ turn(k[..., shared]).swapaxes(1, 2) / np.sqrt(size)
+            weights = np.exp(scores) * np.tri(positions)
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v[..., shared])
+        x = x + np.concatenate(heads, axis=-1) @ block["output"]["kernel"]
+        n = norm(x, block["mlp_norm"]["scale"])
+        gate = n @ block["gate"]["kernel"]
+        x = x + (gate / (1 + np.exp(-gate)) * (n @ block["up"]["kernel"])) @ block["down"]["kernel"]
+    head = p["embedding"]["embedding"].T if config.head == "tied" else p["head"]["kernel"]
+    return norm(x, p["final_norm"]["scale"]) @ head
+
+
+@pytest.mark.parametrize("config", [MICRO, UNTIED], ids=["tied, xla", "untied, products"])
+def test_forward_pass_is_that_of_numpy(config):
+    model, variables = llama(config)
+    variables = jax.tree.map(lambda leaf: leaf * 1.5, variables)  # scales of norms that are not near one
+    logits = jax.jit(model.apply)(variables, jnp.asarray(TOKENS))
+    expected = numpy_llama(config, variables["params"], TOKENS)
+    assert logits.dtype == jnp.float32 and expected.std() > 0.5
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
+
+
+def test_rotations_are_complex_numbers():
+    x = np.random.default_rng(1).standard_normal((2, 16, 3, 8)).astype(np.float32)
+    turned = np.asarray(rotate(jnp.asarray(x), rotations(16, 8, 500.0)))
+    angles = np.arange(16)[:, None, None] * 500.0 ** (-np.arange(4) / 4)
+    expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
+    np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=1e-5)
+    # What attention sees of two positions is their distance alone.
+    q, k = (jnp.broadcast_to(jnp.asarray(x[:1, :1]), (1, 16, 3, 8)) for _ in range(2))
+    q, k = (rotate(a, rotations(16, 8, 500.0))[0, :, 0] for a in (q, k))
+    assert float(q[9] @ k[4]) == pytest.approx(float(q[7] @ k[2]), abs=1e-4)
+    assert float(q[9] @ k[4]) != pytest.approx(float(q[9] @ k[2]), abs=1e-2)
+
+
+def test_attention_of_xla_is_that_of_products():
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (6, 2, 2))
+    np.testing.assert_allclose(*(causal_attention(q, k, v, how) for how in ("xla", "products")), atol=1e-5)
+    assert same_bits(causal_attention(q, k, v), causal_attention(q, k, v, "xla"))
+
+
+def test_it_is_causal():
+    model, variables = llama()
+    changed = TOKENS.copy()
+    changed[:, 10:] = 7
+    before, after = (jax.jit(model.apply)(variables, jnp.asarray(tokens)) for tokens in (TOKENS, changed))
+    assert jnp.array_equal(before[:, :10], after[:, :10])
+    assert not jnp.array_equal(before[:, 10:], after[:, 10:])
+
+
+def test_remat_keeps_less_and_computes_the_same():
+    kept, found = {}, {}
+    for remat in ("block", "products", "none"):
+        model, variables = llama(remat=remat)
+        backward = jax.eval_shape(lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1], variables)
+        kept[remat] = sum(leaf.size for leaf in jax.tree.leaves(backward))
+        found[remat] = jax.jit(jax.value_and_grad(lambda v, model=model: loss(model.apply, v)))(variables)
+    layer = MICRO.layers * TOKENS.size
+    width, keys = MICRO.width, MICRO.kv_heads * MICRO.head_size
+    # q, attended and the residual stream between attention and MLP; k and v; gate and up.
+    assert kept["products"] - kept["block"] == layer * (3 * width + 2 * keys + 2 * MICRO.hidden)
+    assert kept["none"] > kept["products"]
+    for remat in ("products", "none"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[remat], found["block"])
+
+
+def test_layers_that_write_to_the_residual_stream_start_smaller():
+    config = dataclasses.replace(MICRO, layers=8)
+    layers = jax.jit(Llama(config).init)(jax.random.key(0), jnp.asarray(TOKENS[:1]))["params"]["layers"]
+    for name in PRODUCTS:
+        expected = 0.02 / 4 if name in ("output", "down") else 0.02
+        assert float(layers[name]["kernel"].std()) == pytest.approx(expected, rel=0.1)
+        assert not np.array_equal(layers[name]["kernel"][0], layers[name]["kernel"][1])
+
+
+# Conversion -----------------------------------------------------------------------------------------------------------
+
+
+class TwinBlock(nn.Module):
+    """The block written by hand with this project's layers."""
+
+    config: LlamaConfig
+    recipe: str
+
+    @nn.compact
+    def __call__(self, x, rotation):
+        c = self.config
+        dense = lambda name, features: TCFPDense(
+            features, use_bias=False, recipe=self.recipe, dtype=jnp.float32, name=name
+        )
+        n = nn.RMSNorm(epsilon=c.norm_eps, name="attention_norm")(x)
+        split = lambda name, heads: dense(name, heads * c.head_size)(n).reshape(*x.shape[:-1], heads, c.head_size)
+        q, k, v = split("query", c.heads), split("key", c.kv_heads), split("value", c.kv_heads)
+        attended = jax.nn.dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
+        x = x + dense("output", c.width)(attended.reshape(x.shape))
+        n = nn.RMSNorm(epsilon=c.norm_eps, name="mlp_norm")(x)
+        return x + dense("down", c.width)(nn.silu(dense("gate", c.hidden)(n)) * dense("up", c.hidden)(n)), None
+
+
+class Twin(nn.Module):
+    """The model written by hand with this project's layers."""
+
+    config: LlamaConfig
+    recipe: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        c = self.config
+        embedding = nn.Embed(c.vocabulary, c.width, name="embedding")
+        layers = nn.scan(
+            TwinBlock, variable_axes={"params": 0, "tcfp": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
+            length=c.layers,
+        )  # fmt: skip
+        rotation = rotations(tokens.shape[-1], c.head_size, c.rope_theta)
+        x, _ = layers(c, self.recipe, name="layers")(embedding(tokens), rotation)
+        return nn.RMSNorm(epsilon=c.norm_eps, name="final_norm")(x) @ embedding.embedding.T
+
+
+def test_a_converted_llama_is_one_written_by_hand():
+    learner, (exact, variables) = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"), llama()
+    outputs_and_gradients = lambda model: jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
+    assert same_bits(*map(outputs_and_gradients, (learner.model, Twin(MICRO, "tcfp12"))))
+    converted, twin, plain = (
+        jax.jit(model.apply)(variables, jnp.asarray(TOKENS)) for model in (learner.model, Twin(MICRO, "tcfp12"), exact)
+    )
+    assert same_bits(converted, twin)
+    assert not same_bits(converted, plain)
+
+
+@pytest.mark.parametrize("config", [MICRO, dataclasses.replace(UNTIED, remat="products")], ids=["tied", "untied"])
+def test_every_product_of_a_block_is_converted_and_the_head_is_not(config):
+    learner = families.learner(config, tcfp_jax.recipe("tcfp12"), "bfloat16")
+    report = survey(learner.model)
+    assert [record.weight_path for record in report.converted] == [f"layers/{name}/kernel" for name in PRODUCTS]
+    head = "embedding/embedding" if config.head == "tied" else "head/kernel"
+    assert [record.weight_path for record in report.skipped] == [head]
+    assert all(weight.layout.stack == (0,) for weight in learner.weights.values())
+    assert len(learner.weights) == 7
+
+
+def test_remat_keeps_as_little_of_a_converted_model():
+    sizes = []
+    for remat in ("block", "none"):
+        model = families.learner(dataclasses.replace(MICRO, remat=remat), tcfp_jax.recipe("tcfp12"), "float32").model
+        backward = lambda v, model=model: jax.vjp(lambda v: loss(model.apply, v), v)[1]
+        sizes.append(
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, llama()[1])))
+        )
+    assert sizes[0] < sizes[1] / 2
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-tiny", 4e-4), ("llama-124m", 0.124), ("llama-1b", 1.236), ("llama-8b", 8.030)]
+)
+def test_sizes(name, billions):
+    c = LLAMAS[name]
+    shapes = jax.eval_shape(Llama(c).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    keys = c.width * c.kv_heads // c.heads
+    layer = 2 * c.width + 2 * c.width**2 + 2 * c.width * keys + 3 * c.width * c.hidden
+    tables = c.vocabulary * c.width * (1 if c.head == "tied" else 2)
+    assert count == c.layers * layer + tables + c.width
+    assert count / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert c.vocabulary % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "heads=3 does not divide width=32"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        ({"width": 36, "heads": 12, "kv_heads": 12}, "heads=12 of width=36 have 3 values each.*even size"),
+        ({"vocabulary": 100}, "vocabulary=100 is below the 256 byte values"),
+        ({"hidden": 0}, "below 1"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0 must be positive"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"remat": "all"}, "remat='all' is unknown"),
+        ({"head": "shared"}, "head='shared' is unknown"),
+    ],
+)
+def test_a_config_names_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MICRO, **change)
+
+
+def test_a_model_names_what_is_wrong():
+    with pytest.raises(
+        ValueError, match=r"17 positions exceed the model's context of 16, beyond which .* no rotations"
+    ):
+        Llama(MICRO).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
+    with pytest.raises(ValueError, match="dtype='float16'"):
+        Llama(MICRO, dtype="float16").init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+    with pytest.raises(ValueError, match=r"model 'llama-9b' is unknown; use one of .*'llama-8b'"):
+        families.model_config("llama-9b")
+    with pytest.raises(
+        ValueError, match=r"vocabulary=500 with a model that reads bytes alone; use one of .*'llama-8b'"
+    ):
+        families.model_config("tiny", 500)
+
+
+def test_the_module_knows_nothing_of_low_precision():
+    source = importlib.import_module("models.llama")
+    assert not [name for name, value in vars(source).items() if getattr(value, "__module__", "").startswith("tcfp_jax")]
+    assert not hasattr(source, "tcfp_jax")
+
+
+@pytest.mark.parametrize("name", ["llama", "families", "data", "settings"])
+def test_examples_run(name):
+    assert doctest.testmod(importlib.import_module(f"models.{name}")).failed == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remat", ["none", "products", "block"])
+def test_flash_attention_and_remat_on_a_gpu(remat):
+    config = LlamaConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=512, context=128, attention="products")
+    exact = Llama(config)
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 256, (2, 128)))
+    variables = filled(jax.eval_shape(exact.init, jax.random.key(0), tokens))
+    fast = Llama(dataclasses.replace(config, attention="cudnn", remat=remat))
+
+    def gradients(model):
+        mean = lambda v: jnp.mean(jax.nn.logsumexp(model.apply(v, tokens), axis=-1))
+        return jax.value_and_grad(mean)(variables)
+
+    # Once in the body of each loop that needs it.
+    text = str(jax.make_jaxpr(lambda: gradients(fast))())
+    assert len(re.findall(r"dot_product_attention_fwd\w*\[", text)) == (2 if remat == "block" else 1)
+    (a, ours), (b, theirs) = jax.jit(lambda: gradients(fast))(), jax.jit(lambda: gradients(exact))()
+    assert float(a) == pytest.approx(float(b), rel=1e-2)
+    norms = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs)
+    assert max(map(float, jax.tree.leaves(norms))) < 0.05
