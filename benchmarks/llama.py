@@ -1,0 +1,373 @@
+"""Llama, converted as a user's model is: blocks and whole training steps by recipe, and where their time goes.
+
+    python -m benchmarks.llama --json
+    python -m benchmarks.llama --json --parts block --recipes "tensorwise,tcfp12_single" --layers 1
+    python -m benchmarks.llama --json --parts step --model llama-124m
+
+* *block* is blocks of Llama-3-8B: the output, and the gradients of the input and of every weight. Quantized weights are
+  arguments: what quantizing them costs, once a step, is in *step*.
+* *step* is a whole training step: loss, gradients, clipping and AdamW, with `error_feedback` behind it or, in rows
+  named "stored", without float weights.
+
+Both run with random data, after output, loss and gradients were compared with BF16's. The model is plain Flax
+(`models.llama`) behind `convert_to_tcfp`; `flax Fp8DotGeneralOp` is Flax's own FP8, with its delayed scales, of the
+same layers.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import tcfp_jax
+from benchmarks import breakdown, common, timing
+from benchmarks.breakdown import KINDS
+from benchmarks.common import Result, markdown_table
+from benchmarks.train_step import check_outputs
+from models.llama import INITIAL_DEVIATION, LLAMAS, Block, Llama, LlamaConfig, rotations
+from tcfp_jax.conversion import convert_to_tcfp, find_weights
+
+NAME = "llama"
+Part = Literal["block", "step"]
+PARTS: tuple[Part, ...] = get_args(Part)
+BASELINE, PEER, STORED = "bf16", "flax Fp8DotGeneralOp", "stored"
+RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
+CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, PEER), "step": (*RECIPES, STORED)}
+# An H200's dense BF16 peak, to which model FLOP/s are compared whatever the operands are.
+PEAK_TFLOPS = 989.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run: how much a part computes, and how often it is timed."""
+
+    block: LlamaConfig
+    step: LlamaConfig
+    block_tokens: tuple[int, int]
+    step_tokens: tuple[int, int]
+    recipes: tuple[str, ...]
+    parts: tuple[Part, ...] = PARTS
+    rounds: int = 5
+    calls: int = 3
+    peaks: Literal["measured", "none"] = "measured"
+    include: tuple[Any, ...] = ("linear",)  # as `convert_to_tcfp` takes it
+
+
+@dataclass(frozen=True)
+class Row(timing.Timing):
+    """One candidate in one part.
+
+    Attributes:
+      part, recipe, tokens: what ran, and how many tokens a call has.
+      tokens_per_second, model_tflops, mfu: of the median; model FLOPs are those of products and causal attention, three
+        times the forward pass's, and `mfu` is their rate over an H200's BF16 peak.
+      speed_over_bf16: BF16's median over this one.
+      worst_snr_db: of output (or loss) and gradients against BF16's; None for BF16.
+      compile_seconds: tracing, lowering and compiling.
+      arena_bytes: what the program needs beside arguments and results.
+      peak_bytes: the allocator's, of a process of its own; None where it was not measured.
+      kinds: milliseconds by kind of kernel; None without CUPTI.
+    """
+
+    part: Part
+    recipe: str
+    tokens: int
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float
+    speed_over_bf16: float
+    worst_snr_db: float | None
+    compile_seconds: float
+    arena_bytes: int
+    peak_bytes: int | None
+    kinds: dict[str, float] | None
+
+
+class Blocks(nn.Module):
+    """Blocks of a Llama one by one, `[batch, positions, width]` to the same."""
+
+    config: LlamaConfig
+    block: Callable[..., nn.Module] = Block
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply them."""
+        rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
+        for i in range(self.config.layers):
+            x, _ = self.block(self.config, "bfloat16", name=f"block_{i}")(x, rotation)
+        return x
+
+
+class PeerBlock(Block):
+    """A block whose dense layers multiply as Flax's `Fp8DotGeneralOp` does."""
+
+    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
+        deviation = INITIAL_DEVIATION / ((2 * self.config.layers) ** 0.5 if scaled == "residual" else 1)
+        return nn.Dense(
+            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=nn.initializers.normal(deviation),
+            dot_general_cls=nn.Fp8DotGeneralOp, name=name,
+        )  # fmt: skip
+
+
+class _Candidate(NamedTuple):
+    function: Any
+    args: tuple[Any, ...]
+    compiled: Any
+    compile_seconds: float
+    outputs: Callable[[], Any]
+
+
+def operations(config: LlamaConfig, tokens: tuple[int, int], part: Part) -> float:
+    """Additions and multiplications of the forward and backward pass: products, and causal attention's half of scores.
+
+    >>> small = LlamaConfig(layers=1, width=4, heads=2, kv_heads=1, hidden=8, context=8)
+    >>> operations(small, (1, 8), "block") == 3 * 2 * 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8) + 3 * 2 * 8 * 8 * 4
+    True
+    """
+    batch, positions = tokens
+    keys = config.kv_heads * config.head_size
+    weights = config.width * (2 * config.width + 2 * keys + 3 * config.hidden)
+    attention = 2 * batch * positions**2 * config.width  # two products of scores, half of each
+    forward = config.layers * (2 * batch * positions * weights + attention)
+    if part == "step":
+        forward += 2 * batch * positions * config.width * config.vocabulary
+    return 3.0 * forward
+
+
+def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
+    """Forward and backward pass of blocks."""
+    (batch, positions), size = config.block_tokens, config.block
+    model = Blocks(size, PeerBlock if name == PEER else Block)
+
+    def draw(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+        keys = jax.random.split(key, 3)
+        x, g = (jax.random.normal(k, (batch, positions, size.width)).astype(jnp.bfloat16) for k in keys[:2])
+        return model.init(keys[2], x), x, g
+
+    x = jax.ShapeDtypeStruct((batch, positions, size.width), jnp.bfloat16)
+    converted: Any = model if name in (BASELINE, PEER) else convert_to_tcfp(model, name, x, include=config.include)
+    feedback = None if converted is model else tcfp_jax.error_feedback(find_weights(converted))
+
+    @jax.jit
+    def prepare(key: jax.Array) -> Any:
+        variables, x, g = draw(key)
+        params = variables.pop("params")
+        state = variables if feedback is None else {"tcfp": tcfp_jax.layer_state(feedback.init(params))}
+        return params, state, x, g
+
+    def step(params: Any, state: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
+        y, pull = jax.vjp(lambda p, x: converted.apply({"params": p, **state}, x), params, x)
+        dparams, dx = pull(g)
+        return {"y": y, "dx": dx, "dparams": dparams}
+
+    args = prepare(jax.random.key(seed))
+    compiled, seconds = _compile(jax.jit(step), *args)
+    return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
+
+
+def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
+    """A whole training step; the state is donated."""
+    (batch, positions), size = config.step_tokens, config.step
+    model = Llama(size, "bfloat16")
+    shape = jax.ShapeDtypeStruct((batch, positions), jnp.int32)
+    chosen = "tcfp12_single" if name == STORED else name
+    converted: Any = model if name == BASELINE else convert_to_tcfp(model, chosen, shape, include=config.include)
+    weights = None if name == BASELINE else find_weights(converted)
+    optimizer = _optimizer(name, weights)
+
+    @tcfp_jax.value_and_grad
+    def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
+        state = {} if weights is None else {"tcfp": tcfp_jax.layer_state(opt_state)}
+        logits = converted.apply({"params": params, **state}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        loss, dparams = gradients(*state, tokens)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(dparams, state[1], state[0])
+            return (tcfp_jax.apply_updates(state[0], updates), opt_state), loss
+
+    def init(key: jax.Array) -> tuple[Any, jax.Array]:
+        floats = lambda: model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        params: Any = None
+        if name == STORED:
+            params = tcfp_jax.store(floats, weights or {}, key=key, gradient_dtype=jnp.bfloat16)
+        else:
+            params = floats()
+        tokens = jax.random.randint(key, (batch, positions + 1), 0, size.vocabulary)
+        return (params, optimizer.init(params)), tokens
+
+    def outputs() -> dict[str, Any]:
+        loss, dparams = jax.jit(gradients)(*threaded.state, *threaded.inputs)
+        return {"loss": loss, "dparams": dparams}
+
+    key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
+    compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
+    threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
+    return _Candidate(threaded, (), compiled, seconds, outputs)
+
+
+def _optimizer(name: str, weights: Any) -> optax.GradientTransformation:
+    """AdamW behind clipping, as a user of each kind of weights writes it."""
+    if name == STORED:
+        return tcfp_jax.optim.adamw(1e-4, moments="8bit", max_norm=1.0, key=jax.random.key(0))
+    parts = [optax.clip_by_global_norm(1.0), optax.adamw(1e-4)]
+    return optax.chain(*parts, *([] if weights is None else [tcfp_jax.error_feedback(weights)]))
+
+
+def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return jitted.lower(*args).compile(), time.perf_counter() - started
+
+
+MAKE: dict[Part, Callable[..., _Candidate]] = {"block": make_block, "step": make_step}
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """Every part, all candidates in turn."""
+    for part in config.parts:
+        yield from measure_part(part, config)
+
+
+def measure_part(part: Part, config: Config) -> list[Row]:
+    """Check and time the candidates of one part; `ArithmeticError` where outputs are wrong."""
+    names = [name for name in CANDIDATES[part] if name in config.recipes]
+    made: dict[str, _Candidate] = {}
+    worst: dict[str, float | None] = {}
+    reference = None
+    for name in names:
+        made[name] = MAKE[part](config, name)
+        outputs = made[name].outputs()
+        worst[name] = None if reference is None else check_outputs(name, reference, outputs)
+        reference = outputs if reference is None else reference
+    del outputs, reference
+    candidates: Any = {name: (c.function, c.args) for name, c in made.items()}
+    timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
+    peaks: dict[str, int | None] = {}
+    if config.peaks == "measured" and timing.has_peaks():
+        calls = [(part, config, name) for name in names]
+        peaks = dict(zip(names, timing.measure_alone(measure_peak, calls), strict=True))
+    size, tokens = (config.block, config.block_tokens) if part == "block" else (config.step, config.step_tokens)
+    rows = []
+    for name, c in made.items():
+        seconds, count = timed[name].median_ms / 1e3, math.prod(tokens)
+        tflops = operations(size, tokens, part) / seconds / 1e12
+        rows.append(
+            Row(
+                **dataclasses.asdict(timed[name]), part=part, recipe=name, tokens=count,
+                tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
+                speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms, worst_snr_db=worst[name],
+                compile_seconds=c.compile_seconds, arena_bytes=c.compiled.memory_analysis().temp_size_in_bytes,
+                peak_bytes=peaks.get(name), kinds=breakdown.profile(c.function, c.args, c.compiled.as_text()),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def measure_peak(part: Part, config: Config, name: str) -> int | None:
+    """The allocator's peak of this process after three calls."""
+    candidate = MAKE[part](config, name)
+    for _ in range(3):
+        jax.block_until_ready(candidate.function(*candidate.args))
+    return timing.peak_bytes()
+
+
+# The command and its table --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Parts, recipes and sizes."""
+    every = dict.fromkeys(name for part in PARTS for name in CANDIDATES[part])
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
+    parser.add_argument("--recipes", help=f"of {', '.join(every)} (default: all); {BASELINE} always runs")
+    parser.add_argument("--model", choices=list(LLAMAS), help="of the whole step (default: llama-1b on a GPU)")
+    parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
+    parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line; `ValueError` where it names an unknown recipe or part."""
+    every = tuple(dict.fromkeys(name for part in PARTS for name in CANDIDATES[part]))
+    recipes = tuple(dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, every))))
+    parts = common.chosen_of("parts", options.parts, PARTS)
+    on_gpu = jax.default_backend() == "gpu" and not options.smoke
+    model = options.model or ("llama-1b" if on_gpu else "llama-tiny")
+    block = LLAMAS["llama-8b" if on_gpu else "llama-tiny"]
+    block = dataclasses.replace(block, layers=options.layers or (2 if on_gpu else 1), remat="none")
+    step = LLAMAS[model]
+    tokens = (2, 4096) if on_gpu else (2, 32)
+    step_tokens = (max(1, 16384 // min(4096, step.context)), min(4096, step.context)) if on_gpu else (2, 32)
+    peaks: Any = "none" if options.no_peaks else "measured"
+    few: Any = {} if on_gpu else dict(rounds=2, calls=2, include=("linear", "small"))
+    return Config(block, step, tokens, step_tokens, recipes, parts, peaks=peaks, **few)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows, and where their time went."""
+    columns = ("part", "recipe", "median_ms", "speed_over_bf16", "tokens_per_second", "model_tflops", "mfu")
+    common.print_rows(rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "peak_bytes", "timer")
+    for row in rows:
+        if row.kinds is not None:
+            sums = ", ".join(f"{kind} {milliseconds:.2f}" for kind, milliseconds in row.kinds.items())
+            print(f"{row.part}, {row.recipe}: {sums}")
+
+
+def table(result: Result) -> str:
+    """A line a candidate, a table a part."""
+    texts = []
+    for part in result.distinct("part"):
+        lines = []
+        for row in (row for row in result.rows if row["part"] == part):
+            kinds = [("–" if row["kinds"] is None else f"{row['kinds'][kind]:.2f}") for kind in KINDS]
+            peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+            lines.append(
+                [
+                    f"`{row['recipe']}`", f"{row['median_ms']:.2f}", f"**{row['speed_over_bf16']:.2f}**",
+                    f"{row['tokens_per_second'] / 1e3:,.0f}k", f"{row['mfu']:.0%}", *kinds,
+                    f"{row['arena_bytes'] / 1e9:.2f}", peak,
+                ]
+            )  # fmt: skip
+        titles = ["", "ms", "speed over BF16", "tokens a second", "MFU", *KINDS, "arena, GB", "peak, GB"]
+        size = result.config[part]
+        tokens = " × ".join(map(str, result.config[f"{part}_tokens"]))
+        what = f"{size['layers']} blocks of width {size['width']}, hidden {size['hidden']}, {tokens} tokens"
+        texts.append(f"{'Forward and backward pass' if part == 'block' else 'Training step'}: {what}.\n")
+        texts.append(f"{markdown_table(titles, lines)}\n")
+    return "\n".join(texts) + (
+        "\nColumns between MFU and arena are milliseconds by kind of kernel. MFU is model FLOP/s over 989 TFLOP/s, an "
+        "H200's dense BF16 peak."
+    )
+
+
+def plot(figure: Any, result: Result) -> None:
+    """A stacked bar a candidate: milliseconds by kind of kernel."""
+    parts = result.distinct("part")
+    figure.set_size_inches(11, 4.4)
+    panels = figure.subplots(1, len(parts), squeeze=False)
+    for axes, part in zip(panels[0], parts, strict=True):
+        rows = [row for row in result.rows if row["part"] == part]
+        bottom = np.zeros(len(rows))
+        for i, kind in enumerate(KINDS):
+            heights = np.array([(row["kinds"] or {kind: 0.0})[kind] for row in rows])
+            axes.bar(range(len(rows)), heights, bottom=bottom, label=kind if part == parts[0] else None, color=f"C{i}")
+            bottom += heights
+        axes.set_xticks(range(len(rows)), [row["recipe"] for row in rows], rotation=30, ha="right", fontsize=8)
+        axes.set_title(part, fontsize=10)
+        axes.set_ylabel("milliseconds")
+    figure.legend(ncols=len(KINDS), loc="outside lower center", frameon=False)
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

@@ -1,0 +1,90 @@
+"""The Llama benchmark: it checks before it times, counts operations, and says where time goes."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import breakdown, common, llama, report
+from benchmarks.breakdown import KINDS
+from models.llama import LlamaConfig
+
+PROGRAM = """
+ENTRY %main {
+  %x = bf16[8,4096]{1,0} parameter(0)
+  %input_reduce_fusion.1 = (f32[8]{0}, bf16[8192,4096]{1,0}) fusion(%x), metadata={op_name="f/quantize_x/reduce_max"}
+  %input_reduce_fusion.2 = bf16[4096]{0} fusion(%x), metadata={op_name="jit(f)/jit(quantize)/reduce_max"}
+  %loop_add_fusion = f32[4096,4096]{1,0} fusion(%x), metadata={op_name="jit(f)/optimizer/add"}
+  %loop_multiply_fusion = bf16[8192,4096]{1,0} fusion(%x), metadata={op_name="jit(f)/mlp_norm/mul"}
+  ROOT %custom-call.3 = f32[8,8]{1,0} custom-call(%x), metadata={op_name="jit(f)/wgrad/dot_general"}
+}
+"""
+KERNELS = {
+    "nvjet_qqtst_256x128_128x4_2x1_v_bz_coopA_NNT": "products",
+    "matmul_fp8_single_full_tensor_mosaic_gpu_kernel": "products",
+    "custom_call_3": "products",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
+    "block_quantize": "quantization",
+    "input_reduce_fusion_2": "quantization",
+    "input_reduce_fusion_1": "norms and activations",  # it writes the tensor that the maximum is of
+    "loop_multiply_fusion": "norms and activations",
+    "loop_add_fusion": "optimizer",
+    "adamw": "optimizer",
+}
+
+
+def test_kernels_are_summed_by_what_they_are_for():
+    operations = breakdown.operations_of(PROGRAM)
+    assert {name: breakdown.kind_of(name, operations) for name in KERNELS} == KERNELS
+    sums = breakdown.milliseconds_by_kind([(name, 1.5) for name in KERNELS], PROGRAM)
+    assert sums == {kind: 1.5 * list(KERNELS.values()).count(kind) for kind in KINDS}
+
+
+def test_operations_of_a_step_are_those_of_its_products():
+    size = LlamaConfig(layers=3, width=64, heads=4, kv_heads=2, hidden=96, context=32, vocabulary=512)
+    weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    scores = 3 * 2 * 32 * 32 * 64  # of a sequence: two products, and half of each is masked
+    assert llama.operations(size, (2, 32), "block") == 3 * 2 * (2 * 32 * weights + scores)
+    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    out = tmp_path_factory.mktemp("results")
+    rows = llama.main(["--smoke", "--out", str(out), "--parts", "block", "--recipes", "tensorwise"])
+    return out, rows
+
+
+def test_a_smoke_run_writes_a_table(smoke):
+    out, rows = smoke
+    assert [row.recipe for row in rows] == ["bf16", "tensorwise"]
+    assert rows[0].speed_over_bf16 == 1 and rows[0].worst_snr_db is None and 14 < rows[1].worst_snr_db < 40
+    assert all(row.tokens == 64 and row.arena_bytes > 0 and row.kinds is None for row in rows)
+    assert np.isclose(rows[1].tokens_per_second, 64e3 / rows[1].median_ms)
+    path = out / common.device_slug() / "llama.json"
+    page = report.render_section("llama", out)
+    assert "| `tensorwise` |" in page and "2 × 32 tokens" in page
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        row["kinds"] = {kind: 1.25 for kind in KINDS}
+    path.write_text(json.dumps(content))
+    assert report.render_section("llama", out).count("| 1.25 |") == 2 * 3  # five columns, between single bars
+
+
+def test_wrong_outputs_are_not_timed(monkeypatch):
+    right = llama.MAKE["block"]
+
+    def broken(config, name):
+        made = right(config, name)
+        wrong = lambda: {**made.outputs(), "y": jnp.zeros_like(made.args[2])}
+        return made if name == "bf16" else made._replace(outputs=wrong)
+
+    monkeypatch.setitem(llama.MAKE, "block", broken)
+    with pytest.raises(ArithmeticError, match="tensorwise: y has"):
+        llama.main(["--smoke", "--parts", "block", "--recipes", "tensorwise"])
+
+
+def test_bad_names_are_errors():
+    with pytest.raises(ValueError, match="unknown"):
+        llama.main(["--smoke", "--recipes", "tensorwize"])
