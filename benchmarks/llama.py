@@ -90,7 +90,7 @@ class Row(timing.Timing):
     compile_seconds: float
     arena_bytes: int
     peak_bytes: int | None
-    kinds: dict[str, float] | None
+    kinds: dict[breakdown.Kind, float] | None
 
 
 class Blocks(nn.Module):
