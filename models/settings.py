@@ -152,7 +152,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     # BF16's own best of 3e-4, 5e-4, 1e-3, 2e-3 and 4e-3 over 1000 steps that end at a tenth of it (LOG.md).
     "small": dict(steps=1000, batch=32, sequence=256, learning_rate=2e-3),
     "gpt2": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
-    "llama-tiny": dict(steps=250),
+    "llama-tiny": dict(steps=300),
     "llama-124m": dict(steps=2000, batch=16, sequence=1024, learning_rate=6e-4),
     "llama-1b": dict(steps=2000, batch=4, sequence=4096, learning_rate=3e-4),
     "llama-8b": dict(steps=2000, batch=2, sequence=4096, learning_rate=3e-4),

@@ -49,21 +49,9 @@ def standard_promotion():
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    return out, run(CONFIG, out=out, checkpoint_every=5)
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "stored"
-    return out, run(STORED, out=out, checkpoint_every=5)
-
-
-@pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory, uninterrupted, stored):
+def whole_run(tmp_path_factory):
     """A function that gives the folder and the result of the run of a name, made where it is asked for first."""
-    runs = {"uninterrupted": uninterrupted, "stored": stored}
+    runs = {}
 
     def whole(name):
         if name not in runs:
@@ -74,14 +62,24 @@ def whole_runs(tmp_path_factory, uninterrupted, stored):
     return whole
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(whole_run):
+    return whole_run("uninterrupted")
+
+
+@pytest.fixture(scope="module")
+def stored(whole_run):
+    return whole_run("stored")
+
+
 def final_state(path, config=CONFIG):
     with RunDirectory(path, config, train.corpus_of(config).digest, resume="allowed") as directory:
         return directory.restore(train.init(config))[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_learns(name, whole_runs):
-    _, result = whole_runs(name)
+def test_it_learns(name, whole_run):
+    _, result = whole_run(name)
     assert result.train_loss[0] > 5.0
     assert result.heldout_loss < 3.5
     assert result.heldout_loss_bf16 == pytest.approx(result.heldout_loss, rel=0.02)
@@ -113,8 +111,8 @@ def test_recipes_share_initial_weights_and_batches():
         ("stored llama", "between checkpoints"),
     ],
 )
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_runs):
-    whole, expected = whole_runs(name)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, name, saves, whole_run):
+    whole, expected = whole_run(name)
     out, config = tmp_path / "killed", CONFIGS[name]
     process = subprocess.Popen([sys.executable, "-c", _program(out, config)], cwd=ROOT, env=_environment())
     try:
@@ -210,8 +208,8 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
-def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_runs):
-    (out, result), config = whole_runs(name), CONFIGS[name]
+def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
+    (out, result), config = whole_run(name), CONFIGS[name]
     train.export_run(out, tmp_path / "weights.npz")
     exported = dict(np.load(tmp_path / "weights.npz"))
     params = tcfp_jax.dequantize(final_state(out, config).params)
