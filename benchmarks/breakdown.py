@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+import jax
+
 Kind = Literal["products", "attention", "norms and activations", "quantization", "optimizer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Operation = tuple[str, str]  # (types of its results, name with scopes)
@@ -84,8 +86,6 @@ def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict
 
 def profile(function: Callable[..., Any], args: tuple[Any, ...], program: str) -> dict[Kind, float] | None:
     """Milliseconds by kind of one call, or None where this machine has no CUPTI."""
-    import jax
-
     if jax.default_backend() != "gpu":
         return None
     from jax.experimental.mosaic.gpu import profiler

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -34,7 +33,7 @@ from benchmarks import breakdown, common, timing
 from benchmarks.breakdown import KINDS
 from benchmarks.common import Result, markdown_table
 from benchmarks.train_step import check_outputs
-from models.llama import INITIAL_DEVIATION, LLAMAS, Block, Llama, LlamaConfig, rotations
+from models.llama import LLAMAS, Block, Llama, LlamaConfig, rotations
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
 NAME = "llama"
@@ -97,26 +96,15 @@ class Blocks(nn.Module):
     """Blocks of a Llama one by one, `[batch, positions, width]` to the same."""
 
     config: LlamaConfig
-    block: Callable[..., nn.Module] = Block
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply them."""
         rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
         for i in range(self.config.layers):
-            x, _ = self.block(self.config, "bfloat16", name=f"block_{i}")(x, rotation)
+            x, _ = Block(self.config, "bfloat16", self.dot_general_cls, name=f"block_{i}")(x, rotation)
         return x
-
-
-class PeerBlock(Block):
-    """A block whose dense layers multiply as Flax's `Fp8DotGeneralOp` does."""
-
-    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
-        deviation = INITIAL_DEVIATION / ((2 * self.config.layers) ** 0.5 if scaled == "residual" else 1)
-        return nn.Dense(
-            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=nn.initializers.normal(deviation),
-            dot_general_cls=nn.Fp8DotGeneralOp, name=name,
-        )  # fmt: skip
 
 
 class _Candidate(NamedTuple):
@@ -147,7 +135,7 @@ def operations(config: LlamaConfig, tokens: tuple[int, int], part: Part) -> floa
 def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
     """Forward and backward pass of blocks."""
     (batch, positions), size = config.block_tokens, config.block
-    model = Blocks(size, PeerBlock if name == PEER else Block)
+    model = Blocks(size, nn.Fp8DotGeneralOp if name == PEER else None)
 
     def draw(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         keys = jax.random.split(key, 3)
@@ -171,7 +159,7 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
         return {"y": y, "dx": dx, "dparams": dparams}
 
     args = prepare(jax.random.key(seed))
-    compiled, seconds = _compile(jax.jit(step), *args)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
     return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
 
 
@@ -212,7 +200,7 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
         return {"loss": loss, "dparams": dparams}
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
-    compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
+    compiled, seconds = timing.compile_timed(jitted, *jax.eval_shape(init, key))
     threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), compiled, seconds, outputs)
 
@@ -223,11 +211,6 @@ def _optimizer(name: str, weights: Any) -> optax.GradientTransformation:
         return tcfp_jax.optim.adamw(1e-4, moments="8bit", max_norm=1.0, key=jax.random.key(0))
     parts = [optax.clip_by_global_norm(1.0), optax.adamw(1e-4)]
     return optax.chain(*parts, *([] if weights is None else [tcfp_jax.error_feedback(weights)]))
-
-
-def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
-    started = time.perf_counter()
-    return jitted.lower(*args).compile(), time.perf_counter() - started
 
 
 MAKE: dict[Part, Callable[..., _Candidate]] = {"block": make_block, "step": make_step}

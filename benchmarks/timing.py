@@ -128,6 +128,12 @@ def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Arra
     return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
 
 
+def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
+    """(the compiled program, seconds of tracing, lowering and compiling)."""
+    started = time.perf_counter()
+    return jitted.lower(*args).compile(), time.perf_counter() - started
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -149,11 +148,6 @@ def draw(part: Part, shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, 
     return model.init(key, x)["params"], x, g
 
 
-def _compile(jitted: Any, *args: Any) -> tuple[Any, float]:
-    started = time.perf_counter()
-    return jitted.lower(*args).compile(), time.perf_counter() - started
-
-
 def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
     """Forward and backward pass of the MLP or the block; quantized weights are arguments."""
     model, _ = make_model(part, shape, chosen)
@@ -169,7 +163,7 @@ def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) 
         return params, tcfp_jax.layer_state(tcfp_jax.error_feedback(chosen).init(params)), x, g
 
     args = prepare(jax.random.key(seed))
-    compiled, seconds = _compile(jax.jit(step), *args)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
     return _Candidate(compiled, args, seconds, lambda: compiled(*args))
 
 
@@ -209,7 +203,7 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: K
         return {"loss": threaded(), "dparams": dparams, "params": float_parameters(threaded.state[0])}
 
     key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
-    compiled, seconds = _compile(jitted, *jax.eval_shape(init, key))
+    compiled, seconds = timing.compile_timed(jitted, *jax.eval_shape(init, key))
     threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), seconds, outputs)
 

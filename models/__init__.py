@@ -1,1 +1,6 @@
-"""Models to train and measure with: a GPT on bytes, an MLP, and the training command."""
+"""Models to train and measure with: a GPT, a Llama, an MLP, and the training command."""
+
+from typing import Literal
+
+BYTES = 256  # the tokens of plain text
+ComputeDtype = Literal["float32", "bfloat16"]  # of activations

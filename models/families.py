@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models import gpt, llama
-from models.gpt import GPT, ComputeDtype, GPTConfig
+from models import ComputeDtype, gpt, llama
+from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include

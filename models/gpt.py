@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from models import BYTES, ComputeDtype
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
-BYTES = 256
-ComputeDtype = Literal["float32", "bfloat16"]
 Attention = Literal["products", "cudnn"]
 
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-BYTES = 256
-ComputeDtype = Literal["float32", "bfloat16"]
+from models import BYTES, ComputeDtype
+
 Attention = Literal["auto", "products", "xla", "cudnn"]
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
@@ -118,10 +118,14 @@ LLAMAS = {
 
 
 class Block(nn.Module):
-    """One block, `[batch, positions, width]` to the same; called as `nn.scan` calls."""
+    """One block, `[batch, positions, width]` to the same; called as `nn.scan` calls.
+
+    `dot_general_cls` is `nn.Dense`'s: how its dense layers multiply.
+    """
 
     config: LlamaConfig
     dtype: ComputeDtype
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, None]:
@@ -148,7 +152,10 @@ class Block(nn.Module):
         # Layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         deviation = INITIAL_DEVIATION / ((2 * self.config.layers) ** 0.5 if scaled == "residual" else 1)
         normal = nn.initializers.normal(deviation)
-        return nn.Dense(features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+        return nn.Dense(
+            features, use_bias=False, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name,
+            dot_general_cls=self.dot_general_cls,
+        )  # fmt: skip
 
 
 class Llama(nn.Module):

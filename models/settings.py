@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 import jax
 
 import tcfp_jax
+from models import ComputeDtype
 from models.data import check_names
 from models.families import ModelConfig, model_config
-from models.gpt import ComputeDtype
 from tcfp_jax.recipes import Dual, Recipe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]

@@ -32,7 +32,8 @@ class Corpus:
 
     Attributes:
       train, heldout: uint8 `[bytes]`, each file followed by one zero byte; or integers `[tokens]`.
-      train_files, heldout_files: relative POSIX paths, sorted, in the order of their bytes.
+      train_files, heldout_files: relative POSIX paths in the order of their bytes. Of `models.data.load_data` the file
+        that the border cuts is in both.
     """
 
     train: np.ndarray

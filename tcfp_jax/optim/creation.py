@@ -5,7 +5,7 @@ float32 before the first is stored. So each leaf has a program of its own, cut o
 pass through a barrier with the weight that was stored last.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,12 +25,9 @@ class Program:
         closed, self.shapes = jax.make_jaxpr(function, return_shape=True)()
         self._jaxpr, self._inputs = closed.jaxpr, closed.consts
 
-    def leaves(self, places: Sequence[int]) -> list[jax.Array]:
-        """The leaves at these places of the flattened tree, and nothing of the others."""
-        wanted = [place in places for place in range(len(self._jaxpr.outvars))]
+    def leaf(self, place: int, *, after: Any) -> jax.Array:
+        """The leaf at a place of the flattened tree, and nothing of the others; it is begun when `after` is there."""
+        wanted = [other == place for other in range(len(self._jaxpr.outvars))]
         part, _ = partial_eval.dce_jaxpr(self._jaxpr, wanted)
-        return jaxpr_as_fun(ClosedJaxpr(part, self._inputs))()
-
-    def wait_for(self, made: Any) -> None:
-        """Let the leaves that are asked for from now on start after `made` is there."""
-        self._inputs, _ = lax.optimization_barrier((self._inputs, made))
+        inputs, _ = lax.optimization_barrier((self._inputs, after))
+        return jaxpr_as_fun(ClosedJaxpr(part, inputs))()[0]

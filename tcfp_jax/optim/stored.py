@@ -89,17 +89,13 @@ def store(
             f"no weight to store among {known}: no leaf named 'kernel' with two axes, and none that the mapping names; "
             "pass find_weights(model, *inputs) of the model that these are the parameters of"
         )
-    rest = [place for place in range(len(paths)) if place not in chosen]
-    leaves = [leaf for _, leaf in paths]
-    for place, weight in chosen.items():
-        own = None if key is None else jax.random.fold_in(key, place)
-        leaf = leaves[place] if program is None else program.leaves([place])[0]
-        leaves[place] = train(leaf, weight, key=own, remainder=remainder, gradient_dtype=gradient_dtype)
-        if program is not None:
-            program.wait_for(leaves[place])
-    if program is not None:
-        for place, leaf in zip(rest, program.leaves(rest), strict=True):
-            leaves[place] = leaf
+    leaves: list[Any] = []
+    for place, (_, leaf) in enumerate(paths):
+        made = leaf if program is None else program.leaf(place, after=leaves[-1:])
+        if place in chosen:
+            own = None if key is None else jax.random.fold_in(key, place)
+            made = train(made, chosen[place], key=own, remainder=remainder, gradient_dtype=gradient_dtype)
+        leaves.append(made)
     return jax.tree.unflatten(treedef, leaves)
 
 
