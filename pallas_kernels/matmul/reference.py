@@ -7,9 +7,10 @@ H200; see LOG.md):
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;
 * the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
-* the two dots of a residual product are kept apart by an optimization barrier on x (XLA would concatenate the weights
-  at run time) and on the scale (it would factor the scale out and multiply in a pass of its own). XLA then computes
-  the small product with W_lo first and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
+* every dot is kept apart by an optimization barrier on x (XLA would join dots that share x, such as those of q, k and
+  v or of a residual product, and concatenate their weights at run time) and on the scale (it would factor the scale
+  out and multiply in a pass of its own). Of a residual product XLA then computes the small one with W_lo first and
+  hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
 With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
 a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
@@ -85,17 +86,17 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
         scale_dtype = product_dtype if scale.dtype == jnp.bfloat16 else jnp.float32
 
-        def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        def scaled_dot(w: jax.Array) -> jax.Array:
+            own_x, own_scale = lax.optimization_barrier((x, scale))
             product = lax.dot_general(
-                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
+                own_x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
                 preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
-            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
+            return (product.astype(scale_dtype) * own_scale.astype(scale_dtype)).astype(out_dtype)
 
-        out = scaled_dot(x, w, scale)
+        out = scaled_dot(w)
         if w_lo is not None:
-            x, scale = lax.optimization_barrier((x, scale))
-            out = out + scaled_dot(x, w_lo, scale)
+            out = out + scaled_dot(w_lo)
         # XLA would make a gelu that follows part of the GEMM, and fails to compile ("!has_aux_output") where the
         # product itself is needed, too, as it is by a rematerialized backward pass.
         return lax.optimization_barrier(out)
