@@ -24,7 +24,10 @@ from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
+from pallas_kernels.expression import Expression
+from pallas_kernels.map_quantize.api import Mapping, map_quantize
+from pallas_kernels.map_quantize.triton import variant as map_variant
+from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row, Tensor
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
 
@@ -56,7 +59,7 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
     Entries are written as they are found.
     """
     started, entries = time.perf_counter(), []
-    for case in itertools.chain(_products(), _quantizers()):
+    for case in itertools.chain(_products(), _quantizers(), _maps()):
         if only not in f"{case.op} {case.variant}" or (cases == "missing" and _is_timed(case)):
             continue
         if time.perf_counter() - started > budget_seconds:
@@ -194,3 +197,51 @@ def _case(op: str, shape: tuple[int, int], variant: str, call: Callable[..., Any
     agree = lambda arguments, backend, got, expected: same_bits(got, expected)
     memory: Any = "keeps" if len(dtypes) == 1 else "donates"
     return Case(op, shape, variant, functools.partial(draw, shape, dtypes), candidates, agree, memory)
+
+
+# What stands between two products ---------------------------------------------------------------------------------------
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_gradient(gradient: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
+    return jax.vjp(_swiglu, gate, up)[1](gradient)
+
+
+def _maps() -> Iterator[Case]:
+    """Activations as they are quantized, against XLA's activation with the best quantizer behind it."""
+    programs: tuple[tuple[Callable[..., Any], int], ...] = ((_swiglu, 2), (_swiglu_gradient, 3), (jax.nn.gelu, 1))
+    scalings = (Tensor(), Row(), *(Block(size, "vector") for size in BLOCK_SIZES[:0:-1]))
+    for shape, scaling, (program, count) in itertools.product(((8192, 4096), (8192, 14336)), scalings, programs):
+        yield map_case(program, count, shape, scaling)
+
+
+def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], scaling: Any) -> Case:
+    """One expression of `count` matrices, quantized in both orientations."""
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * count
+    expression = Expression.of(jax.make_jaxpr(program)(*inputs), *shape)
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+
+    def fused(*inputs: jax.Array) -> Any:
+        return map_quantize(
+            expression, inputs, dtype, scaling, shape=shape, orientation="both", backend="triton"
+        )
+
+    def apart(*inputs: jax.Array) -> Any:
+        results = jax.tree.leaves(program(*inputs))
+        return tuple(quantize(x, dtype, scaling, orientation="both") for x in results)
+
+    candidates: list[Named] = [("xla", jax.jit(apart), None), ("triton", jax.jit(fused), None)]
+    keys = jax.random.split(jax.random.key(0), count)
+    arrays = lambda: tuple(jax.random.normal(key, shape).astype(jnp.bfloat16) for key in keys)
+    agree = lambda arguments, backend, got, expected: nearly_same(got, expected)
+    options = Mapping(dtype, scaling, "both", expression, shape)
+    return Case("map_quantize", shape, map_variant(options), arrays, candidates, agree)
+
+
+def nearly_same(got: Any, expected: Any) -> bool:
+    """Whether nine codes of ten are equal: XLA rounds between operations where it likes, and half an ulp decides a code."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return all(float(jnp.mean((a.view(jnp.uint8) != b.view(jnp.uint8)) if a.ndim else a != b)) < 0.1 for a, b in pairs)

@@ -126,7 +126,7 @@ class _Flow:
         if not leading or not 0 < len(matrices) <= MOST_INPUTS or not any(self._computes(number) for number in part):
             return None
         eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
-        program = core.ClosedJaxpr(self._jaxpr(inputs, result, eqns), ())
+        program = _program(inputs, result, eqns)
         producers = self._producers(inputs, part, operands)
         made_by = self.recipes[producers[0]] if producers else None
         try:
@@ -179,9 +179,21 @@ class _Flow:
         alike = {_operands(self.recipes[number]) for number in numbers}
         return tuple(numbers) if len(alike) == 1 else ()
 
-    @staticmethod
-    def _jaxpr(inputs: tuple[Any, ...], result: Any, eqns: list[Any]) -> Any:
-        return core.Jaxpr((), inputs, (result,), eqns)
+
+def _program(inputs: tuple[Any, ...], result: Any, eqns: list[Any]) -> Any:
+    """The closed jaxpr of some equations."""
+
+    def run(*values: jax.Array) -> jax.Array:
+        env = dict(zip(inputs, values, strict=True))
+        for eqn in eqns:
+            found = eqn.primitive.get_bind_params(eqn.params)
+            functions, params = found if isinstance(found, tuple) else ((), found)
+            given = [var.val if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
+            made = eqn.primitive.bind(*functions, *given, **params)
+            env.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
+        return env[result]
+
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs))
 
 
 def operands_of(jaxpr: Any, recipes: Mapping[int, Recipe], shown: list[bool]) -> dict[int, Any]:
