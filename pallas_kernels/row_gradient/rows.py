@@ -8,7 +8,7 @@ outside has no part in any reduction, nor, as every mask is differentiated with 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,12 @@ from jax.extend import core
 
 Function = Callable[..., jax.Array]
 
-ELEMENTWISE = frozenset(
-    "abs add and atan2 clamp convert_element_type copy cos div eq erf exp exp2 expm1 ge gt integer_pow is_finite le log "
-    "log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub "
-    "tanh xor".split()
-)
+ELEMENTWISE = frozenset({
+    "abs", "add", "and", "atan2", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "exp", "exp2",
+    "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+    "ne", "neg", "not", "or", "pow", "rem", "rsqrt", "select_n", "sign", "sin", "sqrt", "square",
+    "stop_gradient", "sub", "tanh", "xor",
+})  # fmt: skip
 # Of each reduction, what changes nothing.
 _NEUTRAL = {"reduce_sum": 0.0, "reduce_max": -jnp.inf, "reduce_min": jnp.inf}
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze")
@@ -71,27 +72,30 @@ def check_function(function: Function, x: Any, vectors: Sequence[Any]) -> None:
     k = x.shape[-1]
     rows = 2 if k != 2 else 3  # no axis of columns is taken for one of rows
     traced = trace(function, rows, x, vectors)
-    for constant in traced.consts:
-        if isinstance(constant, jax.core.Tracer) or np.ndim(constant):
-            raise ValueError(
-                f"function holds an array of its own, {jnp.shape(constant)}, which would get no gradient; give it as "
-                "one of vectors, or hold a Python number"
-            )
-    results = [(value.aval.shape, value.aval.dtype) for value in traced.jaxpr.outvars]
+    results: list[Any] = [(jnp.shape(aval), jnp.dtype(cast(Any, aval).dtype)) for aval in traced.out_avals]
     if len(results) != 1 or results[0][0] != (rows, k) or not jnp.issubdtype(results[0][1], jnp.floating):
         raise ValueError(f"function must turn rows [r, {k}] into one array of floats [r, {k}]; it returns {results}")
-    _check(traced.jaxpr, k)
+    _check(traced, k)
 
 
-def _check(jaxpr: core.Jaxpr, k: int) -> None:
-    for equation in jaxpr.eqns:
+def _check(traced: core.ClosedJaxpr, k: int) -> None:
+    equations: list[Any] = traced.jaxpr.eqns
+    for held in (*traced.consts, *(x.val for e in equations for x in e.invars if isinstance(x, core.Literal))):
+        if isinstance(held, jax.core.Tracer) or np.ndim(held):
+            raise ValueError(
+                f"function holds an array of its own, {jnp.shape(held)}, which would get no gradient; give it as one "
+                "of vectors, or hold a Python number"
+            )
+    for equation in equations:
         name, inner = equation.primitive.name, _inner(equation)
         if inner is not None:
-            _check(inner.jaxpr, k)
+            _check(inner, k)
             continue
-        shape = equation.invars[0].aval.shape if equation.invars else ()
+        aval = equation.invars[0].aval if equation.invars else equation.outvars[0].aval
+        shape = aval.shape
         if name in _NEUTRAL:
             known = shape[-1:] == (k,) and tuple(equation.params["axes"]) == (len(shape) - 1,)
+            known = known and jnp.issubdtype(aval.dtype, jnp.floating)
         elif name in _MOVES:
             dense = lambda shape: [size for size in shape if size != 1]
             known = name == "broadcast_in_dim" or dense(shape) == dense(equation.outvars[0].aval.shape)
@@ -148,6 +152,8 @@ def _apply(equation: Any, frame: Frame, inputs: list[Any]) -> jax.Array:
         return lax.reshape(inputs[0], shape)
     if primitive.name == "convert_element_type":
         return lax.convert_element_type(inputs[0], widen(params["new_dtype"]))
+    if primitive.name == "copy":
+        return inputs[0]
     if primitive.name == "stop_gradient":
         return lax.stop_gradient(inputs[0])
     for i, (atom, source) in enumerate(zip(equation.invars, sources, strict=True)):

@@ -23,11 +23,14 @@ from pallas_kernels.row_gradient.reference import Gradients, Options
 from pallas_kernels.row_gradient.rows import Frame
 
 OP = "row_gradient"
-# A program holds a row in its registers: the longest that fits.
-LONGEST_ROW = 16384
-# Values that a step takes, of rows shorter than that, and values a thread; more where that takes too many warps.
-_FEWEST, _VALUES_PER_THREAD, _MOST_WARPS = 4096, 16, 16
 _H200_MULTIPROCESSORS = 132
+# A program holds whole rows in registers: so many bytes at most, and up to half of them while it has others under way.
+# Compiled for an H200, rows of up to 8192 values of bfloat16 stay there, but for a tenth of a LayerNorm's of 5120 and
+# 8192: so many of its instructions move what does not fit. Of an RMSNorm of 16384 it is a sixth.
+LONGEST_ROW_BYTES, _BYTES_AHEAD = 32768, 16384
+# A warp's lanes take 8 values each of one row, and 512 bytes more of that row or of the next: sums over rows then need
+# no other thread. All programs of a multiprocessor together have so many warps, of 128 registers a thread.
+_LINE, _WARP_BYTES, _WARPS = 256, 1024, 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Config:
       rows: of a step, a power of two.
       warps: of 32 threads in a program.
       programs: on each multiprocessor.
-      loads: "ahead", the rows of the next step are read before this one calculates; "now", they are not.
+      loads: "ahead", the rows of the next step are read before this one calculates; "now", when it does.
     """
 
     rows: int
@@ -47,18 +50,18 @@ class Config:
     loads: Literal["ahead", "now"] = "ahead"
 
 
-def guess(k: int) -> Config:
+def guess(k: int, dtype: Any) -> Config:
     """What should do for rows of k.
 
-    >>> guess(4096), guess(100).rows
-    (Config(rows=1, warps=8, programs=2, loads='ahead'), 32)
+    >>> guess(4096, "bfloat16"), guess(100, "float32")
+    (Config(rows=2, warps=16, programs=1, loads='ahead'), Config(rows=2, warps=1, programs=16, loads='ahead'))
     """
-    width = _power_of_2(k)
-    count = max(1, _FEWEST // width)
-    # Rows and columns are told apart by how many there are.
-    count = count // 2 if count == width else count
-    warps = min(_MOST_WARPS, max(1, count * width // (32 * _VALUES_PER_THREAD)))
-    return Config(count, warps, max(1, 16 // warps))
+    width, size = _power_of_2(k), jnp.dtype(dtype).itemsize
+    warps = min(_WARPS, max(1, width // _LINE))
+    count = max(1, warps * _WARP_BYTES // (width * size))
+    count = count // 2 if count == width else count  # see `misfit`
+    ahead = count * width * size <= _BYTES_AHEAD
+    return Config(max(1, count), warps, _WARPS // warps, "ahead" if ahead else "now")
 
 
 def misfit(config: Config, k: int) -> str | None:
@@ -74,7 +77,11 @@ def reject(options: Options, x: jax.Array, *arrays: Any) -> str | None:
     k = x.shape[-1]
     if not x.size:
         return f'x{list(x.shape)} has no values; use backend="xla"'
-    return f'rows of k={k} exceed {LONGEST_ROW}, what a program holds; use backend="xla"' if k > LONGEST_ROW else None
+    if k * x.dtype.itemsize > LONGEST_ROW_BYTES:
+        return (
+            f'rows of k={k} in {x.dtype} exceed the {LONGEST_ROW_BYTES} bytes that a program holds; use backend="xla"'
+        )
+    return None
 
 
 def decline(options: Options, x: jax.Array, *arrays: Any) -> str | None:
@@ -91,7 +98,7 @@ def configure(options: Options, x: jax.Array, *arrays: Any) -> Config:
         tuned = Config(**entry.configs["triton"])
         if misfit(tuned, k) is None:
             return tuned
-    return guess(k)
+    return guess(k, x.dtype)
 
 
 def _power_of_2(size: int) -> int:
@@ -112,7 +119,9 @@ def row_gradient(
     config = config or configure(options, x)
     traced = rows.trace(options.function, config.rows, x, vectors)
     matrices = [a.reshape(-1, k) for a in (x, dy, carried) if a is not None]
-    rule = ", ".join(["i j"] * len(matrices) + ["j"] * len(vectors)) + " -> " + ", ".join(["i j"] + ["j"] * len(vectors))
+    rule = (
+        ", ".join(["i j"] * len(matrices) + ["j"] * len(vectors)) + " -> " + ", ".join(["i j"] + ["j"] * len(vectors))
+    )
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
         call = functools.partial(_call, traced, config, len(vectors))
@@ -173,7 +182,6 @@ def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int
     of_program = m - pl.program_id(0) * (steps * size)  # rows from its first on
     own = steps if m % (steps * size) == 0 else jnp.minimum(steps, (of_program + size - 1) // size)
     lane = None if k == width else lax.iota(jnp.int32, width) < k
-    vectors = [plgpu.load(ref, mask=lane, other=0 if lane is not None else None).astype(jnp.float32) for ref in vector_refs]
 
     def rows_of(step: Any, ref: Any) -> tuple[Any, jax.Array | None]:
         """A step's rows in memory, and which values are there."""
@@ -186,14 +194,15 @@ def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int
         return ref.at[pl.ds(step * size, size), :], inside
 
     def load(step: Any) -> tuple[jax.Array, ...]:
-        found = (rows_of(step, ref) for ref in inputs)
-        return tuple(plgpu.load(ref, mask=mask, other=None if mask is None else 0) for ref, mask in found)
+        return tuple(_load(*rows_of(step, ref)) for ref in inputs)
 
     def calculate(step: Any, loaded: tuple[jax.Array, ...], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, dy, *carried = (block.astype(jnp.float32) for block in loaded)
         padded = {} if lane is None else {k: width}
         limits = {} if lane is None else {k: k}
         frame = Frame(padded, limits | ({size: of_program - step * size} if m % size else {}))
+        # Read anew in every step, from the cache: held, each takes as many registers as x.
+        vectors = [_load(ref, lane).astype(jnp.float32) for ref in vector_refs]
         _, pull = jax.vjp(functools.partial(rows.evaluate, traced, frame), x, *vectors)
         dx, *parts = pull(dy)
         dx = carried[0] + dx if carried else dx
@@ -201,10 +210,11 @@ def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int
         plgpu.store(ref, dx.astype(dx_ref.dtype), mask=mask)
         return tuple(s + part for s, part in zip(sums, parts, strict=True))
 
-    zeros = tuple(jnp.zeros(width, jnp.float32) for _ in vectors)
+    zeros = tuple(jnp.zeros(width, jnp.float32) for _ in vector_refs)
     if config.loads == "now":
         sums = lax.fori_loop(0, own, lambda step, sums: calculate(step, load(step), sums), zeros)
     else:
+
         def advance(step: Any, state: Any) -> Any:
             loaded, sums = state
             # The last step reads its own rows again, from the cache.
@@ -214,3 +224,10 @@ def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int
         _, sums = lax.fori_loop(0, own, advance, (load(0), zeros))
     for ref, s in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, s, mask=lane)
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """Values of a block, zero where the mask is not set."""
+    from jax.experimental.pallas import triton as plgpu
+
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
