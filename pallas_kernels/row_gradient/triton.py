@@ -8,8 +8,9 @@ While a step calculates, the next step's rows are on their way, so that a progra
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ LONGEST_ROW_BYTES, _BYTES_AHEAD = 32768, 16384
 # A warp's lanes take 8 values each of one row, and 512 bytes more of that row or of the next: sums over rows then need
 # no other thread. All programs of a multiprocessor together have so many warps, of 128 registers a thread.
 _LINE, _WARP_BYTES, _WARPS = 256, 1024, 16
+Loads = Literal["ahead", "now"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Config:
     rows: int
     warps: int
     programs: int
-    loads: Literal["ahead", "now"] = "ahead"
+    loads: Loads = "ahead"
 
 
 def guess(k: int, dtype: Any) -> Config:
@@ -62,6 +64,19 @@ def guess(k: int, dtype: Any) -> Config:
     count = count // 2 if count == width else count  # see `misfit`
     ahead = count * width * size <= _BYTES_AHEAD
     return Config(max(1, count), warps, _WARPS // warps, "ahead" if ahead else "now")
+
+
+def candidates(k: int, dtype: Any) -> list[Config]:
+    """Configs worth timing for rows of k, the best guess first: as many bytes a thread as the guess has, or half."""
+    width, first = _power_of_2(k), guess(k, dtype)
+    found = [first]
+    per_thread = first.rows * width // first.warps
+    sides = itertools.product((first.rows, first.rows // 2), (first.warps, first.warps // 2, 2 * first.warps))
+    for count, warps in sides:
+        share = 2 if 2 * count * width == per_thread * warps else 1
+        if count and 0 < warps <= 2 * _WARPS and share * count * width == per_thread * warps:
+            found += [Config(count, warps, max(1, share * _WARPS // warps), loads) for loads in get_args(Loads)]
+    return [config for config in dict.fromkeys(found) if misfit(config, k) is None]
 
 
 def misfit(config: Config, k: int) -> str | None:
