@@ -49,9 +49,9 @@ def row_gradient(
     >>> def rms_norm(x, gain):
     ...     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True)) * gain
     >>> x, gain = jnp.array([[1.0, -1.0]]), jnp.array([2.0, 2.0])
-    >>> dx, (dgain,) = row_gradient(rms_norm, x, (gain,), jnp.array([[1.0, 0.0]]), carried=jnp.ones((1, 2)))
+    >>> dx, (dgain,) = row_gradient(rms_norm, x, (gain,), jnp.array([[1.0, 1.0]]), carried=jnp.ones((1, 2)))
     >>> dx.tolist(), dgain.tolist()
-    ([[2.0, 2.0]], [1.0, 0.0])
+    ([[3.0, 3.0]], [1.0, -1.0])
     """
     vectors = tuple(vectors)
     _check_arrays(x, vectors, dy, carried)
