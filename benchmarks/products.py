@@ -16,10 +16,10 @@ from jax import lax
 
 from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import Backend, Key
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Config, block_candidates, candidates
-from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul import mosaic, mosaic_blocks, reference
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
@@ -61,16 +61,18 @@ class Form:
     @property
     def op(self) -> str:
         """How `tuned.json` names the op."""
-        return "block_matmul" if isinstance(self.scaling, Block) else "matmul"
+        return self._key.op
 
     @property
     def variant(self) -> str:
         """How `tuned.json` names the variant."""
-        if not isinstance(self.scaling, Block):
-            return mosaic.variant(self.halves, self._options)
-        one: Any = jax.ShapeDtypeStruct((1, 1), E4M3)
+        return self._key.variant
+
+    @property
+    def _key(self) -> Key:
+        one: Any = jax.ShapeDtypeStruct((128, 128), E4M3)
         weight = Operand(one, one, one if self.halves == 2 else None, scaling=self.scaling)
-        return mosaic_blocks.variant(weight, self._options)
+        return reference.key(self._options, weight, weight, None)
 
     @property
     def _options(self) -> Options:

@@ -20,18 +20,11 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
     return misfit("w", *w.shape)
 
 
-def variant(options: Quantization, error: jax.Array | None, bits: jax.Array | None) -> str:
-    """How `tuned.json` names a split: what decides its speed beside the shape."""
-    rounding = "nearest" if bits is None else "stochastic"
-    feedback = "no error" if error is None else f"error {error.dtype}"
-    return f"{options.orientation} {rounding} {feedback}"
-
-
 def decline(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("dual_quantize", "triton", variant(options, error, bits), w.shape)
+    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(

@@ -11,7 +11,6 @@ from jax import lax
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.dual_quantize import reference
-from pallas_kernels.dual_quantize.triton import variant
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
 from pallas_kernels.tiled import Output, map_tiles, misfit
 
@@ -29,8 +28,7 @@ def decline(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    orientation, rest = variant(options, error, bits).split(" ", 1)
-    return tuning.decline("block_dual_quantize", "triton", f"{orientation} {_block(options).size} {rest}", w.shape)
+    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(

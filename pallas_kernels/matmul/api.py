@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
-from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
 from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
-from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor
+from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
@@ -29,14 +29,14 @@ IMPLEMENTATIONS = {
     Tensor: (
         Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
         _TRITON,
-        Implementation("xla", reference.matmul, meshes="any"),
+        Implementation("xla", reference.matmul, meshes="any", key=reference.key),
     ),
     Block: (
         Implementation(
             "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
         ),
         _TRITON,
-        Implementation("xla", reference.matmul),
+        Implementation("xla", reference.matmul, key=reference.key),
     ),
 }
 
@@ -99,6 +99,8 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     unscaled_options = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32))
     a, b = (Operand(o.values, jnp.ones((), jnp.bfloat16)) for o in (x, w))
     unscaled = dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None)
+    m, _, n = sizes(x, w)
+    note(Key("row_scale", f"{unscaled.dtype} {jnp.dtype(options.out_dtype)}", (m, n)), unscaled)
     of_x, of_w = x.scale, w.scale
     if options.out_sharding is not None:
         # Scales lie where the rows and columns of the result do, which need not be where they were found.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
+from pallas_kernels.quantize import reference
 from pallas_kernels.tiled import Output, map_tiles, misfit
 
 
@@ -17,8 +18,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    variant = f"{options.orientation} {x.dtype}"
-    return tuning.decline("quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:

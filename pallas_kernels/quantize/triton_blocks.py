@@ -19,9 +19,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    block = _block(options)
-    variant = f"{options.orientation} {block.tile} {block.size} {x.dtype}"
-    return tuning.decline("block_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:

@@ -25,6 +25,7 @@ from jax import lax
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, device_count, partitioned
+from pallas_kernels.quantize import reference
 from pallas_kernels.tiled import Tile, fit_tile
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value, where
@@ -45,8 +46,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    variant = f"{options.orientation} {x.dtype}"
-    return tuning.decline("row_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:

@@ -26,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
+from pallas_kernels.dispatch import Key
 
 SMOKES = {
     "gemm": ["--measure", "products,quantizers"], "scaled_products": [], "skip_residual": [], "quality": [],
@@ -133,7 +134,7 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
         tune.write(case.op, entry)
-    assert tuning.find(case.op, case.variant, (128, 256, 128)) == entry
+    assert tuning.find(Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
     wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
     with pytest.raises(ArithmeticError, match="differs from XLA"):
