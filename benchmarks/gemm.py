@@ -26,6 +26,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.operands import Accumulation
 
 NAME = "gemm"
+CASES = "of --tune: those not yet timed; those that include='measured' interpolates between, small models' among them"
 MEASURES = {"products": NAME, "scales": "scaled_products", "quantizers": "quantizers"}
 KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
 BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}

@@ -117,13 +117,18 @@ class Form:
 
     def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
         """Whether a result is within its own bound and XLA's of XLA's result."""
-        wide = dataclasses.replace(self, accumulation="full", out_dtype="float32", residual_blocks="all")
-        magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
-        result, xla = (value.astype(jnp.float32) for value in (got, expected))
-        # Each result is rounded to its dtype once more, XLA's sum of two products twice.
-        rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
-        bound = (self.bound(backend) + self.bound("xla")) * magnitude + rounding * abs(xla)
-        return bool(np.asarray(jnp.all(jnp.abs(result - xla) <= bound)))
+        return bool(np.asarray(_agree(self, backend, pair, got, expected)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _agree(form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array) -> jax.Array:
+    wide = dataclasses.replace(form, accumulation="full", out_dtype="float32", residual_blocks="all")
+    magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
+    result, xla = (value.astype(jnp.float32) for value in (got, expected))
+    # Each result is rounded to its dtype once more, XLA's sum of two products twice.
+    rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
+    bound = (form.bound(backend) + form.bound("xla")) * magnitude + rounding * abs(xla)
+    return jnp.all(jnp.abs(result - xla) <= bound)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -70,8 +70,8 @@ class Explanation:
             key = missing.key
             what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
             return f"{what} was not timed on {self.device}"
-        in_words = f"{self.milliseconds:.3g} ms, BF16 {self.bf16_milliseconds:.3g}"
-        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}, {self.device})"
+        in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
+        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.device}"
 
     def __str__(self) -> str:
         """The device, for every operation a line for what runs and one for each backend that does not, and the sum."""

@@ -107,7 +107,7 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
         spec = tuple(getattr(options.out_sharding, "spec", options.out_sharding))
         spec += (None,) * (unscaled.ndim - len(spec))
         of_x, of_w = (jax.sharding.reshard(s, PartitionSpec(*p)) for s, p in ((of_x, spec[:-1]), (of_w, spec[-1:])))
-    out = (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(options.out_dtype)
+    out = reference.scale_rows(unscaled, of_x, of_w, options.out_dtype)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 

@@ -62,6 +62,11 @@ def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key
     return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
 
 
+def scale_rows(unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype: Any) -> jax.Array:
+    """The product `[..., n]` of operands with a scale for each row, from that of their values."""
+    return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)
+
+
 def product_scale(x: Operand, w: Operand) -> jax.Array:
     """The scale of a product of operands with one scale each.
 
