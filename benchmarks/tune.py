@@ -35,6 +35,7 @@ from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
+INNER: tuple[Literal["m", "n"], ...] = ("n", "m")
 Cases = Literal["all", "missing", "grid"]
 TOGETHER = 16  # cases that are compiled at once
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
@@ -165,7 +166,7 @@ def product_case(shape: GemmShape, form: Form, guesses: int = 8) -> Case:
     pair = lambda: form.quantize(*random_operands(shape), backend="xla")
     candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
     for guess in form.candidates(shape)[: min(guesses, 4) if isinstance(form.scaling, Block) else guesses]:
-        for inner in ("n", "m")[: max(1, guesses)]:
+        for inner in INNER[: max(1, guesses)]:
             config = dataclasses.replace(guess, inner=inner)
             run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
             candidates.append(("mosaic", run, config))
@@ -275,6 +276,8 @@ def _grid_of_quantizers() -> Iterator[Case]:
         for orientation in get_args(Orientation):
             call = functools.partial(one, orientation=orientation)
             yield _case("quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
+        vectors = functools.partial(one, scaling=Block(128, "vector"), **both)
+        yield _case("block_quantize", shape, "both vector 128 bfloat16", vectors, jnp.bfloat16)
     for shape in (*_ACTIVATIONS, *_LARGE_ACTIVATIONS):
         yield _case("row_quantize", shape, "both bfloat16", functools.partial(rows, **both), jnp.bfloat16)
         for dtype in ("bfloat16", "float32"):

@@ -9,7 +9,6 @@ function is surveyed, switched and exported by the same functions.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax import linen, nnx, paths
 from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.arrays import devices_of
 from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
@@ -70,7 +70,7 @@ def convert_to_tcfp(
     sampled = bool(inputs or options)
     if include is None:
         include = "measured" if sampled else "linear"
-    chosen = dataclasses.replace(policy(recipe, rules, include), devices=_devices((inputs, options)))
+    chosen = dataclasses.replace(policy(recipe, rules, include), devices=devices_of((inputs, options)))
     _check_inputs(inputs)
     if "measured" in chosen.include and not sampled:
         raise ValueError(
@@ -84,12 +84,12 @@ def convert_to_tcfp(
             raise ValueError(f"{type(model).__name__} is bound to variables; convert it before bind, or unbind it")
         base = linen_models.plain(model)
         found, shapes = linen_models.examine(base, chosen, inputs, options) if sampled else (None, None)
-        chosen, found = _settled(chosen, found)
+        chosen, found = (chosen, None) if found is None else found.settled(chosen)
         _check(type(model).__name__, found, shapes, strict=strict)
         return linen_models.converted(base, Conversion(type(base), chosen, found, shapes))
     if isinstance(model, flax_nnx.Module):
         found = nnx_models.examine(model, chosen, inputs, options) if sampled else None
-        chosen, found = _settled(chosen, found)
+        chosen, found = (chosen, None) if found is None else found.settled(chosen)
         _check(type(model).__name__, found, flax_nnx.state(model, flax_nnx.Param), strict=strict)
         held = None if found is None else [record.weight_path for record in found.report.converted]
         nnx_models.convert(model, chosen, held, nnx_models.Sample(inputs, options) if sampled else None)
@@ -373,25 +373,6 @@ def _check(name: str, found: Examined | None, shapes: Any, *, strict: bool) -> N
         raise nothing_converted(name, found.report, paths.leaves(shapes))
     if strict:
         check_strict(found.report)
-
-
-def _settled(chosen: Policy, found: Examined | None) -> tuple[Policy, Examined | None]:
-    """What measured times say of the sample inputs' products holds from now on."""
-    if found is None:
-        return chosen, None
-    settled = chosen.settle(found.census.products.values())
-    return settled, found if settled is chosen else found.by(settled)
-
-
-def _devices(inputs: Any) -> int:
-    """How many devices share the values of the sample input that is split the most."""
-    parts = [1]
-    for leaf in jax.tree.leaves(inputs):
-        sharding, shape = getattr(leaf, "sharding", None), getattr(leaf, "shape", ())
-        if isinstance(sharding, jax.sharding.Sharding):
-            part = math.prod(sharding.shard_shape(shape))
-            parts.append(math.prod(shape) // part if part else 1)
-    return max(parts)
 
 
 def _check_inputs(inputs: tuple[Any, ...]) -> None:

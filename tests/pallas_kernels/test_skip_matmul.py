@@ -128,7 +128,7 @@ def test_bad_input():
 
 
 def test_tuned_json_tells_them_apart():
-    (x, w), options = operands("half"), Product(jnp.dtype(jnp.bfloat16), "full")
+    (x, w, *_), options = operands("half"), Product(jnp.dtype(jnp.bfloat16), "full")
     names = [module.key(options, x, w, None).variant for module in (reference, mosaic)]
     assert names == ["dual square 128 bfloat16", "dual nonzero square 128 bfloat16"]
 
