@@ -244,7 +244,8 @@ def grid() -> Iterator[Case]:
         yield product_case(_of_wgrad(shape), Form(1, "fast", out_dtype="float32"), guesses=0)
         yield product_case(shape, Form(1, "full"), guesses=1)
         yield product_case(_of_wgrad(shape), Form(1, "full", out_dtype="float32"), guesses=1)
-        yield product_case(shape, Form(2, "fast"), guesses=1)
+        for accumulation in get_args(Accumulation):
+            yield product_case(shape, Form(2, accumulation), guesses=1)
         if min(shape.k, shape.n) >= 2048:
             yield product_case(shape, Form(1, scaling=Block(128)), guesses=1)
             vectors = Form(1, scaling=Block(128, "vector"), out_dtype="float32")

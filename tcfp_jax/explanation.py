@@ -60,7 +60,7 @@ class Explanation:
         return sum(time for time in self.bf16_times if time is not None)
 
     @property
-    def sum(self) -> str:
+    def summary(self) -> str:
         """What all of it takes beside BF16, in words; "" on a device of which no times are known."""
         if not self.times:
             return ""
@@ -77,7 +77,7 @@ class Explanation:
         """The device, for every operation a line for what runs and one for each backend that does not, and the sum."""
         times = self.times or (None,) * len(self.steps)
         lines = [line for call, time in zip(self.steps, times, strict=True) for line in _lines(call, time)]
-        return "\n".join([f"on {self.device}", *lines, *([f"in all      {self.sum}"] if self.sum else [])])
+        return "\n".join([f"on {self.device}", *lines, *([f"in all      {self.summary}"] if self.summary else [])])
 
 
 def _runs(call: Call) -> Verdict:

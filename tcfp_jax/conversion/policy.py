@@ -1,8 +1,8 @@
 """`Policy`: which recipe a product takes, and why: rules first, then what is known to lose or to harm.
 
-A product loses where its matrix is small, or, with "measured", where its three products and the quantization around
-them were measured to take longer on this chip, at its own shape, than the three products of BF16 do
-(`tcfp_jax.explanation.weigh`).
+A product loses where its matrix is small. With "measured" that is not guessed where it is known: it loses where its
+three products and the quantization around them were measured to take longer on this chip, at its own shape, than the
+three products of BF16 do (`tcfp_jax.explanation.weigh`).
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ class Policy:
         return ""
 
     def _sized(self, product: Product) -> Choice:
-        """By the sides of the matrix: nothing was measured here, or it was not asked for."""
+        """By the sides of the matrix."""
         side = min(product.k, product.n)
         if "small" not in self.include and side < SMALL:
             return Choice(
@@ -119,13 +119,14 @@ class Policy:
         return Choice(self.recipe, "")
 
     def _weighed(self, product: Product) -> Choice:
-        """By measured times of the layer at its own shape."""
+        """By measured times of the layer at its own shape, or by its size where it was not timed, which it says."""
         assert self.recipe is not None, "a model that is converted has one"
         rows = max(1, product.rows // self.devices)
         found = weigh(rows, product.k, product.n, self.recipe)
-        speed, why = found.speed_over_bf16, f"{found.sum} at {written((rows, product.k, product.n))}"
+        speed, why = found.speed_over_bf16, f"{found.summary} at {written((rows, product.k, product.n))}"
         if speed is None:
-            return Choice(None, f'{found.sum}; include "linear" without "measured", or name it in rules')
+            sized = self._sized(product)
+            return sized if sized.recipe is None else Choice(self.recipe, f"{found.summary}: its size decided")
         return Choice(self.recipe if speed >= WORTHWHILE else None, why, speed=speed)
 
     def settle(self, products: Iterable[Product]) -> "Policy":

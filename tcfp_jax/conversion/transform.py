@@ -194,9 +194,9 @@ def transform(
         `(path, product)` to a recipe, or None where they have no opinion. The first match wins, also over `include`.
       include: products that take `recipe` without a rule: "linear"; "head", what makes the model's output; "small",
         matrices with a side below 1024, which are slower than in BF16; "measured", those of "linear" (and "head", if
-        it is there, too) that measured times say to be faster than BF16 on this device, at each call's own rows, of
-        whatever size; on a device that was not timed it is "linear". And parameters that are rounded to the packed
-        format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
+        it is there, too) that measured times say to be faster than BF16 on this device, at each call's own rows, be
+        they small or not; a shape, recipe or device that was not timed goes by size. And parameters that are rounded
+        to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
       strict: raise where a product of a parameter has no low-precision form, and no rule leaves it alone, or where a
         rule matches nothing.
 

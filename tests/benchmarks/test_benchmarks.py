@@ -155,7 +155,7 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
     tuning.PATH.write_text(json.dumps({jax.devices()[0].device_kind: entries}))
     tuning.load.cache_clear()
-    one_scale = ("tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise")
+    one_scale = ("tensorwise", "tcfp12_single", "tcfp12_fast", "tcfp12", "rowwise")
     sizes = [(s.m, s.k, s.n) for s in tune.GRID]
     asked = [(size, name) for size in sizes for name in ("tensorwise", "rowwise")]
     asked += [(size, "blockwise") for size in sizes if min(size) >= 2048]
