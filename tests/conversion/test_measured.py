@@ -4,6 +4,7 @@ The times are made up, for CPUs: of a product 1 ns for each of its m k n in BF16
 value that is quantized 36 ns. A square layer then breaks even at a side of 48 and many rows.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -18,8 +19,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
+from models import families
+from models.gpt import GPTConfig
+from models.settings import TrainConfig
+from models.training import make_optimizer
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Key
+from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
 from tests.helpers import mesh_of
 
@@ -212,3 +218,23 @@ def test_rows_are_those_of_one_device(times):
     parts = survey(convert_to_tcfp(MLP(), "tensorwise", shape(4096, 128, sharding=split)))
     assert parts.converted[0].reason == whole.converted[0].reason
     assert "at 2048x128x64" in parts.converted[0].reason
+
+
+def test_models_convert_what_pays_in_a_step_of_theirs(times):
+    size = GPTConfig(layers=1, width=64, heads=2, context=64)
+    recipe = tcfp_jax.recipe("tensorwise")
+    model, weights = families.learner(size, recipe, "bfloat16", (64, 64))
+    assert sorted(weights) == [f"block_0/{name}/kernel" for name in ("mlp_in", "mlp_out", "projection", "qkv")]
+    assert reasons(survey(model))["embedding/embedding"] == "rule '^embedding'"
+    narrow = dataclasses.replace(size, width=32)
+    assert families.learner(narrow, recipe, "bfloat16", (64, 64)).weights.keys() < weights.keys()
+    config = TrainConfig(size, recipe, include="measured", batch=64, sequence=64)
+    assert set(paths.entries(make_optimizer(config).init(init_shapes(config))[-1].weights)) == set(weights)
+    assert config.in_bf16.include == "every"
+    with pytest.raises(ValueError, match="include='all' is unknown; use one of"):
+        TrainConfig(include="all")
+
+
+def init_shapes(config):
+    model = families.learner(config.size, tcfp_jax.recipe("bf16"), "bfloat16").model
+    return model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
