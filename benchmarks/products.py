@@ -70,9 +70,14 @@ class Form:
 
     @property
     def _key(self) -> Key:
-        one: Any = jax.ShapeDtypeStruct((128, 128), E4M3)
-        weight = Operand(one, one, one if self.halves == 2 else None, scaling=self.scaling)
-        return reference.key(self._options, weight, weight, None)
+        return reference.key(self._options, *self._operands(128, 128, 128), None)
+
+    def _operands(self, m: int, k: int, n: int) -> Pair:
+        """Shapes that stand for operands, without scales."""
+        x: Any = jax.ShapeDtypeStruct((m, k), E4M3)
+        w: Any = jax.ShapeDtypeStruct((n, k), E4M3)
+        scale: Any = None
+        return Operand(x, scale), Operand(w, scale, w if self.halves == 2 else None, scaling=self.scaling)
 
     @property
     def _options(self) -> Options:
@@ -91,6 +96,13 @@ class Form:
         if self.residual_blocks == "nonzero":
             return skip_mosaic.candidates(*sizes, self.scaling.size)
         return block_candidates(*sizes, self.halves, self.scaling.size)
+
+    def chosen(self, shape: GemmShape) -> list[Config]:
+        """The tile sizes that the Mosaic kernel runs a shape with, after what was measured near it, or none."""
+        x, w = self._operands(shape.m, shape.k, shape.n)
+        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
+        config = kernel.configure(self._options, x, w, None) if self.candidates(shape) else None
+        return [] if config is None else [config]
 
     def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
         """The operands of x `[m, k]` and W `[n, k]`."""

@@ -5,7 +5,7 @@ widths, forward and backward. Each candidate is compared with XLA's result befor
 after every entry, and entries of other devices stay.
 
 With `--cases grid` it is what `convert_to_tcfp(include="measured")` interpolates between: products and quantizers of
-layers from those of small models up, with BF16's products, and one guess of tile sizes for each kernel.
+layers from those of small models up, with BF16's products, and kernels with the tile sizes that they run with now.
 """
 
 import dataclasses
@@ -35,8 +35,9 @@ from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
-INNER: tuple[Literal["m", "n"], ...] = ("n", "m")
+INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
 Cases = Literal["all", "missing", "grid"]
+Configs = Literal["guessed", "chosen", "none"]
 TOGETHER = 16  # cases that are compiled at once
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
@@ -160,17 +161,20 @@ def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
     return BLOCK_SIZES[::-1] if mlp == MIDDLE else (128,)
 
 
-def product_case(shape: GemmShape, form: Form, guesses: int = 8) -> Case:
-    """XLA's product, and the Mosaic kernel with its best guesses, of several in both orders of the output tiles."""
+def product_case(shape: GemmShape, form: Form, configs: Configs = "guessed") -> Case:
+    """XLA's product, and the Mosaic kernel: its best guesses in both orders of the tiles, or what it runs with."""
     # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
     pair = lambda: form.quantize(*random_operands(shape), backend="xla")
     candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
-    for guess in form.candidates(shape)[: min(guesses, 4) if isinstance(form.scaling, Block) else guesses]:
-        for inner in INNER[: max(1, guesses)]:
-            config = dataclasses.replace(guess, inner=inner)
-            run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
-            candidates.append(("mosaic", run, config))
+    for config in _configs(shape, form) if configs == "guessed" else form.chosen(shape) if configs == "chosen" else []:
+        run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
+        candidates.append(("mosaic", run, config))
     return Case(form.op, (shape.m, shape.k, shape.n), form.variant, pair, candidates, form.agree)
+
+
+def _configs(shape: GemmShape, form: Form) -> list[Any]:
+    guesses = form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]
+    return [dataclasses.replace(guess, inner=inner) for guess in guesses for inner in INNER]
 
 
 # Quantizers -----------------------------------------------------------------------------------------------------------
@@ -240,16 +244,16 @@ def grid() -> Iterator[Case]:
         yield _bf16_case(shape, "bfloat16")
         yield _bf16_case(_of_wgrad(shape), "float32")
     for shape in GRID:
-        yield product_case(shape, Form(1, "fast"), guesses=0)
-        yield product_case(_of_wgrad(shape), Form(1, "fast", out_dtype="float32"), guesses=0)
-        yield product_case(shape, Form(1, "full"), guesses=1)
-        yield product_case(_of_wgrad(shape), Form(1, "full", out_dtype="float32"), guesses=1)
+        yield product_case(shape, Form(1, "fast"), configs="none")
+        yield product_case(_of_wgrad(shape), Form(1, "fast", out_dtype="float32"), configs="none")
+        yield product_case(shape, Form(1, "full"), configs="chosen")
+        yield product_case(_of_wgrad(shape), Form(1, "full", out_dtype="float32"), configs="chosen")
         for accumulation in get_args(Accumulation):
-            yield product_case(shape, Form(2, accumulation), guesses=1)
+            yield product_case(shape, Form(2, accumulation), configs="chosen")
         if min(shape.k, shape.n) >= 2048:
-            yield product_case(shape, Form(1, scaling=Block(128)), guesses=1)
+            yield product_case(shape, Form(1, scaling=Block(128)), configs="chosen")
             vectors = Form(1, scaling=Block(128, "vector"), out_dtype="float32")
-            yield product_case(_of_wgrad(shape), vectors, guesses=1)
+            yield product_case(_of_wgrad(shape), vectors, configs="chosen")
     yield from _grid_of_quantizers()
 
 
