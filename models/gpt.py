@@ -5,15 +5,16 @@
     logits = LN(x) Eᵀ
 
 Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, so its recipe decides how it multiplies;
-embeddings, LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every
-published FP8 recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a
-target. The other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
+with the recipe None it is Flax's own `Dense`, of the same parameters, for a conversion to choose among. Embeddings,
+LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8
+recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a target. The
+other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ class Block(nn.Module):
     """One pre-LN Transformer block, `[batch, positions, width]` to the same."""
 
     config: GPTConfig
-    recipe: Recipe | str
+    recipe: Recipe | str | None
     dtype: ComputeDtype
 
     @nn.compact
@@ -106,13 +107,16 @@ class Block(nn.Module):
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
-    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> TCFPDense:
+    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
         # GPT-2: layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         deviation = initial_deviation(self.config.width)
         if scaled == "residual":
             deviation /= (2 * self.config.layers) ** 0.5
         normal = nn.initializers.normal(deviation)
-        return TCFPDense(features, recipe=self.recipe, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+        options: Any = dict(dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+        return (
+            nn.Dense(features, **options) if self.recipe is None else TCFPDense(features, recipe=self.recipe, **options)
+        )
 
 
 class GPT(nn.Module):
@@ -120,7 +124,7 @@ class GPT(nn.Module):
 
     Attributes:
       config: the size.
-      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one.
+      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one, or None for Flax's layers.
       dtype: of activations, and of the embedding's and the head's products.
 
     Raises:
@@ -128,7 +132,7 @@ class GPT(nn.Module):
     """
 
     config: GPTConfig
-    recipe: Recipe | str = "tcfp12"
+    recipe: Recipe | str | None = "tcfp12"
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact

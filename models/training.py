@@ -167,7 +167,8 @@ def _program(config: TrainConfig) -> TrainConfig:
 
 
 def _learner(config: TrainConfig) -> Learner:
-    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype)
+    tokens = (config.batch, config.sequence) if config.include == "measured" else None
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
 
 
 @functools.lru_cache(maxsize=16)

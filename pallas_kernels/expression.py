@@ -33,7 +33,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "and": lax.bitwise_and, "or": lax.bitwise_or,
 }  # fmt: skip
 _UNARY: dict[str, Callable[..., Any]] = {
-    "neg": lax.neg, "abs": lax.abs, "exp": lax.exp, "log": lax.log, "tanh": lax.tanh, "erf": lax.erf,
+    "neg": lax.neg, "abs": lax.abs, "exp": lax.exp, "log": lax.log, "tanh": lax.tanh,
     "rsqrt": lax.rsqrt, "sqrt": lax.sqrt, "logistic": lax.logistic, "square": lambda x: x * x, "not": lax.bitwise_not,
 }  # fmt: skip
 # Results of these need no rounding: they are one of their operands, or booleans.

@@ -68,7 +68,8 @@ class Transformed:
           ValueError: nothing can be converted, with `strict` something cannot, or `stored` is of other parameters.
         """
         found = self.examine(*args, **kwargs)
-        if not found.report.converted and self.policy.recipe is not None and not self.policy.off:
+        left = not found.report.converted and not found.report.weighed
+        if left and self.policy.recipe is not None and not self.policy.off:
             raise nothing_converted(self.name, found.report, self._leaves(self._floats(args)[0]))
         if self._strict:
             check_strict(found.report)
@@ -192,8 +193,10 @@ def transform(
         the parameter's path ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or functions
         `(path, product)` to a recipe, or None where they have no opinion. The first match wins, also over `include`.
       include: products that take `recipe` without a rule: "linear"; "head", what makes the model's output; "small",
-        matrices with a side below 1024, which are slower than in BF16; and parameters that are
-        rounded to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
+        matrices with a side below 1024, which are slower than in BF16; "measured", those of "linear" (and "head", if
+        it is there, too) that measured times say to be faster than BF16 on this device, at each call's own rows, be
+        they small or not; a shape, recipe or device that was not timed goes by size. And parameters that are rounded
+        to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
       strict: raise where a product of a parameter has no low-precision form, and no rule leaves it alone, or where a
         rule matches nothing.
 

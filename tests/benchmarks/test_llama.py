@@ -1,13 +1,17 @@
 """The Llama benchmark: it checks before it times, counts operations, and says where time goes."""
 
+import argparse
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tcfp_jax
 from benchmarks import breakdown, common, llama, report
 from benchmarks.breakdown import KINDS
+from models.gpt import GPT, MODELS, GPTConfig
 from models.llama import LlamaConfig
 
 PROGRAM = """
@@ -47,6 +51,22 @@ def test_operations_of_a_step_are_those_of_its_products():
     scores = 3 * 2 * 32 * 32 * 64  # of a sequence: two products, and half of each is masked
     assert llama.operations(size, (2, 32), "block") == 3 * 2 * (2 * 32 * weights + scores)
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
+
+
+def test_a_gpt_steps_as_well():
+    options = argparse.ArgumentParser()
+    llama.add_options(options)
+    config = llama.configure(options.parse_args(["--model", "tiny", "--include", "measured"], Smoke()))
+    assert config.include == ("measured",) and config.step == MODELS["tiny"]
+    size = GPTConfig(layers=3, width=64, heads=4, context=32, vocabulary=512)
+    scores = 3 * 2 * 32 * 32 * 64
+    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (3 * 12 * 64 * 64 + 64 * 512) + scores)
+    model, weights = llama._converted_step(dataclasses.replace(config, step=size, include=("linear",)), "tensorwise")
+    assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
+
+
+class Smoke(argparse.Namespace):
+    smoke = True
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ PROGRAMS = {
     "swiglu": (swiglu, (SHAPE, SHAPE)),
     "swiglu gradient": (swiglu_gradient, (SHAPE, SHAPE, SHAPE)),
     "gelu": (nn.gelu, (SHAPE,)),
-    "exact gelu": (lambda x: nn.gelu(x, approximate=False), (SHAPE,)),
     "squared relu": (lambda x: nn.relu(x) ** 2, (SHAPE,)),
     "norm": (scaled, (SHAPE, (2, 512, 1), (K,))),
 }
@@ -49,7 +48,7 @@ def test_kernel_has_the_bits_of_the_definition(name, scaling):
         assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
 
 
-@pytest.mark.parametrize("name", ["logistic", "tanh", "exp", "erf", "silu", "gelu"])
+@pytest.mark.parametrize("name", ["logistic", "tanh", "exp", "silu", "gelu"])
 def test_functions_of_every_bfloat16(name):
     program = {"silu": nn.silu, "gelu": nn.gelu, "exp": jnp.exp}.get(name) or getattr(jax.lax, name)
     codes = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16).reshape(256, 256), jnp.bfloat16)
