@@ -20,11 +20,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from models import BYTES, ComputeDtype
+from models.attention import Attention, causal_attention
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
-
-Attention = Literal["products", "cudnn"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -34,8 +32,8 @@ class GPTConfig:
       layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
       context: the most positions a sequence may have.
       vocabulary: rows of the embedding table, at least 256.
-      attention: "products" repeats bit for bit everywhere; "cudnn" is cuDNN's flash attention, of GPUs and bfloat16
-        alone, which is several times as fast and whose gradients differ in their last bits each time.
+      attention: as `models.attention.causal_attention` takes it: "products" repeats bit for bit everywhere, flash
+        attention is faster.
 
     Raises:
       ValueError: a size below 1, heads that do not divide the width, a vocabulary below 256, or an unknown attention.
@@ -150,20 +148,6 @@ class GPT(nn.Module):
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
         return embedding.attend(_normalize("final_norm", x))
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "products") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
-
-    Plain products unless "cudnn" is asked for: `jax.nn.dot_product_attention` raises under strict dtype promotion in
-    bfloat16, and its cuDNN form adds gradients in another order each time.
-    """
-    if how == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def initial_deviation(width: int) -> float:

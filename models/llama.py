@@ -24,8 +24,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from models import BYTES, ComputeDtype
+from models.attention import Attention, causal_attention
 
-Attention = Literal["auto", "products", "xla", "cudnn"]
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
 INITIAL_DEVIATION = 0.02
@@ -50,9 +50,7 @@ class LlamaConfig:
       head: "tied" multiplies by the embedding table, "untied" has a matrix of its own.
       rope_theta: base of the wavelengths of rotary positions.
       norm_eps: added to mean squares.
-      attention: "products" writes scores and repeats bit for bit everywhere; "xla" and "cudnn" are those of
-        `jax.nn.dot_product_attention` (cuDNN: flash attention, of GPUs and bfloat16 alone); "auto" is cuDNN on GPUs
-        with bfloat16, and XLA elsewhere.
+      attention: as `models.attention.causal_attention` takes it; "auto" is flash attention where there is one.
       remat: what a block keeps for its backward pass: "none" recomputes nothing; "products" recomputes all but
         products and attention; "block" keeps the block's input alone.
 
@@ -219,22 +217,6 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     cos, sin = rotation[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "auto") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, q `[batch, positions, heads, d]`, k and v of `kv_heads` heads.
-
-    Scores and softmax are float32. Query head i reads head `i // (heads / kv_heads)` of k and v.
-    """
-    if how == "auto":
-        how = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
-    if how in ("xla", "cudnn"):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
 
 
 def _rematerialised(remat: Remat) -> Any:
