@@ -21,6 +21,7 @@ from flax import linen as nn
 
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
+from models.losses import cross_entropy
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
@@ -116,6 +117,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
+    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`.
+
     Attributes:
       config: the size.
       recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one.
@@ -130,8 +133,8 @@ class GPT(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predict the byte after each position."""
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Predict the byte after each position, or say how well it was predicted."""
         config = self.config
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -147,7 +150,8 @@ class GPT(nn.Module):
         x = embedding(tokens) + positions[: tokens.shape[-1]].astype(self.dtype)
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
-        return embedding.attend(_normalize("final_norm", x))
+        logits = embedding.attend(_normalize("final_norm", x))
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 def initial_deviation(width: int) -> float:

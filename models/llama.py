@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
+from models.losses import head_losses
 
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
@@ -52,7 +53,7 @@ class LlamaConfig:
       norm_eps: added to mean squares.
       attention: as `models.attention.causal_attention` takes it; "auto" is flash attention where there is one.
       remat: what a block keeps for its backward pass: "none" recomputes nothing; "products" recomputes all but
-        products and attention; "block" keeps the block's input alone.
+        products and attention; "block" keeps the block's input alone, and of a loss the head's.
 
     Raises:
       ValueError: a size below 1, heads that do not divide the width, an odd size of heads, kv_heads that do not divide
@@ -156,8 +157,22 @@ class Block(nn.Module):
         )  # fmt: skip
 
 
+class Matrix(nn.Module):
+    """The parameter `kernel`, for a product that is written where it is needed."""
+
+    shape: tuple[int, int]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """The kernel, float32."""
+        return self.param("kernel", nn.initializers.normal(INITIAL_DEVIATION), self.shape, jnp.float32)
+
+
 class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
+
+    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`: the
+    logits of all tokens are then never float32, and with remat="block" they never exist.
 
     Attributes:
       config: the size, and how it runs.
@@ -171,8 +186,8 @@ class Llama(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predict the token after each position."""
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Predict the token after each position, or say how well it was predicted."""
         config, positions = self.config, tokens.shape[-1]
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -192,10 +207,14 @@ class Llama(nn.Module):
         x, _ = layers(config, self.dtype, name="layers")(x, rotations(positions, config.head_size, config.rope_theta))
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
-            logits = x @ embedding.embedding.astype(dtype).T
+            matrix = embedding.embedding.T
         else:
-            logits = nn.Dense(config.vocabulary, use_bias=False, dtype=dtype, kernel_init=normal, name="head")(x)
-        return logits.astype(jnp.float32)
+            matrix = Matrix((config.width, config.vocabulary), name="head")()
+        # Rounded where it multiplies: gradients of some tokens at a time are then added in float32.
+        head = lambda x: x @ matrix.astype(dtype)
+        if targets is not None:
+            return head_losses(head, x, targets, kept="inputs" if config.remat == "block" else "logits")
+        return head(x).astype(jnp.float32)
 
 
 def rotations(positions: int, size: int, theta: float) -> jax.Array:
