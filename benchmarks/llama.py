@@ -158,8 +158,9 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
         dparams, dx = pull(g)
         return {"y": y, "dx": dx, "dparams": dparams}
 
-    args = prepare(jax.random.key(seed))
-    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
+    key = jax.random.key(seed)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *jax.eval_shape(prepare, key))
+    args = prepare(key)
     return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
 
 

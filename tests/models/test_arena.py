@@ -1,0 +1,94 @@
+"""What Llama's blocks and steps need beside their arguments, compiled for an H200: recipes never more than BF16."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import llama as benchmark
+from benchmarks import timing
+from models import llama
+from models.llama import LlamaConfig
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import h200s
+
+REASON = h200.missing()
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+SIZE = LlamaConfig(
+    layers=2, width=1024, heads=8, kv_heads=2, hidden=4096, context=2048, vocabulary=32_000, remat="products"
+)
+TOKENS = (4, 2048)
+RECIPES = ("tensorwise", "rowwise", "blockwise", "tcfp12_single", "tcfp12_fast", "tcfp12")
+
+
+class Caught(Exception):
+    """Ends a benchmark where it would compile."""
+
+
+@jax.custom_vjp
+def attention(q, k, v):
+    """What flash attention reads, writes and keeps, as cuDNN's does not compile without a device."""
+    return _attend(q, k, v)[0]
+
+
+def _attend(q, k, v):
+    q, k, v = lax.optimization_barrier((q, k, v))
+    out = q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
+    out, sums = lax.optimization_barrier((out, jnp.sum(q.astype(jnp.float32), axis=-1)))
+    return out, (q, k, v, out, sums)
+
+
+def _attend_backward(kept, g):
+    q, k, v, out, sums, g = lax.optimization_barrier((*kept, g))
+    dk = (g * sums[..., None].astype(g.dtype)).reshape(*k.shape[:3], -1, k.shape[3]).sum(3)
+    return lax.optimization_barrier((g + out + q, dk + k, dk + v))
+
+
+attention.defvjp(_attend, _attend_backward)
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    """The temporary bytes of a candidate of `benchmarks.llama`, of shapes alone."""
+    caught = {}
+
+    def catch(jitted, *args):
+        caught["program"] = jitted, args
+        raise Caught
+
+    monkeypatch.setattr(llama, "causal_attention", lambda q, k, v, how: attention(q, k, v))
+    monkeypatch.setattr(timing, "compile_timed", catch)
+    mesh = h200s(1)
+
+    def bytes_of(part, name, size):
+        config = benchmark.Config(size, size, TOKENS, TOKENS, (name,), include=("linear", "small"))
+        # Both before and in the lowering: which kernels run is chosen for the device.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_dtype_promotion("standard"):
+            with pytest.raises(Caught):
+                benchmark.MAKE[part](config, name)
+            jitted, args = caught["program"]
+            whole = NamedSharding(mesh, PartitionSpec())
+            args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), args)
+            return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    return bytes_of
+
+
+def test_a_step_needs_no_larger_arena_than_bf16(arena):
+    found = {name: arena("step", name, SIZE) for name in ("bf16", *RECIPES, "stored")}
+    print(found)
+    assert all(found[name] <= found["bf16"] for name in found), found
+
+
+def test_blocks_need_no_larger_arena_than_bf16(arena):
+    size = dataclasses.replace(SIZE, remat="none")
+    found = {name: arena("block", name, size) for name in ("bf16", *RECIPES)}
+    print(found)
+    assert all(found[name] <= found["bf16"] for name in found), found
