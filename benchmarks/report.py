@@ -24,7 +24,7 @@ from tcfp_jax.recipes import recipe
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
 BENCHMARKS = (
-    "train_step", "llama", "large", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers", "memory", "quality",
+    "train_step", "llama", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers", "memory", "quality",
     "convergence", "forks", "adamw", "scan", "casts",
 )  # fmt: skip
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): BENCHMARKS}

@@ -25,6 +25,7 @@ from models.losses import cross_entropy
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
+
 @dataclass(frozen=True)
 class GPTConfig:
     """Size of a `GPT`.

@@ -68,7 +68,7 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def _lean(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """`cross_entropy`, of which the logits themselves are all that is kept, where autodiff keeps float32 exponentials.
 
-        dlogits = (exp(logits - logsumexp) - is_target) g        in the dtype of the logits, one pass
+    Their gradient, `(exp(logits - logsumexp) - is_target) g`, has their dtype and is made in one pass.
     """
     return _lean_forward(logits, targets)[0]
 
