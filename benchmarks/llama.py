@@ -167,8 +167,9 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
         dparams, dx = pull(g)
         return {"y": y, "dx": dx, "dparams": dparams}
 
-    args = prepare(jax.random.key(seed))
-    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
+    key = jax.random.key(seed)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *jax.eval_shape(prepare, key))
+    args = prepare(key)
     return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
 
 
@@ -182,8 +183,8 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
         state = {} if weights is None else {"tcfp": tcfp_jax.layer_state(opt_state)}
-        logits = converted.apply({"params": params, **state}, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        losses: Any = converted.apply({"params": params, **state}, tokens[:, :-1], tokens[:, 1:])
+        return losses.mean()
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         loss, dparams = gradients(*state, tokens)

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from models import BYTES, ComputeDtype
+from models.attention import Attention, causal_attention
+from models.losses import cross_entropy
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
-
-Attention = Literal["products", "cudnn"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class GPTConfig:
       layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
       context: the most positions a sequence may have.
       vocabulary: rows of the embedding table, at least 256.
-      attention: "products" repeats bit for bit everywhere; "cudnn" is cuDNN's flash attention, of GPUs and bfloat16
-        alone, which is several times as fast and whose gradients differ in their last bits each time.
+      attention: as `models.attention.causal_attention` takes it: "products" repeats bit for bit everywhere, flash
+        attention is faster.
 
     Raises:
       ValueError: a size below 1, heads that do not divide the width, a vocabulary below 256, or an unknown attention.
@@ -122,6 +122,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
+    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`.
+
     Attributes:
       config: the size.
       recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one, or None for Flax's layers.
@@ -136,8 +138,8 @@ class GPT(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predict the byte after each position."""
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Predict the byte after each position, or say how well it was predicted."""
         config = self.config
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -153,21 +155,8 @@ class GPT(nn.Module):
         x = embedding(tokens) + positions[: tokens.shape[-1]].astype(self.dtype)
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
-        return embedding.attend(_normalize("final_norm", x))
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "products") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
-
-    Plain products unless "cudnn" is asked for: `jax.nn.dot_product_attention` raises under strict dtype promotion in
-    bfloat16, and its cuDNN form adds gradients in another order each time.
-    """
-    if how == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        logits = embedding.attend(_normalize("final_norm", x))
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 def initial_deviation(width: int) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from benchmarks import breakdown, common, llama, report
+from benchmarks import breakdown, common, large, llama, report
 from benchmarks.breakdown import KINDS
 from models.gpt import GPT, MODELS, GPTConfig
 from models.llama import LlamaConfig
@@ -108,3 +108,31 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
 def test_bad_names_are_errors():
     with pytest.raises(ValueError, match="unknown"):
         llama.main(["--smoke", "--recipes", "tensorwize"])
+
+
+def test_a_large_run_compares_losses_on_text(tmp_path):
+    rows = large.main(["--smoke", "--out", str(tmp_path), "--bf16-layers", "1"])
+    assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [("bf16", 1, 20), ("stored", 2, 20)]
+    bf16, stored = rows
+    assert np.isclose(stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms)
+    assert bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
+    result = common.read_result("large", tmp_path)
+    assert result is not None and "| `stored` | 2 |" in large.table(result)
+
+
+@pytest.mark.parametrize(
+    ("losses", "first", "message"),
+    [
+        ((5.5, 5.4, 5.4, 5.5), 5.5, "do not fall"),
+        ((5.5, float("nan"), 5.0, 4.0), 5.5, "do not fall"),
+        ((5.5, 5.0, 4.5, 4.0), 5.8, "first loss is 5.5, BF16's 5.8"),
+    ],
+)
+def test_losses_that_are_wrong_are_not_timed(losses, first, message):
+    with pytest.raises(ArithmeticError, match=message):
+        large.check_losses("stored", losses, first)
+
+
+def test_bf16_has_no_more_layers_than_the_model():
+    with pytest.raises(ValueError, match="--bf16-layers 3 of a model with 2 layers"):
+        large.main(["--smoke", "--bf16-layers", "3"])

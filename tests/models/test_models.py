@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from models.attention import causal_attention
 from models.families import model_config
-from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig, causal_attention
+from models.gpt import GPT, MODELS, ByteEmbedding, GPTConfig
 from models.mlp import MLP
 from models.plotting import plot_losses
 from models.text import SEPARATOR, is_heldout, load_corpus, load_installed, source_files
