@@ -149,7 +149,12 @@ class Transformed:
         return facts + [Fact(input=True) for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
 
     def _inputs(
-        self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
+        self,
+        found: Examined,
+        args: Any,
+        kwargs: Any,
+        stored: Mapping[str, Any],
+        dtypes: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """The arrays of a call, those of parameters as views, with gradients of other dtypes than their own."""
         inputs: list[Any] = []
