@@ -227,7 +227,7 @@ def _case(op: str, shape: tuple[int, int], variant: str, call: Callable[..., Any
     return Case(op, shape, variant, functools.partial(draw, shape, dtypes), candidates, agree, memory)
 
 
-# What stands between two products ---------------------------------------------------------------------------------------
+# What stands between two products -------------------------------------------------------------------------------------
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -253,9 +253,7 @@ def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], sc
     dtype = jnp.dtype(jnp.float8_e4m3fn)
 
     def fused(*inputs: jax.Array) -> Any:
-        return map_quantize(
-            expression, inputs, dtype, scaling, shape=shape, orientation="both", backend="triton"
-        )
+        return map_quantize(expression, inputs, dtype, scaling, shape=shape, orientation="both", backend="triton")
 
     def apart(*inputs: jax.Array) -> Any:
         results = jax.tree.leaves(program(*inputs))
@@ -270,7 +268,7 @@ def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], sc
 
 
 def nearly_same(got: Any, expected: Any) -> bool:
-    """Whether nine codes of ten are equal: XLA rounds between operations where it likes, and half an ulp decides a code."""
+    """Whether nine codes of ten are equal: XLA rounds between operations where it likes, and that decides some."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     return all(float(jnp.mean((a.view(jnp.uint8) != b.view(jnp.uint8)) if a.ndim else a != b)) < 0.1 for a, b in pairs)
 

@@ -47,8 +47,8 @@ ELEMENTWISE = frozenset({*_BINARY, *_UNARY, *_SAME, "select_n", "integer_pow", "
 def form_of(shape: Sequence[int], m: int, k: int) -> Form | None:
     """What an array of this shape is beside matrices of m rows and k columns, or None.
 
-    >>> form_of((2, 4, 8), 8, 8), form_of((1, 8), 8, 8), form_of((2, 4, 1), 8, 8), form_of((), 8, 8), form_of((4,), 8, 8)
-    ('matrix', 'columns', 'rows', 'one', None)
+    >>> [form_of(shape, 8, 8) for shape in ((2, 4, 8), (1, 8), (2, 4, 1), (), (4,))]
+    ['matrix', 'columns', 'rows', 'one', None]
     """
     size, last = math.prod(shape), shape[-1] if shape else 1
     if size == 1:

@@ -54,7 +54,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
 
 
 def of_tile(options: Quantization, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Values and E8M0 codes of a tile that is a block of rows and, where both orientations are asked for, of columns."""
+    """Values and E8M0 codes of a tile that is a block of rows, and of columns where both orientations are asked for."""
     block, both = _block(options), options.orientation == "both"
 
     def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -68,9 +68,7 @@ class Activation:
             pull = lambda g, *inputs: jax.vjp(core.jaxpr_as_fun(program), *inputs)[1]([g])
             shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (out, *program.in_avals)]
             gradient = Expression.of(jax.make_jaxpr(pull)(*shapes), m, k)
-        return cls(
-            Expression.of(program, m, k), out.shape, out.dtype, recipe, gradient, producers, program=program
-        )
+        return cls(Expression.of(program, m, k), out.shape, out.dtype, recipe, gradient, producers, program=program)
 
     def here(self, inputs: Any) -> "Activation | None":
         """What of it a kernel computes here, or None: where none runs, XLA fuses what it always did.
