@@ -263,7 +263,7 @@ def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], sc
     keys = jax.random.split(jax.random.key(0), count)
     arrays = lambda: tuple(jax.random.normal(key, shape).astype(jnp.bfloat16) for key in keys)
     agree = lambda arguments, backend, got, expected: nearly_same(got, expected)
-    key = map_key(Mapping(dtype, scaling, "both", expression, shape), *inputs)
+    key = map_key(Mapping(dtype, scaling, "both", expression, shape))
     return Case(key.op, shape, key.variant, arrays, candidates, agree)
 
 

@@ -76,7 +76,8 @@ class Activation:
         Args:
           inputs: arrays or their shapes and dtypes.
         """
-        result = "quantized" if self._runs(self.expression, self.recipe, self.recipe.activation, inputs) else "float"
+        runs = self._runs(self.expression, self.recipe, self.recipe.activation, inputs)
+        result: Literal["quantized", "float"] = "quantized" if runs else "float"
         gradient, producers = self.gradient, self.producers
         if gradient is not None and producers is not None:
             out = jax.ShapeDtypeStruct(self.shape, self.dtype)

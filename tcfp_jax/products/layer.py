@@ -302,9 +302,9 @@ class Carrier:
         """What it carries."""
         rows = self.leaves[0]
         form = _shape_of_gradient(rows.shape, jnp.dtype(jnp.bfloat16), recipe)
-        leaves, structure = jax.tree.flatten(form)
-        pairs = zip(self.leaves, leaves, strict=True)
-        return structure.unflatten([lax.bitcast_convert_type(mine, leaf.dtype) for mine, leaf in pairs])
+        pairs = zip(self.leaves, jax.tree.leaves(form), strict=True)
+        made = [lax.bitcast_convert_type(mine, leaf.dtype) for mine, leaf in pairs]
+        return jax.tree.unflatten(jax.tree.structure(form), made)
 
 
 @functools.lru_cache(maxsize=256)
