@@ -9,6 +9,7 @@ under a mesh on each device's own part (see `partition.py`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,7 +143,7 @@ def map_tiles(
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
     """
     count = len(inputs)
-    given: tuple[Form, ...] = tuple(forms) or ("matrix",) * count
+    given: tuple[Form, ...] = tuple(forms) if forms else tuple(itertools.repeat("matrix", count))
     first = given.index("matrix")
     call = functools.partial(_call, tuple(outputs), name, given, tiling)
 
@@ -162,7 +163,7 @@ def map_tiles(
             cuda=functools.partial(call, compiled or body, interpret=False),
         )
 
-    letters = {"matrix": "i j", "rows": "i", "columns": "j"}
+    letters: dict[Form, str] = {"matrix": "i j", "rows": "i", "columns": "j"}
     rule = ", ".join([letters[form] for form in given] + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
     m, k = inputs[first].shape

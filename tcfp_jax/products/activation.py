@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import judge
 from pallas_kernels.expression import Expression
 from pallas_kernels.map_quantize.api import IMPLEMENTATIONS, Mapping, map_quantize
 from pallas_kernels.operands import Quantized
-from tcfp_jax.products.layer import Carrier, orientation_of
+from tcfp_jax.products.operands import Carrier, orientation_of
 from tcfp_jax.recipes import Recipe
 
 
