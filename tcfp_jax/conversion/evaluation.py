@@ -9,7 +9,7 @@ rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
 from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract
+from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import fake_quantize
 
@@ -198,8 +199,7 @@ def _product(
     recipe: Recipe,
     *,
     x: Any = None,
-    x_quantized: Any = None,
-    gradient: Literal["float", "quantized"] = "float",
+    ends: Ends = Ends(),
 ) -> Any:
     """The result of what it reads, or of another `x`; and its `Carrier`, where the gradient comes quantized."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
@@ -221,9 +221,9 @@ def _product(
         asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
     y = contract(
         found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
-        x_quantized=x_quantized, gradient=gradient,
+        ends=ends,
     )  # fmt: skip
-    if gradient == "quantized":
+    if ends.gradient == "quantized":
         return y
     return regrouped(y, found.out_groups).astype(out.dtype)
 

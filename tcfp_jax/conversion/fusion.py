@@ -24,6 +24,7 @@ from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.products import norm
 from tcfp_jax.products.activation import Activation, activated, quantize_result
 from tcfp_jax.products.norm import Norm, normed
+from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 
 # May be done twice: a norm casts x for its sum, and once more for its result.
@@ -289,11 +290,10 @@ class Between:
         options: dict[str, Any] = {}
         if number in self._copies:
             options["x"] = self._copies[number]
-        if number in self._quantized:
-            options["x_quantized"] = self._quantized[number]
+        x_quantized = self._quantized.get(number)
         if number not in self._producers:
-            return multiply(**options)
-        result, self._carriers[number] = multiply(**options, gradient="quantized")
+            return multiply(**options, ends=Ends(x_quantized))
+        result, self._carriers[number] = multiply(**options, ends=Ends(x_quantized, "quantized"))
         return result
 
     def replace(self, number: int, env: dict[Any, Any]) -> None:

@@ -27,6 +27,7 @@ from tcfp_jax.products.axes import (
 )  # fmt: skip
 from tcfp_jax.products.layer import Asked as Product
 from tcfp_jax.products.layer import product
+from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
 from tcfp_jax.weights.stored import Stored
@@ -178,8 +179,7 @@ def contract(
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
     out_sharding: Sharding = None,
-    x_quantized: Quantized | None = None,
-    gradient: Literal["float", "quantized"] = "float",
+    ends: Ends = Ends(),
 ) -> Any:
     """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
@@ -195,8 +195,8 @@ def contract(
       shape: of the kernel where it is None.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
         are multiplied as one the first that is longer than one stays split; others are brought together first.
-      x_quantized: x as the recipe quantizes it, where whoever computed x did so; of a `simple` contraction.
-      gradient: "quantized" returns `(y, Carrier)`, see `layer.Asked`; of a `simple` contraction.
+      ends: other forms of x and the gradient, of a `simple` contraction; with a quantized gradient `(y, Carrier)` is
+        returned.
 
     Raises:
       ValueError: the contraction does not fit the operands, or `quantized` is another weight.
@@ -210,8 +210,8 @@ def contract(
     stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
-    asked = _Asked(contraction, recipe, shape, out_sharding, gradient)
-    return _shared_contraction(asked, x, kernel, stored, key, x_quantized)
+    asked = _Asked(contraction, recipe, shape, out_sharding, ends.gradient)
+    return _shared_contraction(asked, x, kernel, stored, key, ends.x_quantized)
 
 
 @dataclass(frozen=True)

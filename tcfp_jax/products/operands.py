@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,18 @@ from pallas_kernels.operands import Orientation, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.recipes import Halves, Recipe
+
+
+class Ends(NamedTuple):
+    """In what form a product gets x and its result's gradient.
+
+    Attributes:
+      x_quantized: x as the recipe quantizes it, where whoever computed x did so.
+      gradient: "float"; or "quantized", by a `Carrier` beside the result.
+    """
+
+    x_quantized: Quantized | None = None
+    gradient: Literal["float", "quantized"] = "float"
 
 
 @jax.tree_util.register_dataclass
