@@ -30,6 +30,7 @@ from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
 
 MEMORY_REGISTERS = 40
+X = dict(turns="free", memory=MEMORY_REGISTERS, prefetch=False, ring=False, chunks=1, squares=False)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Steps:
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(self.count,),
-            memory_registers=MEMORY_REGISTERS,
+            memory_registers=X["memory"],
             wg_axis="warpgroup",
             num_compute_wgs=COMPUTE_WARPGROUPS,
             max_concurrent_steps=self.plan.config.stages,
@@ -116,6 +117,74 @@ class Steps:
         )
 
 
+@dataclass(frozen=True)
+class Ring(Steps):
+    """A ring of buffers that turns on from tile to tile, with one barrier for all operands of a step to be read."""
+
+    @property
+    def _stages(self) -> int:
+        return min(self.plan.config.stages, self.count)
+
+    def allocations(self, operands: Sequence[Any]) -> dict[str, Any]:
+        of_operands = specs(self.plan)
+        multicast = tuple({axis for spec in of_operands for axis in spec.collective_axes or ()})
+        counts: dict[str, Any] = dict(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self._stages)
+        consumed = plgpu.ClusterBarrier(collective_axes=multicast, **counts) if multicast else plgpu.Barrier(**counts)
+        return dict(
+            buffers=[
+                plgpu.SMEM((self._stages, *spec.block_shape), operand.dtype, transforms=spec.transforms)
+                for spec, operand in zip(of_operands, operands, strict=True)
+            ],
+            filled=plgpu.Barrier(num_arrivals=len(of_operands), num_barriers=self._stages),
+            consumed=consumed,
+        )
+
+    def run(self, tile: Tile, own: Sequence[Any]) -> None:
+        scope, halves = tile.buffers, self.plan.halves
+        before = tile.loop.local_index * self.count
+        # A power of two of stages needs no division: slots go on from tile to tile.
+        memory = X["memory"]
+
+        def fill() -> None:
+            plgpu.set_max_registers(memory, action="decrease")
+
+            @pl.loop(0, self.count)
+            def _fill(step: Any) -> None:
+                slot = lax.rem(before + step, self._stages)
+
+                @pl.when(before + step >= self._stages)
+                def _wait() -> None:
+                    plgpu.barrier_wait(scope["consumed"].at[slot])
+
+                filled = scope["filled"].at[slot]
+                for spec, operand, buffer in zip(specs(self.plan), tile.operands, scope["buffers"], strict=True):
+                    corner = zip(spec.index_map(step), spec.block_shape, strict=True)
+                    block = operand.at[tuple(pl.ds(index * size, size) for index, size in corner)]
+                    axes = spec.collective_axes or None
+                    plgpu.copy_gmem_to_smem(block, buffer.at[slot], filled, collective_axes=axes)
+
+            # A block of a cluster must not end while others still arrive at its barriers.
+            @pl.when(tile.loop.local_index == tile.loop.num_local_steps - 1)
+            def _empty() -> None:
+                @pl.loop(0, self._stages)
+                def _wait(i: Any) -> None:
+                    plgpu.barrier_wait(scope["consumed"].at[lax.rem(before + self.count + i, self._stages)])
+
+        def consume() -> None:
+            plgpu.set_max_registers((512 - memory) // COMPUTE_WARPGROUPS // 8 * 8, action="increase")
+
+            def step(index: Any, carry: Any) -> Any:
+                slot = lax.rem(before + index, self._stages)
+                plgpu.barrier_wait(scope["filled"].at[slot])
+                x_smem, *rest = (buffer.at[slot] for buffer in scope["buffers"])
+                release = lambda: plgpu.barrier_arrive(scope["consumed"].at[slot])
+                return tile.add(index, x_smem, rest[:halves], rest[halves:], release, carry)
+
+            tile.compute(lambda carry: lax.fori_loop(0, self.count, step, carry))
+
+        lax.cond(lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS, fill, consume)
+
+
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -> jax.Array:
     """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
 
@@ -124,6 +193,8 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -
     reads itself.
     """
     (m, k), (n, _) = operands[0].shape, operands[1].shape
+    if X["ring"] and plan.promote and steps is Steps:
+        steps = Ring
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
     interpret = device_kind() == "cpu"
     if interpret:
@@ -169,10 +240,25 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
         pl.run_scoped,
         buffers=steps.allocations([x_gmem, *w_gmem, *copied_scales]),
         out_smem=_epilogue_buffers(config.store_buffers, out_gmem.dtype),
+        turns=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS),
         collective_axes="warpgroup",
     )
-    def _scope(buffers: Any, out_smem: Any) -> None:
+    def _scope(buffers: Any, out_smem: Any, turns: Any) -> None:
         warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
+        order = X["turns"]
+        if plan.promote and order != "free":
+
+            @pl.when(warpgroup == 1)
+            def _first() -> None:
+                plgpu.barrier_arrive(turns.at[0])
+
+        def take_turn() -> None:
+            if order != "free":
+                plgpu.barrier_wait(turns.at[warpgroup])
+
+        def give_turn(when: str) -> None:
+            if order == when:
+                plgpu.barrier_arrive(turns.at[1 - warpgroup])
 
         def multiply(acc: Any, x_smem: Any, w_smem: Any, wave: int) -> None:
             rows = x_smem.at[pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)]
@@ -187,19 +273,30 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
             mi = mi * cluster + member
             scale = scale_gmem[0]
 
-            def store(parts: list[jax.Array]) -> None:
+            def store(parts: list[jax.Array], chunks: int = 1) -> None:
                 first_row = mi * tile_m + warpgroup * own_rows
-                _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
+                _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n), chunks)
 
-            def find_factor(step: Any, scales_smem: Any, wave: int) -> Any:
+            chunks = {"vector": X["chunks"], "square": tile_n // config.tile_k}.get(plan.scaling, 1)
+            width = tile_n // chunks
+
+            def find_factor(of_tile: Any, scales_smem: Any, wave: int, chunk: int) -> Any:
                 if plan.scaling == "tensor":
                     return None
                 rows = pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)
-                of_tile = block_scales[1][step, ni] if plan.scaling == "square" else None
-                return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
+                of_tile = of_tile[chunk] if plan.scaling == "square" else None
+                return _factor(scales_smem, rows, of_tile, pl.ds(chunk * width, width), (wave_rows, width))
+
+            def scale_of_tile(step: Any) -> Any:
+                if plan.scaling != "square":
+                    return None
+                step = jnp.minimum(step, steps.count - 1)
+                return tuple(block_scales[1][step, ni * chunks + chunk] for chunk in range(chunks))
 
             if plan.promote:
-                add, compute = _promoting(multiply, find_factor, store, scale, waves, (wave_rows, tile_n))
+                add, compute = _promoting(
+                    multiply, find_factor, store, scale, waves, (wave_rows, tile_n), take_turn, give_turn, chunks, scale_of_tile
+                )
             else:
                 add, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
@@ -227,12 +324,12 @@ def specs(plan: Plan) -> list[Any]:
     ]
 
 
-def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -> jax.Array:
+def _factor(scales_smem: Any, rows: Any, of_tile: Any, columns: Any, shape: tuple[int, int]) -> jax.Array:
     """What a promoted sum is multiplied by: the scales of x's rows times that of W's tile, or those of its columns."""
     of_x = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
     if of_tile is not None:
         return lax.broadcast_in_dim(of_x * of_tile, shape, (0,))
-    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
+    of_w = plgpu.load(scales_smem[1].at[0, columns], layout=plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
@@ -256,30 +353,54 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
 
 
 def _promoting(
-    multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
+    multiply: Any,
+    find_factor: Any,
+    store: Any,
+    scale: Any,
+    waves: int,
+    shape: tuple[int, int],
+    take: Any,
+    give: Any,
+    chunks: int,
+    scale_of_tile: Any,
 ) -> tuple[Any, Any]:
     """(add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
+    height, width = shape[0], shape[1] // chunks
+    prefetch = X["prefetch"]
 
-    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
+    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, carry: Any) -> Any:
+        totals, of_tile = carry
+        following = None
+        if prefetch:
+            following = scale_of_tile(step + 1)
+        else:
+            of_tile = scale_of_tile(step)
         new = []
         for wave in range(waves):
 
             def partial_sum(acc: Any, wave: int = wave) -> jax.Array:
                 multiply(acc, x_smem, w_smem, wave)
+                give("issue")
                 return acc[...]
 
-            factor = find_factor(step, scales_smem, wave)
+            factors = [find_factor(of_tile, scales_smem, wave, 0)]
+            take()
             part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
+            give("done")
+            factors += [find_factor(of_tile, scales_smem, wave, chunk) for chunk in range(1, chunks)]
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
                 release()
-            new.append(totals[wave] + (part if factor is None else part * factor))
-        return tuple(new)
+            for chunk, factor in enumerate(factors):
+                piece = part if chunks == 1 else part[:, chunk * width : (chunk + 1) * width]
+                new.append(totals[wave * chunks + chunk] + (piece if factor is None else piece * factor))
+        return tuple(new), following
 
     def compute(run: Any) -> None:
         # In the accumulator's own layout, or every addition would move values between threads.
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        store([total * scale for total in run((zero,) * waves)])
+        zero = plgpu.layout_cast(jnp.zeros((height, width), jnp.float32), plgpu.Layout.WGMMA)
+        totals, _ = run(((zero,) * waves * chunks, scale_of_tile(0) if prefetch else None))
+        store([total * scale for total in totals], chunks)
 
     return add, compute
 
@@ -291,7 +412,7 @@ def _epilogue_buffers(count: int, dtype: Any) -> Any:
     return plgpu.SMEM((COMPUTE_WARPGROUPS, count, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
 
 
-def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
+def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any], chunks: int = 1) -> None:
     """Write `parts`, stacked along the rows, to `out_gmem` from `corner` on, through the buffers in turn.
 
     A tile has a multiple of as many pieces as there are buffers, so the turn goes on from tile to tile, and a buffer
@@ -303,7 +424,8 @@ def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any,
     for index, part in enumerate(parts):
         for i in range(0, part.shape[0], height):
             for j in range(0, part.shape[1], width):
-                first, columns = row + index * part.shape[0] + i, pl.ds(column + j, width)
+                first = row + index // chunks * part.shape[0] + i
+                columns = pl.ds(column + index % chunks * part.shape[1] + j, width)
                 piece = part[i : i + height, j : j + width]
                 if bias_gmem is not None:
                     # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.

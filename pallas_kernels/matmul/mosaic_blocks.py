@@ -94,6 +94,8 @@ def kernel_scales(config: Config, x: Operand, w: Operand) -> tuple[Any, jax.Arra
     """(how the kernel scales, scales of x, scales of w), float32 with blocks of k first."""
     tile = block_of(w).tile
     of_x, of_w = (numerics.decode_e8m0(operand.scale).T for operand in (x, w))
-    if tile == "square" and config.tile_k == config.tile_n:
+    from pallas_kernels.hopper import kernel
+
+    if tile == "square" and (config.tile_k == config.tile_n or kernel.X["squares"]):
         return "square", of_x, of_w
     return "vector", of_x, jnp.repeat(of_w, config.tile_k, axis=1) if tile == "square" else of_w
