@@ -31,6 +31,8 @@ from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, E
 
 MEMORY_REGISTERS = 40
 X = dict(turns="free", memory=MEMORY_REGISTERS, prefetch=False, ring=False, chunks=1, squares=False)
+import json, os
+X.update(json.loads(os.environ.get("X", "{}")))
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,6 @@ def kernel_scales(config: Config, x: Operand, w: Operand) -> tuple[Any, jax.Arra
     of_x, of_w = (numerics.decode_e8m0(operand.scale).T for operand in (x, w))
     from pallas_kernels.hopper import kernel
 
-    if tile == "square" and (config.tile_k == config.tile_n or kernel.X["squares"]):
+    if tile == "square" and (config.tile_k == config.tile_n or (kernel.X["squares"] and config.tile_k == 64)):
         return "square", of_x, of_w
     return "vector", of_x, jnp.repeat(of_w, config.tile_k, axis=1) if tile == "square" else of_w
