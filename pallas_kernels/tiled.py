@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
+from pallas_kernels.expression import Form
 from pallas_kernels.partition import BlocksOf, partitioned
 
 Body = Callable[..., tuple[jax.Array, ...]]
@@ -45,7 +46,8 @@ class Output:
     Attributes:
       form: a value for every one of the inputs ("tile", or "transposed", of which only the transpose is written), for
         every row of a tile ("rows", a matrix `[m, k / columns]`), for every column ("columns", `[k, m / rows]`), or for
-        the tile ("one").
+        the tile ("one"). "rows first" and "columns first" are the transposes of "rows" and "columns", whose values
+        lie side by side in memory.
       transposed: a transposed copy is written beside it; of "tile" only.
       replaces: index of the input, of the same dtype, in whose memory it may be written. Each tile is read before it
         is overwritten; without it a donated input would be copied to where the result belongs.
@@ -54,12 +56,15 @@ class Output:
     dtype: Any
     transposed: bool = False
     replaces: int | None = None
-    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
+    form: Literal["tile", "transposed", "rows", "columns", "one", "rows first", "columns first"] = "tile"
 
     @property
     def rule(self) -> str:
         """Letters of its axes for `partition`: i and j are rows and columns of values, p and q of tiles."""
-        axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
+        axes = {
+            "tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q", "rows first": "q i",
+            "columns first": "p j",
+        }[self.form]  # fmt: skip
         return f"{axes}, j i" if self.transposed else axes
 
 
@@ -89,6 +94,8 @@ def map_tiles(
     *,
     name: str,
     reference: Body,
+    forms: Sequence[Form] = (),
+    compiled: Body | None = None,
     values_per_thread: int = 16,
     side: int | None = None,
 ) -> list[jax.Array]:
@@ -96,13 +103,16 @@ def map_tiles(
 
     Args:
       body: what is done to one tile; it returns a value for each of `outputs`, in the form that the output says.
-      inputs: the matrices, of one shape.
+      inputs: the matrices, of one shape, and what `forms` says.
       scalars: arrays of one value each, which `body` gets as scalars.
       outputs: what is written.
       name: the kernel's name, as profilers show it.
       reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
         matrices no tile divides, and returns results in the shapes that are written: for a "rows" output
         `[m, k / side]`, for a "columns" output `[k, m / side]`.
+      forms: of the inputs, where not all are matrices: "rows" is `[m]` and comes as `[rows, 1]`, "columns" is `[k]` and
+        comes as `[1, columns]`.
+      compiled: the body of a kernel that is compiled, where that is another than the interpreter's.
       values_per_thread: how many values of a tile each thread holds; fewer leave registers for a longer `body`.
       side: the side of every tile, where a tile is a block that shares a scale; None lets the shape choose.
 
@@ -110,36 +120,43 @@ def map_tiles(
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
     """
     count = len(inputs)
+    forms = tuple(forms) or ("matrix",) * count
+    first = forms.index("matrix")
     fit = functools.partial(
         fit_tile, values_per_thread=values_per_thread, sides=(64, 32, 16) if side is None else (side,)
     )
-    call = functools.partial(_call, body, tuple(outputs), name, count, fit)
+    call = functools.partial(_call, tuple(outputs), name, forms, fit)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if fit(*operands[0].shape) is None:
-            whole = reference(*operands[:count], *(scalar[0] for scalar in operands[count:]))
+        if fit(*operands[first].shape) is None:
+            wide = {"matrix": lambda x: x, "rows": lambda x: x[:, None], "columns": lambda x: x[None]}
+            matrices = [wide[form](x) for x, form in zip(operands[:count], forms, strict=True)]
+            whole = reference(*matrices, *(scalar[0] for scalar in operands[count:]))
             pairs = zip(outputs, whole, strict=True)
             return [
                 x for output, y in pairs
                 for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
             ]  # fmt: skip
         return lax.platform_dependent(
-            *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
+            *operands,
+            cpu=functools.partial(call, body, interpret=True),
+            cuda=functools.partial(call, compiled or body, interpret=False),
         )
 
-    rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> "
+    letters = {"matrix": "i j", "rows": "i", "columns": "j"}
+    rule = ", ".join([letters[form] for form in forms] + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
-    m, k = inputs[0].shape
+    m, k = inputs[first].shape
     blocks = {} if side is None else {"p": BlocksOf("i", side, m), "q": BlocksOf("j", side, k)}
     return partitioned(local, rule, blocks)(*inputs, *(scalar.reshape(1) for scalar in scalars))
 
 
 def _call(
-    body: Body,
     outputs: tuple[Output, ...],
     name: str,
-    count: int,
+    given: tuple[Form, ...],
     fit: Callable[[int, int], Tile | None],
+    body: Body,
     *operands: jax.Array,
     interpret: bool,
 ) -> list[jax.Array]:
@@ -147,7 +164,8 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    m, k = operands[0].shape
+    count = len(given)
+    m, k = operands[given.index("matrix")].shape
     tile = fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns = tile.rows, tile.columns
@@ -158,8 +176,15 @@ def _call(
         "columns": ((k, m // rows), (columns, 1), True),
         "one": ((m // rows, k // columns), (1, 1), False),
         "transposed": ((k, m), (columns, rows), True),
+        "rows first": ((k // columns, m), (1, rows), True),
+        "columns first": ((m // rows, k), (1, columns), False),
     }
-    straight = pl.BlockSpec((rows, columns), lambda i, j: (i, j))
+    read = {
+        "matrix": pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        "rows": pl.BlockSpec((rows,), lambda i, j: (i,)),
+        "columns": pl.BlockSpec((columns,), lambda i, j: (j,)),
+    }
+    widened = {"matrix": (rows, columns), "rows": (rows, 1), "columns": (1, columns)}
     shapes: list[jax.ShapeDtypeStruct] = []
     specs, aliases = [], {}
     for output in outputs:
@@ -171,7 +196,7 @@ def _call(
             specs.append(pl.BlockSpec(block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))))
 
     def kernel(*refs: Any) -> None:
-        tiles = [ref[...] for ref in refs[:count]]
+        tiles = [ref[...].reshape(widened[form]) for ref, form in zip(refs[:count], given, strict=True)]
         scalars = [ref[0] for ref in refs[count : len(operands)]]
         targets = iter(refs[len(operands) :])
         for output, result in zip(outputs, body(*tiles, *scalars), strict=True):
@@ -185,7 +210,7 @@ def _call(
         kernel,
         out_shape=shapes,
         grid=(m // rows, k // columns),
-        in_specs=[straight] * count + [scalar_spec] * (len(operands) - count),
+        in_specs=[read[form] for form in given] + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "pallas_kernels": [
         "numerics", "counter", "scaling", "moments", "operands", "checks", "dispatch", "tuning", "sharing", "partition",
-        "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul", "skip_matmul",
+        "tiled", "hopper", "quantize", "dual_quantize", "adamw", "row_gradient", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
         "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers",

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -97,7 +98,7 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     # Powers of two scale a rounded bfloat16 exactly, so the product may be written as such; others round once.
     exact = x.scaling.scale == w.scaling.scale == "pow2" and options.out_dtype == jnp.bfloat16
     unscaled_options = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32))
-    a, b = (Operand(o.values, jnp.ones((), jnp.bfloat16)) for o in (x, w))
+    a, b = (Operand(o.values, np.ones((), jnp.bfloat16)) for o in (x, w))  # type: ignore[arg-type]
     unscaled = dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None)
     of_x, of_w = x.scale, w.scale
     if options.out_sharding is not None:

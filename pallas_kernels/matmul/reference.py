@@ -7,9 +7,10 @@ H200; see LOG.md):
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;
 * the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
-* the two dots of a residual product are kept apart by an optimization barrier on x (XLA would concatenate the weights
-  at run time) and on the scale (it would factor the scale out and multiply in a pass of its own). XLA then computes
-  the small product with W_lo first and hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
+* every dot is kept apart by an optimization barrier on x (XLA would join dots that share x, such as those of q, k and
+  v or of a residual product, and concatenate their weights at run time) and on the scale (it would factor the scale
+  out and multiply in a pass of its own). Of a residual product XLA then computes the small one with W_lo first and
+  hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
 With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
 a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.operands import Operand, Product, Tensor
@@ -67,35 +69,39 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     axes = tuple(range(x.values.ndim - contracted, x.values.ndim)), tuple(range(1, w.values.ndim))
     dimensions = (axes, ((), ()))
     out_dtype, sharding = options.out_dtype, options.out_sharding
-    operands = (x.values, w.values, w.lo, product_scale(x, w))
+    scale = product_scale(x, w)
+    # Rows are scaled by whoever asks, and a constant is theirs: behind a barrier it would cost a pass over the product.
+    operands = (x.values, w.values, w.lo, None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale)
 
-    def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
+    def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
         wide = w.astype(jnp.float32)
         if w_lo is not None:
             wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
         out = lax.dot_general(
             x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=sharding
         )
-        return (out * scale.astype(jnp.float32)).astype(out_dtype)
+        return (out if scale is None else out * scale.astype(jnp.float32)).astype(out_dtype)
 
-    def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array) -> jax.Array:
+    def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
         # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
         # float16 has too little range for the product before it is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
         # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
-        scale_dtype = product_dtype if scale.dtype == jnp.bfloat16 else jnp.float32
+        scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
 
-        def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        def scaled_dot(w: jax.Array) -> jax.Array:
+            own_x, own_scale = lax.optimization_barrier((x, scale))
             product = lax.dot_general(
-                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
+                own_x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
                 preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
-            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
+            if own_scale is None:
+                return product.astype(out_dtype)
+            return (product.astype(scale_dtype) * own_scale.astype(scale_dtype)).astype(out_dtype)
 
-        out = scaled_dot(x, w, scale)
+        out = scaled_dot(w)
         if w_lo is not None:
-            x, scale = lax.optimization_barrier((x, scale))
-            out = out + scaled_dot(x, w_lo, scale)
+            out = out + scaled_dot(w_lo)
         # XLA would make a gelu that follows part of the GEMM, and fails to compile ("!has_aux_output") where the
         # product itself is needed, too, as it is by a rematerialized backward pass.
         return lax.optimization_barrier(out)

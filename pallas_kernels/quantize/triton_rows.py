@@ -166,7 +166,7 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
         for axis, (ref, out_ref) in enumerate(zip(refs[:count], refs[count:], strict=True)):
             mask = _inside((m, k)[axis : axis + 1], ref.shape, place[axis : axis + 1])
             inverse = jnp.expand_dims(_load(ref, mask), 1 - axis)
-            values = _multiply(wide, inverse, interpret).astype(dtype)
+            values = multiplied(wide, inverse, interpret).astype(dtype)
             values, where = (values.T, place[::-1]) if axis else (values, place)
             plgpu.store(out_ref, values, mask=_inside((k, m) if axis else (m, k), values.shape, where))
 
@@ -223,7 +223,7 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
         inside = _inside((m, k), sides, (i, 0))
         wide = _load(x_ref, inside).astype(jnp.float32)
         scale, inverse = _scale_and_inverse(options, numerics.amax_by_bits(wide, 1, keepdims=True), interpret)
-        plgpu.store(values_ref, _multiply(wide, inverse, interpret).astype(options.dtype), mask=inside)
+        plgpu.store(values_ref, multiplied(wide, inverse, interpret).astype(options.dtype), mask=inside)
         plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
 
     matrix = pl.BlockSpec(sides, lambda i: (i, 0))
@@ -265,7 +265,7 @@ def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
     return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
 
 
-def _multiply(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
+def multiplied(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
     """`flush_subnormal(x) * inverse` as far as its FP8 value can tell; nothing to clip, a line's scale covers it.
 
     On the device the multiplication itself reads subnormals as zeros, of their sign.

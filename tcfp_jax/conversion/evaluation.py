@@ -7,8 +7,9 @@ rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
+from tcfp_jax.conversion.fusion import Between
 from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_counts
 from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
@@ -50,18 +52,21 @@ class Machine:
         """The outputs, some of which may be `Shown`."""
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
-        steps = dict(plan)
+        steps, between = dict(plan), Between(jaxpr, plan, [*consts, *inputs])
         for number, eqn in enumerate(jaxpr.eqns):
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-                outputs = self._equation(eqn, [read(var) for var in eqn.invars], steps.get(number, ()))
-            env.update(zip(eqn.outvars, outputs, strict=True))
+                given, step = [read(var) for var in eqn.invars], steps.get(number, ())
+                if isinstance(step, Recipe):
+                    outputs = [between.product(number, functools.partial(_product, eqn, given, step))]
+                else:
+                    outputs = self._equation(eqn, given, step)
+                env.update(zip(eqn.outvars, outputs, strict=True))
+                between.replace(number, env)
         return [read(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Any], step: Any) -> list[Any]:
         name = eqn.primitive.name
-        if isinstance(step, Recipe):
-            return [_product(eqn, inputs, step)]
         shown = any(isinstance(value, Shown) for value in inputs)
         if not shown:
             return _bind(eqn, inputs)
@@ -187,7 +192,10 @@ def bare(values: list[Any], jaxpr: Any) -> list[Any]:
     return list(map(_bare, values, [var.aval for var in jaxpr.outvars]))
 
 
-def _product(eqn: Any, inputs: list[Any], recipe: Recipe) -> jax.Array:
+def _product(
+    eqn: Any, inputs: list[Any], recipe: Recipe, x_quantized: Any = None, gradient: Literal["float", "quantized"] = "float"
+) -> Any:
+    """The result; and its `Carrier`, where the gradient comes quantized."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
     weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
     view = weight.view
@@ -205,8 +213,11 @@ def _product(eqn: Any, inputs: list[Any], recipe: Recipe) -> jax.Array:
     if asked is not None:
         asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
     y = contract(
-        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked
-    )
+        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
+        x_quantized=x_quantized, gradient=gradient,
+    )  # fmt: skip
+    if gradient == "quantized":
+        return y
     return regrouped(y, found.out_groups).astype(out.dtype)
 
 

@@ -8,11 +8,11 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.sharing import shared
 from tcfp_jax.products.axes import (
     Sharding,
@@ -77,6 +77,11 @@ class Contraction:
                     f"axis {axis} of x{list(x_shape)} does not fit axis {other} of kernel{list(shape)}: "
                     f"{x_shape[axis]} values are multiplied by {shape[other]}; check the sizes of the layer"
                 )
+
+    @property
+    def simple(self) -> bool:
+        """Whether it is `x[..., k] @ w` with a matrix, transposed or not."""
+        return self == matrix_product(self.ndim, transposed=self.layout.transposed)
 
     def tokens(self, x_shape: tuple[int, ...]) -> int:
         """How many rows of x each matrix of the kernel multiplies."""
@@ -173,7 +178,9 @@ def contract(
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
     out_sharding: Sharding = None,
-) -> jax.Array:
+    x_quantized: Quantized | None = None,
+    gradient: Literal["float", "quantized"] = "float",
+) -> Any:
     """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
     Axes that x, kernel and result share are a stack of products with a scale each.
@@ -188,6 +195,8 @@ def contract(
       shape: of the kernel where it is None.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
         are multiplied as one the first that is longer than one stays split; others are brought together first.
+      x_quantized: x as the recipe quantizes it, where whoever computed x did so; of a `simple` contraction.
+      gradient: "quantized" returns `(y, Carrier)`, see `layer.Asked`; of a `simple` contraction.
 
     Raises:
       ValueError: the contraction does not fit the operands, or `quantized` is another weight.
@@ -201,7 +210,8 @@ def contract(
     stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
-    return _shared_contraction(_Asked(contraction, recipe, shape, out_sharding), x, kernel, stored, key)
+    asked = _Asked(contraction, recipe, shape, out_sharding, gradient)
+    return _shared_contraction(asked, x, kernel, stored, key, x_quantized)
 
 
 @dataclass(frozen=True)
@@ -212,16 +222,26 @@ class _Asked:
     recipe: Recipe
     shape: tuple[int, ...]
     out_sharding: Sharding
+    gradient: Literal["float", "quantized"] = "float"
 
 
 def _contracted(
-    asked: _Asked, x: jax.Array, kernel: jax.Array | None, stored: Stored | None, key: jax.Array | None
-) -> jax.Array:
+    asked: _Asked,
+    x: jax.Array,
+    kernel: jax.Array | None,
+    stored: Stored | None,
+    key: jax.Array | None,
+    x_quantized: Quantized | None,
+) -> Any:
     contraction, layout = asked.contraction, asked.contraction.layout
     matrix = None if kernel is None else matrix_of(kernel, layout)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
+    if x_quantized is not None or asked.gradient == "quantized":
+        assert contraction.simple and asked.out_sharding is None, "the caller checked"
+        one = Product(asked.recipe, gradient=asked.gradient)
+        return product(one, x, matrix, stored, key, x_quantized)
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack, rest = len(contraction.stack), len(contraction.rest)
     inputs, outputs = ([asked.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))

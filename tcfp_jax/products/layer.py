@@ -18,7 +18,7 @@ The gradient is the straight-through one: that of the products above, as if roun
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import has_explicit_axes, note
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul as multiply
-from pallas_kernels.operands import Operand, Orientation, Quantized
+from pallas_kernels.operands import Operand, Orientation, Quantization, Quantized
+from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
@@ -110,16 +111,32 @@ def opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a product is asked for: the recipe, and the sharding of the result or None."""
+    """What a product is asked for.
+
+    Attributes:
+      recipe: how to multiply.
+      out_sharding: of the result, or None.
+      gradient: "float", that of the result; or "quantized", which comes by a `Carrier` beside the result, from what
+        made it of the gradient of something else (`activation.activated`).
+    """
 
     recipe: Recipe
     out_sharding: Sharding = None
+    gradient: Literal["float", "quantized"] = "float"
 
 
 def product(
-    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None
-) -> jax.Array:
-    """`matmul`, for callers that share a larger part of the program than it does."""
+    asked: Asked,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    key: jax.Array | None,
+    x_quantized: Quantized | None = None,
+) -> Any:
+    """`matmul`, for callers that share a larger part of the program than it does, or have quantized x already.
+
+    Returns `(result, Carrier)` where the gradient comes quantized.
+    """
     recipe = asked.recipe
     _check_input("x", x)
     if w is not None:
@@ -139,10 +156,10 @@ def product(
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
     x, w, quantized = _varying_alike((x, w, quantized))
     if x.ndim > 1:
-        return _product(asked, x, w, quantized)
+        return _product(asked, x, w, quantized, x_quantized)
     # The weight gradient contracts the tokens, so there must be an axis of them.
     asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
-    return _product(asked, x[None], w, quantized)[0]
+    return _product(asked, x[None], w, quantized, None)[0]
 
 
 _shared_product = shared(product)
@@ -195,21 +212,24 @@ class _Saved:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None) -> jax.Array:
-    return _forward(asked, x, w, quantized)[0]
+def _product(
+    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
+) -> Any:
+    return _forward(asked, x, w, quantized, x_quantized)[0]
 
 
-def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Array, _Saved]:
+def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: Any) -> tuple[Any, _Saved]:
     recipe = asked.recipe
-    x_q: Any = None
+    x_q: Any = x_quantized
     if recipe.forward == "bf16":
         with jax.named_scope("forward"):
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
             y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
     else:
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
-        with jax.named_scope("quantize_x"):
-            x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
+        if x_q is None:
+            with jax.named_scope("quantize_x"):
+                x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
         with jax.named_scope("forward"):
             y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
                         out_dtype=x.dtype, out_sharding=asked.out_sharding)  # fmt: skip
@@ -217,26 +237,30 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any) -> tuple[jax.Ar
     kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
     types = [None if v is None else (v.dtype, jax.typeof(v).sharding if explicit else None) for v in (x, w)]
-    return y, _Saved(kept, w if quantized is None else None, quantized, *types)
+    saved = _Saved(kept, w if quantized is None else None, quantized, *types)
+    return (y if asked.gradient == "float" else (y, Carrier.blank(y, recipe))), saved
 
 
-def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array | None, None, None]:
     recipe = asked.recipe
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
     g_q: Any = None
+    if asked.gradient == "quantized":
+        g_q = g[1].quantized(recipe)
     if recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)
             dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
-        with jax.named_scope("quantize_g"):
-            g_q = quantize_operand(g, recipe.gradient, recipe)
+        if g_q is None:
+            with jax.named_scope("quantize_g"):
+                g_q = quantize_operand(g, recipe.gradient, recipe)
         with jax.named_scope("dgrad"):
             dx = _multiply(g_q.rows, saved.quantized.for_dgrad(recipe.weight.dgrad), recipe, recipe.dgrad,
                          out_dtype=x_dtype, out_sharding=x_sharding)  # fmt: skip
     if w_type is None:
-        return dx, None, None
+        return dx, None, None, None
     w_dtype, w_sharding = w_type
     with jax.named_scope("wgrad"):
         if recipe.wgrad == "bf16":
@@ -244,10 +268,58 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
             dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
         else:
             dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, out_dtype=w_dtype, out_sharding=w_sharding)
-    return dx, dw, None
+    return dx, dw, None, None
 
 
 _product.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Carrier:
+    """The quantized gradient of a product's result, as a result has gradients: beside it, one for each of its arrays.
+
+    The arrays are zeros that nobody computes. Their gradients are what they are for, and these are FP8 as the arrays
+    are. Scales of blocks travel as FP8 of the same bits, because a zero has no E8M0 code.
+    """
+
+    leaves: tuple[jax.Array, ...]
+
+    @classmethod
+    def blank(cls, y: jax.Array, recipe: Recipe) -> "Carrier":
+        """The one beside y."""
+        shapes = jax.tree.leaves(_shape_of_gradient(y.shape, y.dtype, recipe))
+        return cls(tuple(jnp.zeros(leaf.shape, _travels_as(leaf.dtype)) for leaf in shapes))
+
+    @classmethod
+    def of(cls, quantized: Quantized) -> "Carrier":
+        """The gradient of a blank one."""
+        leaves = jax.tree.leaves(quantized)
+        return cls(tuple(lax.bitcast_convert_type(leaf, _travels_as(leaf.dtype)) for leaf in leaves))
+
+    def quantized(self, recipe: Recipe) -> Quantized:
+        """What it carries."""
+        rows = self.leaves[0]
+        form = _shape_of_gradient(rows.shape, jnp.dtype(jnp.bfloat16), recipe)
+        leaves, structure = jax.tree.flatten(form)
+        pairs = zip(self.leaves, leaves, strict=True)
+        return structure.unflatten([lax.bitcast_convert_type(mine, leaf.dtype) for mine, leaf in pairs])
+
+
+@functools.lru_cache(maxsize=256)
+def _shape_of_gradient(shape: tuple[int, ...], dtype: Any, recipe: Recipe) -> Quantized:
+    # By the definition itself: what is dispatched is what `explain` shows.
+    options = Quantization(jnp.dtype(recipe.gradient), recipe.scaling.along_rows, orientation_of(recipe))
+    return jax.eval_shape(lambda g: reference.quantize(options, g, None), jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _travels_as(dtype: Any) -> Any:
+    return jnp.float8_e4m3fn if dtype == jnp.float8_e8m0fnu else dtype
+
+
+def orientation_of(recipe: Recipe) -> Orientation:
+    """In which orientations the products of a recipe read activations and gradients."""
+    return "rows" if recipe.wgrad == "bf16" else "both"
 
 
 def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves = "hi") -> Quantized:
@@ -256,8 +328,7 @@ def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves
     Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]` along all other axes, in wgrad, and
     have no residual.
     """
-    orientation: Orientation = "rows" if recipe.wgrad == "bf16" else "both"
-    options: Any = dict(orientation=orientation, backend=recipe.quantize_backend)
+    options: Any = dict(orientation=orientation_of(recipe), backend=recipe.quantize_backend)
     scaling = recipe.scaling.along_rows
     if halves == "hi":
         return quantize(x, dtype, scaling, **options)

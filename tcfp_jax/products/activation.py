@@ -1,0 +1,125 @@
+"""`activated`: an elementwise function between two products, computed where its result and gradients are quantized.
+
+    h = silu(x W_gate) * (x W_up)        y = h W_down
+
+    forward    gate, up  ->  h in FP8, both orientations                               h itself is not written
+    backward   dh, gate, up  ->  dgate and dup in FP8, both orientations               nor are they
+
+It returns `(h, quantized h)`. The products that follow read the second; h is there to be differentiated, and what
+nobody reads is not computed. The gradients of gate and up go to their products by a `Carrier` each.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from pallas_kernels.dispatch import judge
+from pallas_kernels.expression import Expression
+from pallas_kernels.map_quantize.api import IMPLEMENTATIONS, Mapping, map_quantize
+from pallas_kernels.operands import Quantized
+from tcfp_jax.products.layer import Carrier, orientation_of
+from tcfp_jax.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What `activated` computes.
+
+    Attributes:
+      expression: of the inputs, the result.
+      shape, dtype: of the result.
+      recipe: of the products that read it.
+      gradient: of the result's gradient and the inputs, the gradients of the inputs; None where they are floats.
+      producers: the recipe of the products that made the inputs, where their gradients are quantized.
+    """
+
+    expression: Expression
+    shape: tuple[int, ...]
+    dtype: Any
+    recipe: Recipe
+    gradient: Expression | None = None
+    producers: Recipe | None = None
+    # What the expression was made of; that says all.
+    program: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, program: Any, recipe: Recipe, producers: Recipe | None = None) -> "Activation":
+        """That of a closed jaxpr with one result.
+
+        Args:
+          program: elementwise.
+          recipe: of the products that read its result.
+          producers: of the products whose results its inputs are, all of them; None where they are something else.
+
+        Raises:
+          ValueError: it is not elementwise, forward or, with `producers`, backward.
+        """
+        (out,) = program.out_avals
+        m, k = out.size // out.shape[-1], out.shape[-1]
+        gradient = None
+        if producers is not None:
+            pull = lambda g, *inputs: jax.vjp(core.jaxpr_as_fun(program), *inputs)[1]([g])
+            shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (out, *program.in_avals)]
+            gradient = Expression.of(jax.make_jaxpr(pull)(*shapes), m, k)
+        return cls(Expression.of(program, m, k), out.shape, out.dtype, recipe, gradient, producers, program)
+
+    def refuses(self, inputs: Any) -> str | None:
+        """Why it is not computed so here, or None: where no kernel runs, XLA fuses what it always did."""
+        asked = [(self.expression, self.recipe, self.recipe.activation, inputs)]
+        if self.gradient is not None and self.producers is not None:
+            out = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            asked.append((self.gradient, self.producers, self.producers.gradient, (out, *inputs)))
+        for expression, recipe, dtype, given in asked:
+            options = Mapping(
+                jnp.dtype(dtype), recipe.scaling.along_rows, orientation_of(recipe), expression, self.shape
+            )
+            verdicts = judge(IMPLEMENTATIONS, recipe.quantize_backend, options, *given)
+            chosen = next((verdict.backend for verdict in verdicts if verdict.reason is None), None)
+            if chosen in (None, "xla"):
+                return next((f"{v.backend}: {v.reason}" for v in verdicts if v.reason is not None), "XLA was asked for")
+        return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activated(
+    asked: Activation, inputs: tuple[jax.Array, ...], carriers: tuple[Carrier, ...]
+) -> tuple[jax.Array, Quantized]:
+    """The result of the expression as floats, and quantized as the products want it that read it.
+
+    Args:
+      asked: what to compute.
+      inputs: of the expression.
+      carriers: of the products that made the inputs, one each, where their gradients are quantized; else none.
+    """
+    return _forward(asked, inputs, carriers)[0]
+
+
+def _forward(asked: Activation, inputs: Any, carriers: Any) -> tuple[tuple[jax.Array, Quantized], Any]:
+    (result,) = core.jaxpr_as_fun(asked.program)(*inputs)
+    recipe = asked.recipe
+    with jax.named_scope("quantize_x"):
+        (quantized,) = map_quantize(
+            asked.expression, inputs, recipe.activation, recipe.scaling.along_rows, shape=asked.shape,
+            orientation=orientation_of(recipe), backend=recipe.quantize_backend,
+        )  # fmt: skip
+    return (result, quantized), inputs
+
+
+def _backward(asked: Activation, inputs: Any, gradients: Any) -> tuple[Any, Any]:
+    dy, _ = gradients
+    if asked.gradient is None or asked.producers is None:
+        return tuple(jax.vjp(core.jaxpr_as_fun(asked.program), *inputs)[1]([dy])), ()
+    recipe = asked.producers
+    with jax.named_scope("quantize_g"):
+        made = map_quantize(
+            asked.gradient, (dy, *inputs), recipe.gradient, recipe.scaling.along_rows, shape=asked.shape,
+            orientation=orientation_of(recipe), backend=recipe.quantize_backend,
+        )  # fmt: skip
+    return tuple(map(jnp.zeros_like, inputs)), tuple(map(Carrier.of, made))
+
+
+activated.defvjp(_forward, _backward)

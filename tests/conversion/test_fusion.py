@@ -1,0 +1,158 @@
+"""Activations and norms between converted products: found in the trace, computed where they are quantized."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from tcfp_jax.conversion.fusion import find, operands_of
+from tcfp_jax.conversion.transform import transform
+from tcfp_jax.recipes import recipe as named_recipe
+
+ROWS, WIDTH, HIDDEN = 64, 128, 256
+INCLUDE = ("linear", "small")
+
+
+def gated(params, x):
+    gate, up = checkpoint_name(x @ params["gate"], "gate"), x @ params["up"]
+    return (nn.silu(gate) * up) @ params["down"]
+
+
+def normed(params, x):
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    y = (wide * (jax.lax.rsqrt(mean_square + 1e-6) * params["gain"].astype(jnp.float32))).astype(x.dtype)
+    return x + gated(params, y)
+
+
+def with_bias(params, x):
+    return nn.gelu(x @ params["gate"] + params["bias"]) @ params["down"]
+
+
+def draw(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 6)
+    normal = lambda key, *shape: jax.random.normal(key, shape)
+    params = {
+        "gate": normal(keys[0], WIDTH, HIDDEN) / 11, "up": normal(keys[1], WIDTH, HIDDEN) / 11,
+        "down": normal(keys[2], HIDDEN, WIDTH) / 16, "gain": 1 + normal(keys[3], WIDTH) / 8,
+        "bias": normal(keys[4], HIDDEN) / 4,
+    }  # fmt: skip
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params), normal(keys[5], 2, ROWS // 2, WIDTH).astype(dtype)
+
+
+def is_close(exact, got, least_decibels):
+    exact, got = (np.asarray(x, np.float64) for x in (exact, got))
+    return np.sum((exact - got) ** 2) <= 10 ** (-least_decibels / 10) * np.sum(exact**2)
+
+
+def parts_of(function, recipe="tensorwise"):
+    params, x = draw()
+    jaxpr = jax.make_jaxpr(function)(params, x).jaxpr
+    shown = [var.aval.shape != x.shape for var in jaxpr.invars]
+    products = [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
+    recipes = dict.fromkeys(products, named_recipe(recipe))
+    return jaxpr, find(jaxpr, recipes, operands_of(jaxpr, recipes, shown))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),  # (matrices read, products that read it, products whose gradients come quantized)
+    [(gated, [(2, 1, 2)]), (normed, [(1, 2, 0), (2, 1, 2)]), (with_bias, [(1, 1, 0)])],
+)
+def test_what_is_found(function, expected):
+    jaxpr, parts = parts_of(function)
+    found = [
+        (part.activation.expression.forms.count("matrix"), len(part.readers), len(part.producers)) for part in parts
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+def reads_hidden(params, x):
+    hidden = nn.silu(x @ params["gate"]) * (x @ params["up"])
+    return hidden @ params["down"], hidden.sum()
+
+
+def reads_gate(params, x):
+    gate = x @ params["gate"]
+    return (nn.silu(gate) * (x @ params["up"])) @ params["down"], gate.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (reads_hidden, []),  # it must be written anyway
+        (reads_gate, [(1, 0)]),  # its gradient has another part
+    ],
+)
+def test_what_others_read_is_left_to_them(function, expected):
+    _, parts = parts_of(function)
+    assert [(len(part.readers), len(part.producers)) for part in parts] == expected
+
+
+@pytest.mark.parametrize("recipe", ["tcfp12", "residual_activation"])
+def test_recipes_that_read_floats_too_have_no_parts(recipe):
+    assert parts_of(gated, recipe)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "recipe"),
+    [
+        *((gated, recipe) for recipe in ("tensorwise", "tcfp12_fast", "rowwise", "blockwise")),
+        (normed, "tensorwise"),
+        (with_bias, "tensorwise"),
+    ],
+)
+def test_results_and_gradients_are_those_of_the_program_left_alone(function, recipe):
+    params, x = draw()
+    plain = named_recipe(recipe)
+    if recipe == "blockwise":
+        plain = named_recipe(recipe, block=64)
+    results = []
+    for chosen in (plain, dataclasses.replace(plain, quantize_backend="triton")):
+        low = transform(function, chosen, include=INCLUDE)
+        y, pull = jax.vjp(low, params, x)
+        results.append((y, pull(x)))
+    for exact, got in zip(*map(jax.tree.leaves, results), strict=True):
+        # Each operation is rounded to bfloat16, which moves a few of a hundred FP8 codes by one.
+        assert is_close(exact, got, 24)
+
+
+def test_a_kernel_runs_or_nothing_changes():
+    params, x = draw()
+    plain = transform(gated, "tensorwise", include=INCLUDE)
+    text = lambda low: str(jax.make_jaxpr(lambda p, x: jax.vjp(low, p, x)[1](x))(params, x))
+    fused = transform(gated, named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE)
+    assert "map_quantize" not in text(plain)
+    assert "map_quantize" in text(fused)
+
+
+def test_what_is_not_finite_stays_visible():
+    params, x = draw()
+    low = transform(gated, named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE)
+    y, pull = jax.vjp(low, params, x.at[0, 0, 0].set(jnp.nan))
+    assert np.isnan(np.asarray(y, np.float32)).all()
+    gradients, _ = pull(x)
+    assert all(np.isnan(np.asarray(gradients[name], np.float32)).any() for name in ("gate", "up", "down"))
+
+
+@pytest.mark.parametrize("around", ["jit", "checkpoint", "vmap", "scan"])
+def test_under_transformations(around):
+    params, x = draw()
+    low = transform(gated, named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE)
+    loss = lambda p, x: jnp.sum(low(p, x).astype(jnp.float32) ** 2)
+    expected = jax.grad(loss)(params, x)
+    if around == "jit":
+        got = jax.jit(jax.grad(loss))(params, x)
+    elif around == "checkpoint":
+        policy = jax.checkpoint_policies.save_only_these_names("gate")
+        got = jax.grad(jax.checkpoint(loss, policy=policy))(params, x)
+    elif around == "vmap":
+        got = jax.tree.map(lambda leaf: leaf[1], jax.vmap(jax.grad(loss), (None, 0))(params, jnp.stack([x, x])))
+    else:
+        total = lambda p, x: jax.lax.scan(lambda s, x: (s + loss(p, x), None), 0.0, x[None])[0]
+        got = jax.grad(total)(params, x)
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        assert is_close(a, b, 30)
