@@ -88,7 +88,7 @@ class Form:
             return candidates(*sizes, self.halves, self.accumulation)
         if self.residual_blocks == "nonzero":
             return skip_mosaic.candidates(*sizes, self.scaling.size)
-        return block_candidates(*sizes, self.halves, self.scaling.size)
+        return block_candidates(*sizes, self.halves, self.scaling)
 
     def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
         """The operands of x `[m, k]` and W `[n, k]`."""
