@@ -17,18 +17,18 @@ from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product, sizes
 
 # (stages, store_buffers, cluster). Totals and accumulator fill the registers, and what ptxas makes of the rest turns on
-# such constants: it keeps these within 128 bytes of stack, others take 250.
+# such constants: it keeps these within 80 bytes of stack, others take 250.
 BUFFERS = {
-    128: ((2, 2, 2), (2, 2, 1), (3, 1, 1)),
-    64: ((5, 2, 1), (5, 1, 2), (6, 1, 1)),
-    32: ((10, 2, 2), (7, 2, 2), (8, 1, 1)),
+    128: ((2, 1, 2), (3, 1, 2), (2, 4, 1)),
+    64: ((5, 2, 1), (4, 2, 2), (6, 1, 1)),
+    32: ((10, 2, 2), (7, 2, 2), (8, 2, 1)),
 }
 _HALVES = 2
 
 
 def candidates(m: int, k: int, n: int, block: Any) -> list[Config]:
     """Configs that this shape divides into, the best guess first."""
-    make: Any = functools.partial(Config, tile_n=128, tile_k=block, pipeline="ring")
+    make: Any = functools.partial(Config, tile_n=128, tile_k=block, pipeline="ring", chunks=2)
     guesses = [
         make(tile_m=256, stages=stages, store_buffers=stores, cluster=cluster)
         for stages, stores, cluster in BUFFERS[block]
