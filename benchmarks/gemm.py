@@ -26,6 +26,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.operands import Accumulation
 
 NAME = "gemm"
+CASES = "of --tune: those not yet timed; those that include='measured' interpolates between, small models' among them"
 MEASURES = {"products": NAME, "scales": "scaled_products", "quantizers": "quantizers"}
 KINDS: dict[str, Literal[1, 2]] = {"fp8 single": 1, "fp8 dual": 2}
 BACKEND_NAMES = {"xla": "XLA", "triton": "Triton", "mosaic": "Mosaic"}
@@ -70,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", help=f"of {','.join(MEASURES)} (default: all); scales: products with more")
     parser.add_argument("--tune", action="store_true", help="time tile sizes, write pallas_kernels/tuned.json and stop")
     parser.add_argument("--only", default="", help="of --tune: cases whose op and variant contain this text")
-    parser.add_argument("--cases", choices=["all", "missing"], default="all", help="of --tune: those not yet timed")
+    parser.add_argument("--cases", choices=list(get_args(tune.Cases)), default="all", help=CASES)
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="of --tune: start nothing after this")
 
 

@@ -2,12 +2,16 @@
 
     python -m benchmarks.llama --json
     python -m benchmarks.llama --json --parts block --recipes "tensorwise,tcfp12_single" --layers 1
-    python -m benchmarks.llama --json --parts step --model llama-124m
+    python -m benchmarks.llama --json --parts step --model llama-124m --include measured
+    python -m benchmarks.llama --json --parts step --model gpt2 --include measured
 
 * *block* is blocks of Llama-3-8B: the output, and the gradients of the input and of every weight. Quantized weights are
   arguments: what quantizing them costs, once a step, is in *step*.
 * *step* is a whole training step: loss, gradients, clipping and AdamW, with `error_feedback` behind it or, in rows
   named "stored", without float weights.
+
+With `--include measured` a recipe is that of the layers in which measured times say that it pays; weights that are
+stored are so of all layers.
 
 Both run with random data, after output, loss and gradients were compared with BF16's. The model is plain Flax
 (`models.llama`) behind `convert_to_tcfp`; `flax Fp8DotGeneralOp` is Flax's own FP8, with its delayed scales, of the
@@ -33,6 +37,8 @@ from benchmarks import breakdown, common, timing
 from benchmarks.breakdown import KINDS
 from benchmarks.common import Result, markdown_table
 from benchmarks.train_step import check_outputs
+from models.families import FAMILIES, ModelConfig, family_of, learner, model_config, model_names
+from models.gpt import GPTConfig
 from models.llama import LLAMAS, Block, Llama, LlamaConfig, rotations
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
@@ -51,7 +57,7 @@ class Config:
     """Settings of a run: how much a part computes, and how often it is timed."""
 
     block: LlamaConfig
-    step: LlamaConfig
+    step: ModelConfig
     block_tokens: tuple[int, int]
     step_tokens: tuple[int, int]
     recipes: tuple[str, ...]
@@ -115,7 +121,7 @@ class _Candidate(NamedTuple):
     outputs: Callable[[], Any]
 
 
-def operations(config: LlamaConfig, tokens: tuple[int, int], part: Part) -> float:
+def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> float:
     """Additions and multiplications of the forward and backward pass: products, and causal attention's half of scores.
 
     >>> small = LlamaConfig(layers=1, width=4, heads=2, kv_heads=1, hidden=8, context=8)
@@ -123,8 +129,11 @@ def operations(config: LlamaConfig, tokens: tuple[int, int], part: Part) -> floa
     True
     """
     batch, positions = tokens
-    keys = config.kv_heads * config.head_size
-    weights = config.width * (2 * config.width + 2 * keys + 3 * config.hidden)
+    if isinstance(config, GPTConfig):
+        weights = 12 * config.width**2
+    else:
+        keys = config.kv_heads * config.head_size
+        weights = config.width * (2 * config.width + 2 * keys + 3 * config.hidden)
     attention = 2 * batch * positions**2 * config.width  # two products of scores, half of each
     forward = config.layers * (2 * batch * positions * weights + attention)
     if part == "step":
@@ -158,26 +167,24 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
         dparams, dx = pull(g)
         return {"y": y, "dx": dx, "dparams": dparams}
 
-    args = prepare(jax.random.key(seed))
-    compiled, seconds = timing.compile_timed(jax.jit(step), *args)
+    key = jax.random.key(seed)
+    compiled, seconds = timing.compile_timed(jax.jit(step), *jax.eval_shape(prepare, key))
+    args = prepare(key)
     return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
 
 
 def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
     """A whole training step; the state is donated."""
     (batch, positions), size = config.step_tokens, config.step
-    model = Llama(size, "bfloat16")
-    shape = jax.ShapeDtypeStruct((batch, positions), jnp.int32)
-    chosen = "tcfp12_single" if name == STORED else name
-    converted: Any = model if name == BASELINE else convert_to_tcfp(model, chosen, shape, include=config.include)
-    weights = None if name == BASELINE else find_weights(converted)
+    model = FAMILIES[family_of(size)].plain(size, "bfloat16")
+    converted, weights = (model, None) if name == BASELINE else _converted_step(config, name)
     optimizer = _optimizer(name, weights)
 
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
         state = {} if weights is None else {"tcfp": tcfp_jax.layer_state(opt_state)}
-        logits = converted.apply({"params": params, **state}, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        losses: Any = converted.apply({"params": params, **state}, tokens[:, :-1], tokens[:, 1:])
+        return losses.mean()
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         loss, dparams = gradients(*state, tokens)
@@ -203,6 +210,21 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
     compiled, seconds = timing.compile_timed(jitted, *jax.eval_shape(init, key))
     threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), compiled, seconds, outputs)
+
+
+def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
+    """(the model of the whole step, its weights)."""
+    recipe = tcfp_jax.recipe("tcfp12_single" if name == STORED else name)
+    include = config.include
+    if "measured" in include:
+        if name != STORED:
+            return learner(config.step, recipe, "bfloat16", config.step_tokens)
+        include = ("linear", "small")
+    if isinstance(config.step, GPTConfig):
+        return learner(config.step, recipe, "bfloat16")
+    shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
+    model = convert_to_tcfp(Llama(config.step, "bfloat16"), recipe, shape, include=include)
+    return model, find_weights(model)
 
 
 def _optimizer(name: str, weights: Any) -> optax.GradientTransformation:
@@ -273,8 +295,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     every = dict.fromkeys(name for part in PARTS for name in CANDIDATES[part])
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
     parser.add_argument("--recipes", help=f"of {', '.join(every)} (default: all); {BASELINE} always runs")
-    parser.add_argument("--model", choices=list(LLAMAS), help="of the whole step (default: llama-1b on a GPU)")
+    parser.add_argument("--model", choices=model_names(), help="of the whole step (default: llama-1b on a GPU)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
+    parser.add_argument("--include", choices=["linear", "measured"], help="what recipes convert (default: linear)")
     parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
 
 
@@ -287,11 +310,15 @@ def configure(options: argparse.Namespace) -> Config:
     model = options.model or ("llama-1b" if on_gpu else "llama-tiny")
     block = LLAMAS["llama-8b" if on_gpu else "llama-tiny"]
     block = dataclasses.replace(block, layers=options.layers or (2 if on_gpu else 1), remat="none")
-    step = LLAMAS[model]
+    step: Any = model_config(model)
+    if isinstance(step, GPTConfig) and on_gpu:
+        step = dataclasses.replace(step, attention="cudnn")
     tokens = (2, 4096) if on_gpu else (2, 32)
     step_tokens = (max(1, 16384 // min(4096, step.context)), min(4096, step.context)) if on_gpu else (2, 32)
     peaks: Any = "none" if options.no_peaks else "measured"
     few: Any = {} if on_gpu else dict(rounds=2, calls=2, include=("linear", "small"))
+    if options.include:
+        few["include"] = (options.include,)
     return Config(block, step, tokens, step_tokens, recipes, parts, peaks=peaks, **few)
 
 

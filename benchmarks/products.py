@@ -16,10 +16,10 @@ from jax import lax
 
 from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import Backend, Key
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Config, block_candidates, candidates
-from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul import mosaic, mosaic_blocks, reference
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
@@ -61,16 +61,23 @@ class Form:
     @property
     def op(self) -> str:
         """How `tuned.json` names the op."""
-        return "block_matmul" if isinstance(self.scaling, Block) else "matmul"
+        return self._key.op
 
     @property
     def variant(self) -> str:
         """How `tuned.json` names the variant."""
-        if not isinstance(self.scaling, Block):
-            return mosaic.variant(self.halves, self._options)
-        one: Any = jax.ShapeDtypeStruct((1, 1), E4M3)
-        weight = Operand(one, one, one if self.halves == 2 else None, scaling=self.scaling)
-        return mosaic_blocks.variant(weight, self._options)
+        return self._key.variant
+
+    @property
+    def _key(self) -> Key:
+        return reference.key(self._options, *self._operands(128, 128, 128), None)
+
+    def _operands(self, m: int, k: int, n: int) -> Pair:
+        """Shapes that stand for operands, without scales."""
+        x: Any = jax.ShapeDtypeStruct((m, k), E4M3)
+        w: Any = jax.ShapeDtypeStruct((n, k), E4M3)
+        scale: Any = None
+        return Operand(x, scale), Operand(w, scale, w if self.halves == 2 else None, scaling=self.scaling)
 
     @property
     def _options(self) -> Options:
@@ -89,6 +96,13 @@ class Form:
         if self.residual_blocks == "nonzero":
             return skip_mosaic.candidates(*sizes, self.scaling.size)
         return block_candidates(*sizes, self.halves, self.scaling)
+
+    def chosen(self, shape: GemmShape) -> list[Config]:
+        """The tile sizes that the Mosaic kernel runs a shape with, after what was measured near it, or none."""
+        x, w = self._operands(shape.m, shape.k, shape.n)
+        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
+        config = kernel.configure(self._options, x, w, None) if self.candidates(shape) else None
+        return [] if config is None else [config]
 
     def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
         """The operands of x `[m, k]` and W `[n, k]`."""
@@ -115,13 +129,18 @@ class Form:
 
     def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
         """Whether a result is within its own bound and XLA's of XLA's result."""
-        wide = dataclasses.replace(self, accumulation="full", out_dtype="float32", residual_blocks="all")
-        magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
-        result, xla = (value.astype(jnp.float32) for value in (got, expected))
-        # Each result is rounded to its dtype once more, XLA's sum of two products twice.
-        rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
-        bound = (self.bound(backend) + self.bound("xla")) * magnitude + rounding * abs(xla)
-        return bool(np.asarray(jnp.all(jnp.abs(result - xla) <= bound)))
+        return bool(np.asarray(_agree(self, backend, pair, got, expected)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _agree(form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: jax.Array) -> jax.Array:
+    wide = dataclasses.replace(form, accumulation="full", out_dtype="float32", residual_blocks="all")
+    magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
+    result, xla = (value.astype(jnp.float32) for value in (got, expected))
+    # Each result is rounded to its dtype once more, XLA's sum of two products twice.
+    rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
+    bound = (form.bound(backend) + form.bound("xla")) * magnitude + rounding * abs(xla)
+    return jnp.all(jnp.abs(result - xla) <= bound)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 Timer = Literal["CUPTI kernel time", "wall clock"]
+Memory = Literal["as needed", "whole"]
 Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # name: (jitted function, arguments)
 Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None]
 
@@ -147,15 +148,19 @@ def peak_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def measure_alone(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+def measure_alone(
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], memory: Memory = "as needed"
+) -> list[Any]:
     """`function(*args)` of each `args`, each in a new process, all at once: a peak is a process's and never falls.
 
     Args:
       function: of a module, by whose name a new process finds it.
-      calls: arguments that pickle.
+      calls: arguments that pickle; one alone where it takes the "whole" memory.
+      memory: how much of the device's a process may allocate.
     """
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(len(calls), context, initializer=take_memory_as_needed, max_tasks_per_child=1)
+    take = take_memory_as_needed if memory == "as needed" else take_whole_memory
+    pool = ProcessPoolExecutor(len(calls), context, initializer=take, max_tasks_per_child=1)
     with pool:
         return [future.result() for future in [pool.submit(function, *args) for args in calls]]
 
@@ -163,3 +168,9 @@ def measure_alone(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
 def take_memory_as_needed() -> None:
     """Let JAX allocate what it uses, before its first use of a device: other processes need the rest."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def take_whole_memory() -> None:
+    """Let JAX allocate all memory at once, before its first use of a device: in one piece it serves larger arrays."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.97"

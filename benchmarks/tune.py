@@ -1,8 +1,11 @@
 """Times backends and tile sizes on this device and writes the winners to `pallas_kernels/tuned.json`.
 
 Run by `python -m benchmarks.gemm --tune`. The shapes are the products and quantizers of Transformer MLPs of three
-widths, forward and backward, and the norms before them, backward. Each candidate is compared with XLA's result before
-it is timed; the file is written after every entry, and entries of other devices stay.
+widths, forward and backward, and the norms and activations between them. Each candidate is compared with XLA's result
+before it is timed; the file is written after every entry, and entries of other devices stay.
+
+With `--cases grid` it is what `convert_to_tcfp(include="measured")` interpolates between: products and quantizers of
+layers from those of small models up, with BF16's products, and kernels with the tile sizes that they run with now.
 """
 
 import dataclasses
@@ -28,7 +31,8 @@ from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.expression import Expression
 from pallas_kernels.map_quantize.api import Mapping, map_quantize
-from pallas_kernels.map_quantize.triton import variant as map_variant
+from pallas_kernels.map_quantize.reference import key as map_key
+from pallas_kernels.matmul import reference
 from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row, Tensor
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.row_gradient import triton as row_gradient_triton
@@ -38,7 +42,10 @@ from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
-Cases = Literal["all", "missing"]
+INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
+Cases = Literal["all", "missing", "grid"]
+Configs = Literal["guessed", "chosen", "none"]
+TOGETHER = 16  # cases that are compiled at once
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
 
@@ -59,22 +66,35 @@ class Case(NamedTuple):
 
 
 def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") -> list[Entry]:
-    """Time every case whose "op variant" contains `only`; "missing" ones are those that `tuned.json` does not have.
+    """Time every case whose "op variant" contains `only`, of all widths or of the grid of layers.
 
-    Entries are written as they are found.
+    "missing" ones are those of all widths that `tuned.json` does not have. Entries are written as they are found.
     """
     started, entries = time.perf_counter(), []
-    for case in itertools.chain(_products(), _quantizers(), _maps(), _row_gradients()):
-        if only not in f"{case.op} {case.variant}" or (cases == "missing" and _is_timed(case)):
-            continue
-        if time.perf_counter() - started > budget_seconds:
+    every = grid() if cases == "grid" else itertools.chain(_products(), _quantizers(), _maps(), _row_gradients())
+    wanted = (case for case in every if only in f"{case.op} {case.variant}")
+    wanted = (case for case in wanted if cases != "missing" or not _is_timed(case))
+    while together := list(itertools.islice(wanted, TOGETHER if cases == "grid" else 1)):
+        spent, case = time.perf_counter() - started, together[0]
+        if spent > budget_seconds:
             print(f"budget of {budget_seconds:g} s: stopped before {case.op} {case.variant} at {case.shape}")
             break
-        entry = time_case(case)
-        print(f"{case.op} {case.variant} {case.shape}: {entry.backend}, {dict(entry.milliseconds)}", flush=True)
-        write(case.op, entry)
-        entries.append(entry)
+        for case in _compiled(together):
+            entry = time_case(case)
+            print(f"{case.op} {case.variant} {case.shape}: {entry.backend}, {dict(entry.milliseconds)}", flush=True)
+            write(case.op, entry)
+            entries.append(entry)
     return entries
+
+
+def _compiled(cases: list[Case]) -> list[Case]:
+    """The same cases; where there are several, all of their programs are compiled at once, and JAX keeps them."""
+    if len(cases) > 1:
+        shapes = [jax.eval_shape(case.draw) for case in cases]
+        programs = [(named[1], of) for case, of in zip(cases, shapes, strict=True) for named in case.candidates]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda program: program[0].lower(*program[1]).compile(), programs))
+    return cases
 
 
 def _is_timed(case: Case) -> bool:
@@ -88,7 +108,7 @@ def time_case(case: Case) -> Entry:
     with ThreadPoolExecutor() as pool:  # most of a kernel's compilation is ptxas, a process of its own
         compiled = list(pool.map(lambda named: named[1].lower(*arguments).compile(), candidates))
     expected = compiled[0](*arguments)
-    for (backend, _, config), function in zip(candidates, compiled, strict=True):
+    for (backend, _, config), function in list(zip(candidates, compiled, strict=True))[1:]:
         if not case.agree(arguments, backend, function(*arguments), expected):
             raise ArithmeticError(f"{backend} {config} at {at} differs from XLA; it is not timed")
     donates = case.memory == "donates"
@@ -148,17 +168,20 @@ def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
     return BLOCK_SIZES[::-1] if mlp == MIDDLE else (128,)
 
 
-def product_case(shape: GemmShape, form: Form) -> Case:
-    """XLA's product, and the Mosaic kernel with each of its best guesses, in both orders of the output tiles."""
+def product_case(shape: GemmShape, form: Form, configs: Configs = "guessed") -> Case:
+    """XLA's product, and the Mosaic kernel: its best guesses in both orders of the tiles, or what it runs with."""
     # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
     pair = lambda: form.quantize(*random_operands(shape), backend="xla")
     candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
-    for guess in form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]:
-        for inner in ("m", "n"):
-            config = dataclasses.replace(guess, inner=inner)
-            run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
-            candidates.append(("mosaic", run, config))
+    for config in _configs(shape, form) if configs == "guessed" else form.chosen(shape) if configs == "chosen" else []:
+        run = jax.jit(functools.partial(form.multiply, backend="mosaic", config=config))
+        candidates.append(("mosaic", run, config))
     return Case(form.op, (shape.m, shape.k, shape.n), form.variant, pair, candidates, form.agree)
+
+
+def _configs(shape: GemmShape, form: Form) -> list[Any]:
+    guesses = form.candidates(shape)[: 4 if isinstance(form.scaling, Block) else 8]
+    return [dataclasses.replace(guess, inner=inner) for guess in guesses for inner in INNER]
 
 
 # Quantizers -----------------------------------------------------------------------------------------------------------
@@ -204,7 +227,7 @@ def _case(op: str, shape: tuple[int, int], variant: str, call: Callable[..., Any
     return Case(op, shape, variant, functools.partial(draw, shape, dtypes), candidates, agree, memory)
 
 
-# What stands between two products ---------------------------------------------------------------------------------------
+# What stands between two products -------------------------------------------------------------------------------------
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -230,9 +253,7 @@ def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], sc
     dtype = jnp.dtype(jnp.float8_e4m3fn)
 
     def fused(*inputs: jax.Array) -> Any:
-        return map_quantize(
-            expression, inputs, dtype, scaling, shape=shape, orientation="both", backend="triton"
-        )
+        return map_quantize(expression, inputs, dtype, scaling, shape=shape, orientation="both", backend="triton")
 
     def apart(*inputs: jax.Array) -> Any:
         results = jax.tree.leaves(program(*inputs))
@@ -242,12 +263,12 @@ def map_case(program: Callable[..., Any], count: int, shape: tuple[int, int], sc
     keys = jax.random.split(jax.random.key(0), count)
     arrays = lambda: tuple(jax.random.normal(key, shape).astype(jnp.bfloat16) for key in keys)
     agree = lambda arguments, backend, got, expected: nearly_same(got, expected)
-    options = Mapping(dtype, scaling, "both", expression, shape)
-    return Case("map_quantize", shape, map_variant(options), arrays, candidates, agree)
+    key = map_key(Mapping(dtype, scaling, "both", expression, shape), *inputs)
+    return Case(key.op, shape, key.variant, arrays, candidates, agree)
 
 
 def nearly_same(got: Any, expected: Any) -> bool:
-    """Whether nine codes of ten are equal: XLA rounds between operations where it likes, and half an ulp decides a code."""
+    """Whether nine codes of ten are equal: XLA rounds between operations where it likes, and that decides some."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     return all(float(jnp.mean((a.view(jnp.uint8) != b.view(jnp.uint8)) if a.ndim else a != b)) < 0.1 for a, b in pairs)
 
@@ -271,7 +292,7 @@ def row_gradient_case(shape: tuple[int, int], dtype: Any) -> Case:
 
     def arguments() -> tuple[Any, ...]:
         x, dy, carried = draw(shape, (dtype,) * 3)
-        return x, (jnp.ones(shape[-1:], dtype),), dy, carried
+        return x, (jnp.ones(shape[-1:], dtype),), (dy,), carried
 
     candidates: list[Named] = [("xla", jax.jit(functools.partial(row_gradient, rms_norm, backend="xla")), None)]
     for config in row_gradient_triton.candidates(shape[-1], dtype):
@@ -289,3 +310,98 @@ def _close(arguments: tuple[Any, ...], backend: Backend, got: Any, expected: Any
         return jnp.all(jnp.abs(a - b) <= rounding * jnp.abs(b) + 2.0**-16 * largest)
 
     return all(bool(np.asarray(same)) for same in jax.tree.leaves(jax.tree.map(close, got, expected)))
+
+
+# The grid of layers ---------------------------------------------------------------------------------------------------
+
+# x[m, k] @ w[k, n] with the tokens of a small and of a large step.
+GRID = tuple(
+    GemmShape(m, k, n)
+    for m, sides in {
+        16384: ((768, 768), (768, 3072), (3072, 768), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096)),
+        2048: ((768, 768), (2048, 2048), (4096, 4096), (4096, 14336), (14336, 4096)),
+    }.items()
+    for k, n in sides
+)
+_ACTIVATIONS = ((16384, 768), (2048, 768), (16384, 3072), (2048, 4096))
+_WEIGHTS = ((768, 768), (768, 3072), (2048, 2048), (2048, 8192))
+# Of what has no case at the widths of MLPs, or none yet.
+_LARGE_ACTIVATIONS, _LARGE_WEIGHT = ((8192, 4096), (8192, 16384)), (4096, 16384)
+
+
+def grid() -> Iterator[Case]:
+    """What layers of the named recipes are made of, and BF16's products, by the shapes of `GRID`."""
+    wide = [GemmShape(s.m, *sides) for s in H200_SHAPES for sides in ((s.k, s.n), (s.n, s.k))]
+    for shape in (*GRID, *wide):
+        yield _bf16_case(shape, "bfloat16")
+        yield _bf16_case(_of_wgrad(shape), "float32")
+    for shape in GRID:
+        yield product_case(shape, Form(1, "fast"), configs="none")
+        yield product_case(_of_wgrad(shape), Form(1, "fast", out_dtype="float32"), configs="none")
+        yield product_case(shape, Form(1, "full"), configs="chosen")
+        yield product_case(_of_wgrad(shape), Form(1, "full", out_dtype="float32"), configs="chosen")
+        for accumulation in get_args(Accumulation):
+            yield product_case(shape, Form(2, accumulation), configs="chosen")
+        if min(shape.k, shape.n) >= 2048:
+            yield product_case(shape, Form(1, scaling=Block(128)), configs="chosen")
+            vectors = Form(1, scaling=Block(128, "vector"), out_dtype="float32")
+            yield product_case(_of_wgrad(shape), vectors, configs="chosen")
+    yield from _grid_of_quantizers()
+
+
+def _of_wgrad(shape: GemmShape) -> GemmShape:
+    return GemmShape(shape.k, shape.m, shape.n)
+
+
+def _bf16_case(shape: GemmShape, out_dtype: str) -> Case:
+    """The product as JAX writes it of a layer: forward `x @ w`, or the weight gradient `x.T @ g` in float32."""
+    axis = 0 if out_dtype == "float32" else 1
+    sides = ((shape.k, shape.m) if axis == 0 else (shape.m, shape.k)), (shape.k, shape.n)
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.dot_general(a, b, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
+
+    operands = lambda: tuple(draw(side, (jnp.bfloat16,))[0] for side in sides)
+    return Case("dot_general", (shape.m, shape.k, shape.n), out_dtype, operands, _by_xla(multiply), _alone)
+
+
+def _grid_of_quantizers() -> Iterator[Case]:
+    one: Callable[..., Any] = functools.partial(quantize, dtype=jnp.float8_e4m3fn)
+    rows = functools.partial(one, scaling=Row())
+    both: Any = dict(orientation="both")
+    for shape in _ACTIVATIONS:
+        for orientation in get_args(Orientation):
+            call = functools.partial(one, orientation=orientation)
+            yield _case("quantize", shape, f"{orientation} bfloat16", call, jnp.bfloat16)
+        vectors = functools.partial(one, scaling=Block(128, "vector"), **both)
+        yield _case("block_quantize", shape, "both vector 128 bfloat16", vectors, jnp.bfloat16)
+    for shape in (*_ACTIVATIONS, *_LARGE_ACTIVATIONS):
+        yield _case("row_quantize", shape, "both bfloat16", functools.partial(rows, **both), jnp.bfloat16)
+        for dtype in ("bfloat16", "float32"):
+            yield _scaling_case(shape, dtype)
+    for shape in (*_WEIGHTS, _LARGE_WEIGHT):
+        yield _case("quantize", shape, "both float32", functools.partial(one, **both), jnp.float32)
+        yield _case("row_quantize", shape, "both float32", functools.partial(rows, **both), jnp.float32)
+        yield _case("dual_quantize", shape, "rows nearest no error", dual_quantize, jnp.float32)
+    for shape in _WEIGHTS:
+        split = functools.partial(dual_quantize, **both)
+        with_error = lambda w, error, *, backend, split=split: split(w, error=error, backend=backend)
+        yield _case("dual_quantize", shape, "both nearest error float32", with_error, jnp.float32, jnp.float32)
+        squares = functools.partial(one, scaling=Block(128), **both)
+        yield _case("block_quantize", shape, "both square 128 float32", squares, jnp.float32)
+
+
+def _scaling_case(shape: tuple[int, int], dtype: str) -> Case:
+    """What a product by rows does after it."""
+    scale = functools.partial(reference.scale_rows, out_dtype=jnp.dtype(dtype))
+    m, n = shape
+    operands = lambda: (draw(shape, (jnp.dtype(dtype),))[0], *(draw((side,), (jnp.float32,))[0] for side in (m, n)))
+    return Case("row_scale", shape, f"{dtype} {dtype}", operands, _by_xla(scale), _alone)
+
+
+def _by_xla(function: Callable[..., Any]) -> list[Named]:
+    return [("xla", jax.jit(function), None)]
+
+
+def _alone(arguments: Any, backend: Backend, got: Any, expected: Any) -> bool:
+    raise AssertionError(f"{backend} is compared with XLA, which alone does this")

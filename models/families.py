@@ -5,6 +5,9 @@ its recipe is all there is to know. A Llama is written in plain Flax and convert
 
     model   = convert_to_tcfp(Llama(config), recipe, tokens)
     weights = find_weights(model)                 for error_feedback(weights) and store(params, weights)
+
+Where the tokens of a step are given, both are plain Flax, and those layers are converted that measured times say to be
+faster than BF16 (`include="measured"`).
 """
 
 import dataclasses
@@ -28,6 +31,8 @@ from tcfp_jax.weights.layout import Weight
 ModelConfig = GPTConfig | LlamaConfig
 # A recipe was asked for, so it is every layer's at any size, as in a GPT; a head is left to BF16.
 INCLUDE: tuple[Include, ...] = ("linear", "small")
+# A GPT's lookup is a product with one-hot rows, and as exact as a lookup.
+RULES = {"^embedding": None}
 
 
 class Learner(NamedTuple):
@@ -45,12 +50,14 @@ class Family:
       config: the class of its sizes.
       sizes: by name.
       tokens: what its models can read: "bytes" alone, or "ids" up to their vocabulary, of which bytes are some.
-      learner: makes one of a size, a recipe and a dtype.
+      plain: the model in plain Flax, of a size and a dtype.
+      learner: makes one of a size, a recipe and a dtype, with every layer as the recipe says.
     """
 
     config: type[Any]
     sizes: Mapping[str, Any]
     tokens: Literal["bytes", "ids"]
+    plain: Callable[[Any, ComputeDtype], nn.Module]
     learner: Callable[[Any, Recipe, ComputeDtype], Learner]
 
 
@@ -58,15 +65,23 @@ def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
     return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
 
 
+def _plain_gpt(config: GPTConfig, dtype: ComputeDtype) -> nn.Module:
+    return GPT(config, recipe=None, dtype=dtype)
+
+
+def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
+    return Llama(config, dtype=dtype)
+
+
 def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    model = convert_to_tcfp(Llama(config, dtype=dtype), recipe, tokens, include=INCLUDE)
+    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=INCLUDE)
     return Learner(model, find_weights(model))
 
 
 FAMILIES = {
-    "gpt": Family(GPTConfig, gpt.MODELS, "bytes", _gpt),
-    "llama": Family(LlamaConfig, llama.LLAMAS, "ids", _llama),
+    "gpt": Family(GPTConfig, gpt.MODELS, "bytes", _plain_gpt, _gpt),
+    "llama": Family(LlamaConfig, llama.LLAMAS, "ids", _plain_llama, _llama),
 }
 
 
@@ -114,6 +129,19 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
 
 
 @functools.lru_cache(maxsize=16)
-def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
-    """The model of a size, and its weights."""
-    return FAMILIES[family_of(config)].learner(config, recipe, dtype)
+def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype, tokens: tuple[int, int] | None = None) -> Learner:
+    """The model of a size, and its weights.
+
+    Args:
+      tokens: batch and positions of a step, to convert what pays there, as `convert_to_tcfp` with "measured" finds it;
+        None converts every layer but a Llama's head.
+
+    Raises:
+      ValueError: nothing is to be converted, and not because measured times say so.
+    """
+    family = FAMILIES[family_of(config)]
+    if tokens is None:
+        return family.learner(config, recipe, dtype)
+    shape = jax.ShapeDtypeStruct(tokens, jnp.int32)
+    model = convert_to_tcfp(family.plain(config, dtype), recipe, shape, include="measured", rules=RULES)
+    return Learner(model, find_weights(model))

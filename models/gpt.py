@@ -5,25 +5,26 @@
     logits = LN(x) Eᵀ
 
 Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, so its recipe decides how it multiplies;
-embeddings, LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every
-published FP8 recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a
-target. The other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
+with the recipe None it is Flax's own `Dense`, of the same parameters, for a conversion to choose among. Embeddings,
+LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8
+recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a target. The
+other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from models import BYTES, ComputeDtype
+from models.attention import Attention, causal_attention
+from models.losses import cross_entropy
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
-
-Attention = Literal["products", "cudnn"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class GPTConfig:
       layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
       context: the most positions a sequence may have.
       vocabulary: rows of the embedding table, at least 256.
-      attention: "products" repeats bit for bit everywhere; "cudnn" is cuDNN's flash attention, of GPUs and bfloat16
-        alone, which is several times as fast and whose gradients differ in their last bits each time.
+      attention: as `models.attention.causal_attention` takes it: "products" repeats bit for bit everywhere, flash
+        attention is faster.
 
     Raises:
       ValueError: a size below 1, heads that do not divide the width, a vocabulary below 256, or an unknown attention.
@@ -89,7 +90,7 @@ class Block(nn.Module):
     """One pre-LN Transformer block, `[batch, positions, width]` to the same."""
 
     config: GPTConfig
-    recipe: Recipe | str
+    recipe: Recipe | str | None
     dtype: ComputeDtype
 
     @nn.compact
@@ -106,21 +107,26 @@ class Block(nn.Module):
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
-    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> TCFPDense:
+    def _dense(self, name: str, features: int, *, scaled: Literal["plain", "residual"] = "plain") -> nn.Dense:
         # GPT-2: layers that write to the residual stream start smaller, so that its variance does not grow with depth.
         deviation = initial_deviation(self.config.width)
         if scaled == "residual":
             deviation /= (2 * self.config.layers) ** 0.5
         normal = nn.initializers.normal(deviation)
-        return TCFPDense(features, recipe=self.recipe, dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+        options: Any = dict(dtype=jnp.dtype(self.dtype), kernel_init=normal, name=name)
+        return (
+            nn.Dense(features, **options) if self.recipe is None else TCFPDense(features, recipe=self.recipe, **options)
+        )
 
 
 class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
+    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`.
+
     Attributes:
       config: the size.
-      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one.
+      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one, or None for Flax's layers.
       dtype: of activations, and of the embedding's and the head's products.
 
     Raises:
@@ -128,12 +134,12 @@ class GPT(nn.Module):
     """
 
     config: GPTConfig
-    recipe: Recipe | str = "tcfp12"
+    recipe: Recipe | str | None = "tcfp12"
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predict the byte after each position."""
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Predict the byte after each position, or say how well it was predicted."""
         config = self.config
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -149,21 +155,8 @@ class GPT(nn.Module):
         x = embedding(tokens) + positions[: tokens.shape[-1]].astype(self.dtype)
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
-        return embedding.attend(_normalize("final_norm", x))
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "products") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, all `[batch, positions, heads, d]`; scores and softmax in float32.
-
-    Plain products unless "cudnn" is asked for: `jax.nn.dot_product_attention` raises under strict dtype promotion in
-    bfloat16, and its cuDNN form adds gradients in another order each time.
-    """
-    if how == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        logits = embedding.attend(_normalize("final_norm", x))
+        return logits if targets is None else cross_entropy(logits, targets)
 
 
 def initial_deviation(width: int) -> float:

@@ -24,8 +24,9 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from models import BYTES, ComputeDtype
+from models.attention import Attention, causal_attention
+from models.losses import head_losses
 
-Attention = Literal["auto", "products", "xla", "cudnn"]
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
 INITIAL_DEVIATION = 0.02
@@ -50,11 +51,9 @@ class LlamaConfig:
       head: "tied" multiplies by the embedding table, "untied" has a matrix of its own.
       rope_theta: base of the wavelengths of rotary positions.
       norm_eps: added to mean squares.
-      attention: "products" writes scores and repeats bit for bit everywhere; "xla" and "cudnn" are those of
-        `jax.nn.dot_product_attention` (cuDNN: flash attention, of GPUs and bfloat16 alone); "auto" is cuDNN on GPUs
-        with bfloat16, and XLA elsewhere.
+      attention: as `models.attention.causal_attention` takes it; "auto" is flash attention where there is one.
       remat: what a block keeps for its backward pass: "none" recomputes nothing; "products" recomputes all but
-        products and attention; "block" keeps the block's input alone.
+        products and attention; "block" keeps the block's input alone, and of a loss the head's.
 
     Raises:
       ValueError: a size below 1, heads that do not divide the width, an odd size of heads, kv_heads that do not divide
@@ -158,8 +157,22 @@ class Block(nn.Module):
         )  # fmt: skip
 
 
+class Matrix(nn.Module):
+    """The parameter `kernel`, for a product that is written where it is needed."""
+
+    shape: tuple[int, int]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """The kernel, float32."""
+        return self.param("kernel", nn.initializers.normal(INITIAL_DEVIATION), self.shape, jnp.float32)
+
+
 class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
+
+    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`: the
+    logits of all tokens are then never float32, and with remat="block" they never exist.
 
     Attributes:
       config: the size, and how it runs.
@@ -173,8 +186,8 @@ class Llama(nn.Module):
     dtype: ComputeDtype = "bfloat16"
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Predict the token after each position."""
+    def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Predict the token after each position, or say how well it was predicted."""
         config, positions = self.config, tokens.shape[-1]
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -194,10 +207,14 @@ class Llama(nn.Module):
         x, _ = layers(config, self.dtype, name="layers")(x, rotations(positions, config.head_size, config.rope_theta))
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
-            logits = x @ embedding.embedding.astype(dtype).T
+            matrix = embedding.embedding.T
         else:
-            logits = nn.Dense(config.vocabulary, use_bias=False, dtype=dtype, kernel_init=normal, name="head")(x)
-        return logits.astype(jnp.float32)
+            matrix = Matrix((config.width, config.vocabulary), name="head")()
+        # Rounded where it multiplies: gradients of some tokens at a time are then added in float32.
+        head = lambda x: x @ matrix.astype(dtype)
+        if targets is not None:
+            return head_losses(head, x, targets, kept="inputs" if config.remat == "block" else "logits")
+        return head(x).astype(jnp.float32)
 
 
 def rotations(positions: int, size: int, theta: float) -> jax.Array:
@@ -219,22 +236,6 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     cos, sin = rotation[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention = "auto") -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, q `[batch, positions, heads, d]`, k and v of `kv_heads` heads.
-
-    Scores and softmax are float32. Query head i reads head `i // (heads / kv_heads)` of k and v.
-    """
-    if how == "auto":
-        how = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
-    if how in ("xla", "cudnn"):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(q.shape)
 
 
 def _rematerialised(remat: Remat) -> Any:

@@ -14,6 +14,7 @@ from tcfp_jax.recipes import Dual, Recipe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
+Included = Literal["every", "measured"]
 Moments = Literal["8bit", "bfloat16", "float32"]
 
 
@@ -24,6 +25,8 @@ class TrainConfig:
     Attributes:
       model: a name in `models.families.model_names()`, or a `GPTConfig` or `LlamaConfig`.
       recipe: of every dense layer but a Llama's head; a `tcfp_jax.Recipe` or the name of one. "bf16" is the baseline.
+      include: "every" layer takes the recipe, or those that measured times say to be faster than BF16 on this device,
+        of `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
       seed: of initial weights, batches and stochastic rounding.
       batch, sequence: windows per step, and tokens predicted in each.
@@ -52,6 +55,7 @@ class TrainConfig:
 
     model: str | ModelConfig = "tiny"
     recipe: str | Recipe = "tcfp12"
+    include: Included = "every"
     steps: int = 400
     seed: int = 0
     batch: int = 16
@@ -94,7 +98,7 @@ class TrainConfig:
             raise ValueError(
                 f"sequence={self.sequence} exceeds the context of model {self.model!r}, {context}; shorten it"
             )
-        choices = dict(error_dtype=ErrorDtype, weights=Weights, moments=Moments)
+        choices = dict(include=Included, error_dtype=ErrorDtype, weights=Weights, moments=Moments)
         for name, allowed in {
             "dtype": ("auto", *get_args(ComputeDtype)),
             **{n: get_args(c) for n, c in choices.items()},
@@ -123,7 +127,7 @@ class TrainConfig:
     @property
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
-        return replace(self, recipe="bf16", weights="float", moments="float32", error_dtype="float32")
+        return replace(self, recipe="bf16", include="every", weights="float", moments="float32", error_dtype="float32")
 
 
 def _check_weights(config: TrainConfig) -> None:

@@ -27,7 +27,7 @@ from models.checkpoint import check_export, holds_run, read_config, write_json
 from models.families import model_names
 from models.plotting import plot_losses
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
-from models.settings import Moments, TrainConfig, Weights, preset
+from models.settings import Included, Moments, TrainConfig, Weights, preset
 from models.training import TrainState, batch_key, evaluate, init, make_optimizer, make_train_step
 
 __all__ = [
@@ -95,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe", help="bf16, tcfp12 (default), tcfp12_fast, tensorwise or tcfp12_single (default of stored weights)"
     )
     parser.add_argument(
+        "--include", choices=get_args(Included),
+        help="every layer takes the recipe (default), or those that measured times say to be faster than BF16 here",
+    )  # fmt: skip
+    parser.add_argument(
         "--weights", choices=get_args(Weights),
         help="float32 parameters beside what the recipe stores (default), or W_hi + W_lo alone",
     )  # fmt: skip
@@ -141,7 +145,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `TrainConfig` that the command line names, but for the model."""
-    names = ("recipe", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
+    names = ("recipe", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given
 

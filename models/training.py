@@ -167,7 +167,8 @@ def _program(config: TrainConfig) -> TrainConfig:
 
 
 def _learner(config: TrainConfig) -> Learner:
-    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype)
+    tokens = (config.batch, config.sequence) if config.include == "measured" else None
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
 
 
 @functools.lru_cache(maxsize=16)
@@ -251,7 +252,5 @@ def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Ar
 
 def _window_losses(model: nn.Module, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
     """Cross-entropy of every predicted token, float32 `[batch, sequence]`."""
-    logits: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1])
-    # A masked sum instead of take_along_axis: its gradient is no scatter, so it is deterministic on GPUs and fuses.
-    is_target = jnp.arange(logits.shape[-1]) == windows[:, 1:, None]
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    of_tokens: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1], windows[:, 1:])
+    return of_tokens

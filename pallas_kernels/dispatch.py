@@ -20,13 +20,21 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.extend import source_info_util
 
 Backend = Literal["xla", "triton", "mosaic"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+
+
+class Key(NamedTuple):
+    """How `tuned.json` names a call: the op, what decides its speed beside the shape, and the shape."""
+
+    op: str
+    variant: str
+    shape: tuple[int, ...]
 
 
 def _no_objection(*args: Any) -> None:
@@ -38,9 +46,10 @@ class Implementation:
     """One way to run an op.
 
     `reject` and `decline` take the op's options and arrays and return a reason or None; `configure` returns the tile
-    sizes that would run, or None where there is nothing to choose. All three look at shapes and dtypes only. `meshes`
-    says whether it also runs under a mesh with explicit axes, which only `lax` follows: kernels are not partitioned
-    there, and blocks cut and merge axes.
+    sizes that would run, or None where there is nothing to choose; `key`, which XLA's have for all of their table, how
+    a call's times are named, or None where it has none. All four look at shapes and dtypes only. `meshes` says whether
+    it also runs under a mesh with explicit axes, which only `lax` follows: kernels are not partitioned there, and
+    blocks cut and merge axes.
     """
 
     backend: Backend
@@ -48,6 +57,7 @@ class Implementation:
     reject: Callable[..., str | None] = _no_objection
     decline: Callable[..., str | None] = _no_objection
     configure: Callable[..., Any] = _no_objection
+    key: Callable[..., Key | None] = _no_objection
     meshes: Literal["automatic", "any"] = "automatic"
 
 
@@ -70,12 +80,14 @@ class Call:
       operands: dtypes and shapes of its arrays, in words.
       verdicts: one for each implementation, in the table's order; empty for what XLA does without an op of this
         project, such as a BF16 product.
+      key: how its times are named, or None where it has none.
     """
 
     step: str
     op: str
     operands: str
     verdicts: tuple[Verdict, ...] = ()
+    key: Key | None = None
 
     @property
     def chosen(self) -> Verdict | None:
@@ -111,11 +123,11 @@ def is_recording() -> bool:
     return _CALLS.get() is not None
 
 
-def note(op: str, *arrays: Any) -> None:
+def note(key: Key, *arrays: Any) -> None:
     """Record a call of something that has no table, because XLA alone does it."""
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_scope(), op, describe(*arrays)))
+        calls.append(Call(_scope(), key.op, describe(*arrays), key=key))
 
 
 def _scope() -> str:
@@ -220,7 +232,7 @@ def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, 
     chosen = next((i for i, verdict in zip(table, verdicts, strict=True) if verdict.reason is None), None)
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_scope(), op, describe(*arrays), verdicts))
+        calls.append(Call(_scope(), op, describe(*arrays), verdicts, table[-1].key(options, *arrays)))
         chosen = chosen or table[-1]
     if chosen is None:
         raise NotImplementedError(f"{op} cannot run with backend={backend!r}: {_reasons(op, table, backend, verdicts)}")

@@ -33,7 +33,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "and": lax.bitwise_and, "or": lax.bitwise_or,
 }  # fmt: skip
 _UNARY: dict[str, Callable[..., Any]] = {
-    "neg": lax.neg, "abs": lax.abs, "exp": lax.exp, "log": lax.log, "tanh": lax.tanh, "erf": lax.erf,
+    "neg": lax.neg, "abs": lax.abs, "exp": lax.exp, "log": lax.log, "tanh": lax.tanh,
     "rsqrt": lax.rsqrt, "sqrt": lax.sqrt, "logistic": lax.logistic, "square": lambda x: x * x, "not": lax.bitwise_not,
 }  # fmt: skip
 # Results of these need no rounding: they are one of their operands, or booleans.
@@ -47,8 +47,8 @@ ELEMENTWISE = frozenset({*_BINARY, *_UNARY, *_SAME, "select_n", "integer_pow", "
 def form_of(shape: Sequence[int], m: int, k: int) -> Form | None:
     """What an array of this shape is beside matrices of m rows and k columns, or None.
 
-    >>> form_of((2, 4, 8), 8, 8), form_of((1, 8), 8, 8), form_of((2, 4, 1), 8, 8), form_of((), 8, 8), form_of((4,), 8, 8)
-    ('matrix', 'columns', 'rows', 'one', None)
+    >>> [form_of(shape, 8, 8) for shape in ((2, 4, 8), (1, 8), (2, 4, 1), (), (4,))]
+    ['matrix', 'columns', 'rows', 'one', None]
     """
     size, last = math.prod(shape), shape[-1] if shape else 1
     if size == 1:

@@ -112,7 +112,9 @@ def e8m0_scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array
 
 def flush_subnormal(x: jax.Array) -> jax.Array:
     """float32 `x` with its subnormals set to zero of their sign (NaN stays NaN)."""
-    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * 0, x)
+    # Not times 0: where a step holds an array of zeros of this shape, as its backward pass does for gradients that it
+    # stacks, XLA takes them for the factor and keeps them until then. This factor underflows to zeros of the same sign.
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
 
 
 def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:

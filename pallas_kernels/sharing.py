@@ -26,7 +26,7 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def on_device(options: Hashable, surroundings: Hashable, *arguments: Any) -> Any:
+    def on_device(options: Hashable, around: Hashable, *arguments: Any) -> Any:
         return function(options, *arguments)
 
     traced = jax.jit(on_device, static_argnums=(0, 1))
@@ -35,11 +35,11 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(options: Hashable, *arguments: Any) -> Any:
         if dispatch.is_recording():
             return function(options, *arguments)
-        return traced(options, _surroundings(), *arguments)
+        return traced(options, surroundings(), *arguments)
 
     return call
 
 
-def _surroundings() -> Hashable:
+def surroundings() -> Hashable:
     """What the choice of an implementation reads beside its arguments, and JAX does not know of."""
     return dispatch.device_kind(), dispatch.compute_capability(), dispatch.device_cores(0), tuning.load()

@@ -27,16 +27,50 @@ SMALLEST_SIDE = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads.
-
-    64 x 64 by 8 warps is 16 values a thread: on an H200 the best or near it for quantizers that round to nearest, among
-    tiles of 32 x 64 to 256 x 64; more values a thread cost occupancy, and smaller tiles write lines of less than 64
-    bytes. Stochastic rounding has more to compute: 3.5 TB/s with 8 values a thread, 3.0 with 16.
-    """
+    """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads."""
 
     rows: int = 64
     columns: int = 64
     warps: int = 8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How matrices are cut into tiles: by the largest of these sides that divide them.
+
+    One side alone fixes it, as where a tile is a block that shares a scale: under a mesh every device then has whole
+    tiles.
+
+    64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, a copy by XLA moves 3.35 TB/s) a quantizer of
+    one tensor in both orientations has 3.60 TB/s with it and 3.85 with 64 x 256 by 16 warps; what computes more a value
+    wants flat tiles: SwiGLU's gradients 2.90 with 64 x 64 and 3.69 with 32 x 256 by 8. Stochastic rounding has 3.5
+    TB/s with 8 values a thread and 3.0 with 16.
+    """
+
+    rows: tuple[int, ...] = (64, 32, 16)
+    columns: tuple[int, ...] = (64, 32, 16)
+    values_per_thread: int = 16
+
+    def fit(self, m: int, k: int) -> Tile | None:
+        """The tile of a matrix `[m, k]`; None where none divides it.
+
+        >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
+        (Tile(rows=64, columns=16, warps=2), None)
+        """
+        pairs = ((m, self.rows), (k, self.columns))
+        rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size, sides in pairs)
+        if not rows or not columns:
+            return None
+        return Tile(rows, columns, max(1, rows * columns // (32 * self.values_per_thread)))
+
+
+WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
+FLAT = Tiling(rows=(32, 16), columns=(256, 128, 64, 32, 16), values_per_thread=32)
+
+
+def blocks_of(side: int, values_per_thread: int) -> Tiling:
+    """Tiles that are blocks."""
+    return Tiling((side,), (side,), values_per_thread)
 
 
 @dataclass(frozen=True)
@@ -68,19 +102,9 @@ class Output:
         return f"{axes}, j i" if self.transposed else axes
 
 
-def fit_tile(m: int, k: int, values_per_thread: int = 16, sides: Sequence[int] = (64, 32, 16)) -> Tile | None:
-    """The largest tile of these sides that divides `[m, k]`; None where none does.
-
-    >>> fit_tile(4096, 48), fit_tile(100, 64)
-    (Tile(rows=64, columns=16, warps=2), None)
-    """
-    rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size in (m, k))
-    return Tile(rows, columns, max(1, rows * columns // (32 * values_per_thread))) if rows and columns else None
-
-
 def misfit(name: str, m: int, k: int, block: int | None = None) -> str | None:
     """Why no tile divides `[m, k]`, or no whole `block` does, or None."""
-    if fit_tile(m, k, sides=(64, 32, 16) if block is None else (block,)) is None:
+    if (Tiling() if block is None else blocks_of(block, 1)).fit(m, k) is None:
         multiple = SMALLEST_SIDE if block is None else f"block={block}"
         return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
     return None
@@ -96,8 +120,7 @@ def map_tiles(
     reference: Body,
     forms: Sequence[Form] = (),
     compiled: Body | None = None,
-    values_per_thread: int = 16,
-    side: int | None = None,
+    tiling: Tiling = Tiling(),
 ) -> list[jax.Array]:
     """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[m, k]` each.
 
@@ -113,8 +136,7 @@ def map_tiles(
       forms: of the inputs, where not all are matrices: "rows" is `[m]` and comes as `[rows, 1]`, "columns" is `[k]` and
         comes as `[1, columns]`.
       compiled: the body of a kernel that is compiled, where that is another than the interpreter's.
-      values_per_thread: how many values of a tile each thread holds; fewer leave registers for a longer `body`.
-      side: the side of every tile, where a tile is a block that shares a scale; None lets the shape choose.
+      tiling: how the matrices are cut.
 
     Returns:
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
@@ -122,13 +144,10 @@ def map_tiles(
     count = len(inputs)
     forms = tuple(forms) or ("matrix",) * count
     first = forms.index("matrix")
-    fit = functools.partial(
-        fit_tile, values_per_thread=values_per_thread, sides=(64, 32, 16) if side is None else (side,)
-    )
-    call = functools.partial(_call, tuple(outputs), name, forms, fit)
+    call = functools.partial(_call, tuple(outputs), name, forms, tiling)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if fit(*operands[first].shape) is None:
+        if tiling.fit(*operands[first].shape) is None:
             wide = {"matrix": lambda x: x, "rows": lambda x: x[:, None], "columns": lambda x: x[None]}
             matrices = [wide[form](x) for x, form in zip(operands[:count], forms, strict=True)]
             whole = reference(*matrices, *(scalar[0] for scalar in operands[count:]))
@@ -147,7 +166,8 @@ def map_tiles(
     rule = ", ".join([letters[form] for form in forms] + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
     m, k = inputs[first].shape
-    blocks = {} if side is None else {"p": BlocksOf("i", side, m), "q": BlocksOf("j", side, k)}
+    sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
+    blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
     return partitioned(local, rule, blocks)(*inputs, *(scalar.reshape(1) for scalar in scalars))
 
 
@@ -155,7 +175,7 @@ def _call(
     outputs: tuple[Output, ...],
     name: str,
     given: tuple[Form, ...],
-    fit: Callable[[int, int], Tile | None],
+    tiling: Tiling,
     body: Body,
     *operands: jax.Array,
     interpret: bool,
@@ -166,7 +186,7 @@ def _call(
 
     count = len(given)
     m, k = operands[given.index("matrix")].shape
-    tile = fit(m, k)
+    tile = tiling.fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns = tile.rows, tile.columns
     # (shape, block, whether the grid's first axis is the second of the matrix)

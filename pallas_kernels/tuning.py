@@ -5,7 +5,10 @@ nothing else writes the file. `backend=None` asks here: an implementation that l
 a kernel that nobody has timed on this device.
 
 Shapes are compared by the logarithms of their sizes; for a shape that was not measured, what was fastest at the nearest
-one that was is the guess.
+one that was is the guess. An entry need not have every backend: it says nothing of one that it does not name.
+
+The same times say what a call takes: `estimate` interpolates between them. For that there are entries of what has no
+kernel of this project, BF16 products ("dot_general") among them.
 """
 
 import functools
@@ -16,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.dispatch import Backend, device_kind
+from pallas_kernels.dispatch import Backend, Key, device_kind
 
 PATH = Path(__file__).with_name("tuned.json")
+# How far a measurement counts, in octaves, summed over the axes of a shape.
+NEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,23 +67,69 @@ def load() -> Tuned:
     )
 
 
-def find(op: str, variant: str, shape: tuple[int, ...]) -> Entry | None:
-    """The measurement of this variant nearest to `shape` on the device in use, or None."""
-    entries = [e for e in load().get(device_kind(), {}).get(op, ()) if e.variant == variant]
-    return min(entries, key=lambda entry: _distance(entry.shape, shape), default=None)
+def find(key: Key, backend: Backend) -> Entry | None:
+    """The measurement nearest to the shape of `key` in which `backend` took part, on the device in use, or None."""
+    return min(_entries(key, backend), key=lambda entry: _distance(entry.shape, key.shape), default=None)
+
+
+def _entries(key: Key, backend: Backend) -> list[Entry]:
+    entries = load().get(device_kind(), {}).get(key.op, ())
+    return [entry for entry in entries if entry.variant == key.variant and backend in entry.milliseconds]
+
+
+def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+    """The distance for `estimate`: one pass over a matrix takes what one over its transpose does."""
+    return _distance(tuple(sorted(a)), tuple(sorted(b))) if len(a) == 2 else _distance(a, b)
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    return sum(abs(math.log2(x / max(1, y))) for x, y in zip(a, b, strict=True))
+    return sum(abs(math.log2(max(1, x) / max(1, y))) for x, y in zip(a, b, strict=True))
 
 
-def decline(op: str, backend: Backend, variant: str, shape: tuple[int, ...]) -> str | None:
+def decline(backend: Backend, key: Key | None) -> str | None:
     """Why `backend` is not the first choice here, or None where it was measured to be the fastest."""
-    entry = find(op, variant, shape)
-    if entry is None:
-        return f"{op} ({variant}) was not timed on {device_kind()}; run python -m benchmarks.gemm --tune"
+    entry = None if key is None else find(key, backend)
+    if key is None or entry is None:
+        what = "this" if key is None else f"{key.op} ({key.variant})"
+        return f"{what} was not timed on {device_kind()}; run python -m benchmarks.gemm --tune"
     if entry.backend == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
-    at = "x".join(map(str, entry.shape))
-    return f"{entry.backend} was fastest at {at} ({times})"
+    return f"{entry.backend} was fastest at {written(entry.shape)} ({times})"
+
+
+def is_timed() -> bool:
+    """Whether BF16's products were timed on the device in use, to which `estimate` of others can be compared."""
+    return "dot_general" in load().get(device_kind(), {})
+
+
+def estimate(key: Key, backend: Backend) -> float | None:
+    """Milliseconds of a call by `backend` on the device in use; None where nothing near its shape was measured.
+
+    What is interpolated is the rate, the product of the sizes over the time:
+
+        log rate = sum_i log rate_i / d_i^2  /  sum_i 1 / d_i^2,   d = sum over axes of |log2 of the sizes' ratio|
+
+    over the measurements within `NEAR`. It is exact where it was measured, and elsewhere between the slowest and the
+    fastest of them. Of two axes the order does not count.
+    """
+    near = [(_apart(entry.shape, key.shape), entry) for entry in _entries(key, backend)]
+    near = [(distance, entry) for distance, entry in near if distance <= NEAR]
+    if not near or 0 in key.shape:
+        return None
+    nearest, entry = min(near, key=lambda pair: pair[0])
+    if nearest == 0:
+        return entry.milliseconds[backend]
+    weights = [distance**-2 for distance, _ in near]
+    rates = [math.log(math.prod(entry.shape) / entry.milliseconds[backend]) for _, entry in near]
+    log_rate = sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(weights)
+    return math.prod(key.shape) / math.exp(log_rate)
+
+
+def written(shape: tuple[int, ...]) -> str:
+    """A shape in a message.
+
+    >>> written((8192, 4096))
+    '8192x4096'
+    """
+    return "x".join(map(str, shape))

@@ -1,9 +1,11 @@
-"""`explain`: which backend and tile sizes each operation of a layer takes on this device, and why not another.
+"""`explain`: what each operation of a layer takes on this device, backend, tile sizes and time, and why not another.
 
 Nothing is imitated: the training step itself is traced, with `tcfp_jax.matmul`, its backward pass and the optimizer's
-update, and `pallas_kernels.dispatch` records what it is asked on the way.
+update, and `pallas_kernels.dispatch` records what it is asked on the way. Times are `pallas_kernels.tuning`'s, of the
+backend that runs; by them a conversion with `include="measured"` chooses.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +15,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Call, Verdict, device_kind, recording
+from pallas_kernels.dispatch import Call, Verdict, device_kind, has_explicit_axes, recording
+from pallas_kernels.sharing import surroundings
+from pallas_kernels.tuning import estimate, is_timed, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-
-# Part of the key of every cache of traced functions: a function traced before would hide its calls from the record.
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,63 @@ class Explanation:
     Attributes:
       device: the kind of device that it is for.
       steps: a `Call` each, with `step`, `op`, `operands`, `verdicts` and `chosen`.
+      bf16: the same of the layer in BF16, `recipe("bf16")`.
+      times, bf16_times: milliseconds of each, interpolated between what was measured on this device
+        (`pallas_kernels.tuning.estimate`); None where nothing near was.
     """
 
     device: str
     steps: tuple[Call, ...]
+    bf16: tuple[Call, ...] = ()
+    times: tuple[float | None, ...] = ()
+    bf16_times: tuple[float | None, ...] = ()
+
+    @property
+    def speed_over_bf16(self) -> float | None:
+        """BF16's time over this one; None where an operation was not timed."""
+        if not self.times or not self.bf16_times or None in (*self.times, *self.bf16_times):
+            return None
+        return self.bf16_milliseconds / self.milliseconds
+
+    @property
+    def milliseconds(self) -> float:
+        """Of all operations that were timed."""
+        return sum(time for time in self.times if time is not None)
+
+    @property
+    def bf16_milliseconds(self) -> float:
+        """Of all operations of BF16 that were timed."""
+        return sum(time for time in self.bf16_times if time is not None)
+
+    @property
+    def summary(self) -> str:
+        """What all of it takes beside BF16, in words; "" on a device of which no times are known."""
+        if not self.times:
+            return ""
+        calls, times = (*self.steps, *self.bf16), (*self.times, *self.bf16_times)
+        missing = next((call for call, time in zip(calls, times, strict=True) if time is None), None)
+        if missing is not None:
+            key = missing.key
+            what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
+            return f"{what} was not timed on {self.device}"
+        in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
+        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.device}"
 
     def __str__(self) -> str:
-        """The device, then for every operation a line for what runs and one for each backend that does not."""
-        return "\n".join([f"on {self.device}", *(line for call in self.steps for line in _lines(call))])
+        """The device, for every operation a line for what runs and one for each backend that does not, and the sum."""
+        times = self.times or (None,) * len(self.steps)
+        lines = [line for call, time in zip(self.steps, times, strict=True) for line in _lines(call, time)]
+        return "\n".join([f"on {self.device}", *lines, *([f"in all      {self.summary}"] if self.summary else [])])
 
 
-def _lines(call: Call) -> list[str]:
-    runs = call.chosen or (Verdict("xla", None) if not call.verdicts else Verdict("xla", "nothing can run it"))
-    config = "" if runs.config is None else f" {runs.config}"
-    lines = [f"{call.step:12}{call.operands:70} {runs.backend if runs.reason is None else runs.reason}{config}"]
+def _runs(call: Call) -> Verdict:
+    return call.chosen or (Verdict("xla", None) if not call.verdicts else Verdict("xla", "nothing can run it"))
+
+
+def _lines(call: Call, time: float | None) -> list[str]:
+    runs = _runs(call)
+    notes = ("" if runs.config is None else f" {runs.config}") + ("" if time is None else f", {time:.3g} ms")
+    lines = [f"{call.step:12}{call.operands:70} {runs.backend if runs.reason is None else runs.reason}{notes}"]
     return lines + [f"{'':12}not {v.backend}: {v.reason}" for v in call.verdicts if v.reason is not None]
 
 
@@ -59,6 +104,11 @@ def explain(
 
     The step is traced and nothing is computed. Shapes are those of one device; a backend that the recipe names and that
     cannot run shows its reason instead of raising.
+
+    On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every operation has its time, and all
+    of them together are compared with BF16's three products. What quantizing the weight takes counts, once a step; that
+    layers share an activation, that its quantizer is part of what wrote it, and that BF16 casts a float32 weight does
+    not, so that where it errs it errs to BF16's advantage.
 
     Args:
       dtype: of x and of the output's gradient.
@@ -84,7 +134,34 @@ def explain(
     params = {"kernel": jax.ShapeDtypeStruct(tuple(w_shape), w_dtype)}
     if optimizer is None:
         optimizer = error_feedback(recipe, key=jax.random.key(0) if recipe.stochastic else None)
-    tx = optimizer
+    steps = _traced(recipe, optimizer, params, x, g)
+    if not is_timed():
+        return Explanation(device_kind(), steps)
+    bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
+    times, bf16_times = (tuple(map(_time, calls)) for calls in (steps, bf16))
+    return Explanation(device_kind(), steps, bf16, times, bf16_times)
+
+
+def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
+    """`explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`, remembered.
+
+    >>> weigh(8, 32, 64, named_recipe("bf16")).device == device_kind()
+    True
+    """
+    return _weighed(rows, k, n, recipe, (surroundings(), has_explicit_axes()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: Any) -> Explanation:
+    return explain((rows, k), (k, n), recipe)
+
+
+def _time(call: Call) -> float | None:
+    return None if call.key is None or _runs(call).reason else estimate(call.key, _runs(call).backend)
+
+
+def _traced(recipe: Recipe, tx: optax.GradientTransformation, params: Any, x: Any, g: Any) -> tuple[Call, ...]:
+    """What a training step asks for."""
     state = jax.eval_shape(tx.init, params)
 
     def training_step(params: Any, state: Any, x: Any, g: Any) -> Any:
@@ -97,4 +174,4 @@ def explain(
 
     with recording() as calls:
         jax.eval_shape(training_step, params, state, x, g)
-    return Explanation(device_kind(), tuple(calls))
+    return tuple(calls)

@@ -99,7 +99,7 @@ X_STEPS = ["quantize x", "forward", "quantize g", "dgrad", "wgrad"]
         ("bf16", ["forward", "dgrad", "wgrad"]),
         ("tcfp12", [*X_STEPS, "quantize w"]),
         ("tensorwise", [*X_STEPS, "quantize w"]),
-        ("rowwise", [*X_STEPS, "quantize w"]),
+        ("rowwise", ["quantize x", *["forward"] * 2, "quantize g", *["dgrad"] * 2, *["wgrad"] * 2, "quantize w"]),
         ("tcfp12_blockwise", [*X_STEPS, "quantize w"]),
         ("residual_activation", ["quantize x", "forward", "forward", *X_STEPS[2:], "quantize w"]),
     ],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
+from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import ZERO_BLOCK, Block, Operand, Quantization, Quantized
 
 
@@ -29,6 +30,17 @@ def dual_quantize(
         rows.turn() if options.orientation == "both" else None,
         None if error is None else left.astype(error.dtype),
     )
+
+
+def key(
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
+) -> Key:
+    """How `tuned.json` names a split."""
+    rounding = "nearest" if bits is None else "stochastic"
+    rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
+    if isinstance(options.scaling, Block):
+        return Key("block_dual_quantize", f"{options.orientation} {options.scaling.size} {rest}", w.shape)
+    return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import numerics, tuning
 from pallas_kernels.dual_quantize import reference
 from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.tiled import Output, map_tiles, misfit
+from pallas_kernels.tiled import Output, Tiling, map_tiles, misfit
 
 
 def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> str | None:
@@ -20,18 +20,11 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
     return misfit("w", *w.shape)
 
 
-def variant(options: Quantization, error: jax.Array | None, bits: jax.Array | None) -> str:
-    """How `tuned.json` names a split: what decides its speed beside the shape."""
-    rounding = "nearest" if bits is None else "stochastic"
-    feedback = "no error" if error is None else f"error {error.dtype}"
-    return f"{options.orientation} {rounding} {feedback}"
-
-
 def decline(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("dual_quantize", "triton", variant(options, error, bits), w.shape)
+    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(
@@ -79,7 +72,7 @@ def dual_quantize(
     results = iter(
         map_tiles(
             body, inputs, [inverse, scale], outputs, name="dual_quantize", reference=whole,
-            values_per_thread=8 if has_bits else 16,
+            tiling=Tiling(values_per_thread=8 if has_bits else 16),
         )
     )  # fmt: skip
     hi, hi_turned = next(results), next(results) if both else None

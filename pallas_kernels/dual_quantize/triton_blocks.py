@@ -11,9 +11,8 @@ from jax import lax
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.dual_quantize import reference
-from pallas_kernels.dual_quantize.triton import variant
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
-from pallas_kernels.tiled import Output, map_tiles, misfit
+from pallas_kernels.tiled import Output, blocks_of, map_tiles, misfit
 
 
 def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> str | None:
@@ -29,8 +28,7 @@ def decline(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    orientation, rest = variant(options, error, bits).split(" ", 1)
-    return tuning.decline("block_dual_quantize", "triton", f"{orientation} {_block(options).size} {rest}", w.shape)
+    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(
@@ -79,7 +77,7 @@ def dual_quantize(
     # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128 values a thread, where 32 give 2.8;
     # with one they are out of registers then, 1.9, and 64 give 2.6.
     values = (64 if has_error or has_bits else 128) if block.size == 128 else 32
-    tiles = functools.partial(map_tiles, name="block_dual_quantize", side=block.size, values_per_thread=values)
+    tiles = functools.partial(map_tiles, name="block_dual_quantize", tiling=blocks_of(block.size, values))
     results = iter(tiles(body, inputs, [], outputs, reference=whole))
     hi, hi_turned = next(results), next(results) if both else None
     lo, lo_turned = next(results), next(results) if both else None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import device_cores, device_kind
+from pallas_kernels.dispatch import Key, device_cores, device_kind
 from pallas_kernels.operands import Block
 
 SMALLEST_JAX = (0, 11)
@@ -167,18 +167,15 @@ def shared_bytes(config: Config, halves: int) -> int:
     return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
 
 
-def choose(
-    op: str, variant: str, shape: tuple[int, int, int], guesses: Sequence[Config], fits: Callable[[Config], str | None]
-) -> Config | None:
+def choose(key: Key, guesses: Sequence[Config], fits: Callable[[Config], str | None]) -> Config | None:
     """The config that was measured near this shape (`tuning.py`), if it fits, else the best guess, or None.
 
     Args:
-      op, variant: how `tuned.json` names the product.
-      shape: (m, k, n).
+      key: how `tuned.json` names the product; its shape is (m, k, n).
       guesses: configs that fit, the best first.
       fits: why a config does not fit, or None.
     """
-    entry = tuning.find(op, variant, shape)
+    entry = tuning.find(key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
         if fits(tuned) is None:

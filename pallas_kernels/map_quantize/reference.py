@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import Key
 from pallas_kernels.expression import Form
-from pallas_kernels.operands import Quantized
+from pallas_kernels.operands import Block, Quantized
 from pallas_kernels.quantize import reference
 
 
@@ -13,6 +14,15 @@ def map_quantize(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
     """See `api.map_quantize`."""
     results = options.expression(*matrices(options, inputs))
     return tuple(reference.quantize(options, result.reshape(options.shape), None) for result in results)
+
+
+def key(options: Any, *inputs: jax.Array) -> Key:
+    """How `tuned.json` names it: what decides its speed is how many tensors it reads and writes."""
+    expression, scaling = options.expression, options.scaling
+    size = f" {scaling.size}" if isinstance(scaling, Block) else ""
+    tensors = f"{expression.forms.count('matrix')} to {len(expression.dtypes)}"
+    variant = f"{options.orientation} {type(scaling).__name__.lower()}{size} {tensors}"
+    return Key("map_quantize", variant, (expression.m, expression.k))
 
 
 def matrices(options: Any, inputs: tuple[jax.Array, ...]) -> list[jax.Array]:

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
-from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
 from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
-from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor
+from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
@@ -30,14 +30,14 @@ IMPLEMENTATIONS = {
     Tensor: (
         Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
         _TRITON,
-        Implementation("xla", reference.matmul, meshes="any"),
+        Implementation("xla", reference.matmul, meshes="any", key=reference.key),
     ),
     Block: (
         Implementation(
             "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
         ),
         _TRITON,
-        Implementation("xla", reference.matmul),
+        Implementation("xla", reference.matmul, key=reference.key),
     ),
 }
 
@@ -100,13 +100,15 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     unscaled_options = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.bfloat16 if exact else jnp.float32))
     a, b = (Operand(o.values, np.ones((), jnp.bfloat16)) for o in (x, w))  # type: ignore[arg-type]
     unscaled = dispatch("matmul", IMPLEMENTATIONS[Tensor], backend, unscaled_options, a, b, None)
+    m, _, n = sizes(x, w)
+    note(Key("row_scale", f"{unscaled.dtype} {jnp.dtype(options.out_dtype)}", (m, n)), unscaled)
     of_x, of_w = x.scale, w.scale
     if options.out_sharding is not None:
         # Scales lie where the rows and columns of the result do, which need not be where they were found.
         spec = tuple(getattr(options.out_sharding, "spec", options.out_sharding))
         spec += (None,) * (unscaled.ndim - len(spec))
         of_x, of_w = (jax.sharding.reshard(s, PartitionSpec(*p)) for s, p in ((of_x, spec[:-1]), (of_w, spec[-1:])))
-    out = (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(options.out_dtype)
+    out = reference.scale_rows(unscaled, of_x, of_w, options.out_dtype)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.dispatch import Key
 from pallas_kernels.hopper.plan import Config, Plan, blocks, candidates, choose, misfit, reject_here
 from pallas_kernels.matmul.parts import on_each_device
-from pallas_kernels.matmul.reference import product_scale
+from pallas_kernels.matmul.reference import key, product_scale
 from pallas_kernels.operands import Operand, Product, sizes
 
 Shape = tuple[int, int, int]
@@ -28,27 +29,22 @@ def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> 
 
 def decline(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("matmul", "mosaic", variant(_halves(w), options), sizes(x, w))
+    return tuning.decline("mosaic", key(options, x, w, bias))
 
 
 def configure(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(sizes(x, w), _halves(w), options)
-
-
-def variant(halves: int, options: Product) -> str:
-    """How `tuned.json` names a product."""
-    return f"{'dual' if halves == 2 else 'single'} {options.accumulation} {jnp.dtype(options.out_dtype)}"
+    return _choose(key(options, x, w, bias), _halves(w), options)
 
 
 def _halves(w: Operand) -> int:
     return 1 if w.lo is None else 2
 
 
-def _choose(shape: Shape, halves: int, options: Product) -> Config | None:
-    guesses = candidates(*shape, halves, options.accumulation)
-    fits = lambda config: misfit(config, *shape, halves)
-    return choose("matmul", variant(halves, options), shape, guesses, fits)
+def _choose(named: Key, halves: int, options: Product) -> Config | None:
+    m, k, n = named.shape
+    guesses = candidates(m, k, n, halves, options.accumulation)
+    return choose(named, guesses, lambda config: misfit(config, m, k, n, halves))
 
 
 def matmul(
@@ -60,7 +56,7 @@ def matmul(
     def chosen_for(shape: Shape, options: Product) -> Config | None:
         if config is not None and misfit(config, *shape, halves) is None:
             return config
-        return _choose(shape, halves, options)
+        return _choose(key(options, x, w, bias)._replace(shape=shape), halves, options)
 
     def fits(m: int, k: int, n: int) -> bool:
         return chosen_for((m, k, n), options) is not None

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
+from pallas_kernels.dispatch import Key
 from pallas_kernels.hopper.plan import (
     Config,
     Plan,
@@ -22,6 +23,7 @@ from pallas_kernels.hopper.plan import (
     scaled_by_squares,
 )
 from pallas_kernels.matmul.parts import on_each_device
+from pallas_kernels.matmul.reference import key
 from pallas_kernels.operands import Block, Operand, Product, sizes
 
 Shape = tuple[int, int, int]
@@ -42,18 +44,12 @@ def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> 
 
 def decline(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("block_matmul", "mosaic", variant(w, options), sizes(x, w))
+    return tuning.decline("mosaic", key(options, x, w, bias))
 
 
 def configure(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(sizes(x, w), w, options)
-
-
-def variant(w: Operand, options: Product) -> str:
-    """How `tuned.json` names a product."""
-    block, weight = block_of(w), "dual" if halves_of(w) == 2 else "single"
-    return f"{weight} {block.tile} {block.size} {jnp.dtype(options.out_dtype)}"
+    return _choose(key(options, x, w, bias), w)
 
 
 def block_of(w: Operand) -> Block:
@@ -67,10 +63,10 @@ def halves_of(w: Operand) -> int:
     return 1 if w.lo is None else 2
 
 
-def _choose(shape: Shape, w: Operand, options: Product) -> Config | None:
-    guesses = block_candidates(*shape, halves_of(w), block_of(w))
-    fits = lambda config: block_misfit(config, *shape, halves_of(w))
-    return choose("block_matmul", variant(w, options), shape, guesses, fits)
+def _choose(named: Key, w: Operand) -> Config | None:
+    m, k, n = named.shape
+    guesses = block_candidates(m, k, n, halves_of(w), block_of(w))
+    return choose(named, guesses, lambda config: block_misfit(config, m, k, n, halves_of(w)))
 
 
 def matmul(
@@ -81,7 +77,7 @@ def matmul(
     def chosen_for(shape: Shape) -> Config | None:
         if config is not None and block_misfit(config, *shape, halves_of(w)) is None:
             return config
-        return _choose(shape, w, options)
+        return _choose(key(options, x, w, bias)._replace(shape=shape), w)
 
     def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
         chosen = chosen_for(sizes(x, w))

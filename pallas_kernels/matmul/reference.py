@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.operands import Operand, Product, Tensor
+from pallas_kernels.dispatch import Key
+from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -52,6 +53,20 @@ def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> 
     """The product on the platform that the program is lowered for; see `api.matmul`."""
     out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
+
+
+def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
+    """How `tuned.json` names a product. One that cuBLASLt pads, its sizes being no multiples of 16, is another."""
+    halves, out = "single" if w.lo is None else "dual", jnp.dtype(options.out_dtype)
+    if isinstance(w.scaling, Block):
+        return Key("block_matmul", f"{halves} {w.scaling.tile} {w.scaling.size} {out}", sizes(x, w))
+    padded = "" if all(size % 16 == 0 for size in sizes(x, w)) else " padded"
+    return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
+
+
+def scale_rows(unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype: Any) -> jax.Array:
+    """The product `[..., n]` of operands with a scale for each row, from that of their values."""
+    return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)
 
 
 def product_scale(x: Operand, w: Operand) -> jax.Array:

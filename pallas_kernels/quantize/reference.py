@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Operand, Quantization, Quantized, Row
+from pallas_kernels.dispatch import Key
+from pallas_kernels.operands import Block, Operand, Quantization, Quantized, Row
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -26,6 +27,16 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     turned = jnp.moveaxis(x, -1, 0)
     columns = _quantize(options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None)
     return Quantized(rows, Operand(columns.values.reshape(turned.shape), columns.scale, scaling=options.scaling))
+
+
+def key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
+    """How `tuned.json` names a quantization; None of what has no rows."""
+    if not x.ndim or not x.shape[-1]:
+        return None
+    shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
+    if isinstance(scaling, Block):
+        return Key("block_quantize", f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}", shape)
+    return Key("row_quantize" if isinstance(scaling, Row) else "quantize", f"{options.orientation} {x.dtype}", shape)
 
 
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.tiled import Output, map_tiles, misfit
+from pallas_kernels.quantize import reference
+from pallas_kernels.tiled import WIDE, Output, map_tiles, misfit
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -17,8 +18,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    variant = f"{options.orientation} {x.dtype}"
-    return tuning.decline("quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -31,6 +31,8 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
         return (numerics.saturating_cast(numerics.scaled_for_rounding(x.astype(jnp.float32), inverse, dtype), dtype),)
 
     outputs = [Output(dtype, transposed=options.orientation == "both")]
-    values, *turned = map_tiles(body, [x.reshape(-1, k)], [inverse], outputs, name="quantize", reference=body)
+    values, *turned = map_tiles(
+        body, [x.reshape(-1, k)], [inverse], outputs, name="quantize", reference=body, tiling=WIDE
+    )
     rows = Operand(values.reshape(x.shape), scale, scaling=scaling)
     return Quantized(rows, Operand(turned[0].reshape(k, *leading), scale, scaling=scaling) if turned else None)

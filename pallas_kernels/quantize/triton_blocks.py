@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
-from pallas_kernels.tiled import Output, map_tiles, misfit
+from pallas_kernels.tiled import Output, blocks_of, map_tiles, misfit
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -21,9 +21,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    block = _block(options)
-    variant = f"{options.orientation} {block.tile} {block.size} {x.dtype}"
-    return tuning.decline("block_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -43,7 +41,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     # orientations of vectors of 128 and 64: 2.7 TB/s, where 16 values a thread give 1.1 and 1.5.
     results = map_tiles(
         functools.partial(of_tile, options), [x.reshape(-1, k)], [], outputs_of(options), name="block_quantize",
-        reference=whole, side=block.size, values_per_thread=block.size,
+        reference=whole, tiling=blocks_of(block.size, block.size),
     )  # fmt: skip
     scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
     values, *turned = (r for r in results if r.dtype != jnp.uint8)
@@ -56,7 +54,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
 
 
 def of_tile(options: Quantization, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Values and E8M0 codes of a tile that is a block of rows and, where both orientations are asked for, of columns."""
+    """Values and E8M0 codes of a tile that is a block of rows, and of columns where both orientations are asked for."""
     block, both = _block(options), options.orientation == "both"
 
     def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:

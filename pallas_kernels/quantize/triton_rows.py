@@ -25,7 +25,8 @@ from jax import lax
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, device_count, partitioned
-from pallas_kernels.tiled import Tile, fit_tile
+from pallas_kernels.quantize import reference
+from pallas_kernels.tiled import WIDE, Tile
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value, where
 # 128 x 128 takes 7.7; a thread that held 128 values would take 5.5, and leave half as many programs.
@@ -45,8 +46,7 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
 
 def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    variant = f"{options.orientation} {x.dtype}"
-    return tuning.decline("row_quantize", "triton", variant, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -148,7 +148,7 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
     from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
-    tile = fit_tile(m, k) or Tile()
+    tile = WIDE.fit(m, k) or Tile()
     sides = tile.rows, tile.columns
     last = pl.cdiv(m, tile.rows) - 1, pl.cdiv(k, tile.columns) - 1
     # Forms of the scales and results, rows' and columns': from the last tile to the first.

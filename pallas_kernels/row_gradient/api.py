@@ -10,7 +10,7 @@ from pallas_kernels.row_gradient.rows import Function, check_function
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.row_gradient, triton.reject, triton.decline, triton.configure),
-    Implementation("xla", reference.row_gradient, meshes="any"),
+    Implementation("xla", reference.row_gradient, meshes="any", key=reference.key),
 )
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -19,7 +19,7 @@ def row_gradient(
     function: Function,
     x: jax.Array,
     vectors: tuple[jax.Array, ...],
-    dy: jax.Array,
+    dy: jax.Array | tuple[jax.Array, ...],
     carried: jax.Array | None = None,
     *,
     backend: Backend | None = None,
@@ -35,7 +35,7 @@ def row_gradient(
         equal: a function of a module, or a frozen dataclass with `__call__`; not a lambda made anew for every call.
       x: bfloat16, float16 or float32 `[..., k]`.
       vectors: arrays `[k]` of these dtypes, such as a gain and a bias; none, where the function has none.
-      dy: the gradient of y, shape of x.
+      dy: the gradient of y, shape of x; or several, of all that read y, which are added in float32.
       carried: the gradient that x receives by another way, such as a residual connection; shape of x.
 
     Returns:
@@ -53,8 +53,8 @@ def row_gradient(
     >>> dx.tolist(), dgain.tolist()
     ([[3.0, 3.0]], [1.0, -1.0])
     """
-    vectors = tuple(vectors)
-    _check_arrays(x, vectors, dy, carried)
+    vectors, dys = tuple(vectors), dy if isinstance(dy, tuple) else (dy,)
+    _check_arrays(x, vectors, dys, carried)
     try:
         hash(function)
     except TypeError as error:
@@ -63,11 +63,16 @@ def row_gradient(
             "module or a frozen dataclass with __call__"
         ) from error
     check_function(function, x, vectors)
-    return dispatch("row_gradient", IMPLEMENTATIONS, backend, Options(function), x, vectors, dy, carried)
+    return dispatch("row_gradient", IMPLEMENTATIONS, backend, Options(function), x, vectors, dys, carried)
 
 
-def _check_arrays(x: jax.Array, vectors: tuple[jax.Array, ...], dy: jax.Array, carried: jax.Array | None) -> None:
-    named = {"x": x, "dy": dy, **{f"vectors[{i}]": v for i, v in enumerate(vectors)}}
+def _check_arrays(
+    x: jax.Array, vectors: tuple[jax.Array, ...], dys: tuple[jax.Array, ...], carried: jax.Array | None
+) -> None:
+    if not dys:
+        raise ValueError("dy is an empty tuple; give the gradient of y, or several")
+    named = {"x": x, **{"dy" if len(dys) == 1 else f"dy[{i}]": dy for i, dy in enumerate(dys)}}
+    named |= {f"vectors[{i}]": v for i, v in enumerate(vectors)}
     if carried is not None:
         named["carried"] = carried
     for name, array in named.items():

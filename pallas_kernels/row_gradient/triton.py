@@ -20,10 +20,9 @@ from jax.extend import core
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.partition import partitioned
 from pallas_kernels.row_gradient import rows
-from pallas_kernels.row_gradient.reference import Gradients, Options
+from pallas_kernels.row_gradient.reference import OP, Gradients, Options, key
 from pallas_kernels.row_gradient.rows import Frame
 
-OP = "row_gradient"
 _H200_MULTIPROCESSORS = 132
 # A program holds whole rows in registers: so many bytes at most, and up to half of them while it has others under way.
 # Compiled for an H200, rows of up to 8192 values of bfloat16 stay there, but for a tenth of a LayerNorm's of 5120 and
@@ -101,13 +100,13 @@ def reject(options: Options, x: jax.Array, *arrays: Any) -> str | None:
 
 def decline(options: Options, x: jax.Array, *arrays: Any) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline(OP, "triton", x.dtype.name, (x.size // x.shape[-1], x.shape[-1]))
+    return tuning.decline("triton", key(options, x, *arrays))
 
 
 def configure(options: Options, x: jax.Array, *arrays: Any) -> Config:
     """The config that was measured for rows of this length, else the best guess."""
     k = x.shape[-1]
-    entry = tuning.find(OP, x.dtype.name, (x.size // k, k))
+    entry = tuning.find(key(options, x), "triton")
     # How many values a step takes says little of rows of another length.
     if entry is not None and "triton" in entry.configs and _power_of_2(entry.shape[-1]) == _power_of_2(k):
         tuned = Config(**entry.configs["triton"])
@@ -124,7 +123,7 @@ def row_gradient(
     options: Options,
     x: jax.Array,
     vectors: tuple[jax.Array, ...],
-    dy: jax.Array,
+    dys: tuple[jax.Array, ...],
     carried: jax.Array | None,
     *,
     config: Config | None = None,
@@ -133,13 +132,13 @@ def row_gradient(
     k = x.shape[-1]
     config = config or configure(options, x)
     traced = rows.trace(options.function, config.rows, x, vectors)
-    matrices = [a.reshape(-1, k) for a in (x, dy, carried) if a is not None]
+    matrices = [a.reshape(-1, k) for a in (x, *dys, carried) if a is not None]
     rule = (
         ", ".join(["i j"] * len(matrices) + ["j"] * len(vectors)) + " -> " + ", ".join(["i j"] + ["j"] * len(vectors))
     )
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        call = functools.partial(_call, traced, config, len(vectors))
+        call = functools.partial(_call, traced, config, len(dys), len(vectors))
         dx, *partial = lax.platform_dependent(
             *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
@@ -162,9 +161,9 @@ def _share_out(config: Config, m: int) -> int:
 
 
 def _call(
-    traced: core.ClosedJaxpr, config: Config, count: int, *operands: jax.Array, interpret: bool
+    traced: core.ClosedJaxpr, config: Config, gradients: int, count: int, *operands: jax.Array, interpret: bool
 ) -> list[jax.Array]:
-    """Dx, and for each of `count` vectors the sums of every program."""
+    """Dx, of so many gradients of y, and for each of `count` vectors the sums of every program."""
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
@@ -174,7 +173,7 @@ def _call(
     programs = -(-m // (steps * config.rows))
     matrix = pl.BlockSpec((steps * config.rows, width), lambda i: (i, 0))
     return pl.pallas_call(
-        functools.partial(_kernel, traced, config, (m, k, steps), count),
+        functools.partial(_kernel, traced, config, (m, k, steps), gradients, count),
         out_shape=[jax.ShapeDtypeStruct((m, k), operands[0].dtype)]
         + [jax.ShapeDtypeStruct((programs, k), jnp.float32)] * count,
         grid=(programs,),
@@ -186,7 +185,9 @@ def _call(
     )(*operands)
 
 
-def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int], count: int, *refs: Any) -> None:
+def _kernel(
+    traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int], gradients: int, count: int, *refs: Any
+) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
@@ -212,7 +213,8 @@ def _kernel(traced: core.ClosedJaxpr, config: Config, sizes: tuple[int, int, int
         return tuple(_load(*rows_of(step, ref)) for ref in inputs)
 
     def calculate(step: Any, loaded: tuple[jax.Array, ...], sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        x, dy, *carried = (block.astype(jnp.float32) for block in loaded)
+        x, *rest = (block.astype(jnp.float32) for block in loaded)
+        dy, carried = functools.reduce(jnp.add, rest[:gradients]), rest[gradients:]
         padded = {} if lane is None else {k: width}
         limits = {} if lane is None else {k: k}
         frame = Frame(padded, limits | ({size: of_program - step * size} if m % size else {}))

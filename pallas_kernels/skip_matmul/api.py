@@ -13,7 +13,7 @@ from pallas_kernels.skip_matmul import mosaic
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.skip_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     # Zeros add nothing: the definition is that of `matmul`.
-    Implementation("xla", reference.matmul),
+    Implementation("xla", reference.matmul, key=mosaic.key),
 )
 
 

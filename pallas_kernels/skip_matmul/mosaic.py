@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.dispatch import Key
 from pallas_kernels.hopper.plan import Config, Plan, block_misfit, blocks, choose, reject_here
-from pallas_kernels.matmul.mosaic_blocks import block_of, kernel_scales, variant
+from pallas_kernels.matmul import reference
+from pallas_kernels.matmul.mosaic_blocks import block_of, kernel_scales
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product, sizes
 
@@ -53,22 +55,24 @@ def reject(options: Product, x: Operand, w: Operand, bias: None) -> str | None:
 
 def decline(options: Product, x: Operand, w: Operand, bias: None) -> str | None:
     """Why this kernel is not the first choice, or None."""
-    return tuning.decline("block_matmul", "mosaic", _variant(w, options), sizes(x, w))
+    return tuning.decline("mosaic", key(options, x, w, bias))
 
 
 def configure(options: Product, x: Operand, w: Operand, bias: None) -> Config | None:
     """The tile sizes of this product: those that were measured near its shape, else the best guess that fits."""
-    return _choose(sizes(x, w), w, options)
+    return _choose(key(options, x, w, bias), w)
 
 
-def _variant(w: Operand, options: Product) -> str:
-    return variant(w, options).replace("dual ", "dual nonzero ")
+def key(options: Product, x: Operand, w: Operand, bias: None) -> Key:
+    """How `tuned.json` names a product; its times are those of a residual of which half of the blocks are zeros."""
+    named = reference.key(options, x, w, bias)
+    return named._replace(variant=named.variant.replace("dual ", "dual nonzero "))
 
 
-def _choose(shape: tuple[int, int, int], w: Operand, options: Product) -> Config | None:
-    guesses = candidates(*shape, block_of(w).size)
-    fits = lambda config: block_misfit(config, *shape, _HALVES)
-    return choose("block_matmul", _variant(w, options), shape, guesses, fits)
+def _choose(named: Key, w: Operand) -> Config | None:
+    m, k, n = named.shape
+    guesses = candidates(m, k, n, block_of(w).size)
+    return choose(named, guesses, lambda config: block_misfit(config, m, k, n, _HALVES))
 
 
 def skip_matmul(options: Product, x: Operand, w: Operand, bias: None, *, config: Config | None = None) -> jax.Array:
@@ -77,7 +81,7 @@ def skip_matmul(options: Product, x: Operand, w: Operand, bias: None, *, config:
     def chosen_for(shape: tuple[int, int, int]) -> Config | None:
         if config is not None and block_misfit(config, *shape, _HALVES) is None:
             return config
-        return _choose(shape, w, options)
+        return _choose(key(options, x, w, bias)._replace(shape=shape), w)
 
     def multiply(options: Product, x: Operand, w: Operand, bias: Any) -> jax.Array:
         chosen = chosen_for(sizes(x, w))

@@ -1,5 +1,6 @@
 """Trees of arguments and results of which some leaves are arrays, and the others stay Python values in a trace."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,21 @@ def _abstract(leaf: Any) -> Any:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array, or a shape that stands for one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def devices_of(tree: Any) -> int:
+    """How many devices share the values of the array that is split the most, as far as arrays say how they are split.
+
+    >>> devices_of(jax.ShapeDtypeStruct((8, 4), "float32"))
+    1
+    """
+    parts = [1]
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding) and is_array(leaf):
+            part = math.prod(sharding.shard_shape(leaf.shape))
+            parts.append(math.prod(leaf.shape) // max(1, part))
+    return max(parts)
 
 
 def has_values(leaf: Any) -> bool:

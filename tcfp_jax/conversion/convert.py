@@ -18,6 +18,7 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax import linen, nnx, paths
 from tcfp_jax.conversion import linen_models, nnx_models
+from tcfp_jax.conversion.arrays import devices_of
 from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
@@ -33,7 +34,7 @@ def convert_to_tcfp(
     recipe: Recipe | str,
     *inputs: Any,
     rules: Any = None,
-    include: Iterable[Include] | Include = ("linear",),
+    include: Iterable[Include] | Include | None = None,
     strict: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -49,23 +50,33 @@ def convert_to_tcfp(
       inputs: sample arguments of the model, arrays or `jax.ShapeDtypeStruct`: with them, or with `options`, the model
         is traced now, so that errors come now and `survey(model)` and `find_weights(model)` need no inputs.
       rules: as in `transform`; paths are those of parameters, such as "block_0/mlp/kernel".
-      include: as in `transform`.
+      include: as in `transform`; None is "measured" with sample arguments, and "linear" without. "measured" weighs each
+        product once, at the rows that the sample arguments give it on one device (an argument that says how it is split
+        over devices has that part of its rows), and the choice holds for every call. Pass what a training step has.
       strict: as in `transform`; needs sample arguments.
       options: keyword arguments for the call with `inputs`.
 
     Raises:
       TypeError: not a Flax module, or an argument that the model's call does not have.
-      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, nothing to convert (without
-        sample arguments: when the model is called), or what `strict` forbids. An NNX model is unchanged then.
+      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, "measured" without sample
+        arguments, nothing to convert (without sample arguments: when the model is called; where measured times say that
+        nothing pays, the model runs as it is), or what `strict` forbids. An NNX model is unchanged then.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> isinstance(model, nn.Dense)
     True
     """
-    chosen = policy(recipe, rules, include)
     options = dict(options or {})
     sampled = bool(inputs or options)
+    if include is None:
+        include = "measured" if sampled else "linear"
+    chosen = dataclasses.replace(policy(recipe, rules, include), devices=devices_of((inputs, options)))
     _check_inputs(inputs)
+    if "measured" in chosen.include and not sampled:
+        raise ValueError(
+            'include="measured" weighs products at the rows that sample inputs give them; pass sample inputs after the '
+            "recipe"
+        )
     if strict and not sampled:
         raise ValueError("strict=True looks for products in a trace; pass sample inputs after the recipe")
     if isinstance(model, nn.Module):
@@ -73,10 +84,12 @@ def convert_to_tcfp(
             raise ValueError(f"{type(model).__name__} is bound to variables; convert it before bind, or unbind it")
         base = linen_models.plain(model)
         found, shapes = linen_models.examine(base, chosen, inputs, options) if sampled else (None, None)
+        chosen, found = (chosen, None) if found is None else found.settled(chosen)
         _check(type(model).__name__, found, shapes, strict=strict)
         return linen_models.converted(base, Conversion(type(base), chosen, found, shapes))
     if isinstance(model, flax_nnx.Module):
         found = nnx_models.examine(model, chosen, inputs, options) if sampled else None
+        chosen, found = (chosen, None) if found is None else found.settled(chosen)
         _check(type(model).__name__, found, flax_nnx.state(model, flax_nnx.Param), strict=strict)
         held = None if found is None else [record.weight_path for record in found.report.converted]
         nnx_models.convert(model, chosen, held, nnx_models.Sample(inputs, options) if sampled else None)
@@ -125,7 +138,7 @@ def find_weights(model: Any, *inputs: Any, options: Mapping[str, Any] | None = N
     Layout(inputs=(0,), outputs=(1,), stack=())
     """
     found, chosen = _examined(model, inputs, options, "find_weights")
-    if isinstance(model, flax_nnx.Module) and nnx_models.conversion_of(model) is not None:
+    if found.weights and isinstance(model, flax_nnx.Module) and nnx_models.conversion_of(model) is not None:
         nnx_models.await_sync(chosen)
     return found.weights
 
@@ -157,7 +170,7 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer | None) -> None:
         if isinstance(node, ErrorFeedbackState):
             weights.update(paths.entries(node.weights))
     found = hand_out(model, weights)
-    if not found:
+    if not found and not _stores_nothing(model):
         raise ValueError(
             "the optimizer holds no quantized weight of this model; end its optax.chain with tcfp_jax.error_feedback"
         )
@@ -330,6 +343,15 @@ def hand_out(model: Any, weights: Mapping[str, Any]) -> int:
     return taken + (nnx_models.store(model, rest) if nnx_models.conversion_of(model) is not None else 0)
 
 
+def _stores_nothing(model: Any) -> bool:
+    """Whether measured times left every product of a converted model to BF16."""
+    chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
+    if chosen is None or sample is None:
+        return False
+    found = nnx_models.examine(model, chosen, sample.args, sample.options)
+    return found.report.weighed and not found.weights
+
+
 def _forget(model: Any) -> None:
     if nnx_models.absent_of(model):
         raise ValueError("the model holds quantized kernels only; load the float parameters into a new model")
@@ -347,7 +369,7 @@ def _own_layers(model: Any) -> dict[str, Any]:
 def _check(name: str, found: Examined | None, shapes: Any, *, strict: bool) -> None:
     if found is None:
         return
-    if not found.report.converted and not found.report.rounded:
+    if not (found.report.converted or found.report.rounded or found.report.weighed):
         raise nothing_converted(name, found.report, paths.leaves(shapes))
     if strict:
         check_strict(found.report)

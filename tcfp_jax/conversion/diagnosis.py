@@ -141,7 +141,7 @@ def diagnose(
         params = inputs[0] if params is None else params
     values = {} if params is None else paths.leaves(params)
     kernels = {path: leaf for path, leaf in values.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
-    usual = policy(recipe)
+    usual = policy(recipe, include="measured")
     lines = [_line(record, usual, kernels.get(record.weight_path)) for record in found.report.converted]
     lines += [_refused(record) for record in found.report.skipped]
     diagnosis = Diagnosis(named_recipe(recipe), tuple(lines), break_even(named_recipe(recipe)))

@@ -193,11 +193,18 @@ def bare(values: list[Any], jaxpr: Any) -> list[Any]:
 
 
 def _product(
-    eqn: Any, inputs: list[Any], recipe: Recipe, x_quantized: Any = None, gradient: Literal["float", "quantized"] = "float"
+    eqn: Any,
+    inputs: list[Any],
+    recipe: Recipe,
+    *,
+    x: Any = None,
+    x_quantized: Any = None,
+    gradient: Literal["float", "quantized"] = "float",
 ) -> Any:
-    """The result; and its `Carrier`, where the gradient comes quantized."""
+    """The result of what it reads, or of another `x`; and its `Carrier`, where the gradient comes quantized."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
-    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
+    weight, out = inputs[side], eqn.outvars[0].aval
+    x = inputs[1 - side] if x is None else x
     view = weight.view
     found: Any = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     # What the product returns is rounded to the dtype of x: one that asks for more gets it.

@@ -44,6 +44,11 @@ class Examined:
         """The same program by another policy."""
         return judge(self.jaxpr, self.out, self.census, self.leaves, chosen, self.prefix)
 
+    def settled(self, chosen: Policy) -> tuple[Policy, "Examined"]:
+        """(the policy, with what measured times say of these products settled for every call; the program by it)."""
+        settled = chosen.settle(self.census.products.values())
+        return settled, self.by(settled)
+
 
 def judge(jaxpr: Any, out: Result, found: Census, leaves: Mapping[str, Any], chosen: Policy, prefix: str) -> Examined:
     """What a policy does to a program, of which this census was taken."""

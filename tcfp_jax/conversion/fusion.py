@@ -8,18 +8,22 @@ for `jax.checkpoint`), and at what others read, too. Where it ends at results of
 gradients can come quantized.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core
 
 from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.expression import equation_problem, form_of
 from tcfp_jax.conversion.programs import PRODUCTS
 from tcfp_jax.conversion.shown import Shown
-from tcfp_jax.products.activation import Activation, activated
+from tcfp_jax.products import norm
+from tcfp_jax.products.activation import Activation, activated, quantize_result
+from tcfp_jax.products.norm import Norm, normed
 from tcfp_jax.recipes import Recipe
 
 # May be done twice: a norm casts x for its sum, and once more for its result.
@@ -47,6 +51,35 @@ class Fusion:
     activation: Activation
     readers: tuple[int, ...]
     producers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """A function of rows in a program.
+
+    Attributes:
+      at: number of the equation that makes its result.
+      x: the variable whose rows it reads.
+      vectors: the variables that it reads beside x.
+      norm: what it computes.
+      readers: numbers of the products that read the result.
+    """
+
+    at: int
+    x: Any
+    vectors: tuple[Any, ...]
+    norm: Norm
+    readers: tuple[int, ...]
+
+
+def find_norms(jaxpr: Any, recipes: Mapping[int, Recipe], operands: Mapping[int, Any]) -> list[NormPart]:
+    """The functions of rows before its converted products; arguments as those of `find`."""
+    flow = _Flow(jaxpr, recipes)
+    results: dict[Any, list[int]] = {}
+    for number, var in operands.items():
+        results.setdefault(flow.unnamed(var), []).append(number)
+    found = (flow.norm(result, tuple(readers)) for result, readers in results.items())
+    return [part for part in found if part is not None]
 
 
 def find(jaxpr: Any, recipes: Mapping[int, Recipe], operands: Mapping[int, Any]) -> list[Fusion]:
@@ -119,9 +152,9 @@ class _Flow:
         recipe = self.recipes[readers[0]]
         if any(_operands(self.recipes[number]) != _operands(recipe) for number in readers):
             return None
-        part, inputs = self._part(result)
         *leading, k = result.aval.shape
         m = result.aval.size // max(1, k)
+        part, inputs = self._part(result, lambda eqn: equation_problem(eqn, m, k))
         matrices = [var for var in inputs if form_of(var.aval.shape, m, k) == "matrix"]
         if not leading or not 0 < len(matrices) <= MOST_INPUTS or not any(self._computes(number) for number in part):
             return None
@@ -138,10 +171,24 @@ class _Flow:
     def _computes(self, number: int) -> bool:
         return self.jaxpr.eqns[number].primitive.name not in _CHEAP
 
-    def _part(self, result: Any) -> tuple[set[int], tuple[Any, ...]]:
+    def norm(self, result: Any, readers: tuple[int, ...]) -> NormPart | None:
+        """The function of rows that ends in a result, or None where there is none."""
+        if result not in self.makers or sorted(self.read_by(result)) != sorted(readers) or result.aval.ndim < 2:
+            return None
+        shape = result.aval.shape
+        part, inputs = self._part(result, lambda eqn: norm.problem(eqn, shape))
+        matrices = [var for var in inputs if var.aval.shape == shape]
+        vectors = tuple(var for var in inputs if var.aval.shape == shape[-1:])
+        sums = any(self.jaxpr.eqns[number].primitive.name.startswith("reduce_") for number in part)
+        if not sums or len(matrices) != 1 or len(matrices) + len(vectors) != len(inputs):
+            return None
+        eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
+        program = _program((*matrices, *vectors), result, eqns)
+        asked = Norm.of(program, len(readers), self.recipes[readers[0]].quantize_backend)
+        return NormPart(self.makers[result], matrices[0], vectors, asked, readers)
+
+    def _part(self, result: Any, problem: Callable[[Any], str | None]) -> tuple[set[int], tuple[Any, ...]]:
         """(numbers of its equations, the variables that it reads)."""
-        k = result.aval.shape[-1] if result.aval.shape else 1
-        m = result.aval.size // max(1, k)
         part: set[int] = set()
         inputs: dict[Any, None] = {}
         waiting = {self.makers[result]}
@@ -152,7 +199,7 @@ class _Flow:
             own = all(
                 var is result or set(self.readers.get(var, ())) <= part for var in eqn.outvars
             ) or eqn.primitive.name in _CHEAP  # fmt: skip
-            if not own or eqn.primitive.name == "name" or equation_problem(eqn, m, k) is not None:
+            if not own or eqn.primitive.name == "name" or problem(eqn) is not None:
                 inputs.update(dict.fromkeys(eqn.outvars))
                 continue
             part.add(number)
@@ -224,16 +271,24 @@ class Between:
     def __init__(self, jaxpr: Any, plan: Any, values: list[Any]) -> None:
         recipes = {number: step for number, step in plan if isinstance(step, Recipe)}
         self._parts: dict[int, Fusion] = {}
+        self._norms: dict[int, NormPart] = {}
         self._quantized: dict[int, Any] = {}
+        self._copies: dict[int, jax.Array] = {}
         self._carriers: dict[int, Any] = {}
         if recipes and not has_explicit_axes():
             operands = operands_of(jaxpr, recipes, [isinstance(value, Shown) for value in values])
-            self._parts = {part.at: part for part in find(jaxpr, recipes, operands) if _runs(part)}
+            here = (_here(part) for part in find(jaxpr, recipes, operands))
+            self._parts = {part.at: part for part in here if part is not None}
+            self._norms = {
+                part.at: part for part in find_norms(jaxpr, recipes, operands) if part.norm.refuses() is None
+            }
         self._producers = {number for part in self._parts.values() for number in part.producers}
 
     def product(self, number: int, multiply: Callable[..., Any]) -> jax.Array:
         """What a product returns, given what a part has quantized for it."""
         options: dict[str, Any] = {}
+        if number in self._copies:
+            options["x"] = self._copies[number]
         if number in self._quantized:
             options["x_quantized"] = self._quantized[number]
         if number not in self._producers:
@@ -243,16 +298,30 @@ class Between:
 
     def replace(self, number: int, env: dict[Any, Any]) -> None:
         """Compute the part whose result equation `number` makes, in the place of that equation's value."""
-        part = self._parts.get(number)
-        if part is not None:
+        found, part = self._norms.get(number), self._parts.get(number)
+        inputs = () if part is None else tuple(_array(env[var], var) for var in part.inputs)
+        if found is not None:
+            x, vectors = _array(env[found.x], found.x), tuple(_array(env[var], var) for var in found.vectors)
+            env[found.x], copies = normed(found.norm, x, vectors)
+            self._copies.update(zip(found.readers, copies, strict=True))
+        if part is None:
+            return
+        quantized: Any = None
+        if found is None:
             carriers = tuple(self._carriers[producer] for producer in part.producers)
-            inputs = tuple(_array(env[var], var) for var in part.inputs)
             env[part.result], quantized = activated(part.activation, inputs, carriers)
+        elif part.activation.result == "quantized":  # its gradients are the norm's
+            quantized = quantize_result(part.activation, tuple(map(lax.stop_gradient, inputs)))
+        if quantized is not None:
             self._quantized.update(dict.fromkeys(part.readers, quantized))
 
 
-def _runs(part: Fusion) -> bool:
-    return part.activation.refuses([var.aval for var in part.inputs]) is None
+def _here(part: Fusion) -> Fusion | None:
+    """What of it a kernel computes here, or None."""
+    activation = part.activation.here([var.aval for var in part.inputs])
+    if activation is None:
+        return None
+    return dataclasses.replace(part, activation=activation, producers=part.producers if activation.gradient else ())
 
 
 def _array(value: Any, var: Any) -> jax.Array:

@@ -1,4 +1,9 @@
-"""`Policy`: which recipe a product takes, and why: rules first, then what is known to lose or to harm."""
+"""`Policy`: which recipe a product takes, and why: rules first, then what is known to lose or to harm.
+
+A product loses where its matrix is small. With "measured" that is not guessed where it is known: it loses where its
+three products and the quantization around them were measured to take longer on this chip, at its own shape, than the
+three products of BF16 do (`tcfp_jax.explanation.weigh`).
+"""
 
 import dataclasses
 import re
@@ -6,17 +11,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pallas_kernels.tuning import is_timed, written
 from tcfp_jax.conversion.census import Product
+from tcfp_jax.explanation import weigh
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
-Include = Literal["linear", "head", "small", "layer_norm", "embed"]
+Include = Literal["linear", "head", "small", "measured", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
 
 # A matrix with a side below this is bound by the traffic of its operands, whatever its other side is. Products of 4096
 # and a side of 1024 were measured at 1.19 of BF16's speed for tensorwise, of 768 at 0.99, of 512 at 0.81 (H200,
 # benchmarks/results/nvidia-h200/train_step-narrow.json).
 SMALL = 1024
+# The least gain by measured times for which a product is converted: what interpolation between them may be wrong by.
+WORTHWHILE = 1.02
 
 SWITCHED_OFF = "switched off by to_bf16"
 OWN = "low-precision by hand"
@@ -24,11 +33,12 @@ OWN = "low-precision by hand"
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's recipe or None, why, and which rule said so."""
+    """A product's recipe or None, why, which rule said so, and its speed over BF16 where that decided."""
 
     recipe: Recipe | None
     reason: str
     rule: int | None = None
+    speed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,16 @@ class Policy:
       rules: (pattern, recipe or None) pairs and functions, first match wins.
       include: the groups of products that take `recipe` without a rule.
       off: patterns of layers that run as they were written for now (`to_bf16`).
+      devices: how many share the rows of x; measured are those of one.
+      settled: by path, choices by measured times that hold whatever the number of rows is: those of sample inputs.
     """
 
     recipe: Recipe | None
     rules: tuple[Any, ...] = ()
     include: frozenset[str] = frozenset({"linear"})
     off: tuple[str, ...] = ()
+    devices: int = 1
+    settled: tuple[tuple[str, Choice], ...] = ()
 
     def choose(self, product: Product) -> Choice:
         """The choice for one product.
@@ -69,7 +83,12 @@ class Policy:
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
             return Choice(recipe, f"rule {rule_name(self.rules[number])}", number)
-        return Choice(None, reason) if (reason := self._left(product)) else Choice(self.recipe, "")
+        if reason := self._left(product):
+            return Choice(None, reason)
+        settled = dict(self.settled).get(product.path)
+        if settled is not None:
+            return settled
+        return self._weighed(product) if "measured" in self.include and is_timed() else self._sized(product)
 
     def _rule(self, product: Product) -> tuple[int | None, Any]:
         for number, rule in enumerate(self.rules):
@@ -88,10 +107,38 @@ class Policy:
         if group not in self.include:
             what = "output head" if product.head else "linear"
             return f'{what}; include "{group}" or name it in rules'
+        return ""
+
+    def _sized(self, product: Product) -> Choice:
+        """By the sides of the matrix."""
         side = min(product.k, product.n)
         if "small" not in self.include and side < SMALL:
-            return f'too small to win: a side of {side}, below {SMALL}; include "small" or name it in rules'
-        return ""
+            return Choice(
+                None, f'too small to win: a side of {side}, below {SMALL}; include "small" or name it in rules'
+            )
+        return Choice(self.recipe, "")
+
+    def _weighed(self, product: Product) -> Choice:
+        """By measured times of the layer at its own shape, or by its size where it was not timed, which it says."""
+        assert self.recipe is not None, "a model that is converted has one"
+        rows = max(1, product.rows // self.devices)
+        found = weigh(rows, product.k, product.n, self.recipe)
+        speed, why = found.speed_over_bf16, f"{found.summary} at {written((rows, product.k, product.n))}"
+        if speed is None:
+            sized = self._sized(product)
+            return sized if sized.recipe is None else Choice(self.recipe, f"{found.summary}: its size decided")
+        return Choice(self.recipe if speed >= WORTHWHILE else None, why, speed=speed)
+
+    def settle(self, products: Iterable[Product]) -> "Policy":
+        """The same, with what measured times say of these products settled by path; a path's first product decides.
+
+        Calls with other rows then choose alike: a weight is stored as its product was to read it.
+        """
+        if "measured" not in self.include or not is_timed():
+            return self
+        weighed = [p for p in products if p.recipe is None and not p.reason and not self._left(p)]
+        found = {product.path: self._weighed(product) for product in reversed(weighed)}
+        return dataclasses.replace(self, settled=tuple(found.items()))
 
     def is_off(self, path: str) -> bool:
         """Whether `to_bf16` switched off the layer."""
@@ -127,7 +174,8 @@ def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("l
     unknown = sorted(set(wanted) - set(get_args(Include)))
     if unknown:
         raise ValueError(f"include={unknown[0]!r} is unknown; use some of {list(get_args(Include))}")
-    return Policy(named_recipe(recipe), tuple(_checked(rule) for rule in pairs), frozenset(wanted))
+    groups = frozenset(wanted) | ({"linear"} if "measured" in wanted else set())
+    return Policy(named_recipe(recipe), tuple(_checked(rule) for rule in pairs), groups)
 
 
 def by_hand() -> Policy:

@@ -32,7 +32,7 @@ class Record:
 
     @property
     def reason(self) -> str:
-        """Why it was left alone, or which rule chose."""
+        """Why it was left alone, which rule chose, or what it gains by measured times."""
         return self.choice.reason
 
     @property
@@ -74,6 +74,11 @@ class Report:
     def impossible(self) -> tuple[Record, ...]:
         """Skipped products that have no low-precision form, and that no rule names."""
         return tuple(r for r in self.skipped if r.product.reason and r.choice.rule is None)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether measured times decided of a product: where nothing pays, a model runs as it was written."""
+        return any(record.choice.speed is not None for record in (*self.converted, *self.skipped))
 
     def __str__(self) -> str:
         """Converted products, then skipped ones, rounded parameters, and rules that matched nothing."""

@@ -50,8 +50,8 @@ class Shown:
     gathers: tuple[tuple[int, Any], ...] = _static(default=())
 
     @staticmethod
-    def of(leaf: Any, stored: Any, weight: Weight | None) -> "Shown":
-        """A parameter: an array, or a shape where only the stored form exists."""
+    def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: Any = None) -> "Shown":
+        """A parameter: an array, or a shape where only the stored form exists; gradients have their dtype in loops."""
         view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
         stack = () if stored is None or weight is None else weight.layout.stack
         kept = tuple(axis for axis in stack if leaf.shape[axis] > 1)
@@ -61,6 +61,9 @@ class Shown:
         root = leaf if isinstance(leaf, jax.Array) or hasattr(leaf, "__array__") else None
         if root is not None and view.sizes != leaf.shape:
             root = regrouped(root, _without_ones(leaf.shape))
+        only_products = stored is not None and weight is not None and weight.float_reads == "none"
+        if root is not None and only_products and gradient_dtype is not None:
+            root = root.astype(gradient_dtype)  # nothing reads it; a loop stacks gradients in its dtype
         return Shown(root, stored, view, weight, kept, dtype)
 
     @property
@@ -81,7 +84,7 @@ class Shown:
     def numbers(self) -> jax.Array:
         """The root; of a weight that exists in its stored form alone, what that stands for."""
         if self.root is not None:
-            return self.root
+            return self.root.astype(self.dtype)
         if self.stored is None or self.weight is None:
             raise ValueError(
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
@@ -150,7 +153,7 @@ class Shown:
             place = self.stacked.index(lost)
             stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
         # The numbers of a weight that is stored alone are only needed where an entry has no stored form.
-        root = self.numbers() if self.root is not None or stored is None else None
+        root = self.numbers() if self.root is None and stored is None else self.root
         stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
         view = self.view.drop(axis)
         entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)

@@ -33,7 +33,7 @@ from tcfp_jax.weights.layout import Weight, check_fits
 from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, kernel_of, values_of
+from tcfp_jax.weights.training import is_stored, kernel_of, training_of, values_of
 
 
 class Transformed:
@@ -68,7 +68,8 @@ class Transformed:
           ValueError: nothing can be converted, with `strict` something cannot, or `stored` is of other parameters.
         """
         found = self.examine(*args, **kwargs)
-        if not found.report.converted and self.policy.recipe is not None and not self.policy.off:
+        left = not found.report.converted and not found.report.weighed
+        if left and self.policy.recipe is not None and not self.policy.off:
             raise nothing_converted(self.name, found.report, self._leaves(self._floats(args)[0]))
         if self._strict:
             check_strict(found.report)
@@ -79,8 +80,13 @@ class Transformed:
         return self._run(self.examine(*args, **kwargs), args, kwargs, stored)
 
     def _run(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any] | None) -> Any:
+        dtypes = {
+            path: training_of(leaf).gradient_dtype
+            for path, leaf in paths.leaves(args[self._params], is_stored).items()
+            if is_stored(leaf)
+        }
         args, own = self._floats(args)
-        inputs = self._inputs(found, args, kwargs, {**own, **paths.entries(stored or {})})
+        inputs = self._inputs(found, args, kwargs, {**own, **paths.entries(stored or {})}, dtypes)
         outputs = Machine().run(found.jaxpr.jaxpr, found.jaxpr.consts, inputs, found.plan)
         return found.out.rebuild(bare(outputs, found.jaxpr.jaxpr))
 
@@ -143,11 +149,19 @@ class Transformed:
                 facts += [Fact(input=place != self._state) for leaf in jax.tree.leaves(arg) if is_array(leaf)]
         return facts + [Fact(input=True) for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
 
-    def _inputs(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any]) -> list[Any]:
-        """The arrays of a call, those of parameters as views."""
+    def _inputs(
+        self,
+        found: Examined,
+        args: Any,
+        kwargs: Any,
+        stored: Mapping[str, Any],
+        dtypes: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """The arrays of a call, those of parameters as views, with gradients of other dtypes than their own."""
         inputs: list[Any] = []
         leaves = self._leaves(args)
         check_state(stored, leaves)
+        dtypes = dtypes or {}
         for place, arg in enumerate(args):
             if place != self._params:
                 inputs += [leaf for leaf in jax.tree.leaves(arg) if is_array(leaf)]
@@ -165,7 +179,7 @@ class Transformed:
                 if kept is not None and weight is not None and has_values(leaf):
                     check_fits(kept, weight.layout, leaf.shape)
                     kept = current(kept, matrix_of(leaf, weight.layout))
-                inputs.append(Shown.of(leaf, kept, weight))
+                inputs.append(Shown.of(leaf, kept, weight, dtypes.get(path)))
         return inputs + [leaf for leaf in jax.tree.leaves(kwargs) if is_array(leaf)]
 
 
@@ -192,8 +206,10 @@ def transform(
         the parameter's path ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or functions
         `(path, product)` to a recipe, or None where they have no opinion. The first match wins, also over `include`.
       include: products that take `recipe` without a rule: "linear"; "head", what makes the model's output; "small",
-        matrices with a side below 1024, which are slower than in BF16; and parameters that are
-        rounded to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
+        matrices with a side below 1024, which are slower than in BF16; "measured", those of "linear" (and "head", if
+        it is there, too) that measured times say to be faster than BF16 on this device, at each call's own rows, be
+        they small or not; a shape, recipe or device that was not timed goes by size. And parameters that are rounded
+        to the packed format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
       strict: raise where a product of a parameter has no low-precision form, and no rule leaves it alone, or where a
         rule matches nothing.
 

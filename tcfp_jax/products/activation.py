@@ -9,9 +9,10 @@ It returns `(h, quantized h)`. The products that follow read the second; h is th
 nobody reads is not computed. The gradients of gate and up go to their products by a `Carrier` each.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class Activation:
       recipe: of the products that read it.
       gradient: of the result's gradient and the inputs, the gradients of the inputs; None where they are floats.
       producers: the recipe of the products that made the inputs, where their gradients are quantized.
+      result: whether it comes quantized.
     """
 
     expression: Expression
@@ -43,6 +45,7 @@ class Activation:
     recipe: Recipe
     gradient: Expression | None = None
     producers: Recipe | None = None
+    result: Literal["quantized", "float"] = "quantized"
     # What the expression was made of; that says all.
     program: Any = field(default=None, compare=False, repr=False)
 
@@ -65,30 +68,35 @@ class Activation:
             pull = lambda g, *inputs: jax.vjp(core.jaxpr_as_fun(program), *inputs)[1]([g])
             shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (out, *program.in_avals)]
             gradient = Expression.of(jax.make_jaxpr(pull)(*shapes), m, k)
-        return cls(Expression.of(program, m, k), out.shape, out.dtype, recipe, gradient, producers, program)
+        return cls(Expression.of(program, m, k), out.shape, out.dtype, recipe, gradient, producers, program=program)
 
-    def refuses(self, inputs: Any) -> str | None:
-        """Why it is not computed so here, or None: where no kernel runs, XLA fuses what it always did."""
-        asked = [(self.expression, self.recipe, self.recipe.activation, inputs)]
-        if self.gradient is not None and self.producers is not None:
+    def here(self, inputs: Any) -> "Activation | None":
+        """What of it a kernel computes here, or None: where none runs, XLA fuses what it always did.
+
+        Args:
+          inputs: arrays or their shapes and dtypes.
+        """
+        result = "quantized" if self._runs(self.expression, self.recipe, self.recipe.activation, inputs) else "float"
+        gradient, producers = self.gradient, self.producers
+        if gradient is not None and producers is not None:
             out = jax.ShapeDtypeStruct(self.shape, self.dtype)
-            asked.append((self.gradient, self.producers, self.producers.gradient, (out, *inputs)))
-        for expression, recipe, dtype, given in asked:
-            options = Mapping(
-                jnp.dtype(dtype), recipe.scaling.along_rows, orientation_of(recipe), expression, self.shape
-            )
-            verdicts = judge(IMPLEMENTATIONS, recipe.quantize_backend, options, *given)
-            chosen = next((verdict.backend for verdict in verdicts if verdict.reason is None), None)
-            if chosen in (None, "xla"):
-                return next((f"{v.backend}: {v.reason}" for v in verdicts if v.reason is not None), "XLA was asked for")
-        return None
+            if not self._runs(gradient, producers, producers.gradient, (out, *inputs)):
+                gradient = producers = None
+        if result == "float" and gradient is None:
+            return None
+        return dataclasses.replace(self, result=result, gradient=gradient, producers=producers)
+
+    def _runs(self, expression: Expression, recipe: Recipe, dtype: Any, given: Any) -> bool:
+        options = Mapping(jnp.dtype(dtype), recipe.scaling.along_rows, orientation_of(recipe), expression, self.shape)
+        verdicts = judge(IMPLEMENTATIONS, recipe.quantize_backend, options, *given)
+        return any(verdict.reason is None and verdict.backend != "xla" for verdict in verdicts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def activated(
     asked: Activation, inputs: tuple[jax.Array, ...], carriers: tuple[Carrier, ...]
-) -> tuple[jax.Array, Quantized]:
-    """The result of the expression as floats, and quantized as the products want it that read it.
+) -> tuple[jax.Array, Quantized | None]:
+    """The result of the expression as floats, and as the products want it that read it, where it comes quantized.
 
     Args:
       asked: what to compute.
@@ -98,15 +106,20 @@ def activated(
     return _forward(asked, inputs, carriers)[0]
 
 
-def _forward(asked: Activation, inputs: Any, carriers: Any) -> tuple[tuple[jax.Array, Quantized], Any]:
+def _forward(asked: Activation, inputs: Any, carriers: Any) -> tuple[tuple[jax.Array, Quantized | None], Any]:
     (result,) = core.jaxpr_as_fun(asked.program)(*inputs)
+    return (result, None if asked.result == "float" else quantize_result(asked, inputs)), inputs
+
+
+def quantize_result(asked: Activation, inputs: tuple[jax.Array, ...]) -> Quantized:
+    """The result as the products want it that read it, without a gradient."""
     recipe = asked.recipe
     with jax.named_scope("quantize_x"):
         (quantized,) = map_quantize(
             asked.expression, inputs, recipe.activation, recipe.scaling.along_rows, shape=asked.shape,
             orientation=orientation_of(recipe), backend=recipe.quantize_backend,
         )  # fmt: skip
-    return (result, quantized), inputs
+    return quantized
 
 
 def _backward(asked: Activation, inputs: Any, gradients: Any) -> tuple[Any, Any]:

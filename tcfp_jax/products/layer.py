@@ -17,6 +17,7 @@ The gradient is the straight-through one: that of the products above, as if roun
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.checks import check_real
-from pallas_kernels.dispatch import has_explicit_axes, note
+from pallas_kernels.dispatch import Key, has_explicit_axes, note
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Orientation, Quantization, Quantized
@@ -364,8 +365,10 @@ def _bf16_weight(w: Any, quantized: Stored | None, halves: Halves) -> jax.Array:
 def _dot_bf16(
     a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any, sharding: Any = None
 ) -> jax.Array:
-    note("dot_general", a, b)
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    k = math.prod(a.shape[axis] for axis in a_axes)
+    named = Key("dot_general", str(jnp.dtype(product_dtype)), (a.size // max(1, k), k, b.size // max(1, k)))
+    note(named, a, b)
     out = lax.dot_general(
         a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
     )

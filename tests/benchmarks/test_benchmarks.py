@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tcfp_jax
 from benchmarks import (
     common,
     convergence,
@@ -26,6 +27,7 @@ from benchmarks import (
 )
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
+from pallas_kernels.dispatch import Key
 
 SMOKES = {
     "gemm": ["--measure", "products,quantizers"], "scaled_products": [], "skip_residual": [], "quality": [],
@@ -133,11 +135,51 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
         tune.write(case.op, entry)
-    assert tuning.find(case.op, case.variant, (128, 256, 128)) == entry
+    assert tuning.find(Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
     assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
     wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
     with pytest.raises(ArithmeticError, match="differs from XLA"):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
+    tuning.load.cache_clear()
+
+
+def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypatch):
+    committed = tuning.load()["NVIDIA H200"]
+    ops = {op: [(e.shape, e.variant) for e in entries] for op, entries in committed.items()}
+    cases = list(tune.grid())
+    assert len({case[:3] for case in cases}) == len(cases) < 250
+    for case in cases:
+        ops.setdefault(case.op, []).append((case.shape, case.variant))
+    fill = dict(backend="xla", milliseconds={"xla": 1.0}, configs={})
+    entries = {op: [dict(shape=s, variant=v, **fill) for s, v in named] for op, named in ops.items()}
+    monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
+    tuning.PATH.write_text(json.dumps({jax.devices()[0].device_kind: entries}))
+    tuning.load.cache_clear()
+    one_scale = ("tensorwise", "tcfp12_single", "tcfp12_fast", "tcfp12", "rowwise")
+    sizes = [(s.m, s.k, s.n) for s in tune.GRID]
+    asked = [(size, name) for size in sizes for name in ("tensorwise", "rowwise")]
+    asked += [(size, "blockwise") for size in sizes if min(size) >= 2048]
+    # Llama-8B's, llama-124m's, and what lies between the grid's.
+    asked += [((8192, 4096, n), name) for n in (1024, 4096, 14336) for name in (*one_scale, "blockwise")]
+    asked += [(size, name) for size in ((16384, 768, 2048), (8192, 1024, 1024), (4096, 768, 768)) for name in one_scale]
+    for (m, k, n), name in asked:
+        assert tcfp_jax.explain((m, k), (k, n), name).speed_over_bf16, (m, k, n, name)
+    tuning.load.cache_clear()
+
+
+def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
+    tuning.PATH.write_text("{}")
+    tuning.load.cache_clear()
+    monkeypatch.setattr(tune, "GRID", (GemmShape(64, 32, 48),))
+    monkeypatch.setattr(tune, "H200_SHAPES", ())
+    assert gemm.main(["--tune", "--cases", "grid", "--only", "dot_general"]) == []
+    monkeypatch.setattr(tune, "_ACTIVATIONS", ((64, 32),))
+    monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
+    assert len(tune.run(only="row_scale", cases="grid")) == 2
+    key = Key("dot_general", "float32", (32, 64, 48))
+    assert tuning.find(key, "xla").shape == key.shape and tuning.estimate(key, "xla") > 0
+    assert tuning.is_timed()
     tuning.load.cache_clear()
 
 

@@ -1,13 +1,17 @@
 """The Llama benchmark: it checks before it times, counts operations, and says where time goes."""
 
+import argparse
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import breakdown, common, llama, report
+import tcfp_jax
+from benchmarks import breakdown, common, large, llama, report
 from benchmarks.breakdown import KINDS
+from models.gpt import GPT, MODELS, GPTConfig
 from models.llama import LlamaConfig
 
 PROGRAM = """
@@ -49,6 +53,22 @@ def test_operations_of_a_step_are_those_of_its_products():
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
 
 
+def test_a_gpt_steps_as_well():
+    options = argparse.ArgumentParser()
+    llama.add_options(options)
+    config = llama.configure(options.parse_args(["--model", "tiny", "--include", "measured"], Smoke()))
+    assert config.include == ("measured",) and config.step == MODELS["tiny"]
+    size = GPTConfig(layers=3, width=64, heads=4, context=32, vocabulary=512)
+    scores = 3 * 2 * 32 * 32 * 64
+    assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (3 * 12 * 64 * 64 + 64 * 512) + scores)
+    model, weights = llama._converted_step(dataclasses.replace(config, step=size, include=("linear",)), "tensorwise")
+    assert isinstance(model, GPT) and weights == tcfp_jax.recipe("tensorwise")
+
+
+class Smoke(argparse.Namespace):
+    smoke = True
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
@@ -88,3 +108,31 @@ def test_wrong_outputs_are_not_timed(monkeypatch):
 def test_bad_names_are_errors():
     with pytest.raises(ValueError, match="unknown"):
         llama.main(["--smoke", "--recipes", "tensorwize"])
+
+
+def test_a_large_run_compares_losses_on_text(tmp_path):
+    rows = large.main(["--smoke", "--out", str(tmp_path), "--bf16-layers", "1"])
+    assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [("bf16", 1, 20), ("stored", 2, 20)]
+    bf16, stored = rows
+    assert np.isclose(stored.layer_speed_over_bf16, 2 * bf16.median_ms / stored.median_ms)
+    assert bf16.layer_speed_over_bf16 == 1 and stored.step_bytes > stored.arena_bytes > 0
+    result = common.read_result("large", tmp_path)
+    assert result is not None and "| `stored` | 2 |" in large.table(result)
+
+
+@pytest.mark.parametrize(
+    ("losses", "first", "message"),
+    [
+        ((5.5, 5.4, 5.4, 5.5), 5.5, "do not fall"),
+        ((5.5, float("nan"), 5.0, 4.0), 5.5, "do not fall"),
+        ((5.5, 5.0, 4.5, 4.0), 5.8, "first loss is 5.5, BF16's 5.8"),
+    ],
+)
+def test_losses_that_are_wrong_are_not_timed(losses, first, message):
+    with pytest.raises(ArithmeticError, match=message):
+        large.check_losses("stored", losses, first)
+
+
+def test_bf16_has_no_more_layers_than_the_model():
+    with pytest.raises(ValueError, match="--bf16-layers 3 of a model with 2 layers"):
+        large.main(["--smoke", "--bf16-layers", "3"])

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from tcfp_jax.conversion.fusion import find, operands_of
+from tcfp_jax.conversion.fusion import find, find_norms, operands_of
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.recipes import recipe as named_recipe
 
@@ -55,7 +55,8 @@ def parts_of(function, recipe="tensorwise"):
     shown = [var.aval.shape != x.shape for var in jaxpr.invars]
     products = [n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general"]
     recipes = dict.fromkeys(products, named_recipe(recipe))
-    return jaxpr, find(jaxpr, recipes, operands_of(jaxpr, recipes, shown))
+    operands = operands_of(jaxpr, recipes, shown)
+    return find_norms(jaxpr, recipes, operands), find(jaxpr, recipes, operands)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,30 @@ def parts_of(function, recipe="tensorwise"):
     [(gated, [(2, 1, 2)]), (normed, [(1, 2, 0), (2, 1, 2)]), (with_bias, [(1, 1, 0)])],
 )
 def test_what_is_found(function, expected):
-    jaxpr, parts = parts_of(function)
+    _, parts = parts_of(function)
     found = [
         (part.activation.expression.forms.count("matrix"), len(part.readers), len(part.producers)) for part in parts
     ]
     assert sorted(found) == sorted(expected)
+
+
+def layer_norm(params, x):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's own promotes
+        return nn.LayerNorm(dtype=x.dtype).apply({"params": {"scale": params["gain"], "bias": params["gain"]}}, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),  # (vectors, products that read it)
+    [
+        (normed, [(1, 2)]),
+        (lambda params, x: gated(params, layer_norm(params, x)), [(2, 2)]),
+        (lambda params, x: gated(params, x / jnp.max(jnp.abs(x), axis=-1, keepdims=True)), [(0, 2)]),
+        (gated, []),
+    ],
+)
+def test_norms_are_found(function, expected):
+    norms, _ = parts_of(function)
+    assert [(len(part.vectors), len(part.readers)) for part in norms] == expected
 
 
 def reads_hidden(params, x):
@@ -102,6 +122,7 @@ def test_recipes_that_read_floats_too_have_no_parts(recipe):
     [
         *((gated, recipe) for recipe in ("tensorwise", "tcfp12_fast", "rowwise", "blockwise")),
         (normed, "tensorwise"),
+        (normed, "blockwise"),
         (with_bias, "tensorwise"),
     ],
 )
@@ -127,6 +148,9 @@ def test_a_kernel_runs_or_nothing_changes():
     fused = transform(gated, named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE)
     assert "map_quantize" not in text(plain)
     assert "map_quantize" in text(fused)
+    of_norm = transform(normed, named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE)
+    assert "row_gradient" in text(of_norm)
+    assert "row_gradient" not in text(transform(normed, "tensorwise", include=INCLUDE))
 
 
 def test_what_is_not_finite_stays_visible():

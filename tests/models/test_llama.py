@@ -12,8 +12,9 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from models import families
-from models.llama import LLAMAS, Llama, LlamaConfig, causal_attention, rotate, rotations
+from models import families, losses
+from models.attention import causal_attention
+from models.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, variables_of
@@ -101,7 +102,7 @@ def test_attention_of_xla_is_that_of_products():
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (6, 2, 2))
     np.testing.assert_allclose(*(causal_attention(q, k, v, how) for how in ("xla", "products")), atol=1e-5)
-    assert same_bits(causal_attention(q, k, v), causal_attention(q, k, v, "xla"))
+    assert same_bits(causal_attention(q, k, v, "auto"), causal_attention(q, k, v, "xla"))
 
 
 def test_it_is_causal():
@@ -298,3 +299,66 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
     assert float(a) == pytest.approx(float(b), rel=1e-2)
     norms = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs)
     assert max(map(float, jax.tree.leaves(norms))) < 0.05
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["logits", "inputs"])
+def test_losses_of_a_head_are_those_of_its_logits(kept, monkeypatch):
+    monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 8)  # 32 rows are four times as many
+    rng = np.random.default_rng(3)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 16, 8), (8, 300)))
+    for rows in (16, 13):  # 26 rows are three times as many, and two
+        head = lambda w: lambda x: x @ w
+        lean = lambda x, w, t: jnp.sum(losses.head_losses(head(w), x, t, kept=kept) ** 2)
+        plain = lambda x, w, t: jnp.sum(losses.cross_entropy(x @ w, t) ** 2)
+        args = x[:, :rows], w, jnp.asarray(TOKENS[:, :rows])
+        found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (lean, plain))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
+    logits = np.random.default_rng(4).standard_normal((2, 16, 300))
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(shares, TOKENS[..., None], -1)[..., 0])
+    np.testing.assert_allclose(losses.cross_entropy(jnp.asarray(logits), jnp.asarray(TOKENS)), expected, rtol=1e-5)
+
+
+def test_a_backward_pass_of_losses_holds_no_logits():
+    model, variables = llama(UNTIED, remat="block")
+    tokens = jnp.asarray(TOKENS)
+
+    def of_losses(v):
+        return model.apply(v, tokens[:, :-1], tokens[:, 1:]).mean()
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda v: jax.vjp(of_losses, v)[1], variables))
+    assert not [leaf.shape for leaf in kept if leaf.shape[-1:] == (300,) and leaf.shape[0] != UNTIED.width]
+    # What the same parameters' losses are without it.
+    by_logits = lambda v: losses.cross_entropy(model.apply(v, tokens[:, :-1]), tokens[:, 1:]).mean()
+    found, expected = (jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+
+def test_a_converted_head_multiplies_by_the_recipe_in_losses(monkeypatch):
+    monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 8)
+    model, variables = llama(UNTIED, remat="block")
+    tokens = jnp.asarray(TOKENS)
+    converted = tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_single", tokens, include=("linear", "small", "head"))
+    weights = tcfp_jax.conversion.find_weights(converted)
+    assert "head/kernel" in weights
+    params = tcfp_jax.store(variables["params"], weights, key=jax.random.key(0))
+
+    def of_losses(params):
+        return converted.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
+
+    def by_logits(params):
+        return losses.cross_entropy(converted.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:]).mean()
+
+    found, expected = (jax.jit(tcfp_jax.value_and_grad(f))(params) for f in (of_losses, by_logits))
+    assert float(found[0]) == pytest.approx(float(expected[0]), rel=2e-3)
+    for path in (("head", "kernel"), ("layers", "down", "kernel")):
+        a, b = found[1], expected[1]
+        for name in path:
+            a, b = a[name], b[name]
+        assert float(jnp.linalg.norm(a - b)) < 0.1 * float(jnp.linalg.norm(b))

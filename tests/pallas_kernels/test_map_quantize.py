@@ -36,6 +36,7 @@ def draw(*shapes, dtype=jnp.bfloat16):
     return [2 * jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
+SCALINGS = [Tensor(), Row(), Row("float32"), Block(128, "vector"), Block(64, "vector")]
 PROGRAMS = {
     "swiglu": (swiglu, draw(SHAPE, SHAPE)),
     "swiglu gradient": (swiglu_gradient, draw(SHAPE, SHAPE, SHAPE)),
@@ -50,7 +51,9 @@ def expression_of(program, inputs):
     return Expression.of(jax.make_jaxpr(program)(*inputs), M, K)
 
 
-@pytest.mark.parametrize("scaling", [Tensor(), Row(), Row("float32"), Block(128, "vector"), Block(64, "vector")], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [Tensor(), Row(), Row("float32"), Block(128, "vector"), Block(64, "vector")], ids=str
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_kernel_has_the_bits_of_the_definition(name, scaling):
     program, inputs = PROGRAMS[name]
@@ -138,7 +141,5 @@ def test_what_is_not_finite_stays_visible(value):
     program, (gate, up) = PROGRAMS["swiglu"]
     inputs = [gate.at[0, 0, 0].set(value), up]
     for backend in ("xla", "triton"):
-        (made,) = map_quantize(
-            expression_of(program, inputs), inputs, jnp.float8_e4m3fn, shape=SHAPE, backend=backend
-        )
+        (made,) = map_quantize(expression_of(program, inputs), inputs, jnp.float8_e4m3fn, shape=SHAPE, backend=backend)
         assert np.isnan(made.rows.dequantize()).all()

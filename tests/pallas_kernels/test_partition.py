@@ -17,7 +17,7 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.tiled import fit_tile
+from pallas_kernels.tiled import Tiling
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
@@ -177,6 +177,6 @@ def test_explicit_axes(backend, scaling):
 
 def test_tiles_divide():
     for m, k in itertools.product((16, 48, 64, 80, 4096), repeat=2):
-        tile = fit_tile(m, k)
+        tile = Tiling().fit(m, k)
         assert m % tile.rows == k % tile.columns == 0
-    assert fit_tile(64, 0) is None
+    assert Tiling().fit(64, 0) is None

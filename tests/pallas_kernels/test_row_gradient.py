@@ -77,18 +77,29 @@ def test_programs_of_several_steps(rows, m, loads, monkeypatch):
     monkeypatch.setattr(dispatch, "device_cores", lambda otherwise: 2)
     arguments = draw("layer", (m, 96), "bfloat16")
     config = Config(rows, 1, 1, loads)
-    got = jax.jit(functools.partial(triton.row_gradient, Options(layer_norm), config=config))(*arguments)
+    x, vectors, dy, carried = arguments
+    run = jax.jit(functools.partial(triton.row_gradient, Options(layer_norm), config=config))
+    got = run(x, vectors, (dy,), carried)
     assert agree(got, expected("layer", *arguments))
+
+
+@backends
+def test_several_gradients_are_added_in_float32(backend):
+    x, vectors, dy, carried = draw("rms", (16, 48), "bfloat16")
+    run = lambda dys: row_gradient(rms_norm, x, vectors, dys, carried, backend=backend)
+    # Bit-equal to the gradient of a float32 sum: halves of it are exact.
+    one, several = run(dy.astype(jnp.float32)), run((dy / 2, dy / 4, dy / 4))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 @pytest.mark.parametrize("function", [log_ratio, log_ratio_of_gain])
 def test_what_lies_outside_has_no_part(function, monkeypatch):
     monkeypatch.setattr(dispatch, "device_cores", lambda otherwise: 1)
     x, (gain,), dy, carried = draw("rms", (7, 48), "float32")
-    arguments = jnp.abs(x) + 0.1, (jnp.abs(gain) + 1.5,), dy, carried
-    config = Config(4, 1, 1)
-    got = jax.jit(functools.partial(triton.row_gradient, Options(function), config=config))(*arguments)
-    x, (gain,), dy, carried = arguments
+    x, gain = jnp.abs(x) + 0.1, jnp.abs(gain) + 1.5
+    run = jax.jit(functools.partial(triton.row_gradient, Options(function), config=Config(4, 1, 1)))
+    got = run(x, (gain,), (dy,), carried)
     _, pull = jax.vjp(function, x, gain)
     dx, dgain = pull(dy)
     for a, b in ((got[0], dx + carried), (got[1][0], dgain)):
@@ -167,7 +178,7 @@ def test_equal_functions_share_a_program():
 def test_measured_configs_serve_rows_of_their_length(monkeypatch):
     measured = Config(4, 2, 3, "now")
     entry = tuning.Entry((64, 4096), "bfloat16", "triton", {"triton": 1.0}, {"triton": vars(measured)})
-    monkeypatch.setattr(tuning, "find", lambda op, variant, shape: entry)
+    monkeypatch.setattr(tuning, "find", lambda key, backend: entry)
     configs = [triton.configure(None, jax.ShapeDtypeStruct((8, k), jnp.bfloat16)) for k in (4096, 3000, 1024)]
     assert configs == [measured, measured, triton.guess(1024, "bfloat16")]
 

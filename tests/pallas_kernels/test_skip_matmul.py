@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import SMALLEST_JAX
+from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Product, Tensor
 from pallas_kernels.quantize.api import quantize
@@ -127,8 +128,8 @@ def test_bad_input():
 
 
 def test_tuned_json_tells_them_apart():
-    w, options = operands("half")[1], Product(jnp.dtype(jnp.bfloat16), "full")
-    names = [mosaic.variant(w, options), mosaic._variant(w, options)]
+    (x, w, *_), options = operands("half"), Product(jnp.dtype(jnp.bfloat16), "full")
+    names = [module.key(options, x, w, None).variant for module in (reference, mosaic)]
     assert names == ["dual square 128 bfloat16", "dual nonzero square 128 bfloat16"]
 
 

@@ -1,0 +1,222 @@
+"""Llama-3-8B on one GPU: a first training run of twenty steps on real text, with stored weights and in BF16.
+
+    python -m benchmarks.large --json
+    python -m benchmarks.large --json --bf16-layers 8        where BF16's state does not fit at full depth
+
+"stored" has `W_hi + W_lo` as its only weights and moments in eight bits; "bf16" has float32 masters and `optax.adamw`.
+Each runs in a process of its own that has all of the GPU's memory, from the same initial weights on the same windows of
+the Python sources that are installed here, as bytes. Losses must fall, and the first ones agree, before steps are
+timed. Speeds are compared per layer, as BF16 may have fewer.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, llama, timing
+from benchmarks.common import Result, markdown_table
+from benchmarks.llama import BASELINE, PEAK_TFLOPS, STORED
+from models.llama import LLAMAS, LlamaConfig
+from models.text import load_installed
+
+NAME = "large"
+TEXT = "Python files of site-packages and of the standard library, as bytes"
+# How far the first losses of two recipes may be apart: both are near the logarithm of the vocabulary.
+FIRST_LOSS = 0.01
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run.
+
+    Attributes:
+      model: the size.
+      layers: of each candidate, (name, layers) in the order in which they run; the first is BF16.
+      tokens: sequences, and tokens in each.
+      text_bytes: how much text the windows are drawn from.
+      steps: with a loss each, before the timed ones.
+      rounds, calls: of timing.
+    """
+
+    model: LlamaConfig
+    layers: tuple[tuple[str, int], ...]
+    tokens: tuple[int, int]
+    text_bytes: int = 2**24
+    steps: int = 20
+    rounds: int = 2
+    calls: int = 2
+
+
+@dataclass(frozen=True)
+class Row(timing.Timing):
+    """One candidate.
+
+    Attributes:
+      recipe, layers, tokens: what ran, and how many tokens a step has.
+      tokens_per_second, model_tflops, mfu: of the median, as in `benchmarks.llama`.
+      layer_speed_over_bf16: tokens a second times layers, over BF16's.
+      compile_seconds: of the first step: tracing, lowering and compiling.
+      arena_bytes: what the program needs beside arguments and results.
+      step_bytes: arguments, results and arena.
+      peak_bytes: the allocator's; None where none is reported.
+      losses: of the first steps, in nats per byte.
+      text: what they were trained on.
+    """
+
+    recipe: str
+    layers: int
+    tokens: int
+    tokens_per_second: float
+    model_tflops: float
+    mfu: float
+    layer_speed_over_bf16: float
+    compile_seconds: float
+    arena_bytes: int
+    step_bytes: int
+    peak_bytes: int | None
+    losses: tuple[float, ...]
+    text: str
+
+
+class Run(NamedTuple):
+    """What a process found of one candidate."""
+
+    timed: timing.Timing
+    compile_seconds: float
+    arena_bytes: int
+    step_bytes: int
+    peak_bytes: int | None
+    losses: tuple[float, ...]
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """The candidates one after the other; `ArithmeticError` where losses do not fall or differ at the start."""
+    first: Run | None = None
+    speed = 1.0
+    for name, layers in config.layers:
+        call = (config, name, layers)
+        run = timing.measure_alone(train, [call], "whole")[0] if timing.has_peaks() else train(*call)
+        check_losses(name, run.losses, first.losses[0] if first else run.losses[0])
+        seconds, count = run.timed.median_ms / 1e3, math.prod(config.tokens)
+        size = dataclasses.replace(config.model, layers=layers)
+        tflops = llama.operations(size, config.tokens, "step") / seconds / 1e12
+        if first is None:
+            first, speed = run, layers / seconds
+        yield Row(
+            **dataclasses.asdict(run.timed), recipe=name, layers=layers, tokens=count,
+            tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
+            layer_speed_over_bf16=layers / seconds / speed, compile_seconds=run.compile_seconds,
+            arena_bytes=run.arena_bytes, step_bytes=run.step_bytes, peak_bytes=run.peak_bytes, losses=run.losses,
+            text=TEXT,
+        )  # fmt: skip
+
+
+def train(config: Config, name: str, layers: int) -> Run:
+    """Twenty steps, then the timed ones."""
+    size = dataclasses.replace(config.model, layers=layers)
+    settings = llama.Config(size, size, config.tokens, config.tokens, (name,), include=("linear", "small"))
+    made = llama.make_step(settings, name)
+    step, losses = made.function, []
+    for windows in draw_windows(config):
+        step.inputs = (windows,)
+        losses.append(step())
+    timed = timing.time_interleaved({name: (step, ())}, rounds=config.rounds, calls=config.calls)[name]
+    memory = made.compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Run(
+        timed, made.compile_seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes,
+        timing.peak_bytes(), tuple(map(float, losses)),
+    )  # fmt: skip
+
+
+def draw_windows(config: Config) -> Iterator[jax.Array]:
+    """For each step int32 `[batch, positions + 1]` of the text: the same for every candidate."""
+    text = load_installed(byte_limit=config.text_bytes).train
+    rng, (batch, positions) = np.random.default_rng(0), config.tokens
+    for _ in range(config.steps):
+        begins = rng.integers(0, len(text) - positions, batch)
+        yield jnp.asarray(text[begins[:, None] + np.arange(positions + 1)], jnp.int32)
+
+
+def check_losses(name: str, losses: tuple[float, ...], first: float) -> None:
+    """Raise `ArithmeticError` unless losses are finite, begin at `first` and fall.
+
+    >>> check_losses("stored", (5.5, 5.4, 5.0, 4.8), 5.52)
+    """
+    quarter = max(1, len(losses) // 4)
+    begin, end = np.mean(losses[:quarter]), np.mean(losses[-quarter:])
+    if not np.all(np.isfinite(losses)) or not end < begin:
+        raise ArithmeticError(f"{name}: the losses {losses} do not fall; nothing is timed of such a step")
+    if not math.isclose(losses[0], first, rel_tol=FIRST_LOSS):
+        raise ArithmeticError(f"{name}: the first loss is {losses[0]}, BF16's {first}, of the same weights and windows")
+
+
+# The command and its table --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Sizes."""
+    parser.add_argument("--model", choices=list(LLAMAS), help="(default: llama-8b on a GPU)")
+    parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
+    parser.add_argument("--bf16-layers", type=int, help="(default: all)")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line; `ValueError` where BF16 has more layers than the model."""
+    on_gpu = jax.default_backend() == "gpu" and not options.smoke
+    model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
+    baseline = model.layers if options.bf16_layers is None else options.bf16_layers
+    if not 0 < baseline <= model.layers:
+        raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
+    layers = ((BASELINE, baseline), (STORED, model.layers))
+    if not on_gpu:
+        return Config(model, layers, (2, 64), text_bytes=2**18, rounds=1, calls=1)
+    return Config(model, layers, (options.sequences, min(4096, model.context)))
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows and their losses."""
+    columns = ("recipe", "layers", "median_ms", "tokens_per_second", "layer_speed_over_bf16", "mfu", "compile_seconds")
+    common.print_rows(rows, *columns, "arena_bytes", "step_bytes", "peak_bytes", "timer")
+    for row in rows:
+        print(f"{row.recipe}: " + " ".join(f"{loss:.3f}" for loss in row.losses))
+
+
+def table(result: Result) -> str:
+    """A line a candidate."""
+    lines = []
+    for row in result.rows:
+        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+        lines.append(
+            [
+                f"`{row['recipe']}`", str(row["layers"]), f"{row['median_ms']:,.0f}",
+                f"{row['tokens_per_second']:,.0f}", f"**{row['layer_speed_over_bf16']:.2f}**", f"{row['mfu']:.0%}",
+                f"{row['step_bytes'] / 1e9:.1f}", peak, f"{row['compile_seconds']:.0f}",
+                f"{row['losses'][0]:.2f} → {row['losses'][-1]:.2f}",
+            ]
+        )  # fmt: skip
+    titles = [
+        "", "layers", "ms a step", "tokens a second", "per layer over BF16", "MFU", "step, GB", "peak, GB",
+        "compiling, s", "loss",
+    ]  # fmt: skip
+    size, (batch, positions) = result.config["model"], result.config["tokens"]
+    return (
+        f"{markdown_table(titles, lines)}\n\nA Llama of width {size['width']}, hidden {size['hidden']}, a vocabulary "
+        f"of {size['vocabulary']}, {batch} × {positions} tokens a step. Step is what the compiled step needs, with its "
+        f"state; peak is the allocator's. The losses are those of the first {result.config['steps']} steps, in nats "
+        f"per byte, of {result.rows[0]['text']}."
+    )
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

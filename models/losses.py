@@ -1,0 +1,89 @@
+"""Cross-entropy of tokens, from logits or without ever holding all of them.
+
+    loss[token] = logsumexp(logits[token]) - logits[token, target]
+
+With a vocabulary of 128256 the float32 logits of 16384 tokens have 8.4 GB, and a backward pass as usually written holds
+several arrays of that size. `head_losses` keeps the logits once, in the dtype of the head's product, or not at all:
+then the head's product is computed again in the backward pass, for some tokens at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Kept = Literal["logits", "inputs"]
+# Of kept="inputs": 1 GB of float32 logits with 128256 ids, and a product that fills a GPU.
+TOKENS_AT_ONCE = 2048
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """`logsumexp(logits) - logits[target]`, float32 `[...]`, of logits `[..., vocabulary]` and integers `[...]`.
+
+    >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist() == [jnp.log(4.0)] * 2
+    True
+    """
+    total, picked = _parts(logits, targets)
+    return total - picked
+
+
+def head_losses(
+    head: Callable[[jax.Array], jax.Array], x: jax.Array, targets: jax.Array, *, kept: Kept = "inputs"
+) -> jax.Array:
+    """`cross_entropy(head(x), targets)`, float32 `[...]`, with less for the backward pass to hold.
+
+    Args:
+      head: `[..., width]` to logits `[..., vocabulary]`, each row by itself.
+      x: `[..., width]`.
+      targets: integers `[...]`.
+      kept: "logits" keeps those that `head` returns, and computes its product once; "inputs" keeps x, computes
+        `TOKENS_AT_ONCE` rows at a time and their product again in the backward pass.
+
+    >>> x, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
+    >>> head_losses(lambda x: x @ jnp.eye(4), x, targets).shape
+    (2, 3)
+    """
+    if kept == "logits":
+        return _lean(head(x), targets)
+    rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    of_row = jax.checkpoint(lambda row: _lean(head(row[0]), row[1]))
+    return lax.map(of_row, rows, batch_size=TOKENS_AT_ONCE).reshape(targets.shape)
+
+
+def _parts(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(logsumexp, the target's logit), float32."""
+    logits = logits.astype(jnp.float32)
+    # A masked sum instead of take_along_axis: its gradient is no scatter, so it is deterministic on GPUs and fuses.
+    picked = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1), picked
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.arange(logits.shape[-1]) == targets[..., None]
+
+
+@jax.custom_vjp
+def _lean(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """`cross_entropy`, of which the logits themselves are all that is kept, where autodiff keeps float32 exponentials.
+
+    Their gradient, `(exp(logits - logsumexp) - is_target) g`, has their dtype and is made in one pass.
+    """
+    return _lean_forward(logits, targets)[0]
+
+
+def _lean_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+    # Both before anything goes on: XLA would leave the second, which no gradient needs, to the end of the step, and
+    # keep the logits until then.
+    total, picked = lax.optimization_barrier(_parts(logits, targets))
+    return total - picked, (logits, targets, total)
+
+
+def _lean_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    logits, targets, total = saved
+    shares = jnp.exp(logits.astype(jnp.float32) - total[..., None])
+    return ((shares - _is_target(logits, targets)) * g[..., None]).astype(logits.dtype), None
+
+
+_lean.defvjp(_lean_forward, _lean_backward)
