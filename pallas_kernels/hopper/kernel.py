@@ -21,7 +21,7 @@ an operand: 1,547, promoted every 128 of k: 1,365; BF16: about 810):
     vectors of 64, 4096 x 8192 x 14336       593 in one chunk, 658 in two with 24 registers for copies, 657 in four
 
 Warpgroups that take turns at the tensor cores, so that one promotes while the other multiplies, were slower at all of
-these (1,219, 890 and 632 at best without the ring), and so were clusters of two. Sums have the same bits in all.
+these (1,291, 890 and 632 at best), and so were clusters of two. Sums have the same bits in all.
 
 Which block of k a step takes, and whether it takes all operands, is up to the steps (`steps.py`).
 """
