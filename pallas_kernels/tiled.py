@@ -9,6 +9,7 @@ under a mesh on each device's own part (see `partition.py`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,14 +143,14 @@ def map_tiles(
       For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
     """
     count = len(inputs)
-    forms = tuple(forms) or ("matrix",) * count
-    first = forms.index("matrix")
-    call = functools.partial(_call, tuple(outputs), name, forms, tiling)
+    given: tuple[Form, ...] = tuple(forms) if forms else tuple(itertools.repeat("matrix", count))
+    first = given.index("matrix")
+    call = functools.partial(_call, tuple(outputs), name, given, tiling)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
         if tiling.fit(*operands[first].shape) is None:
             wide = {"matrix": lambda x: x, "rows": lambda x: x[:, None], "columns": lambda x: x[None]}
-            matrices = [wide[form](x) for x, form in zip(operands[:count], forms, strict=True)]
+            matrices = [wide[form](x) for x, form in zip(operands[:count], given, strict=True)]
             whole = reference(*matrices, *(scalar[0] for scalar in operands[count:]))
             pairs = zip(outputs, whole, strict=True)
             return [
@@ -162,8 +163,8 @@ def map_tiles(
             cuda=functools.partial(call, compiled or body, interpret=False),
         )
 
-    letters = {"matrix": "i j", "rows": "i", "columns": "j"}
-    rule = ", ".join([letters[form] for form in forms] + ["u"] * len(scalars)) + " -> "
+    letters: dict[Form, str] = {"matrix": "i j", "rows": "i", "columns": "j"}
+    rule = ", ".join([letters[form] for form in given] + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
     m, k = inputs[first].shape
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))

@@ -109,8 +109,8 @@ def _in_blocks(options: Any, inputs: tuple[jax.Array, ...]) -> tuple[Quantized, 
         return tuple(part for x in results for part in triton_blocks.of_tile(options, x))
 
     outputs = triton_blocks.outputs_of(options) * count
-    values = _ONE_INPUT if options.expression.forms.count("matrix") == 1 else _SEVERAL_INPUTS
-    results = _mapped(options, inputs, body, outputs, tiling=blocks_of(side, values))
+    per_thread = _ONE_INPUT if options.expression.forms.count("matrix") == 1 else _SEVERAL_INPUTS
+    results = _mapped(options, inputs, body, outputs, tiling=blocks_of(side, per_thread))
     per = len(results) // count
     quantized = []
     for i in range(count):

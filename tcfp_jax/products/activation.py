@@ -22,7 +22,7 @@ from pallas_kernels.dispatch import judge
 from pallas_kernels.expression import Expression
 from pallas_kernels.map_quantize.api import IMPLEMENTATIONS, Mapping, map_quantize
 from pallas_kernels.operands import Quantized
-from tcfp_jax.products.layer import Carrier, orientation_of
+from tcfp_jax.products.operands import Carrier, orientation_of
 from tcfp_jax.recipes import Recipe
 
 
@@ -76,7 +76,8 @@ class Activation:
         Args:
           inputs: arrays or their shapes and dtypes.
         """
-        result = "quantized" if self._runs(self.expression, self.recipe, self.recipe.activation, inputs) else "float"
+        runs = self._runs(self.expression, self.recipe, self.recipe.activation, inputs)
+        result: Literal["quantized", "float"] = "quantized" if runs else "float"
         gradient, producers = self.gradient, self.producers
         if gradient is not None and producers is not None:
             out = jax.ShapeDtypeStruct(self.shape, self.dtype)

@@ -23,7 +23,7 @@ from pallas_kernels.expression import BODIES, ELEMENTWISE
 from pallas_kernels.row_gradient.api import IMPLEMENTATIONS, row_gradient
 from pallas_kernels.row_gradient.reference import Options
 
-_REDUCTIONS = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+_REDUCTIONS: dict[str, Any] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "stop_gradient"})
 
 

@@ -39,7 +39,7 @@ def draw(dtype=jnp.bfloat16):
     params = {
         "gate": normal(keys[0], WIDTH, HIDDEN) / 11, "up": normal(keys[1], WIDTH, HIDDEN) / 11,
         "down": normal(keys[2], HIDDEN, WIDTH) / 16, "gain": 1 + normal(keys[3], WIDTH) / 8,
-        "bias": normal(keys[4], HIDDEN) / 4,
+        "bias": normal(keys[4], HIDDEN) / 4, "shift": normal(keys[4], WIDTH) / 8,
     }  # fmt: skip
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params), normal(keys[5], 2, ROWS // 2, WIDTH).astype(dtype)
 
@@ -72,8 +72,10 @@ def test_what_is_found(function, expected):
 
 
 def layer_norm(params, x):
-    with jax.numpy_dtype_promotion("standard"):  # Flax's own promotes
-        return nn.LayerNorm(dtype=x.dtype).apply({"params": {"scale": params["gain"], "bias": params["gain"]}}, x)
+    wide, gain = x.astype(jnp.float32), params["gain"].astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean((wide - mean) ** 2, axis=-1, keepdims=True) + 1e-6)
+    return ((wide - mean) / deviation * gain + params["shift"].astype(jnp.float32)).astype(x.dtype)
 
 
 @pytest.mark.parametrize(

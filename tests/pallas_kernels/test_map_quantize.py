@@ -90,8 +90,9 @@ def test_an_expression_is_its_program_up_to_the_rounding_of_each_operation(name)
     wide = [x.astype(jnp.float64 if jax.config.jax_enable_x64 else jnp.float32) for x in inputs]
     exact, got = program(*wide), expression_of(program, inputs)(*(_flat(x) for x in inputs))
     for a, b in zip(jax.tree.leaves(exact), got, strict=True):
+        a = a.astype(jnp.float32)
         size = jnp.max(jnp.abs(a))
-        assert jnp.max(jnp.abs(a.astype(jnp.float32).reshape(M, K) - b)) <= 8 * 2.0**-9 * size
+        assert jnp.max(jnp.abs(a.reshape(M, K) - b)) <= 8 * 2.0**-9 * size
 
 
 def _flat(x):
