@@ -95,7 +95,7 @@ class Form:
             return candidates(*sizes, self.halves, self.accumulation)
         if self.residual_blocks == "nonzero":
             return skip_mosaic.candidates(*sizes, self.scaling.size)
-        return block_candidates(*sizes, self.halves, self.scaling.size)
+        return block_candidates(*sizes, self.halves, self.scaling)
 
     def chosen(self, shape: GemmShape) -> list[Config]:
         """The tile sizes that the Mosaic kernel runs a shape with, after what was measured near it, or none."""

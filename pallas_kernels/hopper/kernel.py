@@ -11,11 +11,23 @@ W_lo shares the scale of W_hi, so one accumulator serves both and a residual pro
 read once for both halves. The blocks of a cluster take neighbouring rows and share W by multicast. The epilogue
 scales, adds a bias, rounds to the output's dtype and stores through shared memory.
 
-Which block of k a step takes, and whether it takes all operands, is up to `Steps`: every step takes all of them here,
-and `skip_matmul` has steps that go without a residual of zeros.
+Scales of blocks multiply a sum where it is promoted, in chunks of its columns. A square of W is a chunk with one scale,
+read from global memory a step ahead: the load takes longer than the products of a step. A vector's scales are loaded
+chunk by chunk, so that those of few columns are in registers at a time. On an H200, TFLOP/s, single weights (one scale
+an operand: 1,547, promoted every 128 of k: 1,365; BF16: about 810):
+
+    squares of 128, 8192 x 14336 x 4096      1,253, with scales a step ahead 1,238, and in a ring (`steps.py`) 1,310
+    squares of 64, 8192 x 4096 x 14336       587 as vectors, one scale a chunk a step ahead 908, and in a ring 938
+    vectors of 64, 4096 x 8192 x 14336       593 in one chunk, 658 in two with 24 registers for copies, 657 in four
+
+Warpgroups that take turns at the tensor cores, so that one promotes while the other multiplies, were slower at all of
+these (1,291, 890 and 632 at best), and so were clusters of two. Sums have the same bits in all.
+
+Which block of k a step takes, and whether it takes all operands, is up to the steps (`steps.py`).
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,103 +39,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, SWIZZLE, Plan
+from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Plan
+from pallas_kernels.hopper.steps import Ring, Steps, Tile
 
-MEMORY_REGISTERS = 40
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one output tile needs: the loop it is part of, its operands, and what it does with a step and a sum.
-
-    Attributes:
-      loop: of `plgpu.nd_loop`, over the tiles of this block.
-      column: the index of the tile along n.
-      operands: references to global memory of x, the halves of W and the scales that are copied.
-      buffers: what the `allocations` of the steps became.
-      add: `(step, x, halves of W, scales, release, carry) -> carry` of one step; it calls `release()` after its last
-        read.
-      compute: takes `(carry) -> carry`, all steps of the tile, and calls it once.
-    """
-
-    loop: Any
-    column: Any
-    operands: Sequence[Any]
-    buffers: Any
-    add: Any
-    compute: Any
+_WAVE_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps of an output tile in the order of k, each with all operands: Pallas's own pipeline.
-
-    Attributes:
-      plan: of the kernel.
-      count: steps of tile_k.
-    """
-
-    plan: Plan
-    count: int
-
-    # Operands of its own, after all others, and what the kernel's name ends with.
-    extra = 0
-    suffix = ""
-
-    def allocations(self, operands: Sequence[Any]) -> Any:
-        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
-        nothing = lambda *_, **__: None
-        return self._pipeline(nothing, nothing).get_allocations(*operands)
-
-    def run(self, tile: Tile, own: Sequence[Any]) -> None:
-        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
-        state = None
-        if self.plan.config.pipeline == "steady":
-            phase = plgpu.PipelinePipeline
-            last = tile.loop.local_index == tile.loop.num_local_steps - 1
-            middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
-            state = jnp.where(tile.loop.local_index == 0, int(phase.START), middle)
-        halves = self.plan.halves
-
-        def body(index: Any, x_smem: Any, *rest: Any) -> Any:
-            if not self.plan.promote:
-                *w_smem, carry = rest
-                return tile.add(index[0], x_smem, w_smem, (), lambda: None, carry)
-            count = (len(rest) - 2) // 2
-            consumed = rest[count:-1]
-
-            def release() -> None:
-                for barrier in consumed:
-                    plgpu.barrier_arrive(barrier)
-
-            return tile.add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
-
-        self._pipeline(body, tile.compute, state)(*tile.operands, allocations=tile.buffers)
-
-    def _pipeline(self, body: Any, compute: Any, state: Any = None) -> Any:
-        """Copies of all operands, `count` times tile_k, and `body` on the buffers that are full."""
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(self.count,),
-            memory_registers=MEMORY_REGISTERS,
-            wg_axis="warpgroup",
-            num_compute_wgs=COMPUTE_WARPGROUPS,
-            max_concurrent_steps=self.plan.config.stages,
-            compute_context=compute,
-            in_specs=specs(self.plan),
-            manual_consumed_barriers=self.plan.promote,
-            pipeline_state=state,
-        )
-
-
-def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = Steps) -> jax.Array:
+def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) -> jax.Array:
     """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
 
     With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
-    `[k / tile_k, n / tile_n]` for squares and `[k / tile_k, n]` for vectors; the bias follows them. Then what `steps`
-    reads itself.
+    `[k / tile_k, n / tile_k]` for squares and `[k / tile_k, n]` for vectors; the bias follows them. Then what `steps`,
+    of which `plan.config.pipeline` has the usual ones, reads itself.
     """
     (m, k), (n, _) = operands[0].shape, operands[1].shape
+    if plan.config.pipeline == "ring" and not plan.promote:
+        raise ValueError('pipeline="ring" adds in registers, not with accumulation="fast"; use "steady" or "drained"')
+    steps = steps or (Ring if plan.config.pipeline == "ring" else Steps)
     # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
     interpret = device_kind() == "cpu"
     if interpret:
@@ -159,9 +91,6 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
-    # A promoting warpgroup works in waves of 64 rows: the float32 totals leave no registers for more.
-    wave_rows = 64 if plan.promote else own_rows
-    waves = own_rows // wave_rows
     # A square's scale is one number a step, read where it is used.
     copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
@@ -174,12 +103,6 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     def _scope(buffers: Any, out_smem: Any) -> None:
         warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
 
-        def multiply(acc: Any, x_smem: Any, w_smem: Any, wave: int) -> None:
-            rows = x_smem.at[pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)]
-            # W is [n, k] in memory and wgmma reads both operands along k: the transpose is a descriptor, not a move.
-            for half in w_smem:
-                plgpu.wgmma(acc, rows, half.T)
-
         @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
         def _tiles(loop: Any) -> None:
             # Neighbouring blocks take neighbouring tiles, so that panels of x and W are read from L2 by many at once.
@@ -187,21 +110,17 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
             mi = mi * cluster + member
             scale = scale_gmem[0]
 
-            def store(parts: list[jax.Array]) -> None:
-                first_row = mi * tile_m + warpgroup * own_rows
-                _store(parts, bias_gmem, out_smem.at[warpgroup], out_gmem, (first_row, ni * tile_n))
-
-            def find_factor(step: Any, scales_smem: Any, wave: int) -> Any:
-                if plan.scaling == "tensor":
-                    return None
-                rows = pl.ds(warpgroup * own_rows + wave * wave_rows, wave_rows)
-                of_tile = block_scales[1][step, ni] if plan.scaling == "square" else None
-                return _factor(scales_smem, rows, of_tile, (wave_rows, tile_n))
+            def store(parts: list[list[jax.Array]]) -> None:
+                corner = (mi * tile_m + warpgroup * own_rows, ni * tile_n)
+                scaled = [[part * scale for part in line] for line in parts]
+                _store(scaled, bias_gmem, out_smem.at[warpgroup], out_gmem, corner)
 
             if plan.promote:
-                add, compute = _promoting(multiply, find_factor, store, scale, waves, (wave_rows, tile_n))
+                columns = _chunk_columns(plan, out_gmem.dtype)
+                factors = _Factors(block_scales, plan.scaling, columns, ni * (tile_n // columns), steps.count)
+                add, compute = _promoting(store, factors, warpgroup * own_rows, own_rows, tile_n)
             else:
-                add, compute = _accumulating(multiply, store, scale, (own_rows, tile_n))
+                add, compute = _accumulating(store, warpgroup * own_rows, own_rows, tile_n)
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
             operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
             operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
@@ -210,37 +129,64 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def specs(plan: Plan) -> list[Any]:
-    """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
-    config = plan.config
-    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies
-    # and wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
-    swizzle = min(config.tile_k, SWIZZLE)
-    vector = dict(memory_space=plgpu.SMEM, delay_release=0)
-    tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
-    x_spec = plgpu.BlockSpec((config.tile_m, config.tile_k), lambda step: (0, step), **tiled)
-    multicast = ("member",) if config.cluster > 1 else ()
-    w_spec = plgpu.BlockSpec((config.tile_n, config.tile_k), lambda step: (0, step), collective_axes=multicast, **tiled)
-    widths = {"tensor": (), "square": (config.tile_m,), "vector": (config.tile_m, config.tile_n)}[plan.scaling]
-    return [x_spec, *[w_spec] * plan.halves] + [
-        plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths
-    ]
+def _chunk_columns(plan: Plan, out_dtype: Any) -> int:
+    """Columns of a sum that are scaled at a time: those of a square, or of `chunks` no narrower than a store."""
+    if plan.scaling == "square":
+        return plan.config.tile_k
+    if plan.scaling == "tensor":
+        return plan.config.tile_n
+    return max(plan.config.tile_n // plan.config.chunks, EPILOGUE_ROW_BYTES // jnp.dtype(out_dtype).itemsize)
 
 
-def _factor(scales_smem: Any, rows: Any, of_tile: Any, shape: tuple[int, int]) -> jax.Array:
-    """What a promoted sum is multiplied by: the scales of x's rows times that of W's tile, or those of its columns."""
-    of_x = plgpu.load(scales_smem[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
-    if of_tile is not None:
-        return lax.broadcast_in_dim(of_x * of_tile, shape, (0,))
-    of_w = plgpu.load(scales_smem[1].at[0, :], layout=plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
+@dataclass(frozen=True)
+class _Factors:
+    """What promoted sums are multiplied by: scales of x's rows times those of W, in chunks of columns.
+
+    Attributes:
+      scales: references to global memory, those of x first; none with `scaling` "tensor".
+      scaling: of the plan.
+      columns: of a chunk.
+      first: the index of the output tile's first chunk among all of n.
+      steps: how many there are.
+    """
+
+    scales: Sequence[Any]
+    scaling: str
+    columns: int
+    first: Any
+    steps: int
+
+    def of_squares(self, step: Any, chunks: int) -> tuple[Any, ...]:
+        """W's scales of one step, if they are numbers; those of the last step for steps that do not exist."""
+        if self.scaling != "square":
+            return ()
+        step = jnp.minimum(step, self.steps - 1)
+        return tuple(self.scales[1][step, self.first + chunk] for chunk in range(chunks))
+
+    def find(self, copied: Sequence[Any], of_squares: Sequence[Any], rows: Any, chunk: int) -> jax.Array | None:
+        """The factor of these rows and one chunk, None for none; `copied` are scales in shared memory."""
+        if self.scaling == "tensor":
+            return None
+        shape = (rows.size, self.columns)
+        of_x = plgpu.load(copied[0].at[0, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        if of_squares:
+            return lax.broadcast_in_dim(of_x * of_squares[chunk], shape, (0,))
+        columns = pl.ds(chunk * self.columns, self.columns)
+        of_w = plgpu.load(copied[1].at[0, columns], layout=plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(of_x, shape, (0,)) * lax.broadcast_in_dim(of_w, shape, (1,))
 
 
-def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
+def _multiply(acc: Any, x_smem: Any, w_smem: Sequence[Any], rows: Any) -> None:
+    # W is [n, k] in memory and wgmma reads both operands along k: the transpose is a descriptor, not a move.
+    for half in w_smem:
+        plgpu.wgmma(acc, x_smem.at[rows], half.T)
+
+
+def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
     """(add, compute) of fast accumulation: one accumulator over all of k."""
 
     def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, acc: Any) -> Any:
-        multiply(acc, x_smem, w_smem, 0)
+        _multiply(acc, x_smem, w_smem, pl.ds(first_row, height))
         # The buffers are given back when this returns, so wgmma, which runs on by itself, must have read them.
         plgpu.wgmma_wait(0)
         return acc
@@ -248,38 +194,50 @@ def _accumulating(multiply: Any, store: Any, scale: Any, shape: tuple[int, int])
     def compute(run: Any) -> None:
         def with_accumulator(acc: Any) -> None:
             run(acc)
-            store([acc[...] * scale])
+            store([[acc[...]]])
 
-        pl.run_scoped(with_accumulator, plgpu.ACC(shape, jnp.float32))
+        pl.run_scoped(with_accumulator, plgpu.ACC((height, width), jnp.float32))
 
     return add, compute
 
 
-def _promoting(
-    multiply: Any, find_factor: Any, store: Any, scale: Any, waves: int, shape: tuple[int, int]
-) -> tuple[Any, Any]:
-    """(add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals."""
+def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
+    """(add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals.
 
-    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, totals: Any) -> Any:
-        new = []
+    A warpgroup works in waves of 64 rows: the totals leave no registers for a larger accumulator.
+    """
+    waves, chunks = height // _WAVE_ROWS, width // factors.columns
+
+    def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, carry: Any) -> Any:
+        totals, of_squares = carry
+        following = factors.of_squares(step + 1, chunks)
+        new: list[jax.Array] = []
         for wave in range(waves):
+            rows = pl.ds(first_row + wave * _WAVE_ROWS, _WAVE_ROWS)
 
-            def partial_sum(acc: Any, wave: int = wave) -> jax.Array:
-                multiply(acc, x_smem, w_smem, wave)
+            def partial_sum(acc: Any, rows: Any = rows) -> jax.Array:
+                _multiply(acc, x_smem, w_smem, rows)
                 return acc[...]
 
-            factor = find_factor(step, scales_smem, wave)
-            part = pl.run_scoped(partial_sum, plgpu.ACC(shape, jnp.float32))
+            find = functools.partial(factors.find, scales_smem, of_squares, rows)
+            # The first chunk's scales are loaded before the products, which take the time; the others' after them, or
+            # they would be in registers all the time.
+            found = [find(0)]
+            part = pl.run_scoped(partial_sum, plgpu.ACC((_WAVE_ROWS, width), jnp.float32))
+            found += [find(chunk) for chunk in range(1, chunks)]
             if wave == waves - 1:
                 # The buffers are free before the additions, not after.
                 release()
-            new.append(totals[wave] + (part if factor is None else part * factor))
-        return tuple(new)
+            for chunk, factor in enumerate(found):
+                piece = part[:, chunk * factors.columns : (chunk + 1) * factors.columns]
+                new.append(totals[len(new)] + (piece if factor is None else piece * factor))
+        return tuple(new), following
 
     def compute(run: Any) -> None:
         # In the accumulator's own layout, or every addition would move values between threads.
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        store([total * scale for total in run((zero,) * waves)])
+        zero = plgpu.layout_cast(jnp.zeros((_WAVE_ROWS, factors.columns), jnp.float32), plgpu.Layout.WGMMA)
+        totals, _ = run(((zero,) * waves * chunks, factors.of_squares(0, chunks)))
+        store([list(totals[wave * chunks :][:chunks]) for wave in range(waves)])
 
     return add, compute
 
@@ -291,27 +249,27 @@ def _epilogue_buffers(count: int, dtype: Any) -> Any:
     return plgpu.SMEM((COMPUTE_WARPGROUPS, count, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
 
 
-def _store(parts: list[jax.Array], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
-    """Write `parts`, stacked along the rows, to `out_gmem` from `corner` on, through the buffers in turn.
+def _store(parts: list[list[jax.Array]], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
+    """Write lines of `parts`, of one shape, to `out_gmem` from `corner` on, through the buffers in turn.
 
     A tile has a multiple of as many pieces as there are buffers, so the turn goes on from tile to tile, and a buffer
     is free again when all but the newest `buffers - 1` copies have been read.
     """
     buffers, height, width = out_smem.shape
-    row, column = corner
-    count = 0
-    for index, part in enumerate(parts):
-        for i in range(0, part.shape[0], height):
-            for j in range(0, part.shape[1], width):
-                first, columns = row + index * part.shape[0] + i, pl.ds(column + j, width)
+    (rows, columns), count = parts[0][0].shape, 0
+    for down, line in enumerate(parts):
+        for across, part in enumerate(line):
+            for i, j in itertools.product(range(0, rows, height), range(0, columns, width)):
+                first = corner[0] + down * rows + i
+                at = pl.ds(corner[1] + across * columns + j, width)
                 piece = part[i : i + height, j : j + width]
                 if bias_gmem is not None:
                     # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
-                    bias = plgpu.load(bias_gmem.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+                    bias = plgpu.load(bias_gmem.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     piece = piece + lax.broadcast_in_dim(bias, (height, width), (1,))
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 buffer = out_smem.at[count % buffers]
                 buffer[...] = piece.astype(out_gmem.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, out_gmem.at[pl.ds(first, height), columns])
+                plgpu.copy_smem_to_gmem(buffer, out_gmem.at[pl.ds(first, height), at])
                 count += 1

@@ -5,6 +5,7 @@ it runs interpreted. Which of the configs that fit is fastest, `tuning.py` knows
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Key, device_cores, device_kind
+from pallas_kernels.operands import Block
 
 SMALLEST_JAX = (0, 11)
 # A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples of it.
@@ -37,9 +39,10 @@ class Config:
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
       inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
-      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile. A product
-        that skips residual blocks has a pipeline of its own, which runs ahead whatever the number of steps.
+      pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile, "ring" runs
+        ahead whatever the number of steps, and needs scales of blocks or full accumulation.
       store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
+      chunks: of the columns of a sum that vectors scale one after the other, at most as many as pieces of the output.
     """
 
     tile_m: int = 256
@@ -49,8 +52,9 @@ class Config:
     cluster: int = 2
     inner: Literal["m", "n"] = "m"
     snake: int = 8
-    pipeline: Literal["steady", "drained"] = "drained"
+    pipeline: Literal["steady", "drained", "ring"] = "drained"
     store_buffers: int = 2
+    chunks: Literal[1, 2, 4] = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Plan:
     """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters.
 
     `scaling` says what promoted sums are scaled by: nothing ("tensor", whose scale is the epilogue's), a vector of x
-    and a number for the tile of W ("square"), or a vector of each ("vector").
+    and a number for every tile_k columns of W ("square"), or a vector of each ("vector").
     """
 
     config: Config
@@ -67,6 +71,16 @@ class Plan:
     has_bias: bool
     blocks: int
     scaling: Literal["tensor", "square", "vector"] = "tensor"
+
+    @property
+    def memory_registers(self) -> int:
+        """Of a thread that copies: few where vectors of scales fill those that compute, enough for ptxas elsewhere."""
+        return 24 if self.scaling == "vector" else 40
+
+    @property
+    def compute_registers(self) -> int:
+        """Of a thread that computes: all warpgroups share 512 for each of their threads, given out in eights."""
+        return (512 - self.memory_registers) // COMPUTE_WARPGROUPS // 8 * 8
 
 
 def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
@@ -86,17 +100,30 @@ def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[C
     return [config for config in configs if misfit(config, m, k, n, halves) is None]
 
 
-def block_candidates(m: int, k: int, n: int, halves: int, block: int) -> list[Config]:
+def block_candidates(m: int, k: int, n: int, halves: int, block: Block) -> list[Config]:
     """Configs that this shape divides into with a scale for every block of k, the best guess first."""
-    stages = {128: 4 - halves, 64: 6 - 2 * halves, 32: 8}[block]
-    tile_k: Any = block
-    guesses = [
-        Config(256, 128, tile_k=tile_k, stages=stages, pipeline=pipeline, cluster=cluster)
-        for pipeline in ("steady", "drained")
-        for cluster in (1, 2)
-    ]
-    guesses += [Config(128, 128, tile_k=tile_k, stages=5 - halves, cluster=cluster) for cluster in (1, 2)]
+    # Two halves take twice the columns of W in a stage.
+    stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[block.size]
+    tile_k: Any = block.size
+    make: Any = functools.partial(Config, tile_n=128, tile_k=tile_k)
+    tall = make(tile_m=256, stages=stages, pipeline="ring", cluster=1)
+    if scaled_by_squares(block, tall.tile_n):
+        guesses = [tall]
+    else:
+        drained = dataclasses.replace(tall, pipeline="drained")
+        guesses = [dataclasses.replace(start, chunks=chunks) for chunks in (2, 4) for start in (drained, tall)]
+    # Clusters of two were slower wherever they were timed with a single weight.
+    guesses += [dataclasses.replace(tall, cluster=2)]
+    guesses += [make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring") for cluster in (1, 2)]
     return [config for config in guesses if block_misfit(config, m, k, n, halves) is None]
+
+
+def scaled_by_squares(block: Block, tile_n: int) -> bool:
+    """Whether a kernel scales by a number for every square of W in a tile, not by the same number for each column.
+
+    A square is at least as wide as a piece of the output of 2-byte values.
+    """
+    return block.tile == "square" and tile_n % block.size == 0 and block.size >= EPILOGUE_ROW_BYTES // 2
 
 
 def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.dispatch import Key
-from pallas_kernels.hopper.plan import Config, Plan, block_candidates, block_misfit, blocks, choose, reject_here
+from pallas_kernels.hopper.plan import (
+    Config,
+    Plan,
+    block_candidates,
+    block_misfit,
+    blocks,
+    choose,
+    reject_here,
+    scaled_by_squares,
+)
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.matmul.reference import key
 from pallas_kernels.operands import Block, Operand, Product, sizes
@@ -26,7 +35,7 @@ def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> 
     if reason is not None:
         return reason
     (m, k, n), halves, block = sizes(x, w), halves_of(w), block_of(w)
-    if not block_candidates(m, k, n, halves, block.size):
+    if not block_candidates(m, k, n, halves, block):
         size: Any = block.size
         smallest = Config(128, 128, tile_k=size, stages=2, cluster=1)
         return f'{block_misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
@@ -56,7 +65,7 @@ def halves_of(w: Operand) -> int:
 
 def _choose(named: Key, w: Operand) -> Config | None:
     m, k, n = named.shape
-    guesses = block_candidates(m, k, n, halves_of(w), block_of(w).size)
+    guesses = block_candidates(m, k, n, halves_of(w), block_of(w))
     return choose(named, guesses, lambda config: block_misfit(config, m, k, n, halves_of(w)))
 
 
@@ -90,6 +99,6 @@ def kernel_scales(config: Config, x: Operand, w: Operand) -> tuple[Any, jax.Arra
     """(how the kernel scales, scales of x, scales of w), float32 with blocks of k first."""
     tile = block_of(w).tile
     of_x, of_w = (numerics.decode_e8m0(operand.scale).T for operand in (x, w))
-    if tile == "square" and config.tile_k == config.tile_n:
+    if scaled_by_squares(block_of(w), config.tile_n):
         return "square", of_x, of_w
     return "vector", of_x, jnp.repeat(of_w, config.tile_k, axis=1) if tile == "square" else of_w

@@ -51,8 +51,9 @@ def test_mosaic_products_stay_in_registers(accumulation, halves, x_dtype, capfd)
 
 @pytest.mark.parametrize(
     ("block", "tile", "halves"),
-    [(128, "square", 1), (128, "square", 2), (64, "square", 2), (32, "square", 2), (128, "vector", 1)],
-)
+    [(128, "square", 1), (128, "square", 2), (64, "square", 1), (64, "square", 2), (32, "square", 2),
+     (128, "vector", 1), (64, "vector", 1)],
+)  # fmt: skip
 def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     mesh = h200s(1)
     operands = on_blocks(mesh, (M, K, N), Block(block, tile), halves=halves)

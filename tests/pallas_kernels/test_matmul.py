@@ -130,11 +130,13 @@ def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("scaling, halves", [(Block(128), 2), (Block(64), 1)], ids=str)
+@pytest.mark.parametrize("scaling, halves", [(Block(128), 2), (Block(64), 1), (Block(64, "vector"), 1)], ids=str)
 def test_every_config_of_the_kernel_with_blocks(scaling, halves):
     x, w, exact, magnitude = operands(scaling, halves)
-    configs = plan.block_candidates(256, 256, 128, halves, scaling.size)
+    configs = plan.block_candidates(256, 256, 128, halves, scaling)
     assert {config.cluster for config in configs} == {1, 2}
+    vectors = {(config.pipeline, config.chunks) for config in configs if config.chunks > 1}
+    assert vectors == (set() if scaling.tile == "square" else {(p, c) for p in ("ring", "drained") for c in (2, 4)})
     for config in configs:
         got = mosaic_blocks.matmul(Product(jnp.dtype(jnp.float32), "full"), x, w, None, config=config)
         assert within(got, exact, magnitude)

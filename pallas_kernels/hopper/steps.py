@@ -1,0 +1,214 @@
+"""The steps of an output tile on Hopper: one warpgroup copies operands to shared memory, two compute on what is there.
+
+Two pipelines have the same interface. `Steps` is Pallas's own. `Ring` turns on from one output tile to the next
+whatever the number of steps, and a step gives its buffers back by one barrier where Pallas has one an operand. On an
+H200, 8192 x 14336 x 4096 in squares of 128 ran at 1,310 TFLOP/s in the ring and at 1,238 without it, squares of
+64 at 938 and 908. Of vectors nobody knows (616 and 658, with different registers): `benchmarks.tune` times both.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, SWIZZLE, Plan
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one output tile needs: the loop it is part of, its operands, and what it does with a step and a sum.
+
+    Attributes:
+      loop: of `plgpu.nd_loop`, over the tiles of this block.
+      column: the index of the tile along n.
+      operands: references to global memory of x, the halves of W and the scales that are copied.
+      buffers: what the `allocations` of the steps became.
+      add: `(step, x, halves of W, scales, release, carry) -> carry` of one step; it calls `release()` after its last
+        read.
+      compute: takes `(carry) -> carry`, all steps of the tile, and calls it once.
+    """
+
+    loop: Any
+    column: Any
+    operands: Sequence[Any]
+    buffers: Any
+    add: Any
+    compute: Any
+
+
+def specs(plan: Plan) -> list[Any]:
+    """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
+    config = plan.config
+    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies
+    # and wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
+    swizzle = min(config.tile_k, SWIZZLE)
+    vector = dict(memory_space=plgpu.SMEM, delay_release=0)
+    tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
+    x_spec = plgpu.BlockSpec((config.tile_m, config.tile_k), lambda step: (0, step), **tiled)
+    multicast = ("member",) if config.cluster > 1 else ()
+    w_spec = plgpu.BlockSpec((config.tile_n, config.tile_k), lambda step: (0, step), collective_axes=multicast, **tiled)
+    widths = {"tensor": (), "square": (config.tile_m,), "vector": (config.tile_m, config.tile_n)}[plan.scaling]
+    return [x_spec, *[w_spec] * plan.halves] + [
+        plgpu.BlockSpec((1, width), lambda step: (step, 0), **vector) for width in widths
+    ]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of an output tile in the order of k, each with all operands: Pallas's own pipeline.
+
+    Attributes:
+      plan: of the kernel.
+      count: steps of tile_k.
+    """
+
+    plan: Plan
+    count: int
+
+    # Operands of its own, after all others, and what the kernel's name ends with.
+    extra = 0
+    suffix = ""
+
+    def allocations(self, operands: Sequence[Any]) -> Any:
+        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
+        nothing = lambda *_, **__: None
+        return self._pipeline(nothing, nothing).get_allocations(*operands)
+
+    def run(self, tile: Tile, own: Sequence[Any]) -> None:
+        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
+        state = None
+        if self.plan.config.pipeline == "steady":
+            phase = plgpu.PipelinePipeline
+            last = tile.loop.local_index == tile.loop.num_local_steps - 1
+            middle = jnp.where(last, int(phase.STOP), int(phase.STEADY))
+            state = jnp.where(tile.loop.local_index == 0, int(phase.START), middle)
+        halves = self.plan.halves
+
+        def body(index: Any, x_smem: Any, *rest: Any) -> Any:
+            if not self.plan.promote:
+                *w_smem, carry = rest
+                return tile.add(index[0], x_smem, w_smem, (), lambda: None, carry)
+            count = (len(rest) - 2) // 2
+            consumed = rest[count:-1]
+
+            def release() -> None:
+                for barrier in consumed:
+                    plgpu.barrier_arrive(barrier)
+
+            return tile.add(index[0], x_smem, rest[:halves], rest[halves:count], release, rest[-1])
+
+        self._pipeline(body, tile.compute, state)(*tile.operands, allocations=tile.buffers)
+
+    def _pipeline(self, body: Any, compute: Any, state: Any = None) -> Any:
+        """Copies of all operands, `count` times tile_k, and `body` on the buffers that are full."""
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(self.count,),
+            memory_registers=self.plan.memory_registers,
+            wg_axis="warpgroup",
+            num_compute_wgs=COMPUTE_WARPGROUPS,
+            max_concurrent_steps=self.plan.config.stages,
+            compute_context=compute,
+            in_specs=specs(self.plan),
+            manual_consumed_barriers=self.plan.promote,
+            pipeline_state=state,
+        )
+
+
+@dataclass(frozen=True)
+class Ring(Steps):
+    """The same steps through a ring of `stages` buffers with two barriers each, which is emptied after the last tile.
+
+    What a step copies and multiplies, `copies` and `walk` say; `skip_matmul` has its own.
+    """
+
+    @property
+    def _stages(self) -> int:
+        return min(self.plan.config.stages, self.count)
+
+    def allocations(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
+        of_operands = specs(self.plan)
+        multicast = tuple({axis for spec in of_operands for axis in spec.collective_axes or ()})
+        counts: dict[str, Any] = dict(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self._stages)
+        consumed = plgpu.ClusterBarrier(collective_axes=multicast, **counts) if multicast else plgpu.Barrier(**counts)
+        return dict(
+            buffers=[
+                plgpu.SMEM((self._stages, *spec.block_shape), operand.dtype, transforms=spec.transforms)
+                for spec, operand in zip(of_operands, operands, strict=True)
+            ],
+            filled=plgpu.Barrier(num_arrivals=len(of_operands), num_barriers=self._stages),
+            consumed=consumed,
+        )
+
+    def copies(self, tile: Tile, own: Sequence[Any], step: Any) -> list[tuple[Any, Any]]:
+        """(which block of k, whether it is copied) of every operand at a step; None is always."""
+        return [(step, None)] * len(tile.operands)
+
+    def walk(self, tile: Tile, own: Sequence[Any], step: Any, carry: Any) -> Any:
+        """All steps; `step(halves, index, carry)` is one that multiplies this many halves of W."""
+        return lax.fori_loop(0, self.count, functools.partial(step, self.plan.halves), carry)
+
+    def run(self, tile: Tile, own: Sequence[Any]) -> None:
+        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
+        lax.cond(
+            lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS,
+            functools.partial(self._fill, tile, own),
+            functools.partial(self._consume, tile, own),
+        )
+
+    def _fill(self, tile: Tile, own: Sequence[Any]) -> None:
+        consumed, filled, before = tile.buffers["consumed"], tile.buffers["filled"], self._before(tile)
+        plgpu.set_max_registers(self.plan.memory_registers, action="decrease")
+
+        @pl.loop(0, self.count)
+        def _steps(step: Any) -> None:
+            copies, slot = self.copies(tile, own, step), lax.rem(before + step, self._stages)
+
+            @pl.when(before + step >= self._stages)
+            def _wait() -> None:
+                plgpu.barrier_wait(consumed.at[slot])
+
+            for i, (k, present) in enumerate(copies):
+                copy = functools.partial(self._copy, tile, i, k, slot)
+                if present is None:
+                    copy()
+                else:
+                    # An arrival in place of the copy keeps the count.
+                    lax.cond(present, copy, lambda slot=slot: plgpu.barrier_arrive(filled.at[slot]))
+
+        # A block of a cluster must not end while others still arrive at its barriers.
+        @pl.when(tile.loop.local_index == tile.loop.num_local_steps - 1)
+        def _empty() -> None:
+            @pl.loop(0, self._stages)
+            def _wait(i: Any) -> None:
+                plgpu.barrier_wait(consumed.at[lax.rem(before + self.count + i, self._stages)])
+
+    def _consume(self, tile: Tile, own: Sequence[Any]) -> None:
+        scope, halves, before = tile.buffers, self.plan.halves, self._before(tile)
+        plgpu.set_max_registers(self.plan.compute_registers, action="increase")
+
+        def step(present: int, index: Any, carry: Any) -> Any:
+            slot = lax.rem(before + index, self._stages)
+            plgpu.barrier_wait(scope["filled"].at[slot])
+            x_smem, *rest = (buffer.at[slot] for buffer in scope["buffers"])
+            release = lambda: plgpu.barrier_arrive(scope["consumed"].at[slot])
+            return tile.add(index, x_smem, rest[:present], rest[halves:], release, carry)
+
+        tile.compute(functools.partial(self.walk, tile, own, step))
+
+    def _before(self, tile: Tile) -> Any:
+        """Steps of the tiles before this one."""
+        return tile.loop.local_index * self.count
+
+    def _copy(self, tile: Tile, i: int, k: Any, slot: Any) -> None:
+        spec, buffer = specs(self.plan)[i], tile.buffers["buffers"][i]
+        corner = zip(spec.index_map(k), spec.block_shape, strict=True)
+        block = tile.operands[i].at[tuple(pl.ds(index * size, size) for index, size in corner)]
+        axes = spec.collective_axes or None
+        plgpu.copy_gmem_to_smem(block, buffer.at[slot], tile.buffers["filled"].at[slot], collective_axes=axes)
