@@ -114,15 +114,19 @@ def test_what_others_read_is_left_to_them(function, expected):
     assert [(len(part.readers), len(part.producers)) for part in parts] == expected
 
 
-@pytest.mark.parametrize("recipe", ["tcfp12", "residual_activation"])
-def test_recipes_that_read_floats_too_have_no_parts(recipe):
+@pytest.mark.parametrize("recipe", ["tcfp12", "residual_activation", "rowwise"])
+def test_recipes_that_read_floats_too_or_scale_rows_have_no_parts(recipe):
     assert parts_of(gated, recipe)[1] == []
+
+
+def test_norms_of_recipes_that_scale_rows_are_left_alone():
+    assert parts_of(normed, "rowwise")[0] == [] and len(parts_of(normed, "tcfp12")[0]) == 1
 
 
 @pytest.mark.parametrize(
     ("function", "recipe"),
     [
-        *((gated, recipe) for recipe in ("tensorwise", "tcfp12_fast", "rowwise", "blockwise")),
+        *((gated, recipe) for recipe in ("tensorwise", "tcfp12_fast", "blockwise")),
         (normed, "tensorwise"),
         (normed, "blockwise"),
         (with_bias, "tensorwise"),
