@@ -48,6 +48,9 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, PEER, STORED = "bf16", "flax Fp8DotGeneralOp", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, PEER), "step": (*RECIPES, STORED)}
+# What two blocks lose to rounding is 13 dB and more; the gradients of a first layer have come through all of them: 8.4 dB
+# after 16 blocks. A wrong scale or operand is below 3.
+LEAST_SNR_DB: dict[Part, float] = {"block": 11.0, "step": 5.0}
 # An H200's dense BF16 peak, to which model FLOP/s are compared whatever the operands are.
 PEAK_TFLOPS = 989.0
 
@@ -253,7 +256,7 @@ def measure_part(part: Part, config: Config) -> list[Row]:
     for name in names:
         made[name] = MAKE[part](config, name)
         outputs = made[name].outputs()
-        worst[name] = None if reference is None else check_outputs(name, reference, outputs)
+        worst[name] = None if reference is None else check_outputs(name, reference, outputs, least=LEAST_SNR_DB[part])
         reference = outputs if reference is None else reference
     del outputs, reference
     candidates: Any = {name: (c.function, c.args) for name, c in made.items()}
