@@ -217,7 +217,7 @@ def _ratio(reference: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def check_outputs(name: str, reference: Any, outputs: Any, *, least: float = LEAST_SNR_DB) -> float:
-    """Smallest dB of any output against BF16's, inf where all are equal; `ArithmeticError` below `least` or no number."""
+    """Smallest dB of any output against BF16's, inf where equal; `ArithmeticError` below `least` or not finite."""
     worst = math.inf
     values = jax.tree_util.tree_leaves_with_path(outputs)
     for (path, value), expected in zip(values, jax.tree.leaves(reference), strict=True):
