@@ -48,7 +48,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, PEER, STORED = "bf16", "flax Fp8DotGeneralOp", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, PEER), "step": (*RECIPES, STORED)}
-# Two blocks keep 13 dB and more. The gradients of a first layer have come through all of a model: 8.4 dB after 16 blocks.
+# Two blocks keep 13 dB and more. The gradients of a first layer come through all of a model: 8.4 dB after 16 blocks.
 # A wrong scale or operand is below 3.
 LEAST_SNR_DB: dict[Part, float] = {"block": 11.0, "step": 5.0}
 # An H200's dense BF16 peak, to which model FLOP/s are compared whatever the operands are.
