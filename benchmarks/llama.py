@@ -15,7 +15,7 @@ stored are so of all layers.
 
 Both run with random data, after output, loss and gradients were compared with BF16's. The model is plain Flax
 (`models.llama`) behind `convert_to_tcfp`; `flax Fp8DotGeneralOp` is Flax's own FP8, with its delayed scales, of the
-same layers.
+same layers, and `qwix` Google's, where it is installed.
 """
 
 import argparse
@@ -33,9 +33,10 @@ import optax
 from flax import linen as nn
 
 import tcfp_jax
-from benchmarks import breakdown, common, timing
+from benchmarks import breakdown, common, peers, timing
 from benchmarks.breakdown import KINDS
 from benchmarks.common import Result, markdown_table
+from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
 from models.families import FAMILIES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
@@ -45,9 +46,9 @@ from tcfp_jax.conversion import convert_to_tcfp, find_weights
 NAME = "llama"
 Part = Literal["block", "step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BASELINE, PEER, STORED = "bf16", "flax Fp8DotGeneralOp", "stored"
+BASELINE, STORED = "bf16", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
-CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, PEER), "step": (*RECIPES, STORED)}
+CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, *PEERS), "step": (*RECIPES, STORED)}
 # Two blocks keep 13 dB and more. The gradients of a first layer come through all of a model: 8.4 dB after 16 blocks.
 # A wrong scale or operand is below 3.
 LEAST_SNR_DB: dict[Part, float] = {"block": 11.0, "step": 5.0}
@@ -147,7 +148,7 @@ def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> floa
 def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
     """Forward and backward pass of blocks."""
     (batch, positions), size = config.block_tokens, config.block
-    model = Blocks(size, nn.Fp8DotGeneralOp if name == PEER else None)
+    model = peers.quantized(name, functools.partial(Blocks, size))
 
     def draw(key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         keys = jax.random.split(key, 3)
@@ -155,7 +156,7 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
         return model.init(keys[2], x), x, g
 
     x = jax.ShapeDtypeStruct((batch, positions, size.width), jnp.bfloat16)
-    converted: Any = model if name in (BASELINE, PEER) else convert_to_tcfp(model, name, x, include=config.include)
+    converted: Any = model if name in (BASELINE, *PEERS) else convert_to_tcfp(model, name, x, include=config.include)
     feedback = None if converted is model else tcfp_jax.error_feedback(find_weights(converted))
 
     @jax.jit
@@ -250,6 +251,7 @@ def measure(config: Config) -> Iterator[Row]:
 def measure_part(part: Part, config: Config) -> list[Row]:
     """Check and time the candidates of one part; `ArithmeticError` where outputs are wrong."""
     names = [name for name in CANDIDATES[part] if name in config.recipes]
+    names = [name for name in names if peers.is_installed(name)]
     made: dict[str, _Candidate] = {}
     worst: dict[str, float | None] = {}
     reference = None

@@ -1,0 +1,34 @@
+"""What other libraries make of a model, to be measured beside ours: Flax's own FP8, and Google's qwix."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+FLAX, QWIX = "flax Fp8DotGeneralOp", "qwix"
+PEERS = (FLAX, QWIX)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a candidate can run here; says so where it cannot."""
+    found = name != QWIX or importlib.util.find_spec(QWIX) is not None
+    if not found:
+        print("qwix is not installed (pip install qwix), so its row is missing")
+    return found
+
+
+def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
+    """The model that `make(dot_general_cls)` returns, as the peer of this name multiplies; by any other name, as it is."""
+    model = make(nn.Fp8DotGeneralOp if name == FLAX else None)
+    if name != QWIX:
+        return model
+    import qwix
+
+    # E4M3 forward and E5M2 gradients, with a scale a tensor that is found at every use.
+    rule = qwix.QtRule(
+        op_names=("dot_general",), weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn,
+        bwd_qtype=jnp.float8_e5m2, disable_channelwise_axes=True,
+    )  # fmt: skip
+    return qwix.quantize_model(model, qwix.QtProvider([rule]))
