@@ -20,7 +20,7 @@ def is_installed(name: str) -> bool:
 
 
 def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
-    """The model that `make(dot_general_cls)` returns, as the peer of this name multiplies; by any other name, as it is."""
+    """The model that `make(dot_general_cls)` returns, as the peer of this name multiplies; as it is by another."""
     model = make(nn.Fp8DotGeneralOp if name == FLAX else None)
     if name != QWIX:
         return model

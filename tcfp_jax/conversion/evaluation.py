@@ -22,7 +22,7 @@ from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_count
 from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
 from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
-from tcfp_jax.products.contraction import contract
+from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
 from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import fake_quantize
@@ -198,13 +198,13 @@ def _product(
     inputs: list[Any],
     recipe: Recipe,
     *,
-    x: Any = None,
+    given: Any = None,
     ends: Ends = Ends(),
 ) -> Any:
-    """The result of what it reads, or of another `x`; and its `Carrier`, where the gradient comes quantized."""
+    """The result of what it reads, or of another x; and its `Carrier`, where the gradient comes quantized."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
     weight, out = inputs[side], eqn.outvars[0].aval
-    x = inputs[1 - side] if x is None else x
+    x = inputs[1 - side] if given is None else given
     view = weight.view
     found: Any = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     # What the product returns is rounded to the dtype of x: one that asks for more gets it.
@@ -217,15 +217,23 @@ def _product(
     if stored is None and weight.local is not None:
         stored = gathered(weight, found, recipe)
     key = jax.random.key(0) if stored is None and recipe.stochastic else None  # in evaluation: calls repeat
+    if ends != Ends():
+        return _matrix_product(inputs[1 - side] if given is None else given, kernel, found, recipe, stored, key, ends)
     if asked is not None:
         asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
     y = contract(
         found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
-        ends=ends,
     )  # fmt: skip
-    if ends.gradient == "quantized":
-        return y
     return regrouped(y, found.out_groups).astype(out.dtype)
+
+
+def _matrix_product(x: jax.Array, kernel: Any, found: Any, recipe: Recipe, stored: Any, key: Any, ends: Ends) -> Any:
+    """The product of x `[..., k]` and a kernel as the matrix that it is, whatever its own axes."""
+    layout = found.contraction.layout
+    matrix = None if kernel is None else matrix_of(kernel, layout)
+    contraction = matrix_product(x.ndim, transposed=layout.transposed)
+    shape = None if stored is None else stored.shape
+    return contract(contraction, x, matrix, recipe=recipe, quantized=stored, key=key, shape=shape, ends=ends)
 
 
 def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:

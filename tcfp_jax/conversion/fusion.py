@@ -173,7 +173,7 @@ class _Flow:
             return None
         eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
         program = _program(inputs, result, eqns)
-        producers = self._producers(inputs, part, operands)
+        producers = self._producers(result, inputs, part, operands)
         made_by = self.recipes[producers[0]] if producers else None
         try:
             activation = Activation.of(program, recipe, made_by)
@@ -226,8 +226,13 @@ class _Flow:
         read = {var for number in part for var in self.jaxpr.eqns[number].invars if not isinstance(var, core.Literal)}
         return part, tuple(var for var in inputs if var in read)
 
-    def _producers(self, inputs: tuple[Any, ...], part: set[int], operands: Mapping[int, Any]) -> tuple[int, ...]:
+    def _producers(
+        self, result: Any, inputs: tuple[Any, ...], part: set[int], operands: Mapping[int, Any]
+    ) -> tuple[int, ...]:
         """The products that make all inputs, each read by this part alone; or none."""
+        made = {var for number in part for var in self.jaxpr.eqns[number].outvars if var is not result}
+        if not all(set(self.readers.get(var, ())) <= part for var in made):
+            return ()  # a cast that others read, too: their gradients would be lost
         numbers = []
         for var in inputs:
             number = self.makers.get(self.unnamed(var))
@@ -301,7 +306,7 @@ class Between:
         """What a product returns, given what a part has quantized for it."""
         options: dict[str, Any] = {}
         if number in self._copies:
-            options["x"] = self._copies[number]
+            options["given"] = self._copies[number]
         x_quantized = self._quantized.get(number)
         if number not in self._producers:
             return multiply(**options, ends=Ends(x_quantized))

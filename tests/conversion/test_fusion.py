@@ -9,8 +9,10 @@ import pytest
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from tcfp_jax.conversion import find_weights
 from tcfp_jax.conversion.fusion import find, find_norms, operands_of
 from tcfp_jax.conversion.transform import transform
+from tcfp_jax.inference import quantize_params
 from tcfp_jax.recipes import recipe as named_recipe
 
 ROWS, WIDTH, HIDDEN = 64, 128, 256
@@ -102,9 +104,16 @@ def reads_gate(params, x):
     return (nn.silu(gate) * (x @ params["up"])) @ params["down"], gate.sum()
 
 
+def casts_gate(params, x):
+    wide = (x @ params["gate"]).astype(jnp.float32)
+    hidden = (nn.silu(wide) * (x @ params["up"]).astype(jnp.float32)).astype(x.dtype)
+    return hidden @ params["down"], wide.sum()
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
+        (casts_gate, [(1, 0)]),  # through a cast that both make, its gradient has another part
         (reads_hidden, []),  # it must be written anyway
         (reads_gate, [(1, 0)]),  # its gradient has another part
     ],
@@ -145,6 +154,46 @@ def test_results_and_gradients_are_those_of_the_program_left_alone(function, rec
     for exact, got in zip(*map(jax.tree.leaves, results), strict=True):
         # Each operation is rounded to bfloat16, which moves a few of a hundred FP8 codes by one.
         assert is_close(exact, got, 24)
+
+
+def heads(params, x):
+    """Kernels with more axes than a matrix has, one of them stored the other way around."""
+    gate, up = (params[name].reshape(WIDTH, 4, HIDDEN // 4).reshape(WIDTH, HIDDEN) for name in ("gate", "up"))
+    down = params["down"].reshape(HIDDEN, 4, WIDTH // 4).transpose(1, 2, 0).reshape(WIDTH, HIDDEN)
+    return gated({"gate": gate, "up": up, "down": down.T}, x)
+
+
+def both_ways(params, x):
+    value, hidden = casts_gate(params, x)
+    return value + hidden.astype(x.dtype)
+
+
+@pytest.mark.parametrize("function", [heads, both_ways])
+def test_gradients_of_unusual_programs(function):
+    params, x = draw()
+    params = params | {name: params[name].reshape(WIDTH, 4, -1) for name in ("gate", "up")}
+    flat = lambda params: params | {name: params[name].reshape(WIDTH, HIDDEN) for name in ("gate", "up")}
+    plain, fused = (
+        jax.vjp(transform(lambda p, x: function(flat(p), x), recipe, include=INCLUDE), params, x)[1](x)
+        for recipe in (named_recipe("tensorwise"), named_recipe("tensorwise", quantize_backend="triton"))
+    )
+    for exact, got in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
+        assert is_close(exact, got, 24)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_weights_without_a_float_copy(turned):
+    """Stored kernels, one of them the other way around, are read by the products around a part."""
+    params, x = draw(jnp.float32)
+    params = {name: params[name].T if turned else params[name] for name in ("gate", "up", "down")}
+    straight = lambda p: {name: p[name].T for name in p} if turned else p
+    low = transform(
+        lambda p, x: gated(straight(p), x), named_recipe("tensorwise", quantize_backend="triton"), include=INCLUDE
+    )
+    stored = quantize_params(params, find_weights(low, params, x))["tcfp"]
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    assert "map_quantize" in str(jax.make_jaxpr(lambda x: low(shapes, x, stored=stored))(x))
+    assert is_close(low(params, x, stored=stored), low(shapes, x, stored=stored), 60)
 
 
 def test_a_kernel_runs_or_nothing_changes():
