@@ -6,13 +6,17 @@ tells it which axes of operands and results belong together, in the letters of a
     "m k, n k, u -> m n"      a product: m and n may be split, k may be split and is then summed, u is a scalar
 
 Each device gets parts whose axes agree; only where two operands split different axes in the same way is one of them
-brought together. Under vmap a kernel runs once for every element, in a loop; it has no batch axis of its own.
+brought together. Where both split what is summed, as the tokens of a weight gradient are over devices that share a
+batch, each device sums its own, and a result that is asked for in parts is added and handed out in one (a
+reduce-scatter): neither activations nor gradients are gathered.
+
+Under vmap a kernel runs once for every element, in a loop; it has no batch axis of its own.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -25,6 +29,13 @@ Axes = tuple[str, ...]
 Local = Callable[..., Any]
 
 
+class Scatter(NamedTuple):
+    """An axis of a result that is handed out over the mesh axes by which its partial sums are split."""
+
+    axes: Axes
+    dimension: int
+
+
 class BlocksOf(NamedTuple):
     """An axis that counts blocks: the letter of the axis they are blocks of, their size, and that axis's length."""
 
@@ -34,7 +45,12 @@ class BlocksOf(NamedTuple):
 
 
 def partitioned(
-    local: Local, rule: str, blocks: Mapping[str, BlocksOf] | None = None, *, whole: Axes = ()
+    local: Local,
+    rule: str,
+    blocks: Mapping[str, BlocksOf] | None = None,
+    *,
+    whole: Axes = (),
+    sums: Literal["everywhere", "scattered"] = "everywhere",
 ) -> Callable[..., Any]:
     """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
 
@@ -45,6 +61,8 @@ def partitioned(
       blocks: of letters that count blocks, what they count. They are split as that axis is, which is split only where
         every part holds whole blocks.
       whole: letters of axes that no mesh axis may split.
+      sums: "scattered" where `local` also takes `scattered=`, `Scatter`s of its one result, which it must
+        `lax.psum_scatter`.
     """
     # "m k, n k -> m n" as lists of letters: one list for each operand and result.
     inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
@@ -63,7 +81,8 @@ def partitioned(
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
         # Where blocks are counted, the axis they are blocks of is meant: a result may have no other axis to say so.
         sides = [[blocks[x].letter if x in blocks else x for x in side] for side in (*outputs, *inputs)]
-        chosen = {x: axes for x, axes in _choose_axes(sides, given).items() if x not in whole}
+        partial = _partial_sums(sides[len(outputs) :], given[len(outputs) :], kept) if sums == "scattered" else {}
+        chosen = {x: axes for x, axes in _choose_axes(sides, given, partial).items() if x not in whole}
         # A block that two devices share would have two scales, so an axis is split between whole blocks or not at all,
         # and the axis that counts its blocks is split alike.
         for letter, of in blocks.items():
@@ -77,12 +96,19 @@ def partitioned(
             letter for letter in chosen if letter not in blocks and not all(has(side, letter) for side in outputs)
         ]
         summed = tuple(axis for letter in split_sums for axis in chosen[letter])
+        scattered = () if sums == "everywhere" else _scatters(mesh, results, chosen, summed, outputs[0])
+        over = {axis for scatter in scattered for axis in scatter.axes}
+        options: dict[str, Any] = dict(summed_over=tuple(axis for axis in summed if axis not in over))
+        if sums == "scattered":
+            options["scattered"] = scattered
 
-        def shardings(sides: list[list[str]]) -> list[NamedSharding]:
-            return [NamedSharding(mesh, PartitionSpec(*(chosen.get(x) or None for x in side))) for side in sides]
+        def shardings(sides: list[list[str]], handed: Mapping[int, Axes]) -> list[NamedSharding]:
+            entry = lambda place, x: handed.get(place) or chosen.get(x) or None
+            return [NamedSharding(mesh, PartitionSpec(*(entry(i, x) for i, x in enumerate(side)))) for side in sides]
 
-        result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs))
-        return mesh, functools.partial(local, summed_over=summed), result_shardings, tuple(shardings(inputs))
+        handed_out = {scatter.dimension: scatter.axes for scatter in scattered}
+        result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs, handed_out))
+        return mesh, functools.partial(local, **options), result_shardings, tuple(shardings(inputs, {}))
 
     sizes = {}
     for letter, of in blocks.items():
@@ -107,10 +133,32 @@ def device_count() -> int:
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
-def _choose_axes(sides: list[list[str]], shardings: list[Any]) -> dict[str, Axes]:
+def _partial_sums(sides: list[list[str]], shardings: list[Any], kept: set[str]) -> dict[str, Axes]:
+    """Of each letter that is summed the mesh axes by which every operand that has it is split, where they agree."""
+    split: dict[str, set[Axes]] = {}
+    for side, sharding in zip(sides, shardings, strict=True):
+        for letter, entry in zip(side, _entries(sharding, len(side)), strict=True):
+            if letter not in kept and letter != "u":
+                split.setdefault(letter, set()).add(entry)
+    return {letter: axes for letter, found in split.items() if len(found) == 1 and (axes := next(iter(found)))}
+
+
+def _scatters(mesh: Mesh, results: Any, chosen: Mapping[str, Axes], summed: Axes, side: list[str]) -> list[Scatter]:
+    """The axes of the one result that are asked for in parts over mesh axes that sums are split by."""
+    (result,) = jax.tree.leaves(results)
+    wanted = zip(side, result.shape, _entries(result.sharding, len(side)), strict=True)
+    return [
+        Scatter(entry, dimension)
+        for dimension, (letter, size, entry) in enumerate(wanted)
+        if entry and set(entry) <= set(summed) and not chosen.get(letter)
+        and size % math.prod(mesh.shape[axis] for axis in entry) == 0
+    ]  # fmt: skip
+
+
+def _choose_axes(sides: list[list[str]], shardings: list[Any], first: Mapping[str, Axes]) -> dict[str, Axes]:
     """For each letter the mesh axes that split it: the first side that splits it decides; an axis serves one letter."""
-    chosen: dict[str, Axes] = {}
-    used: set[str] = set()
+    chosen: dict[str, Axes] = dict(first)
+    used = {axis for axes in first.values() for axis in axes}
     for side, sharding in zip(sides, shardings, strict=True):
         for letter, entry in zip(side, _entries(sharding, len(side)), strict=True):
             if entry and letter not in chosen and not used & set(entry):

@@ -4,7 +4,7 @@ Where a device's part is not a multiple of the kernel's tiles, the reference mul
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import reference
 from pallas_kernels.operands import Block, Operand, Product, sizes
-from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.partition import BlocksOf, Scatter, partitioned
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
 Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]
@@ -40,17 +40,20 @@ def on_each_device(
     operands = (_matrix(x, m, k), _matrix(w, n, k), None if bias is None else bias.astype(jnp.float32))
     tree = jax.tree.structure(operands)
 
-    def local(*arrays: jax.Array, summed_over: tuple[str, ...]) -> jax.Array:
+    def local(*arrays: jax.Array, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> jax.Array:
         x, w, bias = jax.tree.unflatten(tree, arrays)
         x, w = (_as_scalar(operand) for operand in (x, w))
-        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if summed_over else options
-        before = None if summed_over else bias
+        parts = bool(summed_over or scattered)
+        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if parts else options
+        before = None if parts else bias
         run = multiply if fits(*sizes(x, w)) else reference.matmul
         out = run(asked, x, w, before)
-        if not summed_over:
+        if not parts:
             return out
         # Summed in float32 and rounded once.
-        out = lax.psum(out, summed_over)
+        for axes, dimension in scattered:
+            out = lax.psum_scatter(out, axes, scatter_dimension=dimension, tiled=True)
+        out = lax.psum(out, summed_over) if summed_over else out
         return (out if bias is None else out + bias).astype(options.out_dtype)
 
     letters = (_letters(operands[0], "m"), _letters(operands[1], "n"), None if bias is None else "n")
@@ -60,7 +63,9 @@ def on_each_device(
         blocks = {"j": BlocksOf("k", w.scaling.size, k), "i": BlocksOf("n", w.scaling.size, n)}
     whole = interpreter == "calls back" and device_kind() == "cpu"
     arrays = jax.tree.leaves(operands)
-    out = local(*arrays, summed_over=()) if whole else partitioned(local, rule, blocks)(*arrays)
+    # A bias is added to whole columns.
+    sums: Literal["everywhere", "scattered"] = "everywhere" if bias is not None else "scattered"
+    out = local(*arrays, summed_over=()) if whole else partitioned(local, rule, blocks, sums=sums)(*arrays)
     return out.reshape(*leading, n)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
@@ -204,6 +205,26 @@ def test_products_under_a_mesh_gather_nothing(backend, x_axes, w_axes, sums):
     compiled = compile_for(mesh, functools.partial(matmul, backend=backend), *operands)
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert (len(compiled.results("all-reduce")) > 0) == (sums > 0)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "mosaic"])
+@pytest.mark.parametrize(
+    ("dtype", "scaling"), [("float32", None), ("bfloat16", None), ("float32", Block(128, "vector"))]
+)
+def test_weight_gradients_of_a_shared_batch_gather_nothing(backend, dtype, scaling):
+    """FSDP: eight devices have tokens of their own, and each keeps its part of the gradient, summed in float32."""
+    mesh, tokens = h200s(8), 65536
+    if scaling is None:
+        gradients = F8 if backend == "triton" else jnp.float8_e5m2  # Triton multiplies one format
+        operands = on_once(mesh, (K, tokens), F8, None, "a"), on_once(mesh, (1024, tokens), gradients, None, "a")
+    else:
+        operands = on_blocks(mesh, (K, tokens, 1024), scaling, (None, "a"), (None, "a"), halves=1)
+    sharding = NamedSharding(mesh, PartitionSpec("a"))
+    call = functools.partial(matmul, out_dtype=dtype, backend=backend)
+    compiled = compile_for(mesh, call, *operands, out_shardings=sharding)
+    assert not [shape for name in GATHERS for shape in compiled.results(name)]
+    moved = compiled.results("reduce-scatter") + compiled.results("all-reduce")
+    assert len(moved) == 1 and (backend == "xla" or "f32" in moved[0])
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton"])

@@ -82,6 +82,28 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
 
 
 @pytest.mark.parametrize(
+    ("split", "out", "expected"),
+    [
+        ("b", P("b"), {"reduce-scatter"}),
+        ("b", P(None, "b"), {"reduce-scatter"}),
+        (("a", "b"), P(("a", "b")), {"reduce-scatter"}),
+        (("a", "b"), P("a"), {"reduce-scatter", "all-reduce"}),
+        (("a", "b"), P("a", "b"), {"reduce-scatter"}),
+        ("b", P("a"), {"all-reduce"}),
+        ("b", P(), {"all-reduce"}),
+    ],
+)
+def test_sums_over_a_batch_are_handed_out_and_nothing_is_gathered(put, split, out, expected):
+    """A weight gradient: tokens are split over devices, and so is the gradient that each of them keeps."""
+    x, w = (spread(put, operand.drop_residual(), P(None, split)) for operand in operands())
+    sharding = NamedSharding(mesh_of(2, 4), out)
+    call = jax.jit(functools.partial(matmul, out_dtype=jnp.float32, backend="triton"), out_shardings=sharding)
+    compiled = call.lower(x, w).compile()
+    assert collectives(compiled) == expected
+    assert close(compiled(x, w), *(operand.drop_residual() for operand in operands()))
+
+
+@pytest.mark.parametrize(
     ("x_spec", "w_spec", "expected"), [(P("a"), P("b"), set()), (P("a", "b"), P(None, "b"), {"all-reduce"})]
 )
 def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expected):
