@@ -83,19 +83,8 @@ def partitioned(
         sides = [[blocks[x].letter if x in blocks else x for x in side] for side in (*outputs, *inputs)]
         partial = _partial_sums(sides[len(outputs) :], given[len(outputs) :], kept) if sums == "scattered" else {}
         chosen = {x: axes for x, axes in _choose_axes(sides, given, partial).items() if x not in whole}
-        # A block that two devices share would have two scales, so an axis is split between whole blocks or not at all,
-        # and the axis that counts its blocks is split alike.
-        for letter, of in blocks.items():
-            parts = math.prod(mesh.shape[axis] for axis in chosen.get(of.letter, ()))
-            if of.length % (parts * of.size):
-                chosen[of.letter] = ()
-            chosen[letter] = chosen.get(of.letter, ())
-        # An axis that a result lacks is summed over; where it is split, every device holds a part of the sum.
-        has = lambda side, letter: letter in side or any(of.letter == letter and q in side for q, of in blocks.items())
-        split_sums = [
-            letter for letter in chosen if letter not in blocks and not all(has(side, letter) for side in outputs)
-        ]
-        summed = tuple(axis for letter in split_sums for axis in chosen[letter])
+        chosen = _between_blocks(mesh, chosen, blocks)
+        summed = _summed(chosen, blocks, outputs)
         scattered = () if sums == "everywhere" else _scatters(mesh, results, chosen, summed, outputs[0])
         over = {axis for scatter in scattered for axis in scatter.axes}
         options: dict[str, Any] = dict(summed_over=tuple(axis for axis in summed if axis not in over))
@@ -141,6 +130,28 @@ def _partial_sums(sides: list[list[str]], shardings: list[Any], kept: set[str]) 
             if letter not in kept and letter != "u":
                 split.setdefault(letter, set()).add(entry)
     return {letter: axes for letter, found in split.items() if len(found) == 1 and (axes := next(iter(found)))}
+
+
+def _between_blocks(mesh: Mesh, chosen: Mapping[str, Axes], blocks: Mapping[str, BlocksOf]) -> dict[str, Axes]:
+    """The same, with no block split.
+
+    A block that two devices share would have two scales, so an axis is split between whole blocks or not at all, and
+    the axis that counts its blocks is split alike.
+    """
+    found = dict(chosen)
+    for letter, of in blocks.items():
+        parts = math.prod(mesh.shape[axis] for axis in found.get(of.letter, ()))
+        if of.length % (parts * of.size):
+            found[of.letter] = ()
+        found[letter] = found.get(of.letter, ())
+    return found
+
+
+def _summed(chosen: Mapping[str, Axes], blocks: Mapping[str, BlocksOf], outputs: list[list[str]]) -> Axes:
+    """The mesh axes that split what a result lacks: every device holds a part of that sum."""
+    has = lambda side, letter: letter in side or any(of.letter == letter and q in side for q, of in blocks.items())
+    letters = [letter for letter in chosen if letter not in blocks and not all(has(side, letter) for side in outputs)]
+    return tuple(axis for letter in letters for axis in chosen[letter])
 
 
 def _scatters(mesh: Mesh, results: Any, chosen: Mapping[str, Axes], summed: Axes, side: list[str]) -> list[Scatter]:
