@@ -104,19 +104,21 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
         scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
 
-        def scaled_dot(w: jax.Array) -> jax.Array:
-            own_x, own_scale = lax.optimization_barrier((x, scale))
+        def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
             product = lax.dot_general(
-                own_x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
+                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
                 preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
-            if own_scale is None:
+            if scale is None:
                 return product.astype(out_dtype)
-            return (product.astype(scale_dtype) * own_scale.astype(scale_dtype)).astype(out_dtype)
+            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
-        out = scaled_dot(w)
+        x, scale = lax.optimization_barrier((x, scale))
+        out = scaled_dot(x, w, scale)
         if w_lo is not None:
-            out = out + scaled_dot(w_lo)
+            # Behind the first one: two barriers of the same operands are one to XLA.
+            x, scale = lax.optimization_barrier((x, scale))
+            out = out + scaled_dot(x, w_lo, scale)
         # XLA would make a gelu that follows part of the GEMM, and fails to compile ("!has_aux_output") where the
         # product itself is needed, too, as it is by a rematerialized backward pass.
         return lax.optimization_barrier(out)
