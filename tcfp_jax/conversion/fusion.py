@@ -109,7 +109,7 @@ def _is_alone(recipe: Recipe) -> bool:
     """Whether nothing but products with a kernel of its own stands around its elementwise parts.
 
     Scales of rows are multiplied after a product, by XLA where its result is read: in a pass of its own where a kernel
-    reads it. On an H200 two Llama-8B blocks took 0.8 ms more so (LOG 23).
+    reads it. On an H200 what is no product took 6.0 ms of two Llama-8B blocks so, and 5.3 apart (LOG 23).
     """
     return not isinstance(recipe.scaling, Row)
 

@@ -19,18 +19,20 @@ from jax import lax
 from jax.extend import core
 
 from pallas_kernels.dispatch import Backend, judge
-from pallas_kernels.expression import BODIES, ELEMENTWISE
 from pallas_kernels.row_gradient.api import IMPLEMENTATIONS, row_gradient
 from pallas_kernels.row_gradient.reference import Options
+from pallas_kernels.row_gradient.rows import ELEMENTWISE
 
 _REDUCTIONS: dict[str, Any] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "stop_gradient"})
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+# What means no more than its body. A function with a derivative of its own is not among them: its rule would be lost.
+_BODIES = frozenset({"jit", "pjit", "closed_call"})
 
 
 def problem(eqn: Any, shape: tuple[int, ...]) -> str | None:
     """Why an equation is not of a function of the rows of x `shape`, or None."""
     name = eqn.primitive.name
-    if name in BODIES:
+    if name in _BODIES:
         closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         body = getattr(closed, "jaxpr", closed)
         return next((found for inner in body.eqns if (found := problem(inner, shape))), None)
@@ -38,7 +40,7 @@ def problem(eqn: Any, shape: tuple[int, ...]) -> str | None:
         before = eqn.invars[0].aval.shape
         known = before == shape and tuple(eqn.params["axes"]) == (len(shape) - 1,)
         return None if known else f"{name} over other axes"
-    if name not in ELEMENTWISE or name == "name":
+    if name not in ELEMENTWISE | _MOVES:
         return f"{name} is not of rows"
     for var in (*eqn.invars, *eqn.outvars):
         floats = jnp.issubdtype(var.aval.dtype, jnp.floating) and jnp.dtype(var.aval.dtype).itemsize in (2, 4)
@@ -83,7 +85,7 @@ def _run(jaxpr: Any, shape: tuple[int, ...], inputs: Sequence[Any]) -> list[Any]
     read = lambda var: jnp.asarray(var.val) if isinstance(var, core.Literal) else env[var]
     for eqn in jaxpr.eqns:
         values, name = [read(var) for var in eqn.invars], eqn.primitive.name
-        if name in BODIES:
+        if name in _BODIES:
             closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             results = _run(getattr(closed, "jaxpr", closed), shape, values)
         elif name in _REDUCTIONS:
@@ -149,7 +151,7 @@ def _with_sums_apart(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
     for eqn in jaxpr.eqns:
         values, name = [read(var) for var in eqn.invars], eqn.primitive.name
-        if name in BODIES:
+        if name in _BODIES:
             closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             results = _with_sums_apart(getattr(closed, "jaxpr", closed), values)
         else:
