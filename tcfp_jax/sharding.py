@@ -121,7 +121,7 @@ class _Units:
         if is_stored(node):
             parameter = self._owner(path)
             if parameter is None:
-                self._refuse(path, node)
+                raise self._stranger(path, node)
             tree = _of_stored(node, parameter.matrix(node.shape), parameter)
             return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(tree))
         parts = self._parts(path, node)
@@ -137,7 +137,7 @@ class _Units:
         parameter = self._owner(path)
         if parameter is None:
             if len(shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                self._refuse(path, leaf)
+                raise self._stranger(path, leaf)
             return None
         if not any(parameter.sharding.spec) or not shape:
             return None
@@ -193,9 +193,9 @@ class _Units:
             if parameter.shape is None and parameter.name in shapes:
                 self.parameters[place] = replace(parameter, shape=_shape(parameter, shapes[parameter.name]))
 
-    def _refuse(self, path: _Path, node: Any) -> Any:
+    def _stranger(self, path: _Path, node: Any) -> ValueError:
         known = sorted(parameter.name for parameter in self.parameters.values())
-        raise ValueError(
+        return ValueError(
             f"{'/'.join(_names(path))} {list(node.shape)} belongs to none of the {len(known)} parameters, such as "
             f"{known[:3]}; give the shardings of the parameters that this state is of, and of an nnx.Optimizer its "
             "opt_state, as nnx.state takes stored weights apart"
@@ -206,7 +206,7 @@ def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
     """A stored weight with shardings in the place of arrays."""
     stack = range(len(matrix.shape) - 2)
     sizes = matrix.shape[:-2]
-    beside = lambda array: None if array is None else matrix.taken([*stack, None], array.shape).sharding
+    beside: Any = lambda array: None if array is None else matrix.taken([*stack, None], array.shape).sharding
 
     def operand(given: Any, parts: Parts) -> Any:
         if given is None:
@@ -233,7 +233,7 @@ def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
 
 
 def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
-    """An array that a transformation made of a parameter: a copy, its matrix, a stack of copies, or some of its axes."""
+    """What a transformation keeps of a parameter: a copy, its matrix, a stack of copies, or some of its axes."""
     assert parameter.shape is not None, "an array at its place has a shape"
     whole = parameter.kernel
     own, count = parameter.shape, len(parameter.shape)
