@@ -136,7 +136,7 @@ def measure_host(config: Config) -> list[Row]:
         EAGER: (eager, (tensor,)), "mxfp8e4": (plain, (narrow,)), "mxfp8e4 of float32": (plain, (x,)),
         "mxfp8e4 of float32, ties away": (function, (x,)),
     }  # fmt: skip
-    taken = timing.time_on_host(timed, rounds=config.rounds, calls=config.host_calls)
+    taken = timing.time_by_wall_clock(timed, rounds=config.rounds, calls=config.host_calls)
     where = f"cpu, {torch.get_num_threads()} threads in PyTorch {torch.__version__}"
     arrays = {name: narrow if name == "mxfp8e4" else x for name in timed}
     return [make_row(name, where, arrays[name], t, eager=taken[EAGER]) for name, t in taken.items()]

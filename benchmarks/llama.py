@@ -177,12 +177,12 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
     return _Candidate(compiled, args, compiled, seconds, lambda: compiled(*args))
 
 
-def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
-    """A whole training step; the state is donated."""
+def make_training(config: Config, name: str, rate: float | optax.Schedule = 1e-4) -> timing.Training:
+    """A whole training step, before it is compiled; `rate` is AdamW's."""
     (batch, positions), size = config.step_tokens, config.step
     model = FAMILIES[family_of(size)].plain(size, "bfloat16")
     converted, weights = (model, None) if name == BASELINE else _converted_step(config, name)
-    optimizer = _optimizer(name, weights)
+    optimizer = _optimizer(name, weights, rate)
 
     @tcfp_jax.value_and_grad
     def gradients(params: Any, opt_state: Any, tokens: jax.Array) -> jax.Array:
@@ -206,14 +206,19 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
         tokens = jax.random.randint(key, (batch, positions + 1), 0, size.vocabulary)
         return (params, optimizer.init(params)), tokens
 
+    return timing.Training(init, step, gradients)
+
+
+def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
+    """A whole training step; the state is donated."""
+    training = make_training(config, name)
+    threaded, seconds = training.compile(seed)
+
     def outputs() -> dict[str, Any]:
-        loss, dparams = jax.jit(gradients)(*threaded.state, *threaded.inputs)
+        loss, dparams = jax.jit(training.gradients)(*threaded.state, *threaded.inputs)
         return {"loss": loss, "dparams": dparams}
 
-    key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
-    compiled, seconds = timing.compile_timed(jitted, *jax.eval_shape(init, key))
-    threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
-    return _Candidate(threaded, (), compiled, seconds, outputs)
+    return _Candidate(threaded, (), threaded.compiled, seconds, outputs)
 
 
 def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
@@ -231,11 +236,11 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     return model, find_weights(model)
 
 
-def _optimizer(name: str, weights: Any) -> optax.GradientTransformation:
+def _optimizer(name: str, weights: Any, rate: float | optax.Schedule) -> optax.GradientTransformation:
     """AdamW behind clipping, as a user of each kind of weights writes it."""
     if name == STORED:
-        return tcfp_jax.optim.adamw(1e-4, moments="8bit", max_norm=1.0, key=jax.random.key(0))
-    parts = [optax.clip_by_global_norm(1.0), optax.adamw(1e-4)]
+        return tcfp_jax.optim.adamw(rate, moments="8bit", max_norm=1.0, key=jax.random.key(0))
+    parts = [optax.clip_by_global_norm(1.0), optax.adamw(rate)]
     return optax.chain(*parts, *([] if weights is None else [tcfp_jax.error_feedback(weights)]))
 
 

@@ -17,15 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, forks, memory, recipes, train_step
+from benchmarks import convergence, forks, large, memory, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
 from tcfp_jax.recipes import recipe
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
 BENCHMARKS = (
-    "train_step", "llama", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers", "memory", "quality",
-    "convergence", "forks", "adamw", "scan", "casts",
+    "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
+    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts",
 )  # fmt: skip
 PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): BENCHMARKS}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
@@ -100,7 +100,9 @@ def choose(results: Path = RESULTS) -> str:
         + (" ³ Of a run of its own, over its own BF16." if any("³" in speed for speed in speeds.values()) else ""),
         "[Measurements](docs/measurements.md) has all numbers.",
     ]
-    origins = " ".join(f"`{result.name}`: {result.origin}." for result in found if result is not None)
+    whole = read_result(large.NAME, results)
+    text += [] if whole is None else [large.sentence(whole)]
+    origins = " ".join(f"`{result.name}`: {result.origin}." for result in (*found, whole) if result is not None)
     return f"{markdown_table(titles, lines, last='left')}\n\n{' '.join(text)}\n\n*{origins}*\n"
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,8 @@ def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5)
     return _timings(samples, "CUPTI kernel time")
 
 
-def time_on_host(candidates: Candidates, *, rounds: int = 5, calls: int = 1) -> dict[str, Timing]:
-    """Time candidates that run on the CPU in turn, by the wall clock, whatever JAX's default device; each warmed up.
+def time_by_wall_clock(candidates: Candidates, *, rounds: int = 5, calls: int = 1) -> dict[str, Timing]:
+    """Time candidates in turn by the wall clock, each warmed up: those that run on the CPU, or on several devices.
 
     They need not be JAX's: a function that returns something else is done when it returns.
     """
@@ -121,6 +121,37 @@ class Threaded:
         """Run a step; its result."""
         self.state, result = self.compiled(self.state, *self.inputs)
         return result
+
+
+class Training(NamedTuple):
+    """A training step before it is compiled.
+
+    Attributes:
+      init: `key -> (state, *inputs)`.
+      step: `(state, *inputs) -> (state, loss)`.
+      gradients: `(*state, *inputs) -> (loss, gradients)` of its parameters.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, ...]]
+    step: Callable[..., tuple[Any, jax.Array]]
+    gradients: Callable[..., tuple[jax.Array, Any]]
+
+    def compile(self, seed: int = 0, place: Callable[[Any], Any] | None = None) -> tuple[Threaded, float]:
+        """(the compiled step with its first state, which exists only when it is compiled; seconds of compiling).
+
+        Args:
+          seed: of `init`.
+          place: the shardings of what `init` returns, from its shapes; None on one device.
+        """
+        key = jax.random.key(seed)
+        given = jax.eval_shape(self.init, key)
+        shardings = None if place is None else place(given)
+        if shardings is not None:
+            given = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), given, shardings)
+        results = None if shardings is None else (shardings[0], None)
+        jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
+        compiled, seconds = compile_timed(jitted, *given)
+        return Threaded(jitted, compiled, *jax.jit(self.init, out_shardings=shardings)(key)), seconds
 
 
 def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:

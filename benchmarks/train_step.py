@@ -175,9 +175,8 @@ def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
     return optax.chain(optax.adamw(1e-4), tcfp_jax.error_feedback(chosen, error_dtype=kept.error_dtype))
 
 
-def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: Kept | None = None) -> _Candidate:
-    """Loss, gradients of the MLP's weights, AdamW and `error_feedback`; compiled before the state exists."""
-    kept = kept or Kept()
+def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Training:
+    """Loss, gradients of the MLP's weights, AdamW and `error_feedback`, before they are compiled."""
     (model, _), optimizer = make_model(OPTIMIZER, shape, chosen), make_optimizer(chosen, kept)
 
     @tcfp_jax.value_and_grad
@@ -197,14 +196,19 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: K
             params = tcfp_jax.store(floats, chosen, key=key, gradient_dtype=kept.gradient_dtype)
         return (params, optimizer.init(params)), x, target
 
+    return timing.Training(init, step, gradients)
+
+
+def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: Kept | None = None) -> _Candidate:
+    """The same as a candidate."""
+    training = make_training(shape, chosen, kept or Kept())
+    threaded, seconds = training.compile(seed)
+
     def outputs() -> dict[str, Any]:
         # Adam's first update is little more than the gradient's sign, so gradients are compared, not updates.
-        _, dparams = jax.jit(gradients)(*threaded.state, *threaded.inputs)
+        _, dparams = jax.jit(training.gradients)(*threaded.state, *threaded.inputs)
         return {"loss": threaded(), "dparams": dparams, "params": float_parameters(threaded.state[0])}
 
-    key, jitted = jax.random.key(seed), jax.jit(step, donate_argnums=0)
-    compiled, seconds = timing.compile_timed(jitted, *jax.eval_shape(init, key))
-    threaded = timing.Threaded(jitted, compiled, *jax.jit(init)(key))
     return _Candidate(threaded, (), seconds, outputs)
 
 

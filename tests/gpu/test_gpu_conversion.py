@@ -106,9 +106,13 @@ def test_activations_and_norms_in_kernels_change_what_rounding_does(name):
         convert(GPT(), recipes[name], TOKENS) for recipes in (KERNELS, APART)
     )]  # fmt: skip
     moved = [jax.tree.map(jnp.subtract, after, params) for _, after, _ in results]
-    for got, expected in zip(*map(jax.tree.leaves, moved), strict=True):
-        lost = jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
-        assert float(lost) < 0.1  # FP8 itself loses 0.03 to 0.06 of each operand
+    lost = {}
+    for (path, got), expected in zip(*map(jax.tree.leaves_with_path, moved), strict=True):
+        part = jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+        lost[jax.tree_util.keystr(path, simple=True, separator="/")] = float(part)
+    # A key's bias moves every score of a query alike, which softmax takes away: its gradient is rounding and no more.
+    assert lost.pop("blocks/key/bias") > 0.1
+    assert max(lost.values()) < 0.1, lost  # FP8 itself loses 0.03 to 0.06 of each operand
 
 
 def test_the_base_model_and_layers_that_are_off_run_flax():

@@ -1,0 +1,227 @@
+"""Training steps on several GPUs: batch and weights split over all of them (FSDP), beside BF16 and beside one GPU.
+
+    python -m benchmarks.fsdp --json
+    python -m benchmarks.fsdp --json --parts mlp --recipes "tensorwise,stored" --devices 4
+
+* *mlp* is d -> d_ff -> d of `benchmarks.train_step`, *llama* a whole step of a Llama as in `benchmarks.llama`; both
+  with AdamW. Every GPU has as many tokens as one GPU alone has, so `over_one_gpu` is at best the number of GPUs.
+* Every matrix is split along its first axis (a stacked one, along its second), in every recipe; the state follows by
+  `tcfp_jax.sharding.state_shardings`. XLA gathers a weight where it is read and scatters the sums of its gradients.
+
+Times are by the wall clock, over steps of which each needs the one before: kernels of several GPUs run beside each
+other and beside what travels. Gradients are compared with BF16's on the same GPUs before anything is timed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import common, llama, timing, train_step
+from benchmarks.common import Result, markdown_table
+from benchmarks.shapes import GemmShape
+from benchmarks.train_step import check_outputs
+from models.llama import LLAMAS, LlamaConfig
+from tcfp_jax.recipes import recipe
+from tcfp_jax.sharding import state_shardings
+
+NAME = "fsdp"
+Part = Literal["mlp", "llama"]
+PARTS: tuple[Part, ...] = get_args(Part)
+BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
+RECIPES = (BASELINE, "tensorwise", "tcfp12_fast", STORED)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run.
+
+    Attributes:
+      mlp: tokens, d and d_ff of one device.
+      llama: the model.
+      llama_tokens: sequences and positions of one device.
+      devices: how many, and the one alone that they are compared with.
+    """
+
+    mlp: GemmShape
+    llama: LlamaConfig
+    llama_tokens: tuple[int, int]
+    recipes: tuple[str, ...]
+    parts: tuple[Part, ...] = PARTS
+    devices: tuple[int, ...] = (1, 2)
+    rounds: int = 5
+    calls: int = 6
+
+
+@dataclass(frozen=True)
+class Row(timing.Timing):
+    """One candidate on some devices.
+
+    Attributes:
+      part, recipe, devices, tokens: what ran; tokens of all devices in a step.
+      tokens_per_second: of the median.
+      speed_over_bf16: BF16's median over this one, on as many devices.
+      over_one_gpu: tokens a second over those of the same candidate on one device; None where that did not run.
+      worst_snr_db: of loss and gradients against BF16's; None for BF16.
+      compile_seconds: tracing, lowering and compiling.
+      arena_bytes: what the program needs on a device beside arguments and results.
+      state_bytes: parameters and optimizer state on the first device.
+    """
+
+    part: Part
+    recipe: str
+    devices: int
+    tokens: int
+    tokens_per_second: float
+    speed_over_bf16: float
+    over_one_gpu: float | None
+    worst_snr_db: float | None
+    compile_seconds: float
+    arena_bytes: int
+    state_bytes: int
+
+
+def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[timing.Training, int]:
+    """(the step of a candidate, with as many tokens for every device; its tokens)."""
+    if part == "llama":
+        tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
+        few = llama.Config(config.llama, config.llama, tokens, tokens, (name,), include=("linear", "small"))
+        return llama.make_training(few, name), math.prod(tokens)
+    shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
+    kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")
+    chosen = recipe("tcfp12_single" if name == STORED else name)
+    return train_step.make_training(shape, chosen, kept if name == STORED else train_step.Kept()), shape.m
+
+
+def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
+    """The shardings of what `Training.init` returns: `((params, opt_state), *inputs)`; `floats` are BF16's params."""
+    state, *inputs = given
+    at = functools.partial(NamedSharding, mesh)
+    split = jax.tree.map(lambda leaf: at(_split(leaf.shape, mesh.size)), floats)
+    return state_shardings(split, state), *(at(P(AXIS)) for _ in inputs)
+
+
+def _split(shape: tuple[int, ...], parts: int) -> P:
+    """A matrix's first axis, or the second where layers are stacked before it; vectors are whole.
+
+    >>> _split((64, 32), 2), _split((16, 64, 32), 2), _split((64,), 2)
+    (PartitionSpec('fsdp',), PartitionSpec(None, 'fsdp'), PartitionSpec())
+    """
+    if len(shape) < 2 or shape[-2] % parts:
+        return P()
+    return P(*(None,) * (len(shape) - 2), AXIS)
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """Every part on every number of devices."""
+    for part in config.parts:
+        alone: dict[str, float] = {}
+        for devices in config.devices:
+            for row in measure_part(part, config, devices):
+                if devices == 1:
+                    alone[row.recipe] = row.tokens_per_second
+                over = row.tokens_per_second / alone[row.recipe] if alone else None
+                yield dataclasses.replace(row, over_one_gpu=over)
+
+
+def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
+    """Check and time the candidates of a part on some devices; `ArithmeticError` where gradients are wrong."""
+    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    made: dict[str, tuple[timing.Threaded, float, int]] = {}
+    worst: dict[str, float | None] = {}
+    reference = None
+    (floats, _), *_ = jax.eval_shape(make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0))
+    with jax.set_mesh(mesh):
+        for name in config.recipes:
+            training, tokens = make_training(part, name, config, devices)
+            step, seconds = training.compile(place=functools.partial(placed, mesh, floats))
+            made[name] = step, seconds, tokens
+            loss, gradients = jax.jit(training.gradients)(*step.state, *step.inputs)
+            outputs = {"loss": loss, "gradients": gradients}
+            least = llama.LEAST_SNR_DB["step"]
+            worst[name] = None if reference is None else check_outputs(name, reference, outputs, least=least)
+            reference = outputs if reference is None else reference
+        del outputs, reference, loss, gradients
+        candidates: Any = {name: (step, ()) for name, (step, _, _) in made.items()}
+        timed = timing.time_by_wall_clock(candidates, rounds=config.rounds, calls=config.calls)
+    return [
+        Row(
+            **dataclasses.asdict(timed[name]), part=part, recipe=name, devices=devices, tokens=tokens,
+            tokens_per_second=tokens / timed[name].median_ms * 1e3, over_one_gpu=None,
+            speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms, worst_snr_db=worst[name],
+            compile_seconds=seconds, arena_bytes=step.compiled.memory_analysis().temp_size_in_bytes,
+            state_bytes=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(step.state)),
+        ) for name, (step, seconds, tokens) in made.items()
+    ]  # fmt: skip
+
+
+# The command and its table --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Parts, recipes and devices."""
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
+    parser.add_argument("--recipes", help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs")
+    parser.add_argument("--devices", type=int, help="how many, beside one alone (default: all)")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line; `ValueError` where it names an unknown recipe or part, or too many devices."""
+    recipes = tuple(dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, RECIPES))))
+    parts = common.chosen_of("parts", options.parts, PARTS)
+    here = jax.device_count()
+    wanted = options.devices or here
+    if not 0 < wanted <= here:
+        raise ValueError(f"--devices {wanted}, but this machine has {here}; use 1 to {here}")
+    devices = tuple(sorted({1, wanted}))
+    if jax.default_backend() == "gpu" and not options.smoke:
+        return Config(GemmShape(8192, 4096, 16384), LLAMAS["llama-1b"], (4, 4096), recipes, parts, devices)
+    tiny = LLAMAS["llama-tiny"]
+    return Config(GemmShape(64, 32, 64), tiny, (2, 32), recipes, parts, devices, rounds=1, calls=2)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    columns = ("part", "devices", "recipe", "median_ms", "min_ms", "max_ms", "speed_over_bf16", "over_one_gpu")
+    common.print_rows(
+        rows, *columns, "tokens_per_second", "worst_snr_db", "compile_seconds", "arena_bytes", "state_bytes"
+    )
+
+
+def table(result: Result) -> str:
+    """A line a candidate, a table a part."""
+    texts = []
+    for part in result.distinct("part"):
+        lines = []
+        for row in (row for row in result.rows if row["part"] == part):
+            over = "–" if row["over_one_gpu"] is None else f"{row['over_one_gpu']:.2f}"
+            lines.append(
+                [
+                    str(row["devices"]), f"`{row['recipe']}`", f"{row['median_ms']:.2f}",
+                    f"**{row['speed_over_bf16']:.2f}**", f"{row['tokens_per_second'] / 1e3:,.0f}k", over,
+                    f"{row['state_bytes'] / 1e9:.2f}", f"{row['arena_bytes'] / 1e9:.2f}",
+                ]
+            )  # fmt: skip
+        titles = ["GPUs", "", "ms", "speed over BF16", "tokens a second", "over one GPU", "state, GB", "arena, GB"]
+        mlp, size = result.config["mlp"], result.config["llama"]
+        tokens = " × ".join(map(str, result.config["llama_tokens"]))
+        what = (
+            f"An MLP of {mlp['k']} → {mlp['n']} → {mlp['k']}, {mlp['m']} tokens a GPU"
+            if part == "mlp"
+            else f"A Llama of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
+        )
+        texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
+    return "\n".join(texts) + "\nTimes are by the wall clock; state and arena are those of one GPU."
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)
