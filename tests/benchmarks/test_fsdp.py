@@ -1,0 +1,27 @@
+"""The benchmark of several devices: it checks gradients, splits the state, and compares with one device."""
+
+import argparse
+
+import pytest
+
+from benchmarks import common, fsdp
+
+
+def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path):
+    options = ["--smoke", "--out", str(tmp_path), "--parts", "mlp", "--recipes", "tensorwise", "--devices", "2"]
+    rows = common.main(fsdp.NAME, options)
+    assert [(row.devices, row.recipe) for row in rows] == [(n, name) for n in (1, 2) for name in ("bf16", "tensorwise")]
+    for alone, both in zip(rows[:2], rows[2:], strict=True):
+        # Counters and scales are whole on both.
+        assert both.state_bytes < 0.51 * alone.state_bytes
+        assert (alone.over_one_gpu, both.tokens) == (1.0, 2 * alone.tokens)
+        assert both.timer == "wall clock"
+    assert rows[3].worst_snr_db > 10
+    text = fsdp.table(common.read_result(fsdp.NAME, tmp_path))
+    assert "| 2 | `tensorwise` |" in text and "64 tokens a GPU" in text
+
+
+def test_more_devices_than_there_are_are_refused():
+    options = argparse.Namespace(recipes=None, parts=None, devices=99, smoke=True)
+    with pytest.raises(ValueError, match=r"--devices 99, but this machine has \d+; use 1 to"):
+        fsdp.configure(options)
