@@ -92,7 +92,7 @@ def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[
     """(the step of a candidate, with as many tokens for every device; its tokens)."""
     if part == "llama":
         tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
-        few = llama.Config(config.llama, config.llama, tokens, tokens, (name,), include=("linear", "small"))
+        few = llama.Config(config.llama, config.llama, tokens, tokens, {}, include=("linear", "small"))
         return llama.make_training(few, name), math.prod(tokens)
     shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
     kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")

@@ -123,7 +123,7 @@ def measure(config: Config) -> Iterator[Row]:
 def train(config: Config, name: str, layers: int) -> Run:
     """Twenty steps, then the timed ones."""
     size = dataclasses.replace(config.model, layers=layers)
-    settings = llama.Config(size, size, config.tokens, config.tokens, (name,), include=("linear", "small"))
+    settings = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
     # A first update of full size would throw the loss of a model this wide up to 27.
     training = llama.make_training(settings, name, optax.linear_schedule(0.0, 4e-5, config.steps))
     (step, compile_seconds), losses = training.compile(), []

@@ -49,6 +49,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED = "bf16", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, *PEERS), "step": (*RECIPES, STORED)}
+# Candidates of a part take turns, so their states lie beside each other: 15 to 25 GB each for llama-1b.
+USUAL: dict[Part, tuple[str, ...]] = {
+    "block": CANDIDATES["block"], "step": (BASELINE, "tensorwise", "tcfp12_fast", "rowwise", STORED),
+}  # fmt: skip
 # Two blocks keep 13 dB and more. The gradients of a first layer come through all of a model: 8.4 dB after 16 blocks.
 # A wrong scale or operand is below 3.
 LEAST_SNR_DB: dict[Part, float] = {"block": 11.0, "step": 5.0}
@@ -64,7 +68,7 @@ class Config:
     step: ModelConfig
     block_tokens: tuple[int, int]
     step_tokens: tuple[int, int]
-    recipes: tuple[str, ...]
+    recipes: dict[Part, tuple[str, ...]]
     parts: tuple[Part, ...] = PARTS
     rounds: int = 5
     calls: int = 3
@@ -255,8 +259,7 @@ def measure(config: Config) -> Iterator[Row]:
 
 def measure_part(part: Part, config: Config) -> list[Row]:
     """Check and time the candidates of one part; `ArithmeticError` where outputs are wrong."""
-    names = [name for name in CANDIDATES[part] if name in config.recipes]
-    names = [name for name in names if peers.is_installed(name)]
+    names = [name for name in config.recipes[part] if peers.is_installed(name)]
     made: dict[str, _Candidate] = {}
     worst: dict[str, float | None] = {}
     reference = None
@@ -304,7 +307,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Parts, recipes and sizes."""
     every = dict.fromkeys(name for part in PARTS for name in CANDIDATES[part])
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
-    parser.add_argument("--recipes", help=f"of {', '.join(every)} (default: all); {BASELINE} always runs")
+    parser.add_argument("--recipes", help=f"of {', '.join(every)}; {BASELINE} always runs")
     parser.add_argument("--model", choices=model_names(), help="of the whole step (default: llama-1b on a GPU)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
     parser.add_argument("--include", choices=["linear", "measured"], help="what recipes convert (default: linear)")
@@ -314,7 +317,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line; `ValueError` where it names an unknown recipe or part."""
     every = tuple(dict.fromkeys(name for part in PARTS for name in CANDIDATES[part]))
-    recipes = tuple(dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, every))))
+    wanted = (BASELINE, *common.chosen_of("recipes", options.recipes, every))
+    known = CANDIDATES if options.recipes else USUAL
+    recipes = {part: tuple(name for name in known[part] if name in wanted) for part in PARTS}
     parts = common.chosen_of("parts", options.parts, PARTS)
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = options.model or ("llama-1b" if on_gpu else "llama-tiny")
