@@ -5,6 +5,7 @@ Codes are those of `pallas_kernels.moments`; here are the arrays of a state, of 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -99,7 +100,8 @@ def block_parts(values: Parts) -> Parts:
     """
     runs = neighbours(values.shape, blocked_shape(values.shape))
     assert runs is not None, "blocked_shape merges neighbours"
-    blocked = values.merged(runs)
+    blocked = replace(values, name=f"{values.name}, whose 8-bit moments have blocks that run on over short rows,")
+    blocked = replace(blocked.merged(runs), name=values.name)
     sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
     return blocked.counted(sizes, 'moments of another format (moments="bfloat16") for it')
 
