@@ -44,13 +44,14 @@ def on_each_device(
         x, w, bias = jax.tree.unflatten(tree, arrays)
         x, w = (_as_scalar(operand).settled() for operand in (x, w))
         parts = bool(summed_over or scattered)
-        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if parts else options
+        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if scattered else options
         before = None if parts else bias
         run = multiply if fits(*sizes(x, w)) else reference.matmul
         out = run(asked, x, w, before)
         if not parts:
             return out
-        # Summed in float32 and rounded once.
+        # What is handed out, a weight's gradient, is summed in float32 and rounded once. A result that stays whole is
+        # summed in its own dtype, as XLA sums its own products: then it adds those of q, k and v before it sends them.
         for axes, dimension in scattered:
             out = lax.psum_scatter(out, axes, scatter_dimension=dimension, tiled=True)
         out = lax.psum(out, summed_over) if summed_over else out
