@@ -179,4 +179,3 @@ def _group(line: str) -> int:
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]) if axis in sizes)
     found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
     return len(found[1].split(",")) if found else 0
-

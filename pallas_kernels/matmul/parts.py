@@ -94,5 +94,7 @@ def _letters(operand: Operand, rows: str) -> Any:
     if isinstance(operand.scaling, Block):
         scale = f"{'i' if operand.scaling.tile == 'square' else rows} j"
     values = f"{rows} k" if operand.contracts == "last" else f"k {rows}"
-    lo, lo_scale = (None if half is None else letters for half, letters in ((operand.lo, values), (operand.lo_scale, scale)))
+    lo, lo_scale = (
+        None if half is None else letters for half, letters in ((operand.lo, values), (operand.lo_scale, scale))
+    )
     return Operand(values, scale, lo, lo_scale, operand.scaling, operand.contracts)  # type: ignore[arg-type]
