@@ -26,8 +26,8 @@ from pallas_kernels.scaling import (
 )  # fmt: skip
 
 __all__ = [
-    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Operand", "Orientation", "Product",
-    "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
+    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Operand", "Orientation",
+    "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
 ]  # fmt: skip
 
 Orientation = Literal["rows", "both"]

@@ -126,6 +126,7 @@ def training_step(name, remat):
 
 
 @functools.lru_cache(maxsize=4)
+@jax.numpy_dtype_promotion("standard")  # Flax's norms promote
 def travels(name: str, remat: str, mesh_name: str) -> list[Collective]:
     """The collectives of the optimized program."""
     mesh = h200s(*MESHES[mesh_name])
