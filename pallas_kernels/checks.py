@@ -71,8 +71,8 @@ def check_operands(x: Operand, w: Operand) -> tuple[Operand, Operand]:
       ValueError: the contracted sizes differ, or an operand's halves or scales do not fit its values.
       NotImplementedError: E5M2 x E5M2, two scalings that no product combines, or an x with a residual.
     """
-    a, b = x.values, w.values
-    contracted = b.ndim - 1
+    a, b = x.values, w
+    contracted = len(b.shape) - 1
     if contracted < 1 or a.ndim < contracted or a.shape[a.ndim - contracted :] != b.shape[1:]:
         raise ValueError(
             f"x{list(a.shape)} and w{list(b.shape)} must agree in the axes after w's first; transpose or reshape one"
@@ -83,7 +83,7 @@ def check_operands(x: Operand, w: Operand) -> tuple[Operand, Operand]:
         _check_halves(name, operand)
     if x.lo is not None:
         raise NotImplementedError("x has a residual, which takes a product of its own; multiply x_hi and x_lo apart")
-    if a.dtype == b.dtype == jnp.dtype(jnp.float8_e5m2):
+    if a.dtype == b.values.dtype == jnp.dtype(jnp.float8_e5m2):
         raise NotImplementedError(
             "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn"
         )

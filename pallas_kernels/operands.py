@@ -26,12 +26,14 @@ from pallas_kernels.scaling import (
 )  # fmt: skip
 
 __all__ = [
-    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Operand", "Orientation", "Product",
-    "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
+    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Operand", "Orientation",
+    "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
 ]  # fmt: skip
 
 Orientation = Literal["rows", "both"]
 Accumulation = Literal["fast", "full"]
+# Which axis of a matrix of values products contract.
+Contracts = Literal["last", "first"]
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +48,8 @@ class Operand:
       lo: FP8, the shape of `values`, or None.
       lo_scale: of blocks with a residual: `scale`, but code 0 for every block whose residual is all zeros.
       scaling: which values share a scale.
+      contracts: "first" where `values` and `lo` are `[c, n]` and stand for their transpose, which a product makes where
+        it multiplies (`turn_late`). Scales and `shape` are those of the transpose.
     """
 
     values: jax.Array
@@ -53,6 +57,7 @@ class Operand:
     lo: jax.Array | None = None
     lo_scale: jax.Array | None = None
     scaling: Scaling = field(default=Tensor(), metadata=dict(static=True))
+    contracts: Contracts = field(default="last", metadata=dict(static=True))
 
     def __getattr__(self, name: str) -> Any:
         moved = {"scales": "scale", "residual_scales": "lo_scale", "block": "scaling.size", "tile": "scaling.tile"}
@@ -68,7 +73,7 @@ class Operand:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that it stands for."""
-        return self.values.shape
+        return self.values.shape if self.contracts == "last" else self.values.shape[::-1]
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +86,7 @@ class Operand:
 
     def drop_residual(self) -> "Operand":
         """The same values without `lo`."""
-        return Operand(self.values, self.scale, scaling=self.scaling)
+        return Operand(self.values, self.scale, scaling=self.scaling, contracts=self.contracts)
 
     def turn(self) -> "Operand":
         """The transposed matrix, whose last two axes are swapped.
@@ -93,12 +98,30 @@ class Operand:
         lo_scale = None if self.lo_scale is None else self.scaling.turn(self.lo_scale)
         return Operand(swap(self.values), self.scaling.turn(self.scale), swap(self.lo), lo_scale, self.scaling)
 
+    def turn_late(self) -> "Operand":
+        """`turn`, of a matrix whose values each product transposes itself, after devices have brought them together.
+
+        A matrix that devices hold in parts is then gathered as it lies, by a product that reads it so and by one that
+        reads its transpose, and XLA gathers it once for both.
+        """
+        turned = self.turn()
+        return Operand(self.values, turned.scale, self.lo, turned.lo_scale, self.scaling, "first")
+
+    def settled(self) -> "Operand":
+        """The same with its values contracted along their last axis."""
+        if self.contracts == "last":
+            return self
+        lo = None if self.lo is None else self.lo.T
+        return Operand(self.values.T, self.scale, lo, self.lo_scale, self.scaling)
+
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """(values + lo) * scale, in float32, where the sum is exact, and then `dtype`.
 
         >>> Operand(jnp.ones(2, jnp.float8_e4m3fn), jnp.float32(0.5)).dequantize().tolist()
         [0.5, 0.5]
         """
+        if self.contracts == "first":
+            return self.settled().dequantize(dtype)
         if self.lo is None:
             # Without the barrier XLA on a GPU would cancel the cast against the one that made the values, in one jit.
             total = lax.optimization_barrier(self.values).astype(jnp.float32)

@@ -83,7 +83,7 @@ def matmul(
     >>> matmul(one, one).tolist()
     [[4.0, 4.0], [4.0, 4.0]]
     """
-    x, w = check_operands(x, w)
+    x, w = check_operands(x, w if isinstance(w.scaling, Tensor) else w.settled())
     options = _options(w, bias, out_dtype, accumulation, out_sharding)
     if isinstance(w.scaling, Row):
         return _by_rows(options, x, w, bias, backend)
@@ -123,6 +123,6 @@ def _options(w: Operand, bias: jax.Array | None, out_dtype: DTypeLike, accumulat
             f'accumulation="fast" with {w.scaling}: a product is promoted to float32 where its blocks are scaled; use '
             'accumulation="full"'
         )
-    if bias is not None and bias.shape != w.values.shape[:1]:
+    if bias is not None and bias.shape != w.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}, but w{list(w.shape)} has n={w.shape[0]} outputs")
     return Product(jnp.dtype(out_dtype), accumulation, out_sharding)

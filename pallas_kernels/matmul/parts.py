@@ -42,15 +42,16 @@ def on_each_device(
 
     def local(*arrays: jax.Array, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> jax.Array:
         x, w, bias = jax.tree.unflatten(tree, arrays)
-        x, w = (_as_scalar(operand) for operand in (x, w))
+        x, w = (_as_scalar(operand).settled() for operand in (x, w))
         parts = bool(summed_over or scattered)
-        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if parts else options
+        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if scattered else options
         before = None if parts else bias
         run = multiply if fits(*sizes(x, w)) else reference.matmul
         out = run(asked, x, w, before)
         if not parts:
             return out
-        # Summed in float32 and rounded once.
+        # What is handed out, a weight's gradient, is summed in float32 and rounded once. A result that stays whole is
+        # summed in its own dtype, as XLA sums its own products: then it adds those of q, k and v before it sends them.
         for axes, dimension in scattered:
             out = lax.psum_scatter(out, axes, scatter_dimension=dimension, tiled=True)
         out = lax.psum(out, summed_over) if summed_over else out
@@ -71,7 +72,8 @@ def on_each_device(
 
 def _matrix(operand: Operand, rows: int, k: int) -> Operand:
     """The operand as a matrix, with a scalar scale as one value, since a partitioned function has no scalars."""
-    flat: Any = lambda half: None if half is None else half.reshape(rows, k)
+    shape = (rows, k) if operand.contracts == "last" else (k, rows)
+    flat: Any = lambda half: None if half is None else half.reshape(shape)
     scale = operand.scale
     if not isinstance(operand.scaling, Block):
         scale = scale.reshape(1)
@@ -91,5 +93,8 @@ def _letters(operand: Operand, rows: str) -> Any:
     scale = "u"
     if isinstance(operand.scaling, Block):
         scale = f"{'i' if operand.scaling.tile == 'square' else rows} j"
-    lo = None if operand.lo is None else f"{rows} k"
-    return Operand(f"{rows} k", scale, lo, None if operand.lo_scale is None else scale, operand.scaling)  # type: ignore[arg-type]
+    values = f"{rows} k" if operand.contracts == "last" else f"k {rows}"
+    lo, lo_scale = (
+        None if half is None else letters for half, letters in ((operand.lo, values), (operand.lo_scale, scale))
+    )
+    return Operand(values, scale, lo, lo_scale, operand.scaling, operand.contracts)  # type: ignore[arg-type]

@@ -81,8 +81,10 @@ def product_scale(x: Operand, w: Operand) -> jax.Array:
 
 def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     contracted = w.values.ndim - 1
-    axes = tuple(range(x.values.ndim - contracted, x.values.ndim)), tuple(range(1, w.values.ndim))
-    dimensions = (axes, ((), ()))
+    of_x = tuple(range(x.values.ndim - contracted, x.values.ndim))
+    # XLA transposes what it contracts along its first axis, after it has gathered it.
+    of_w = tuple(range(1, w.values.ndim)) if w.contracts == "last" else (0,)
+    dimensions = ((of_x, of_w), ((), ()))
     out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
     # Rows are scaled by whoever asks, and a constant is theirs: behind a barrier it would cost a pass over the product.

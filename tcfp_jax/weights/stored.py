@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Scaling
+from pallas_kernels.partition import device_count
 from tcfp_jax.recipes import Dual, Halves, Single
 
 
@@ -173,4 +174,7 @@ def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
     chosen = other if operand is None else operand
     if halves == "hi" and chosen.lo is not None:
         chosen = Operand(chosen.values, chosen.scale, scaling=chosen.scaling)
-    return chosen.turn() if operand is None else chosen
+    if operand is not None:
+        return chosen
+    # Devices that hold parts of a weight gather it once for the products of both orientations.
+    return chosen.turn_late() if chosen.values.ndim == 2 and device_count() > 1 else chosen.turn()

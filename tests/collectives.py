@@ -1,0 +1,181 @@
+"""What an optimized program sends between devices: every collective, with its dtype, its shape, and how often it runs.
+
+    all-gather bf16[1024,4096] x4        8.4 MB a time; its loop runs four times
+
+The text of the optimized program is read, after XLA has partitioned, combined and scheduled it: what is here is what
+devices do. A collective of several arrays is one `Collective` of several parts.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+OPERATIONS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+# Bits of a value; of dtypes that no collective here has, reading one raises.
+BITS = {"pred": 8, "bf16": 16}
+_PART = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$")
+_OPERATION = re.compile(rf" ({'|'.join(OPERATIONS)})(-start)?\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a collective: its dtype as HLO writes it, and the shape that a device holds of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Values of the array."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Those of the array."""
+        bits = BITS.get(self.dtype) or int(re.findall(r"\d+", self.dtype)[0])
+        return self.size * bits // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      operation: one of `OPERATIONS`.
+      parts: its results on a device: whole arrays of an all-gather, a device's own of a reduce-scatter.
+      times: how often a step runs it.
+      group: how many devices take part, or 0 where that is not written as a number.
+      source: the name of the operation in the program as it was traced.
+    """
+
+    operation: str
+    parts: tuple[Part, ...]
+    times: int
+    group: int
+    source: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all results in a step: what is brought together by gathers, and what is left by a reduce-scatter."""
+        return self.times * sum(part.bytes for part in self.parts)
+
+    def __str__(self) -> str:
+        parts = ", ".join(map(str, self.parts))
+        return f"{self.operation} {parts} x{self.times} of {self.group}: {self.source}"
+
+
+def collectives(text: str) -> list[Collective]:
+    """Those of an optimized program, in the order of the text.
+
+    Raises:
+      ValueError: a loop with a collective whose number of rounds XLA did not find, or a program without an entry.
+
+    >>> [str(c) for c in collectives('''
+    ... ENTRY %main (p: bf16[2,4]) -> bf16[8,4] {
+    ...   %p = bf16[2,4]{1,0} parameter(0)
+    ...   ROOT %g = bf16[8,4]{1,0} all-gather(%p), replica_groups=[1,4]<=[4], dimensions={0}
+    ... }''')]
+    ['all-gather bf16[8,4] x1 of 4: ']
+    """
+    bodies, entry = _computations(text)
+    times = _times(bodies, entry)
+    found = ((name, _collective(line)) for name, lines in bodies.items() for line in lines)
+    return [Collective(*what[:2], times[name], *what[2:]) for name, what in found if what and times.get(name)]
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """(the instructions of each computation, the name of the entry)."""
+    bodies: dict[str, list[str]] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if head:
+            name = head[2]
+            bodies[name] = []
+            entry = name if head[1] else entry
+        elif name and _INSTRUCTION.match(line):
+            bodies[name].append(line)
+    if not entry:
+        raise ValueError("the text has no ENTRY computation; pass compiled.as_text() of an optimized program")
+    return bodies, entry
+
+
+def _times(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
+    """How often a run of the program runs each computation; 0 for loops of unknown length, which hold no collective."""
+    times: dict[str, int] = {}
+
+    def visit(name: str, count: int) -> None:
+        times[name] = times.get(name, 0) + count
+        for line in bodies[name]:
+            for called, rounds in _calls(line):
+                if rounds is None and _holds_collective(bodies, called):
+                    raise ValueError(f"the loop {called} has collectives, and XLA knows no number of rounds for it")
+                visit(called, count * (rounds or 0))
+
+    visit(entry, 1)
+    return times
+
+
+def _calls(line: str) -> Iterator[tuple[str, int | None]]:
+    """(computation, how often the instruction runs it) of all that it calls."""
+    called = _CALLED.findall(line) + [c.strip(" %") for found in _BRANCHES.findall(line) for c in found.split(",")]
+    rounds: int | None = 1
+    if " while(" in line:
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+        rounds = int(known[1]) if known else None
+    # What an all-reduce applies adds two numbers.
+    yield from () if _OPERATION.search(line) else ((name, rounds) for name in called)
+
+
+def _holds_collective(bodies: dict[str, list[str]], name: str) -> bool:
+    lines = bodies[name]
+    if any(_OPERATION.search(line) for line in lines):
+        return True
+    return any(_holds_collective(bodies, called) for line in lines for called, _ in _calls(line))
+
+
+def _collective(line: str) -> tuple[str, tuple[Part, ...], int, str] | None:
+    """(operation, parts, group, source) of an instruction, or None."""
+    found = _OPERATION.search(line)
+    if found is None:
+        return None
+    results = line[line.index(" = ") + 3 : found.start()]
+    if found[2] and results.startswith("(("):
+        results = _second(results)  # of ((operands), results)
+    elif found[2] and found[1] != "all-reduce":
+        results = results.strip("()").split(", ", 1)[1]
+    parts = tuple(
+        Part(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in _PART.findall(results)
+    )
+    source = re.search(r'op_name="([^"]*)"', line)
+    return found[1], parts, _group(line), source[1] if source else ""
+
+
+def _second(results: str) -> str:
+    depth = 0
+    for place, character in enumerate(results):
+        depth += (character == "(") - (character == ")")
+        if depth == 1 and character == ")":
+            return results[place + 1 :]
+    return results
+
+
+def _group(line: str) -> int:
+    """Devices of one group, of the forms in which HLO writes them."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]) if axis in sizes)
+    found = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    return len(found[1].split(",")) if found else 0
