@@ -26,8 +26,10 @@ KEY = jax.random.key(0)
 BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
 SHAPES = {"up": {"kernel": (64, 512), "bias": (512,)}, "down": {"kernel": (512, 64)}, "stack": {"kernel": (2, 32, 512)}}
 SPECS = {
-    "up": {"kernel": P("a", "b"), "bias": P("b")}, "down": {"kernel": P(("b", "a"))}, "stack": {"kernel": P(None, "a", "b")}
-}  # fmt: skip
+    "up": {"kernel": P("a", "b"), "bias": P("b")},
+    "down": {"kernel": P(("b", "a"))},
+    "stack": {"kernel": P(None, "a", "b")},
+}
 is_shape = lambda node: type(node) is tuple
 PARAMS = filled(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=is_shape))
 GRADS = filled(PARAMS, seed=1)
