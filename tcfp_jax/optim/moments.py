@@ -68,9 +68,8 @@ def low_precision_moments(
     For stored parameters write `on_stored(low_precision_moments(tx))`, which leaves steps out whose gradients are not
     finite. Alone, or in `optax.apply_if_finite`, a NaN in a moment makes its whole block NaN.
 
-    Float32 stay: leaves of less than 4096 values, leaves of parameters with fewer than two axes, those of embeddings
-    (a name of the path holds "embed"), gradients that `MultiSteps` accumulates, copies of the parameters, and
-    whatever has another shape than its parameter, such as factored moments.
+    Float32 stay: leaves with less than 4096 values or two axes, those of embeddings (a name of the path has "embed"),
+    gradients that `MultiSteps` accumulates, copies of parameters, and other shapes, such as factored moments.
 
     Args:
       tx: any optax transformation.
