@@ -108,9 +108,8 @@ def adamw(
         update a second time.
 
     Raises:
-      ValueError: an unknown `moments` or `quality`; a key that is missing, or that nothing would use; `init` with
-        parameters on a mesh that cuts blocks of 8-bit moments; `update` without parameters, or with a gradient of
-        another shape than its parameter.
+      ValueError: an unknown `moments` or `quality`; a key that is missing, or that nothing would use; a mesh that cuts
+        blocks of moments; `update` without parameters, or with a gradient of another shape than its parameter.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = adamw(0.1, moments="float32")

@@ -68,9 +68,8 @@ def low_precision_moments(
     For stored parameters write `on_stored(low_precision_moments(tx))`, which leaves steps out whose gradients are not
     finite. Alone, or in `optax.apply_if_finite`, a NaN in a moment makes its whole block NaN.
 
-    Float32 stay: leaves of less than 4096 values, leaves of parameters with fewer than two axes, those of embeddings
-    (a name of the path holds "embed"), gradients that `MultiSteps` accumulates, copies of the parameters, and
-    whatever has another shape than its parameter, such as factored moments.
+    Float32 stay: leaves with less than 4096 values or two axes, those of embeddings (a name of the path has "embed"),
+    gradients that `MultiSteps` accumulates, copies of parameters, and other shapes, such as factored moments.
 
     Args:
       tx: any optax transformation.
@@ -116,10 +115,8 @@ def low_precision_moments(
         return LowPrecisionState(count, key, inner, by_name(scales, like))
 
     def init(params: Any) -> LowPrecisionState:
-        chosen, first = plan(params), _first(inner_tx, params)
-        for form, (path, leaf) in zip(chosen, jax.tree_util.tree_flatten_with_path(first)[0], strict=True):
-            check_moment("/".join(path_names(path)), form, leaf)
-        return encoded(first, chosen, jnp.zeros((), jnp.int32), own(words), params)
+        chosen = plan(params)
+        return encoded(_first(inner_tx, params, chosen), chosen, jnp.zeros((), jnp.int32), own(words), params)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -248,9 +245,12 @@ def stream(key: jax.Array | None, *words: Any) -> tuple[jax.Array, jax.Array] | 
     return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
 
 
-def _first(tx: optax.GradientTransformation, params: Any) -> Any:
+def _first(tx: optax.GradientTransformation, params: Any, chosen: list[Format]) -> Any:
     """The first state of a transformation, behind a barrier: XLA would round its zeros while it compiles."""
-    return lax.optimization_barrier(tx.init(params))
+    state = tx.init(params)
+    for form, (path, leaf) in zip(chosen, jax.tree_util.tree_flatten_with_path(state)[0], strict=True):
+        check_moment("/".join(path_names(path)), form, leaf)
+    return lax.optimization_barrier(state)
 
 
 def _objection(role: str, name: str) -> str:

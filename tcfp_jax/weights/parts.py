@@ -33,8 +33,8 @@ class Parts:
 
     >>> import jax
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
-    >>> Parts("kernel", (4, 6), mesh, (("fsdp",), ())).turned().sharding.spec
-    PartitionSpec(None, 'fsdp')
+    >>> Parts("kernel", (4, 6), mesh, (("fsdp",), ())).turned().axes
+    ((), ('fsdp',))
     """
 
     name: str
