@@ -43,8 +43,8 @@ ALL_BUT_DOWN = 1 - WIDTH * HIDDEN / (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * 
 GATHERED = {
     ("tcfp12_fast", "products"): 0.75, ("tcfp12_fast", "none"): 0.75, ("tcfp12_fast", "block"): (3 + ALL_BUT_DOWN) / 4,
 }  # fmt: skip
-# XLA adds BF16's gradients of x by q, k and v, and ours of a kernel, before it sends them over the tensor axis; those of
-# its own FP8 products, each with a scale of its own, it sends side by side.
+# XLA adds BF16's gradients of x by q, k and v, and those of our kernels, before it sends them over the tensor axis.
+# Those of its own FP8 products, each with a scale of its own, it sends side by side.
 UNADDED = 3
 # Sizes of vectors with the amaxes of some weights' layers, or of all.
 AMAXES = {LAYERS * weights for weights in range(1, 1 + len({*COLUMNS, *ROWS}))}
