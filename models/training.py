@@ -6,6 +6,9 @@ two recipes with one seed see identical initial weights and batches, and a resum
 bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
+
+On a mesh of `models.meshes` the same functions run on all its devices, of all processes. The text is whole everywhere,
+and each device reads the windows of its own part of a batch from it, so no window is sent.
 """
 
 import functools
@@ -18,9 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.families import Learner, learner
+from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
 from tcfp_jax import optim
 from tcfp_jax.weights.training import is_stored
@@ -44,22 +50,23 @@ B1, B2 = 0.9, 0.95  # of AdamW's moments
 StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 
 
-def init(config: TrainConfig) -> TrainState:
-    """The state before the first step. Parameters depend on the model and the seed alone, not on the recipe.
+def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
+    """The state before the first step. Parameters depend on the model and the seed alone, not on recipe or mesh.
 
-    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists.
+    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists. On a
+    mesh, each device makes its own part.
     """
-    return _init_function(_program(config))(jax.random.key(config.seed))
+    return _init_function(_program(config), mesh)(jax.random.key(config.seed))
 
 
-def make_train_step(config: TrainConfig, count: int | None = None) -> StepFunction:
+def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:
     """A jitted function that runs `count` steps (default `config.steps_per_call`) in one dispatch.
 
     Its arguments are the state (donated: do not use it again), the training text as integers `[tokens]`, bytes or ids,
     and `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
     differ in the seed alone share one compiled function.
     """
-    return _step_function(_program(config), config.steps_per_call if count is None else count)
+    return _step_function(_program(config), config.steps_per_call if count is None else count, mesh)
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
@@ -68,7 +75,11 @@ def batch_key(config: TrainConfig) -> jax.Array:
 
 
 def evaluate(
-    config: TrainConfig, state: TrainState, heldout: jax.Array, products: Literal["trained", "bf16"] = "trained"
+    config: TrainConfig,
+    state: TrainState,
+    heldout: jax.Array,
+    products: Literal["trained", "bf16"] = "trained",
+    mesh: Mesh | None = None,
 ) -> float:
     """Mean loss in nats per token over `config.heldout_windows` evenly spaced windows of `heldout`, `[tokens]`.
 
@@ -86,7 +97,7 @@ def evaluate(
     if products == "bf16":
         # Dequantized by a program of its own: that of the evaluation is then the same for every kind of weights.
         config, params, quantized = config.in_bf16, float_parameters(params), {}
-    losses = _evaluate_function(_program(config))(params, quantized, jnp.asarray(heldout), offsets)
+    losses = _evaluate_function(_program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
@@ -94,7 +105,7 @@ def lower_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int)
     """What `evaluate` runs with the trained products, from the shapes of a state: once compiled, JAX keeps it."""
     text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
     quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
-    return _evaluate_function(_program(config)).lower(state.params, quantized, text, offsets)
+    return _evaluate_function(_program(config), None).lower(state.params, quantized, text, offsets)
 
 
 def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
@@ -172,8 +183,13 @@ def _learner(config: TrainConfig) -> Learner:
 
 
 @functools.lru_cache(maxsize=16)
-def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
-    @jax.jit
+def _shardings(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Where every leaf of the state lies on a mesh."""
+    return _init_function(config, mesh).lower(jax.random.key(0)).compile().output_shardings
+
+
+@functools.lru_cache(maxsize=16)
+def _init_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     def initialize(seed_key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, config.sequence), jnp.int32)
         # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
@@ -181,9 +197,11 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
 
         def floats() -> Any:
             params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
-            if not config.initial_jitter:
+            if config.initial_jitter:
+                params = jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
+            if mesh is None:
                 return params
-            return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
+            return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
         params: Any = None
         if config.weights == "stored":
@@ -194,7 +212,7 @@ def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
         opt_state = _optimizer(config, seed_key).init(params)
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
-    return initialize
+    return OnMesh(jax.jit(initialize), mesh)
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
@@ -205,9 +223,13 @@ def jittered(params: Any, key: jax.Array, size: float) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _step_function(config: TrainConfig, count: int) -> StepFunction:
+def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFunction:
     # The key reaches `init` through the state; `update` takes it from there, so any seed serves here.
-    return jax.jit(make_steps(config, make_optimizer(config), count), donate_argnums=0)
+    steps = make_steps(config, make_optimizer(config), count)
+    if mesh is None:
+        return jax.jit(steps, donate_argnums=0)
+    places = _shardings(config, mesh), NamedSharding(mesh, P())
+    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
 
 
 def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, count: int) -> StepFunction:
@@ -232,22 +254,21 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
 
 
 @functools.lru_cache(maxsize=16)
-def _evaluate_function(config: TrainConfig) -> Any:
+def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = _learner(config).model
 
-    @jax.jit
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
             return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 
-    return losses
+    return OnMesh(jax.jit(losses, out_shardings=None if mesh is None else NamedSharding(mesh, P())), mesh)
 
 
 def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Array:
     """int32 `[batch, sequence + 1]`: inputs are all but the last token of a window, targets all but the first."""
-    return text[offsets[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32)
+    return split_batch(text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32))
 
 
 def _window_losses(model: nn.Module, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
