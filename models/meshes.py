@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -122,6 +124,14 @@ def split_batch(x: jax.Array) -> jax.Array:
 def whole_rows(table: jax.Array) -> jax.Array:
     """The same table, `[rows, width]`, as a lookup reads it: gathered along `fsdp`, or the tokens of all would be."""
     return _constrained(table, P("tensor", None))
+
+
+def everywhere(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    """An array of the host on every device of a mesh, of which every process has the same; None is JAX's own device."""
+    if mesh is None:
+        return jnp.asarray(array)
+    given = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.make_array_from_callback(given.shape, NamedSharding(mesh, P()), lambda index: given[index])
 
 
 def _constrained(x: jax.Array, spec: P) -> jax.Array:

@@ -29,6 +29,7 @@ from models.families import Learner, learner
 from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
 from tcfp_jax import optim
+from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.training import is_stored
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes every run.
@@ -183,36 +184,49 @@ def _learner(config: TrainConfig) -> Learner:
 
 
 @functools.lru_cache(maxsize=16)
-def _shardings(config: TrainConfig, mesh: Mesh) -> TrainState:
-    """Where every leaf of the state lies on a mesh."""
-    return _init_function(config, mesh).lower(jax.random.key(0)).compile().output_shardings
+def _shardings(config: TrainConfig, mesh: Mesh) -> Any:
+    """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
+    key = jax.random.key(0)
+    params = jax.eval_shape(functools.partial(_floats, config), key)
+    shaped = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        params, parameter_shardings(params, mesh),
+    )  # fmt: skip
+    state = jax.eval_shape(functools.partial(_initialize, config), key)
+    params_places, opt_places = state_shardings(shaped, (state.params, state.opt_state))
+    counter: Any = NamedSharding(mesh, P())
+    return TrainState(params_places, opt_places, counter)
 
 
 @functools.lru_cache(maxsize=16)
-def _init_function(config: TrainConfig, mesh: Mesh | None) -> Any:
-    def initialize(seed_key: jax.Array) -> TrainState:
-        tokens = jnp.zeros((1, config.sequence), jnp.int32)
-        # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
-        model = _learner(config.in_bf16).model
+def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[[jax.Array], TrainState]:
+    places = None if mesh is None else _shardings(config, mesh)
+    return OnMesh(jax.jit(functools.partial(_initialize, config, mesh=mesh), out_shardings=places), mesh)
 
-        def floats() -> Any:
-            params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
-            if config.initial_jitter:
-                params = jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
-            if mesh is None:
-                return params
-            return jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
-        params: Any = None
-        if config.weights == "stored":
-            rounding = jax.random.fold_in(seed_key, _ROUNDING)
-            params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
-        else:
-            params = floats()
-        opt_state = _optimizer(config, seed_key).init(params)
-        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+def _initialize(config: TrainConfig, seed_key: jax.Array, mesh: Mesh | None = None) -> TrainState:
+    def floats() -> Any:
+        params = _floats(config, seed_key)
+        return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
-    return OnMesh(jax.jit(initialize), mesh)
+    params: Any = None
+    if config.weights == "stored":
+        rounding = jax.random.fold_in(seed_key, _ROUNDING)
+        params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
+    else:
+        params = floats()
+    return TrainState(params, _optimizer(config, seed_key).init(params), jnp.zeros((), jnp.int32))
+
+
+def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
+    """The initial parameters, float32."""
+    tokens = jnp.zeros((1, config.sequence), jnp.int32)
+    # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
+    model = _learner(config.in_bf16).model
+    params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
+    if not config.initial_jitter:
+        return params
+    return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
