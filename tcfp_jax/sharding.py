@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tcfp_jax.optim.moments import block_parts
+from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import path_names
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.parts import Parts, neighbours, parts_of
@@ -66,8 +66,8 @@ def state_shardings(params_shardings: Any, state: Any) -> Any:
     >>> import optax
     >>> state = jax.eval_shape(optax.adam(0.1).init, {"kernel": jnp.ones((4, 2))})
     >>> found = state_shardings(shardings, state)[0]
-    >>> found.mu["kernel"].spec, found.count.spec
-    (PartitionSpec('fsdp',), PartitionSpec())
+    >>> found.mu["kernel"].spec == PartitionSpec("fsdp"), found.count.spec == PartitionSpec()
+    (True, True)
     """
     found = _Units(params_shardings, state)
     return found.treedef.unflatten([found.shardings(path, node) for path, node in found.nodes])
@@ -253,8 +253,9 @@ def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
 
 
 def _shape(parameter: _Parameter, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a parameter that only its arrays in the state tell."""
+    """The shape of a parameter that only its arrays in the state tell; what is a number tells nothing."""
     spec = parameter.sharding.spec
+    shapes = shapes - {()} or {()}
     if len(shapes) > 1:
         full = {shape for shape in shapes if len(shape) == len(spec)}
         if len(full) != 1 and any(spec):
