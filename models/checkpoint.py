@@ -8,6 +8,9 @@ A run may be killed between any two instructions. The order of writes makes that
 disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the
 run repeats the steps that were lost, bit for bit. Nothing but steps and losses is in `metrics.jsonl`, so that even
 the files of a killed and of an uninterrupted run are equal.
+
+A checkpoint says nothing of the mesh and the processes that wrote it: each process writes its part, and any mesh of any
+number of processes reads what it needs, bit for bit. The first process writes the other files.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.families import FAMILIES, family_of
+from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
 from pallas_kernels.operands import Block, Row, Tensor
@@ -52,24 +56,32 @@ class RunDirectory:
 
     def __init__(self, path: Path, config: TrainConfig, corpus_digest: str, *, resume: Resume) -> None:
         self.path = Path(path).absolute()
-        wanted = _describe(config, corpus_digest)
-        if holds_run(self.path):
-            if resume == "never":
-                recipe = _stored(self.path)["config"]["recipe"]
-                raise FileExistsError(
-                    f"{path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another --out"
-                )
-            _check_same(self.path, _stored(self.path), wanted)
-        else:
-            _check_unused(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / CONFIG_FILE, wanted)
+        wanted = describe(config, corpus_digest)
+        # Nobody writes before all have looked, and nobody goes on before it is written.
+        together(lambda: self._look(wanted, resume))
+        together(lambda: self._begin(wanted))
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=KEPT_CHECKPOINTS, cleanup_tmp_directories=True, enable_async_checkpointing=False
             ),
         )
+
+    def _look(self, wanted: dict[str, Any], resume: Resume) -> None:
+        if not holds_run(self.path):
+            _check_unused(self.path)
+        elif resume == "never":
+            recipe = _stored(self.path)["config"]["recipe"]
+            raise FileExistsError(
+                f"{self.path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another --out"
+            )
+        else:
+            _check_same(self.path, _stored(self.path), wanted)
+
+    def _begin(self, wanted: dict[str, Any]) -> None:
+        if is_first() and not holds_run(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.path / CONFIG_FILE, wanted)
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -80,7 +92,8 @@ class RunDirectory:
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
         """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
 
-        Cuts `metrics.jsonl` back to that step.
+        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them. Cuts `metrics.jsonl`
+        back to that step.
 
         Raises:
           ValueError: the metrics of a step before the checkpoint are missing.
@@ -89,10 +102,12 @@ class RunDirectory:
         state = initial
         if newest is not None:
             state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
-        return state, self._cut_metrics(0 if newest is None else newest)
+        return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
 
     def append(self, first_step: int, losses: np.ndarray) -> None:
         """Add the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics."""
+        if not is_first():
+            return
         lines = (_metrics_line(first_step + i, float(loss)) for i, loss in enumerate(losses))
         with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
@@ -119,7 +134,8 @@ class RunDirectory:
                 f"{path} does not hold steps 1 to {steps} of the checkpoint, one line each; restore the file or start "
                 "in another folder"
             )
-        replace_file(path, "".join(kept))
+        if is_first():  # the others find the same steps before and after
+            replace_file(path, "".join(kept))
         return [math.nan if entry["loss"] is None else entry["loss"] for entry in entries]
 
 
@@ -163,15 +179,18 @@ def _metrics_line(step: int, loss: float) -> str:
 def export(path: Path, params: Any) -> None:
     """Write float32 parameters, stored ones dequantized, as an `.npz` of arrays named as "block_0/qkv/kernel".
 
+    All processes call it, and the first one writes.
+
     Raises:
       ValueError: the path does not end in ".npz".
     """
     check_export(path)
     leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
     temporary = path.with_name(f"partial-{path.name}")
-    arrays: dict[str, Any] = {"/".join(path_names(place)): np.asarray(leaf) for place, leaf in leaves}
-    np.savez(temporary, **arrays)
-    temporary.replace(path)
+    arrays: dict[str, Any] = {"/".join(path_names(place)): whole(leaf) for place, leaf in leaves}
+    if is_first():
+        np.savez(temporary, **arrays)
+        temporary.replace(path)
 
 
 def check_export(path: Path) -> None:
@@ -195,7 +214,7 @@ def _defaults(kind: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
-def _describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
+def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     """What must be equal for a run to be continued; names are stored with what they stand for today."""
     fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
     if isinstance(config.recipe, Recipe):
@@ -223,7 +242,7 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    old, new = _flatten(stored), _flatten(json.loads(json.dumps(wanted)))
+    old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     # What a text is called does not matter where it is the same.
     if "text" not in names:
@@ -252,10 +271,15 @@ _CONVERSIONS = {
 }
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, named as "config.model".
+
+    >>> flatten({"config": {"model": "tiny"}, "text": 1})
+    {'config.model': 'tiny', 'text': 1}
+    """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 
 

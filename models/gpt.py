@@ -23,6 +23,7 @@ from flax import linen as nn
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
 from models.losses import cross_entropy
+from models.meshes import split_batch
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe
 
@@ -96,7 +97,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply causal attention and the MLP, each around a residual connection."""
-        config, width = self.config, self.config.width
+        config, width, x = self.config, self.config.width, split_batch(x)
         batch, positions, _ = x.shape
         qkv = self._dense("qkv", 3 * width)(_normalize("attention_norm", x))
         q, k, v = jnp.split(qkv.reshape(batch, positions, 3 * config.heads, width // config.heads), 3, axis=2)
@@ -152,7 +153,7 @@ class GPT(nn.Module):
             config.vocabulary, config.width, dtype=jnp.dtype(self.dtype), embedding_init=normal, name="embedding"
         )
         positions = self.param("positions", normal, (config.context, config.width), jnp.float32)
-        x = embedding(tokens) + positions[: tokens.shape[-1]].astype(self.dtype)
+        x = split_batch(embedding(tokens)) + positions[: tokens.shape[-1]].astype(self.dtype)
         for layer in range(config.layers):
             x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
         logits = embedding.attend(_normalize("final_norm", x))

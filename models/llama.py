@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
 from models.losses import head_losses
+from models.meshes import split_batch, whole_rows
 
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
@@ -129,7 +130,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, None]:
         """Apply causal attention and the SwiGLU, each around a residual connection."""
-        config = self.config
+        config, x = self.config, split_batch(x)
         normed = self._norm("attention_norm")(x)
         query, key, value = (
             self._dense(name, heads * config.head_size)(normed).reshape(*x.shape[:-1], heads, config.head_size)
@@ -199,7 +200,7 @@ class Llama(nn.Module):
         normal, dtype = nn.initializers.normal(INITIAL_DEVIATION), jnp.dtype(self.dtype)
         # Looked up in float32 and rounded afterwards: gradients of a token that comes often are added in float32.
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
-        x = embedding(tokens).astype(dtype)
+        x = split_batch(jnp.take(whole_rows(embedding.embedding), tokens, axis=0)).astype(dtype)
         layers = nn.scan(
             _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
             in_axes=nn.broadcast, length=config.layers,

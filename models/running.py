@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from models.checkpoint import Resume, RunDirectory, export, read_config
+from models.checkpoint import Resume, RunDirectory, describe, export, flatten, read_config
 from models.data import load_data
+from models.meshes import check_mesh, everywhere, make_mesh
+from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
 from models.training import batch_key, check_text, evaluate, init, make_train_step
@@ -48,37 +50,55 @@ def run(
     resume: Resume = "never",
     checkpoint_every: int | None = None,
     progress: Progress = "none",
+    mesh: Mesh | None = None,
 ) -> RunResult:
     """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
 
     Args:
-      config: the run; equal configs give equal results, bit for bit on one machine.
+      config: the run; equal configs give equal results, bit for bit on one machine and mesh.
       out: folder for config, metrics and checkpoints; None keeps everything in memory.
       resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
       checkpoint_every: steps, a multiple of `config.steps_per_call`; None is about ten checkpoints a run.
-      progress: "bar" draws a progress bar on standard error.
+      progress: "bar" draws a progress bar on standard error, of the first process.
+      mesh: of `models.meshes.make_mesh`; None is one device, or where several processes train, `fsdp` over all of
+        theirs. It is no part of the run: one that began on another mesh is continued, from the same bits.
 
     Raises:
       ValueError: `checkpoint_every` as above; too little text, or none that can be read (see `models.data.load_data`);
-        or the run in `out` is another one.
+        the run in `out` is another one; the mesh lacks an axis, or has one that does not divide what it splits; or
+        processes have different settings, or one of them cannot read the text.
       FileExistsError: `out` holds a run and `resume` is "never".
       FileNotFoundError: `config.data` does not exist or holds no text.
     """
     every = _checkpoint_interval(config, checkpoint_every)
+    if mesh is None and jax.process_count() > 1:
+        mesh = make_mesh({"fsdp": jax.device_count()})
+    if mesh is not None:
+        heads = {name: getattr(config.size, name) for name in ("heads", "kv_heads") if hasattr(config.size, name)}
+        check_mesh(mesh, batch=config.batch, heads=heads)
+    corpus = together(lambda: _checked_corpus(config))
+    settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
+    check_same({**settings, **flatten(describe(config, corpus.digest))})
+    if out is None:
+        return _train(config, corpus, None, every, progress, mesh)
+    with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
+        return _train(config, corpus, directory, every, progress, mesh)
+
+
+def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
+    """Write the parameters of the newest checkpoint in `out` in float32, see `models.checkpoint.export`."""
+    config = read_config(out)
+    if mesh is None and jax.process_count() > 1:
+        mesh = make_mesh({"fsdp": jax.device_count()})
+    with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
+        export(path, directory.restore(init(config, mesh))[0].params)
+
+
+def _checked_corpus(config: TrainConfig) -> Corpus:
     corpus = corpus_of(config)
     check_text("training", corpus.train, config)
     check_text("held-out", corpus.heldout, config)
-    if out is None:
-        return _train(config, corpus, None, every, progress)
-    with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(config, corpus, directory, every, progress)
-
-
-def export_run(out: Path, path: Path) -> None:
-    """Write the parameters of the newest checkpoint in `out` in float32, see `models.checkpoint.export`."""
-    config = read_config(out)
-    with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
-        export(path, directory.restore(init(config))[0].params)
+    return corpus
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
@@ -94,14 +114,15 @@ def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> C
 
 
 def _train(
-    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress
-) -> RunResult:
-    state = init(config)
+    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress,
+    mesh: Mesh | None,
+) -> RunResult:  # fmt: skip
+    state = init(config, mesh)
     losses: list[float] = []
     if directory is not None:
         state, losses = directory.restore(state)
     begin, started = len(losses), time.perf_counter()
-    text, key = jnp.asarray(corpus.train), batch_key(config)
+    text, key = everywhere(corpus.train, mesh), batch_key(config)
     with _bar(config, begin, progress) as bar:
 
         def record(pending: jax.Array) -> None:
@@ -116,7 +137,7 @@ def _train(
         pending = None
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
-            state, new = make_train_step(config, count)(state, text, key)
+            state, new = make_train_step(config, count, mesh)(state, text, key)
             if pending is not None:
                 record(pending)
             pending = new
@@ -127,8 +148,8 @@ def _train(
         if pending is not None:
             record(pending)
     seconds = time.perf_counter() - started
-    heldout_text = jnp.asarray(corpus.heldout)
-    heldout, in_bf16 = (evaluate(config, state, heldout_text, products) for products in ("trained", "bf16"))
+    heldout_text = everywhere(corpus.heldout, mesh)
+    heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
     return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate)
 
@@ -147,7 +168,7 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
     name = config.recipe if isinstance(config.recipe, str) else "custom recipe"
     return tqdm(
         total=config.steps * config.tokens_per_step, initial=begin * config.tokens_per_step, desc=name, unit="tok",
-        unit_scale=True, disable=progress == "none", mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        unit_scale=True, disable=progress == "none" or not is_first(), mininterval=0.5 if sys.stderr.isatty() else 10.0,
         bar_format="{desc}: {percentage:3.0f}%|{bar:24}| {postfix}, {rate_fmt}, {remaining} left",
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ class TrainConfig:
         of `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
       seed: of initial weights, batches and stochastic rounding.
-      batch, sequence: windows per step, and tokens predicted in each.
+      batch, sequence: windows per step, of all devices together, and tokens predicted in each.
       learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps.
       final_fraction: of the peak, where the cosine ends.
       weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of a gradient.

@@ -6,6 +6,13 @@
     python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
+    python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
+    srun python -m models.train --model llama-8b --batch 64 --mesh data=2,fsdp=8,tensor=4 --out /shared/run
+
+The axes of a mesh are those of `models.meshes`: `data` splits batches, `fsdp` batches and weights, `tensor` heads and
+hidden values. Of several processes the command is that of one, started by SLURM or Open MPI, or anywhere by
+`--coordinator host:port --processes N --process I`; all see the run's folder, and the first writes and prints. A run
+may be resumed on any mesh of any number of processes.
 
 Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
 `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the BF16 run in
@@ -22,10 +29,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+from jax.sharding import Mesh
 
 from models.checkpoint import check_export, holds_run, read_config, write_json
 from models.families import model_names
+from models.meshes import AXES, make_mesh, parse_mesh
 from models.plotting import plot_losses
+from models.processes import HEARTBEAT_TIMEOUT, end_after, is_first, of_first, start, together
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import Included, Moments, TrainConfig, Weights, preset
 from models.training import TrainState, batch_key, evaluate, init, make_optimizer, make_train_step
@@ -69,14 +79,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
     options = _parser().parse_args(arguments)
     out: Path | None = None
+    again = lambda: f"continue with: python -m models.train --resume --out {out}"
     try:
-        out = _choose_folder(options)
-        _report(_choose_config(options, out), options, out)
+        start(
+            options.coordinator, options.processes, options.process,
+            heartbeat_timeout_seconds=options.heartbeat_timeout,
+        )  # fmt: skip
+        out = folder = Path(of_first(lambda: str(_choose_folder(options))))
+        _report(together(lambda: _choose_config(options, folder)), options, folder)
     except (ValueError, FileExistsError, FileNotFoundError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; continue with: python -m models.train --resume --out {out}", file=sys.stderr)
+    except (Exception, KeyboardInterrupt) as error:
+        if jax.process_count() > 1:
+            end_after(error, f"the last whole checkpoint is kept; {again()}, in every process")
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        print(f"\ninterrupted; {again()}", file=sys.stderr)
         return 130
     return 0
 
@@ -110,6 +129,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, (kind, text) in _OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    parser.add_argument(
+        "--mesh", type=str, default=None, metavar="AXIS=SIZE,...",
+        help=f"of all devices, axes {', '.join(AXES)} (default: one device; of several processes fsdp over all)",
+    )  # fmt: skip
+    parser.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="of the first process, to find it")
+    parser.add_argument("--processes", type=int, default=None, help="how many train together")
+    parser.add_argument("--process", type=int, default=None, help="which of them this is, from 0")
+    parser.add_argument(
+        "--heartbeat-timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
+        help=f"after which a silent process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
+    )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
     parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
@@ -155,35 +185,45 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     compare = getattr(options, "compare", "none" if config.recipe == "bf16" else "bf16")
     if options.export is not None:
         check_export(options.export)
-    if options.resume and not holds_run(out):
+    mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
+    if is_first() and options.resume and not holds_run(out):
         print(f"no run in {out} to resume: starting at step 0")
     if jax.default_backend() != "cpu":
         keep_programs(out)
     train = functools.partial(
-        run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every, progress="bar"
-    )
-    print(_heading(config, out), flush=True)
+        run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every,
+        progress="bar", mesh=mesh,
+    )  # fmt: skip
+    if is_first():
+        print(_heading(config, out, mesh), flush=True)
     name = str(config.recipe)
     result, baseline = train(config, out=out), None
     curves = {name: result.train_loss}
     if compare == "bf16":
         baseline = train(config.in_bf16, out=out / BASELINE_FOLDER)
         curves["bf16 (baseline)"] = baseline.train_loss
+    if options.export is not None:
+        export_run(out, options.export, mesh)
+    if not is_first():
+        return
     plot_losses(out / "loss.png", curves, title=f"{config.model}, seed {config.seed}: {_source(config)}")
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
     if options.export is not None:
-        export_run(out, options.export)
         print(f"exported: {options.export}")
     print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
 
 
-def _heading(config: TrainConfig, out: Path) -> str:
+def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
     corpus = corpus_of(config)
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: init(config)).params))
+    device = jax.devices()[0].device_kind
+    if mesh is not None:
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
+        device = f"{mesh.size} x {device} ({axes or 'whole'}) in {jax.process_count()} process(es)"
     return (
         f"{config.model}: {size:,} parameters, {config.steps} steps of {config.batch} x {config.sequence} tokens, "
-        f"activations in {config.compute_dtype}, on {jax.devices()[0].device_kind}\n"
+        f"activations in {config.compute_dtype}, on {device}\n"
         f"text: {_source(config)}: {len(corpus.train):,} to train in {len(corpus.train_files)} files, "
         f"{len(corpus.heldout):,} held out in {len(corpus.heldout_files)} files\nfolder: {out}"
     )

@@ -6,6 +6,9 @@ two recipes with one seed see identical initial weights and batches, and a resum
 bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
+
+On a mesh of `models.meshes` the same functions run on all its devices, of all processes. The text is whole everywhere,
+and each device reads the windows of its own part of a batch from it, so no window is sent.
 """
 
 import functools
@@ -18,11 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.families import Learner, learner
+from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
 from tcfp_jax import optim
+from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.training import is_stored
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes every run.
@@ -44,22 +51,23 @@ B1, B2 = 0.9, 0.95  # of AdamW's moments
 StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 
 
-def init(config: TrainConfig) -> TrainState:
-    """The state before the first step. Parameters depend on the model and the seed alone, not on the recipe.
+def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
+    """The state before the first step. Parameters depend on the model and the seed alone, not on recipe or mesh.
 
-    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists.
+    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists. On a
+    mesh, each device makes its own part.
     """
-    return _init_function(_program(config))(jax.random.key(config.seed))
+    return _init_function(_program(config), mesh)(jax.random.key(config.seed))
 
 
-def make_train_step(config: TrainConfig, count: int | None = None) -> StepFunction:
+def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:
     """A jitted function that runs `count` steps (default `config.steps_per_call`) in one dispatch.
 
     Its arguments are the state (donated: do not use it again), the training text as integers `[tokens]`, bytes or ids,
     and `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
     differ in the seed alone share one compiled function.
     """
-    return _step_function(_program(config), config.steps_per_call if count is None else count)
+    return _step_function(_program(config), config.steps_per_call if count is None else count, mesh)
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
@@ -68,7 +76,11 @@ def batch_key(config: TrainConfig) -> jax.Array:
 
 
 def evaluate(
-    config: TrainConfig, state: TrainState, heldout: jax.Array, products: Literal["trained", "bf16"] = "trained"
+    config: TrainConfig,
+    state: TrainState,
+    heldout: jax.Array,
+    products: Literal["trained", "bf16"] = "trained",
+    mesh: Mesh | None = None,
 ) -> float:
     """Mean loss in nats per token over `config.heldout_windows` evenly spaced windows of `heldout`, `[tokens]`.
 
@@ -86,7 +98,7 @@ def evaluate(
     if products == "bf16":
         # Dequantized by a program of its own: that of the evaluation is then the same for every kind of weights.
         config, params, quantized = config.in_bf16, float_parameters(params), {}
-    losses = _evaluate_function(_program(config))(params, quantized, jnp.asarray(heldout), offsets)
+    losses = _evaluate_function(_program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
@@ -94,7 +106,7 @@ def lower_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int)
     """What `evaluate` runs with the trained products, from the shapes of a state: once compiled, JAX keeps it."""
     text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
     quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
-    return _evaluate_function(_program(config)).lower(state.params, quantized, text, offsets)
+    return _evaluate_function(_program(config), None).lower(state.params, quantized, text, offsets)
 
 
 def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
@@ -172,29 +184,49 @@ def _learner(config: TrainConfig) -> Learner:
 
 
 @functools.lru_cache(maxsize=16)
-def _init_function(config: TrainConfig) -> Callable[[jax.Array], TrainState]:
-    @jax.jit
-    def initialize(seed_key: jax.Array) -> TrainState:
-        tokens = jnp.zeros((1, config.sequence), jnp.int32)
-        # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
-        model = _learner(config.in_bf16).model
+def _shardings(config: TrainConfig, mesh: Mesh) -> Any:
+    """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
+    key = jax.random.key(0)
+    params = jax.eval_shape(functools.partial(_floats, config), key)
+    shaped = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        params, parameter_shardings(params, mesh),
+    )  # fmt: skip
+    state = jax.eval_shape(functools.partial(_initialize, config), key)
+    params_places, opt_places = state_shardings(shaped, (state.params, state.opt_state))
+    counter: Any = NamedSharding(mesh, P())
+    return TrainState(params_places, opt_places, counter)
 
-        def floats() -> Any:
-            params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
-            if not config.initial_jitter:
-                return params
-            return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
 
-        params: Any = None
-        if config.weights == "stored":
-            rounding = jax.random.fold_in(seed_key, _ROUNDING)
-            params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
-        else:
-            params = floats()
-        opt_state = _optimizer(config, seed_key).init(params)
-        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+@functools.lru_cache(maxsize=16)
+def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[[jax.Array], TrainState]:
+    places = None if mesh is None else _shardings(config, mesh)
+    return OnMesh(jax.jit(functools.partial(_initialize, config, mesh=mesh), out_shardings=places), mesh)
 
-    return initialize
+
+def _initialize(config: TrainConfig, seed_key: jax.Array, mesh: Mesh | None = None) -> TrainState:
+    def floats() -> Any:
+        params = _floats(config, seed_key)
+        return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
+
+    params: Any = None
+    if config.weights == "stored":
+        rounding = jax.random.fold_in(seed_key, _ROUNDING)
+        params = tcfp_jax.store(floats, _learner(config).weights, key=rounding, gradient_dtype=jnp.bfloat16)
+    else:
+        params = floats()
+    return TrainState(params, _optimizer(config, seed_key).init(params), jnp.zeros((), jnp.int32))
+
+
+def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
+    """The initial parameters, float32."""
+    tokens = jnp.zeros((1, config.sequence), jnp.int32)
+    # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
+    model = _learner(config.in_bf16).model
+    params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
+    if not config.initial_jitter:
+        return params
+    return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
@@ -205,9 +237,13 @@ def jittered(params: Any, key: jax.Array, size: float) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _step_function(config: TrainConfig, count: int) -> StepFunction:
+def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFunction:
     # The key reaches `init` through the state; `update` takes it from there, so any seed serves here.
-    return jax.jit(make_steps(config, make_optimizer(config), count), donate_argnums=0)
+    steps = make_steps(config, make_optimizer(config), count)
+    if mesh is None:
+        return jax.jit(steps, donate_argnums=0)
+    places = _shardings(config, mesh), NamedSharding(mesh, P())
+    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
 
 
 def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, count: int) -> StepFunction:
@@ -232,22 +268,21 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
 
 
 @functools.lru_cache(maxsize=16)
-def _evaluate_function(config: TrainConfig) -> Any:
+def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = _learner(config).model
 
-    @jax.jit
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
             return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 
-    return losses
+    return OnMesh(jax.jit(losses, out_shardings=None if mesh is None else NamedSharding(mesh, P())), mesh)
 
 
 def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Array:
     """int32 `[batch, sequence + 1]`: inputs are all but the last token of a window, targets all but the first."""
-    return text[offsets[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32)
+    return split_batch(text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32))
 
 
 def _window_losses(model: nn.Module, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:

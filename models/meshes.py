@@ -1,0 +1,192 @@
+"""Where the parameters of a model and the windows of a batch lie on a mesh of devices.
+
+    python -m models.train --mesh data=2,fsdp=2,tensor=2        eight devices, of any number of processes
+
+    data      splits the batch; weights are there as often as the axis is long
+    fsdp      splits the batch, and every matrix along the axis that `tensor` leaves
+    tensor    splits heads and hidden values: the columns of query, key, value, gate and up, the rows of output and down
+
+A mesh has all three axes; one that is not named has the size 1. Axes are automatic: XLA's partitioner finds where
+everything lies that is not said here.
+"""
+
+import contextlib
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tcfp_jax.paths import path_names
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"))
+
+# By the end of a parameter's path; what a spec says is of its last axes, and those before them, of a scan, are whole.
+RULES = {
+    "(query|key|value|gate|up)/kernel": P("fsdp", "tensor"),
+    "(output|down)/kernel": P("tensor", "fsdp"),
+    "(qkv|mlp_in)/kernel": P("fsdp", "tensor"),
+    "(projection|mlp_out)/kernel": P("tensor", "fsdp"),
+    "(qkv|mlp_in)/bias": P("tensor"),
+    "(projection|mlp_out)/bias": P(),
+    "embedding/embedding": P("tensor", "fsdp"),
+    "head/kernel": P("fsdp", "tensor"),
+    "positions": P(None, "fsdp"),
+    "[a-z]*_norm/(scale|bias)": P(),
+}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes of axes, of "data=2,fsdp=4".
+
+    Raises:
+      ValueError: what is no such list, an unknown axis, one that is named twice, or a size below 1.
+
+    >>> parse_mesh("data=2,fsdp=4")
+    {'data': 2, 'fsdp': 4}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if found is None:
+            raise ValueError(f"mesh {text!r} has the part {part!r}; write sizes of axes, such as data=2,fsdp=2")
+        name, size = found[1], int(found[2])
+        if name in sizes:
+            raise ValueError(f"mesh {text!r} names the axis {name!r} twice; give it one size")
+        sizes[name] = size
+    _check_sizes(sizes)
+    return sizes
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh of all devices of all processes, whose axes are `AXES`; `tensor` runs over neighbours.
+
+    Raises:
+      ValueError: an unknown axis, a size below 1, or sizes whose product is not the number of devices.
+
+    >>> make_mesh({"fsdp": jax.device_count()}).axis_names
+    ('data', 'fsdp', 'tensor')
+    """
+    _check_sizes(sizes)
+    shape = tuple(sizes.get(name, 1) for name in AXES)
+    devices = jax.device_count()
+    if shape[0] * shape[1] * shape[2] != devices:
+        product = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"mesh {product} is of {shape[0] * shape[1] * shape[2]} devices, but there are {devices} in "
+            f"{jax.process_count()} process(es); choose sizes whose product is {devices}, such as fsdp={devices}"
+        )
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if name not in AXES:
+            raise ValueError(f"mesh has the axis {name!r}, which is unknown; use axes of {list(AXES)}")
+        if size < 1:
+            raise ValueError(f"mesh has {name}={size}; every axis has a size of at least 1")
+
+
+def check_mesh(mesh: Mesh, *, batch: int, heads: Mapping[str, int]) -> None:
+    """Raise `ValueError` where a mesh lacks an axis, or where an axis does not divide the batch or heads, by name."""
+    missing = [name for name in AXES if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"the mesh has the axes {list(mesh.axis_names)}, and what is trained lies along {list(AXES)}: {missing} is "
+            "missing; make the mesh by models.meshes.make_mesh, which gives it all of them"
+        )
+    data, fsdp, tensor = (mesh.shape[name] for name in AXES)
+    if batch % (data * fsdp):
+        raise ValueError(
+            f"data={data} times fsdp={fsdp} does not divide batch={batch}, which they split; use "
+            f"batch={-(-batch // (data * fsdp)) * data * fsdp}, or another mesh"
+        )
+    for name, count in heads.items():
+        if count % tensor:
+            raise ValueError(f"tensor={tensor} does not divide {name}={count}, which it splits; choose a divisor")
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """The same activations, `[batch, ...]`, their batch split by the current mesh, if that is one of `make_mesh`.
+
+    Without a word on activations XLA may split their width, as that of a matrix, and keep the whole batch everywhere.
+    """
+    return _constrained(x, P(("data", "fsdp"), *[P.UNCONSTRAINED] * (x.ndim - 1)))
+
+
+def whole_rows(table: jax.Array) -> jax.Array:
+    """The same table, `[rows, width]`, as a lookup reads it: gathered along `fsdp`, or the tokens of all would be."""
+    return _constrained(table, P("tensor", None))
+
+
+def everywhere(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    """An array of the host on every device of a mesh, of which every process has the same; None is JAX's own device."""
+    if mesh is None:
+        return jnp.asarray(array)
+    given = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.make_array_from_callback(given.shape, NamedSharding(mesh, P()), lambda index: given[index])
+
+
+def _constrained(x: jax.Array, spec: P) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.lax.with_sharding_constraint(x, spec) if mesh.axis_names == AXES else x
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A jitted function whose program is made for a mesh, which is current while it is traced; None is no mesh."""
+
+    function: Any
+    mesh: Mesh | None
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        with self._current():
+            return self.function(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """The function, lowered for arguments of these shapes."""
+        with self._current():
+            return self.function.lower(*args)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def parameter_shardings(params: Any, mesh: Mesh) -> Any:
+    """The sharding of each parameter of a Llama or a GPT, by `RULES`; of arrays or of shapes.
+
+    Raises:
+      ValueError: a parameter that no rule names, or a size that an axis does not divide.
+    """
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        spec = parameter_spec("/".join(path_names(path)), leaf.ndim)
+        for axis, name in enumerate(spec):
+            if name is not None and leaf.shape[axis] % mesh.shape[name]:
+                raise ValueError(
+                    f"{name}={mesh.shape[name]} does not divide axis {axis} of {'/'.join(path_names(path))} "
+                    f"{list(leaf.shape)}, which it splits; choose a divisor of {leaf.shape[axis]}, or another size"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def parameter_spec(path: str, rank: int) -> P:
+    """The spec of a parameter of a rank, by `RULES`.
+
+    >>> parameter_spec("layers/gate/kernel", 3) == P(None, "fsdp", "tensor")
+    True
+    """
+    for pattern, spec in RULES.items():
+        if re.search(f"(^|/){pattern}$", path):
+            return P(*[None] * (rank - len(spec)), *spec) if len(spec) else P()
+    raise ValueError(f"no rule says where the parameter {path} lies; give it a line in models.meshes.RULES")

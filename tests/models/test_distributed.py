@@ -1,0 +1,355 @@
+"""Training on meshes and in several processes: the losses of one device, and checkpoints that know no mesh."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from models import processes, running, train, training
+from models.checkpoint import RunDirectory
+from models.llama import LLAMAS, LlamaConfig
+from models.meshes import check_mesh, everywhere, make_mesh, parameter_shardings, parameter_spec, parse_mesh
+from models.train import TrainConfig, run
+from tests.helpers import same_bits
+
+ROOT = Path(__file__).parents[2]
+# As small as two devices may split it along each axis without cutting a block of 128 values.
+MICRO = LlamaConfig(layers=1, width=256, heads=4, kv_heads=2, hidden=256, context=16)
+FLOAT = TrainConfig(
+    model=MICRO, recipe="tcfp12", steps=6, batch=8, sequence=16, steps_per_call=2, heldout_windows=8,
+    corpus_bytes=200_000,
+)  # fmt: skip
+STORED = dataclasses.replace(FLOAT, recipe="tcfp12_single", weights="stored", moments="8bit")
+CONFIGS = {"float": FLOAT, "stored": STORED}
+# A sum over devices is in another order, and a value between two of FP8 goes to the other one.
+CLOSE = 0.01
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """As in test_train.py: Optax's Adam needs it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def trained(config, mesh, state=None, count=6):
+    """The state after so many steps, and their losses."""
+    text = everywhere(running.corpus_of(config).train, mesh)
+    state = training.init(config, mesh) if state is None else state
+    state, losses = training.make_train_step(config, count, mesh)(state, text, training.batch_key(config))
+    return state, np.asarray(losses)
+
+
+MESHES = {"float": "data=2,fsdp=2,tensor=2", "stored": "data=4,fsdp=2"}
+
+
+@functools.lru_cache
+def on_one_device(name):
+    return trained(CONFIGS[name], None)
+
+
+@functools.lru_cache
+def on_mesh(name):
+    return trained(CONFIGS[name], make_mesh(parse_mesh(MESHES[name])))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mesh_has_the_losses_of_one_device(name):
+    (_, expected), (state, losses) = on_one_device(name), on_mesh(name)
+    np.testing.assert_allclose(losses[:2], expected[:2], rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=CLOSE)
+    assert losses[-1] < losses[0] - 1
+    kernel = state.params["layers"]["down"]["kernel"]
+    # Every matrix is split, and what was made of it likewise: nothing of its size lies whole on a device.
+    whole = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if leaf.size >= MICRO.width * MICRO.width // 2 and leaf.sharding.is_fully_replicated
+    ]
+    assert not whole and not jax.tree.leaves(kernel)[0].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
+    """Also with the rests of a save that was interrupted, which are not the newest checkpoint."""
+    config, (state, _) = CONFIGS[name], on_mesh(name)
+    with RunDirectory(tmp_path / "run", config, "digest", resume="never") as directory:
+        directory.append(1, np.ones(4))
+        directory.save(state, 4)
+    kept = tmp_path / "run/checkpoints"
+    partial = kept / "6.orbax-checkpoint-tmp"
+    shutil.copytree(kept / "4", partial)
+    shutil.rmtree(next(path for path in partial.rglob("*") if path.name == "d"))
+    for sizes in ({"fsdp": 2, "data": 4}, {"fsdp": 4, "tensor": 2} if name == "float" else {"data": 8}, None):
+        mesh = None if sizes is None else make_mesh(sizes)
+        with RunDirectory(tmp_path / "run", config, "digest", resume="allowed") as directory:
+            restored, losses = directory.restore(training.init(config, mesh))
+        assert len(losses) == 4 and same_bits(restored, state)
+        if mesh is not None:
+            assert restored.params["embedding"]["embedding"].sharding.mesh == mesh
+    other = dataclasses.replace(config, model=dataclasses.replace(MICRO, layers=2))
+    with pytest.raises(ValueError, match="layers=1 in the folder but 2 now"):
+        RunDirectory(tmp_path / "run", other, "digest", resume="allowed")
+
+
+# Two processes ------------------------------------------------------------------------------------------------------
+
+ARGUMENTS = (
+    "--model=micro-llama", "--recipe=tcfp12", "--compare=none", "--batch=8", "--sequence=16", "--steps-per-call=2",
+    "--heldout-windows=8", "--corpus-bytes=200000",
+)  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start_two(out, *arguments, each=((), ()), launcher="options"):
+    """Two processes of two devices each, started as `launcher` says."""
+    port = free_port()
+    environment = {
+        **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT),
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.models.test_distributed", *ARGUMENTS, f"--out={out}", *arguments]
+    started = []
+    for i, own in enumerate(each):
+        told = {}
+        if launcher == "SLURM":
+            told = dict(SLURM_JOB_ID="7", SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2", SLURM_PROCID=str(i))
+            # JAX derives the port from the number of the job.
+            told |= dict(SLURM_LOCALID=str(i), SLURM_STEP_NUM_NODES="1", JAX_COORDINATOR_PORT=str(port))
+        else:
+            own = (*own, f"--coordinator=localhost:{port}", "--processes=2", f"--process={i}")
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen([*command, *own], cwd=ROOT, env={**environment, **told}, **pipes))
+    return started
+
+
+def finish(started, timeout=240):
+    """(status, output, errors) of each process."""
+    try:
+        texts = [process.communicate(timeout=timeout) for process in started]
+        return [(process.returncode, *text) for process, text in zip(started, texts, strict=True)]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def losses_of(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def restored_on(mesh, out, config):
+    """The newest checkpoint of a folder, on a mesh."""
+    with RunDirectory(out, config, running.corpus_of(config).digest, resume="allowed") as directory:
+        return directory.restore(training.init(config, mesh))[0]
+
+
+def test_two_processes_train_as_one_and_one_continues(tmp_path):
+    """Started as by SLURM: the first process writes and prints, and the losses are those of one device."""
+    out = tmp_path / "run"
+    two = start_two(out, "--mesh=data=2,fsdp=2", "--steps=6", "--checkpoint-every=2", launcher="SLURM")
+    _, expected = on_one_device("float")
+    (status, printed, shown), (other_status, other_printed, other_shown) = finish(two)
+    assert (status, other_status) == (0, 0), shown + other_shown
+    assert "on 4 x cpu (data=2, fsdp=2) in 2 process(es)" in printed and "per token" in printed and "100%" in shown
+    assert "micro-llama" not in other_printed and "loss" not in other_printed + other_shown
+    np.testing.assert_allclose(losses_of(out)[:2], expected[:2], rtol=1e-5)
+    np.testing.assert_allclose(losses_of(out), expected, rtol=CLOSE)
+    assert len(json.loads((out / "summary.json").read_text())["run"]) == 5
+
+    # One process goes on, on one device and on eight.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LLAMAS, "micro-llama", MICRO)
+        config = dataclasses.replace(FLOAT, model="micro-llama")
+        mesh = make_mesh(parse_mesh(MESHES["float"]))
+        states = [restored_on(place, out, config) for place in (None, mesh)]
+        assert same_bits(*states) and int(states[0].step) == 6
+    (_, losses), (_, on_eight) = (
+        trained(FLOAT, place, state) for place, state in zip((None, mesh), states, strict=True)
+    )
+    np.testing.assert_allclose(on_eight[:2], losses[:2], rtol=1e-4)
+    assert losses[0] < expected[0] - 1
+
+
+@pytest.mark.parametrize(("lost", "by"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "silent"])
+def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, lost, by):
+    """Lost within a save: the one that is killed closes its connections, the one that is silent is missed later."""
+    out = tmp_path / "run"
+    two = start_two(
+        out, "--mesh=data=2,fsdp=2", "--recipe=bf16", "--steps=10000", "--checkpoint-every=2", "--heartbeat-timeout=10"
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not any("tmp" in path.name and path.name[0] != "2" for path in (out / "checkpoints").glob("*")):
+            assert all(process.poll() is None for process in two), "a process ended before it could be killed"
+            assert time.monotonic() < deadline, "the run did not get far enough"
+            time.sleep(0.002)
+        two[lost].send_signal(by)
+        two[1 - lost].wait(timeout=120)
+    finally:
+        two[lost].kill()
+        found = finish(two)
+    status, _, errors = found[1 - lost]
+    assert status not in (0, -signal.SIGKILL)
+    assert re.search("another process was lost|JAX distributed service detected fatal errors", errors), errors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LLAMAS, "micro-llama", MICRO)
+        config = dataclasses.replace(FLOAT, model="micro-llama", recipe="bf16", steps=10000)
+        state = restored_on(None, out, config)
+    assert int(state.step) >= 2 and int(state.step) % 2 == 0 and len(losses_of(out)) == int(state.step)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+def test_processes_with_other_settings_end_before_the_first_step(tmp_path):
+    two = start_two(tmp_path / "run", "--steps=6", each=(("--seed=0",), ("--seed=1", "--learning-rate=0.5")))
+    for status, _, errors in finish(two):
+        assert status == 2
+        assert re.search(r"config\.seed=0 in process 0 but 1 in process 1.*start all with the same", errors), errors
+        assert "config.learning_rate=0.003 in process 0 but 0.5 in process 1" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_process_lacks_ends_both(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A page. " * 2000)
+    two = start_two(tmp_path / "run", each=((f"--data={text}",), (f"--data={tmp_path / 'absent.txt'}",)))
+    (status, _, errors), (other_status, _, other_errors) = finish(two)
+    assert (status, other_status) == (2, 2)
+    assert "process 1 of 2 cannot go on: FileNotFoundError: data" in errors and "does not exist" in other_errors
+    assert not (tmp_path / "run").exists()
+
+
+# What starts processes ----------------------------------------------------------------------------------------------
+
+SLURM = dict(
+    SLURM_JOB_ID="7", SLURM_STEP_NODELIST="node[1-2]", SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_LOCALID="0"
+)  # fmt: skip
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What `jax.distributed.initialize` was called with."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "expected"),
+    [
+        ({}, (), []),
+        (dict(SLURM, SLURM_NTASKS="1"), (), []),
+        (dict(SLURM_JOB_ID="7", SLURM_NTASKS="8"), (), []),  # within an allocation, but not started by srun
+        (SLURM, (), [(None, None, None)]),
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}, (), [(None, None, None)]),
+        ({}, ("node1:1234", 2, 1), [("node1:1234", 2, 1)]),
+    ],
+)
+def test_processes_are_started_as_the_environment_says(monkeypatch, started, environment, arguments, expected):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    processes.start(*arguments, heartbeat_timeout_seconds=7)
+    assert started == [(args, {"heartbeat_timeout_seconds": 7}) for args in expected]
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({}, ("node1:1234",), "--coordinator without --processes, --process, and neither SLURM nor Open MPI"),
+        ({}, (None, 2, 0), "--processes, --process without --coordinator"),
+        ({}, ("node1", 2, 0), "--coordinator node1 has no port; write host:port"),
+        ({}, ("node1:1", 2, 2), "--process 2 of --processes 2; they count from 0"),
+        ({}, ("node1:1", 0, 0), "--processes 0 must be at least 1"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, (), "Open MPI started 4 processes, but says nothing of where the first"),
+    ],
+)
+def test_what_cannot_be_started_is_named(monkeypatch, started, environment, arguments, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        processes.start(*arguments)
+    assert not started
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2,model=4", r"axis 'model', which is unknown; use axes of \['data', 'fsdp', 'tensor'\]"),
+        ("data", "has the part 'data'; write sizes of axes"),
+        ("data=2,data=4", "names the axis 'data' twice"),
+        ("fsdp=0", "fsdp=0; every axis has a size of at least 1"),
+        ("data=2,fsdp=2", "data=2 x fsdp=2 is of 4 devices, but there are 8 .*such as fsdp=8"),
+    ],
+)
+def test_meshes_that_are_none(text, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(parse_mesh(text))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "message"),
+    [
+        ("fsdp=8", {"batch": 12}, "data=1 times fsdp=8 does not divide batch=12, .*; use batch=16"),
+        ("tensor=8", {}, "tensor=8 does not divide heads=4, which it splits; choose a divisor"),
+        ("data=2,tensor=4", {}, "tensor=4 does not divide kv_heads=2"),
+        (
+            "fsdp=8", {"model": dataclasses.replace(MICRO, width=52, heads=2)},
+            r"fsdp=8 does not divide axis . of .* \[.*52.*\], which it splits",
+        ),
+        ("fsdp=4,tensor=2", {"recipe": "tcfp12_single", "weights": "stored", "moments": "8bit"}, "blocks of 128"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_divide_a_run_is_refused_before_the_first_step(sizes, change, message):
+    with pytest.raises(ValueError, match=message):
+        run(dataclasses.replace(FLOAT, **change), mesh=make_mesh(parse_mesh(sizes)))
+
+
+def test_a_mesh_without_an_axis_is_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match=r"has the axes \['fsdp'\].*\['data', 'tensor'\] is missing; make the mesh by"):
+        run(FLOAT, mesh=mesh)
+    check_mesh(make_mesh({"fsdp": 8}), batch=8, heads={})
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama-tiny", "llama-8b"])
+def test_every_parameter_has_its_place(model):
+    config = train.preset(model)
+    params = jax.eval_shape(lambda: training.init(config.in_bf16)).params
+    places = jax.tree.leaves(parameter_shardings(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2})))
+    for leaf, place in zip(jax.tree.leaves(params), places, strict=True):
+        assert (leaf.ndim < 2 or min(leaf.shape) == config.size.layers) or place.spec != P()
+
+
+def test_a_parameter_without_a_rule_is_named():
+    assert parameter_spec("layers/down/kernel", 3) == P(None, "tensor", "fsdp")
+    with pytest.raises(ValueError, match="no rule says where the parameter layers/router/kernel lies"):
+        parameter_spec("layers/router/kernel", 3)
+
+
+if __name__ == "__main__":
+    LLAMAS["micro-llama"] = MICRO
+    sys.exit(train.main(sys.argv[1:]))
