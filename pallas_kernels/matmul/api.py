@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
-from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
+from pallas_kernels.matmul import mosaic, mosaic_blocks, parts, reference, triton
 from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
@@ -30,14 +30,14 @@ IMPLEMENTATIONS = {
     Tensor: (
         Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
         _TRITON,
-        Implementation("xla", reference.matmul, meshes="any", key=reference.key),
+        Implementation("xla", reference.matmul, key=reference.key),
     ),
     Block: (
         Implementation(
             "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
         ),
         _TRITON,
-        Implementation("xla", reference.matmul, key=reference.key),
+        Implementation("xla", parts.by_reference, key=reference.key),
     ),
 }
 

@@ -4,6 +4,7 @@ Where a device's part is not a multiple of the kernel's tiles, the reference mul
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import device_kind
+from pallas_kernels.dispatch import device_kind, has_explicit_axes
 from pallas_kernels.matmul import reference
 from pallas_kernels.operands import Block, Operand, Product, sizes
-from pallas_kernels.partition import BlocksOf, Scatter, partitioned
+from pallas_kernels.partition import BlocksOf, Scatter, over_arrays, partitioned, scatter
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
 Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]
@@ -33,11 +34,11 @@ def on_each_device(
     """Run `multiply` on x `[..., k]` and w `[n, *k]`; `fits(m, k, n)` says whether the kernel takes a device's part.
 
     A kernel whose interpreter "calls back" into Python has a side effect, which a partitioned function cannot have: on
-    CPUs it runs unpartitioned.
+    CPUs it runs unpartitioned where axes are automatic.
     """
-    m, k, n = sizes(x, w)
-    leading = x.shape[: x.values.ndim - (w.values.ndim - 1)]
-    operands = (_matrix(x, m, k), _matrix(w, n, k), None if bias is None else bias.astype(jnp.float32))
+    _, k, n = sizes(x, w)
+    leading, contracted = x.shape[: x.values.ndim - (w.values.ndim - 1)], w.shape[1:]
+    operands = (_with_axis(x), _with_axis(w), None if bias is None else bias.astype(jnp.float32))
     tree = jax.tree.structure(operands)
 
     def local(*arrays: jax.Array, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> jax.Array:
@@ -51,8 +52,7 @@ def on_each_device(
         if not parts:
             return out
         # Summed in float32 and rounded once.
-        for axes, dimension in scattered:
-            out = lax.psum_scatter(out, axes, scatter_dimension=dimension, tiled=True)
+        out = scatter(out, scattered)
         out = lax.psum(out, summed_over) if summed_over else out
         return (out if bias is None else out + bias).astype(options.out_dtype)
 
@@ -61,23 +61,42 @@ def on_each_device(
     blocks = {}
     if isinstance(w.scaling, Block):
         blocks = {"j": BlocksOf("k", w.scaling.size, k), "i": BlocksOf("n", w.scaling.size, n)}
-    whole = interpreter == "calls back" and device_kind() == "cpu"
-    arrays = jax.tree.leaves(operands)
+    arrays, merged = jax.tree.leaves(operands), {"m": leading, "k": contracted}
+    if interpreter == "calls back" and device_kind() == "cpu" and not has_explicit_axes():
+        return over_arrays(functools.partial(local, summed_over=()), rule, merged)(*arrays)
     # A bias is added to whole columns.
     sums: Literal["everywhere", "scattered"] = "everywhere" if bias is not None else "scattered"
-    out = local(*arrays, summed_over=()) if whole else partitioned(local, rule, blocks, sums=sums)(*arrays)
-    return out.reshape(*leading, n)
+    return partitioned(local, rule, blocks, sums=sums, merged=merged, wanted=_wanted(options, x, w))(*arrays)
 
 
-def _matrix(operand: Operand, rows: int, k: int) -> Operand:
-    """The operand as a matrix, with a scalar scale as one value, since a partitioned function has no scalars."""
-    flat: Any = lambda half: None if half is None else half.reshape(rows, k)
-    scale = operand.scale
-    if not isinstance(operand.scaling, Block):
-        scale = scale.reshape(1)
-    elif operand.scaling.tile == "vector":
-        scale = scale.reshape(rows, -1)
-    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo), scale=scale)
+def by_reference(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+    """The definition of a product in blocks, which cuts and merges axes: with explicit ones on each device's part."""
+    if not has_explicit_axes():
+        return reference.matmul(options, x, w, bias)
+    return on_each_device(reference.matmul, lambda m, k, n: True, options, x, w, bias)
+
+
+def _wanted(options: Product, x: Operand, w: Operand) -> tuple[Any, ...] | None:
+    """The spec that JAX gives a product of these values, under a mesh with explicit axes.
+
+    Raises:
+      jax.errors.ShardingTypeError: JAX's own, of operands whose result it would have to be told.
+    """
+    if not has_explicit_axes():
+        return None
+    product = functools.partial(
+        lax.dot_general, dimension_numbers=reference.dimensions(x, w), preferred_element_type=jnp.float32,
+        out_sharding=options.out_sharding,
+    )  # fmt: skip
+    made = jax.eval_shape(product, x.values, w.values)
+    return (*made.sharding.spec, *(None,) * (made.ndim - len(made.sharding.spec)))
+
+
+def _with_axis(operand: Operand) -> Operand:
+    """The operand with a scalar scale as one value, since a partitioned function has no scalars."""
+    if isinstance(operand.scaling, Block):
+        return operand
+    return dataclasses.replace(operand, scale=operand.scale.reshape(1))
 
 
 def _as_scalar(operand: Operand) -> Operand:
