@@ -11,18 +11,16 @@ neighbours.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Side = list[str]
 # What one axis of a matrix stands for: the sizes of neighbouring axes of the array.
 Merged = Mapping[str, tuple[int, ...]]
-# The spec of a result, or `AS_SPLIT` for an axis that stays as the operands split it.
+# The spec of a result, with an entry for every axis.
 Wanted = Sequence[Any]
-AS_SPLIT: Final = "as the operands are split"
 
 
 class Rule(NamedTuple):
@@ -74,6 +72,7 @@ class Rule(NamedTuple):
 
 def on_parts(
     split: Callable[..., Any],
+    mapped: Callable[..., Any],
     automatic: Callable[..., Any],
     rule: Rule,
     counts: Mapping[str, int],
@@ -84,6 +83,7 @@ def on_parts(
 
     Args:
       split: `partition` of the rule in the letters of arrays, as `custom_partitioning` calls it.
+      mapped: gives a device's function of matrices a rule for `vmap`.
       automatic: the same op for automatic axes. It runs where the mesh has some of both kinds: a kernel in a
         `shard_map` over some axes would be gathered over the others.
       rule: how the op splits.
@@ -97,7 +97,7 @@ def on_parts(
     sizes = dict(counts)
     for side, x in zip(inputs, operands, strict=True):
         sizes |= zip(side, x.shape, strict=True)
-    asked = [()] * len(outputs) if wanted is None else [[None if entry == AS_SPLIT else entry for entry in wanted]]
+    asked = [()] * len(outputs) if wanted is None else [wanted]
     results = [_Typed([sizes[x] for x in side], mesh, spec) for side, spec in zip(outputs, asked, strict=True)]
     arguments = [_Typed(x.shape, mesh, spec) for x, spec in zip(operands, given, strict=True)]
     _, local, *found = split(mesh, arguments, results)
@@ -115,7 +115,7 @@ def on_parts(
 
     def on_part(*parts: jax.Array) -> tuple[jax.Array, ...]:
         matrices = [rule.flatten(side, part) for side, part in zip(rule.inputs, parts, strict=True)]
-        made = leaves(_with_shapes(local, mesh, shapes)(*matrices))
+        made = leaves(mapped(_with_shapes(local, mesh, shapes))(*matrices))
         return tuple(x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
 
     if AxisType.Auto in mesh.axis_types:
@@ -124,37 +124,27 @@ def on_parts(
         made = jax.sharding.auto_axes(free, axes=names, out_sharding=specs)(*operands)
     else:
         specs_in, specs_out = (tuple(PartitionSpec(*spec) for spec in specs) for specs in (ins, outs))
-        run = jax.shard_map(
-            on_part, in_specs=specs_in, out_specs=specs_out, axis_names=set(names), check_vma=False
-        )  # fmt: skip
+        # Not named where all axes are explicit: under `vmap` a `shard_map` lacks those that split the stack.
+        options: Any = dict(axis_names=set(names)) if AxisType.Manual in mesh.axis_types else {}
+        run = jax.shard_map(on_part, in_specs=specs_in, out_specs=specs_out, check_vma=False, **options)
         made = run(*(_moved(x, spec) for x, spec in zip(operands, ins, strict=True)))
         made = [_moved(x, spec) for x, spec in zip(made, finals, strict=True)]
     return jax.tree.unflatten(structure[0], made)
 
 
-def stacked(local: Callable[..., Any], rule: Rule, is_mapped: Sequence[bool]) -> tuple[Callable[..., Any], str]:
-    """(`local` for a stack, whose elements it takes one after the other; its rule, with a letter for the stack)."""
-    letter = next(x for i in range(100) if (x := f"s{i}") not in {x for side in rule.inputs for x in side})
-    inputs = [[letter, *side] if maps else side for side, maps in zip(rule.inputs, is_mapped, strict=True)]
-    text = " -> ".join(
-        ", ".join(" ".join(side) for side in sides) for sides in (inputs, [[letter, *side] for side in rule.outputs])
-    )
+def with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any], *operands: Any) -> Any:
+    """`function(*operands)`, inside of which all axes of the mesh are automatic: for what cuts and looks up values.
 
-    def looped(*operands: jax.Array, **options: Any) -> Any:
-        if options.get("scattered"):
-            inner = lambda s: s._replace(dimension=s.dimension - 1, shape=s.shape[1:])
-            options = {**options, "scattered": [inner(s) for s in options["scattered"]]}
-        mapped = [x for x, maps in zip(operands, is_mapped, strict=True) if maps]
-
-        def one(parts: list[jax.Array]) -> Any:
-            rest = iter(parts)
-            return local(
-                *(next(rest) if maps else x for x, maps in zip(operands, is_mapped, strict=True)), **options
-            )  # fmt: skip
-
-        return lax.map(one, mapped)
-
-    return looped, text
+    Args:
+      function: of arrays; XLA partitions it.
+      spec: of the shape of each of its results, with explicit axes.
+      operands: arrays, or None.
+    """
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return function(*operands)
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    specs = jax.tree.map(spec, jax.eval_shape(function, *bare))
+    return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
 
 
 class _Typed:
@@ -181,7 +171,7 @@ def _first_entries(sides: list[Side], specs: list[tuple[Any, ...]], counts: Mapp
 def _final(side: Side, spec: tuple[Any, ...], wanted: Wanted | None, of_operands: Mapping[str, Any]) -> tuple[Any, ...]:
     """The spec of a result: what was asked for; else that of the operands, though the op itself left an axis whole."""
     if wanted is not None:
-        return tuple(mine if entry == AS_SPLIT else entry for mine, entry in zip(spec, wanted, strict=True))
+        return tuple(wanted)
     entries, used = [], {name for entry in spec for name in _names(entry)}
     for letter, entry in zip(side, spec, strict=True):
         other = of_operands.get(letter)

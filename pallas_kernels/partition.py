@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import has_explicit_axes
-from pallas_kernels.explicit import AS_SPLIT, Merged, Rule, Wanted, on_parts, stacked
+from pallas_kernels.explicit import Merged, Rule, Wanted, on_parts
 
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
@@ -96,27 +96,13 @@ def partitioned(
             *(wide for letter in whole for wide in letters.wide_of(letter)),
             *inner - {f.letter for f in first.values()},
         )
+        # Under vmap a `shard_map` takes its axis, and each device runs the kernel for the elements that it has.
         split = _partition(local, letters.wide(inputs), letters.wide(outputs), first, kept, sums)
         counts = {letter: -(-of.length // of.size) for letter, of in blocks.items()}
-        return on_parts(split, automatic, letters, counts, operands, wanted)
+        return on_parts(split, _one_at_a_time, automatic, letters, counts, operands, wanted)
 
-    # Without a rule of its own, vmap would add a batch axis that the letters of the rule do not name.
-    @custom_vmap
-    def mapped(*operands: jax.Array) -> Any:
-        return (on_explicit_axes if has_explicit_axes() else automatic)(*operands)
-
-    @mapped.def_vmap
-    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        if has_explicit_axes():
-            looped, stack_rule = stacked(local, letters, is_mapped)
-            of_stack = None if wanted is None else (AS_SPLIT, *wanted)
-            call = partitioned(looped, stack_rule, blocks, whole=whole, sums=sums, merged=merged, wanted=of_stack)
-            results = call(*operands)
-        else:
-            results = _in_a_loop(mapped, is_mapped, operands)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return mapped
+    of_matrices = _one_at_a_time(automatic)
+    return lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands)
 
 
 def over_arrays(function: Callable[..., Any], rule: str, merged: Merged | None) -> Callable[..., Any]:
@@ -280,11 +266,21 @@ def _entries(sharding: Any, rank: int) -> list[Axes]:
     return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
 
 
-def _in_a_loop(call: Callable[..., Any], is_mapped: list[bool], operands: tuple[jax.Array, ...]) -> Any:
-    split = [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps]
+def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Without a rule of its own, vmap would add a batch axis, which kernels lack and the letters of a rule do not name.
+    @custom_vmap
+    def mapped(*operands: jax.Array) -> Any:
+        return call(*operands)
 
-    def one(parts: list[jax.Array]) -> Any:
-        rest = iter(parts)
-        return call(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
+    @mapped.def_vmap
+    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
+        split = [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps]
 
-    return lax.map(one, split)
+        def one(parts: list[jax.Array]) -> Any:
+            rest = iter(parts)
+            return mapped(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
+
+        results = lax.map(one, split)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped

@@ -56,7 +56,8 @@ def adamw(
     """See `api.adamw`."""
     as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
     operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
-    results = _stacked(options)(*operands)
+    run = functools.partial(_partitioned, options) if dispatch.has_explicit_axes() else _stacked(options)
+    results = run(*operands)
     new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
     # Of numbers that are not negative, the bits are ordered as the numbers.

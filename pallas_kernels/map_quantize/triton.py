@@ -21,10 +21,11 @@ from pallas_kernels import numerics, tuning
 from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.expression import Expression, Form, Rounding
 from pallas_kernels.map_quantize import reference
-from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantized, Row
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized, Row
 from pallas_kernels.partition import device_count
+from pallas_kernels.quantize import reference as quantize_reference
 from pallas_kernels.quantize import triton_blocks, triton_rows
-from pallas_kernels.tiled import FLAT, Body, Output, Runs, Tiling, blocks_of, map_tiles, misfit
+from pallas_kernels.tiled import FLAT, Body, Output, Tiling, blocks_of, map_tiles, misfit
 
 # Values of a tile a thread, where a tile is a block of one input or of several, which take more registers. Measured on
 # an H200, blocks of 128 of 8192 x 14336: gelu 0.33 and 0.27 ms with 32 and 64, SwiGLU 0.30 and 0.40.
@@ -45,21 +46,28 @@ def decline(options: Any, *inputs: jax.Array) -> str | None:
     return tuning.decline("triton", reference.key(options, *inputs))
 
 
-def by_reference(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
-    """The definition, which merges axes: with explicit ones on each device's part."""
-    if has_explicit_axes():
-        return map_quantize(options, *inputs, runs="reference")
-    return reference.map_quantize(options, *inputs)
-
-
-def map_quantize(options: Any, *inputs: jax.Array, runs: Runs = "kernel") -> tuple[Quantized, ...]:
-    """See `api.map_quantize`; where the "reference" runs, each device computes its part by the definition."""
+def map_quantize(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
+    """See `api.map_quantize`."""
     if isinstance(options.scaling, Block):
-        return _in_blocks(options, inputs, runs)
-    return (_in_rows if isinstance(options.scaling, Row) else _in_one)(options, inputs, runs)
+        return _in_blocks(options, inputs)
+    return _in_rows(options, inputs) if isinstance(options.scaling, Row) else _in_one(options, inputs)
 
 
-def _in_one(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Quantized, ...]:
+def by_reference(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
+    """The definition, which merges axes: with explicit ones the expression is computed on each device's part."""
+    if not has_explicit_axes():
+        return reference.map_quantize(options, *inputs)
+    outputs = [Output(dtype) for dtype in options.expression.dtypes]
+    results = _mapped(
+        options, inputs, lambda rounding, *results: results, outputs,
+        tiling=dataclasses.replace(FLAT, runs="reference"),
+    )  # fmt: skip
+    asked = Quantization(options.dtype, options.scaling, options.orientation)
+    run = triton_blocks.by_reference if isinstance(options.scaling, Block) else quantize_reference.quantize
+    return tuple(run(asked, result, None) for result in results)
+
+
+def _in_one(options: Any, inputs: tuple[jax.Array, ...]) -> tuple[Quantized, ...]:
     expression, dtype, both = options.expression, options.dtype, options.orientation == "both"
     count = len(expression.dtypes)
 
@@ -73,15 +81,13 @@ def _in_one(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Qu
             for x, inverse in zip(results[:count], results[count:], strict=True)
         )
 
-    tops = _mapped(
-        options, inputs, largest, [Output(jnp.float32, form="one")] * count, tiling=_of_maxima(expression, runs)
-    )
+    tops = _mapped(options, inputs, largest, [Output(jnp.float32, form="one")] * count, tiling=_of_maxima(expression))
     scales, inverses = zip(*(options.scaling.find(top, dtype, numerics.amax(top)) for top in tops), strict=True)
-    results = iter(_mapped(options, inputs, cast, [Output(dtype, both)] * count, scalars=inverses, tiling=_flat(runs)))
+    results = iter(_mapped(options, inputs, cast, [Output(dtype, both)] * count, scalars=inverses))
     return tuple(_quantized(options, next(results), s, next(results) if both else None, s) for s in scales)
 
 
-def _in_rows(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Quantized, ...]:
+def _in_rows(options: Any, inputs: tuple[jax.Array, ...]) -> tuple[Quantized, ...]:
     expression, dtype, both = options.expression, options.dtype, options.orientation == "both"
     count = len(expression.dtypes)
     forms: tuple[Form, ...] = ("rows", "columns") if both else ("rows",)
@@ -98,11 +104,11 @@ def _in_rows(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Q
         )
 
     shown = [Output(jnp.float32, form="rows first" if form == "rows" else "columns first") for form in forms]
-    tops = _mapped(options, inputs, largest, shown * count, tiling=_of_maxima(expression, runs))
+    tops = _mapped(options, inputs, largest, shown * count, tiling=_of_maxima(expression))
     scaled = [numerics.scale_and_inverse(numerics.amax(top, 0), dtype, options.scaling.scale) for top in tops]
     outputs = [Output(dtype), *([Output(dtype, form="transposed")] if both else [])] * count
     lines = [(form, inverse) for (_, inverse), form in zip(scaled, forms * count, strict=True)]
-    values = iter(_mapped(options, inputs, cast, outputs, lines=lines, tiling=_flat(runs)))
+    values = iter(_mapped(options, inputs, cast, outputs, lines=lines))
     found = iter(scale for scale, _ in scaled)
     quantized = []
     for _ in range(count):
@@ -111,7 +117,7 @@ def _in_rows(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Q
     return tuple(quantized)
 
 
-def _in_blocks(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple[Quantized, ...]:
+def _in_blocks(options: Any, inputs: tuple[jax.Array, ...]) -> tuple[Quantized, ...]:
     both, side = options.orientation == "both", options.scaling.size
     count = len(options.expression.dtypes)
 
@@ -120,9 +126,7 @@ def _in_blocks(options: Any, inputs: tuple[jax.Array, ...], runs: Runs) -> tuple
 
     outputs = triton_blocks.outputs_of(options) * count
     per_thread = _ONE_INPUT if options.expression.forms.count("matrix") == 1 else _SEVERAL_INPUTS
-    results = _mapped(
-        options, inputs, body, outputs, tiling=dataclasses.replace(blocks_of(side, per_thread), runs=runs)
-    )
+    results = _mapped(options, inputs, body, outputs, tiling=blocks_of(side, per_thread))
     per = len(results) // count
     quantized = []
     for i in range(count):
@@ -142,7 +146,7 @@ def _mapped(
     *,
     lines: Sequence[tuple[Form, jax.Array]] = (),
     scalars: Sequence[jax.Array] = (),
-    tiling: Tiling,
+    tiling: Tiling = FLAT,
 ) -> list[jax.Array]:
     """What `body(rounding, *results of the expression, *tiles of lines, *scalars)` returns of every tile."""
     expression = options.expression
@@ -178,20 +182,13 @@ def _mapped(
     )
 
 
-def _flat(runs: Runs) -> Tiling:
-    return dataclasses.replace(FLAT, runs=runs)
-
-
-def _of_maxima(expression: Expression, runs: Runs) -> Tiling:
+def _of_maxima(expression: Expression) -> Tiling:
     """How maxima are found: in the largest tiles of which every device of a mesh has whole ones, if there are any."""
 
     def side(size: int, sides: tuple[int, ...]) -> tuple[int, ...]:
-        found = ((side,) for devices in (device_count(), 1) for side in sides if size % (side * devices) == 0)
-        return next(found, (size,))  # one tile, which only the reference takes
+        return next((side,) for devices in (device_count(), 1) for side in sides if size % (side * devices) == 0)
 
-    return dataclasses.replace(
-        _flat(runs), rows=side(expression.m, FLAT.rows), columns=side(expression.k, FLAT.columns)
-    )
+    return dataclasses.replace(FLAT, rows=side(expression.m, FLAT.rows), columns=side(expression.k, FLAT.columns))
 
 
 def _quantized(
