@@ -132,6 +132,27 @@ def on_parts(
     return jax.tree.unflatten(structure[0], made)
 
 
+def on_own_elements(loop: Callable[..., Any], is_mapped: Sequence[bool], operands: Sequence[jax.Array]) -> Any:
+    """`loop(*operands)`, a function of each element of a stack, for those that a device has where axes split the stack.
+
+    Args:
+      loop: of the operands.
+      is_mapped: which of them are stacks, along their first axis.
+      operands: arrays.
+    """
+    stacks = [entries_of(x)[0] for x, maps in zip(operands, is_mapped, strict=True) if maps]
+    entry = next((entry for entry in stacks if entry is not None), None)
+    if entry is None:
+        return loop(*operands)
+    specs = tuple(PartitionSpec(entry) if maps else PartitionSpec() for maps in is_mapped)
+    # Inside a `shard_map` over the axes that split an element: nothing else is left to split.
+    moved = [_moved(x, (entry, *entries_of(x)[1:])) if maps else x for x, maps in zip(operands, is_mapped, strict=True)]
+    run = jax.shard_map(
+        loop, in_specs=specs, out_specs=PartitionSpec(entry), axis_names=set(_names(entry)), check_vma=False
+    )
+    return run(*moved)
+
+
 def with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any], *operands: Any) -> Any:
     """`function(*operands)`, inside of which all axes of the mesh are automatic: for what cuts and looks up values.
 

@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import has_explicit_axes
-from pallas_kernels.explicit import Merged, Rule, Wanted, on_parts
+from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts
 
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
@@ -274,13 +274,14 @@ def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @mapped.def_vmap
     def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        split = [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps]
+        def loop(*operands: jax.Array) -> Any:
+            def one(parts: list[jax.Array]) -> Any:
+                rest = iter(parts)
+                return mapped(*(next(rest) if maps else x for x, maps in zip(operands, is_mapped, strict=True)))
 
-        def one(parts: list[jax.Array]) -> Any:
-            rest = iter(parts)
-            return mapped(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
+            return lax.map(one, [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps])
 
-        results = lax.map(one, split)
+        results = on_own_elements(loop, is_mapped, operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped
