@@ -15,7 +15,7 @@ Under vmap a kernel runs once for every element, in a loop; it has no batch axis
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -76,7 +76,7 @@ def partitioned(
         every part holds whole blocks.
       whole: letters of axes that no mesh axis may split.
       sums: "scattered" where `local` also takes `scattered=`, `Scatter`s of its one result, which it must
-        `scatter` and sum.
+        hand out and sum (`wire.reduced`).
       merged: of letters that stand for neighbouring axes of the arrays, the sizes of these; `local` has them as one.
       wanted: with explicit axes the spec of the one result; None for what the operands make of it.
     """
@@ -189,14 +189,6 @@ def _by_xla(
         reduction_factors=tuple(reduced), need_replication_factors=whole, **sizes,
     )  # fmt: skip
     return call
-
-
-def scatter(partial: jax.Array, scattered: Sequence[Scatter]) -> jax.Array:
-    """A device's partial sums, added over the axes of `scattered` and handed out along their dimensions."""
-    for axes, dimension, shape in scattered:
-        partial = partial if shape is None else partial.reshape(shape)
-        partial = lax.psum_scatter(partial, axes, scatter_dimension=dimension, tiled=True)
-    return partial
 
 
 def device_count() -> int:

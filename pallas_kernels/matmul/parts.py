@@ -15,7 +15,8 @@ from jax import lax
 from pallas_kernels.dispatch import device_kind, has_explicit_axes
 from pallas_kernels.matmul import reference
 from pallas_kernels.operands import Block, Operand, Product, sizes
-from pallas_kernels.partition import BlocksOf, Scatter, over_arrays, partitioned, scatter
+from pallas_kernels.partition import BlocksOf, Scatter, over_arrays, partitioned
+from pallas_kernels.wire import reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
 Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]
@@ -45,15 +46,15 @@ def on_each_device(
         x, w, bias = jax.tree.unflatten(tree, arrays)
         x, w = (_as_scalar(operand) for operand in (x, w))
         parts = bool(summed_over or scattered)
-        asked = dataclasses.replace(options, out_dtype=jnp.dtype(jnp.float32)) if parts else options
+        asked = dataclasses.replace(options, out_sharding=None)
+        asked = dataclasses.replace(asked, out_dtype=jnp.dtype(jnp.float32)) if parts else asked
         before = None if parts else bias
         run = multiply if fits(*sizes(x, w)) else reference.matmul
         out = run(asked, x, w, before)
         if not parts:
             return out
-        # Summed in float32 and rounded once.
-        out = scatter(out, scattered)
-        out = lax.psum(out, summed_over) if summed_over else out
+        # Summed as asked, in float32 where nothing else was, and rounded once.
+        out = reduced(out, scattered, summed_over, options.wire)
         return (out if bias is None else out + bias).astype(options.out_dtype)
 
     letters = (_letters(operands[0], "m"), _letters(operands[1], "n"), None if bias is None else "n")
@@ -70,8 +71,11 @@ def on_each_device(
 
 
 def by_reference(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
-    """The definition of a product in blocks, which cuts and merges axes: with explicit ones on each device's part."""
-    if not has_explicit_axes():
+    """The definition: on each device's part where its sums travel as asked, or where explicit axes have blocks.
+
+    Blocks cut and merge axes, which JAX does not do with explicit ones.
+    """
+    if options.wire is None and not (has_explicit_axes() and isinstance(w.scaling, Block)):
         return reference.matmul(options, x, w, bias)
     return on_each_device(reference.matmul, lambda m, k, n: True, options, x, w, bias)
 
