@@ -132,8 +132,9 @@ def by_reference(
     if not dispatch.has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
     spec = lambda x: jax.typeof(x).sharding.spec
-    turned = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
-    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), PartitionSpec())
+    turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
+    whole: Any = PartitionSpec()
+    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
     return jax.sharding.auto_axes(step, out_sharding=typed)(g, hi, lo, state, rates, key)
 
 
