@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "numerics", "counter", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning", "sharing", "explicit", "partition",
-        "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize", "adamw", "row_gradient", "matmul",
+        "numerics", "counter", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning", "sharing",
+        "explicit", "partition", "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize", "adamw", "row_gradient", "matmul",
         "skip_matmul",
     ],
     "tcfp_jax": [
