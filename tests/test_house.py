@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "pallas_kernels": [
         "numerics", "counter", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning", "sharing",
-        "explicit", "partition", "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize", "adamw", "row_gradient", "matmul",
-        "skip_matmul",
+        "explicit", "partition", "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize",
+        "adamw", "row_gradient", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
         "moved", "paths", "formats", "recipes", "weights", "products", "optim", "monitor", "explanation", "layers",
