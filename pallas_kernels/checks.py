@@ -1,6 +1,6 @@
 """Checks of arguments that several ops share; each error names the broken rule, what was given, and the repair."""
 
-import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def check_error_and_bits(w: jax.Array, error: jax.Array | None, bits: jax.Array 
 
 
 def check_operands(x: Operand, w: Operand) -> tuple[Operand, Operand]:
-    """The operands of a product, those in blocks with one contracted axis, if tensor cores have such a product.
+    """The operands of a product, if tensor cores have such a product.
 
     Raises:
       TypeError: an operand is not FP8, or scales of blocks are not E8M0.
@@ -93,10 +93,8 @@ def check_operands(x: Operand, w: Operand) -> tuple[Operand, Operand]:
         return x, w
     if not (isinstance(x.scaling, Block) and x.scaling.tile == "vector" and x.scaling.size == w.scaling.size):
         raise NotImplementedError(_mixed(x, w))
-    if contracted > 1:
-        x, w = (_flattened(operand, contracted) for operand in (x, w))
     for name, operand in (("x", x), ("w", w)):
-        _check_scales(name, operand)
+        _check_scales(name, operand, contracted)
     return x, w
 
 
@@ -105,11 +103,6 @@ def _mixed(x: Operand, w: Operand) -> str:
         f"x has the scaling {x.scaling} and w {w.scaling}: no product combines them; quantize x with "
         f"scaling={w.scaling.along_rows}"
     )
-
-
-def _flattened(operand: Operand, contracted: int) -> Operand:
-    flat: Any = lambda half: None if half is None else half.reshape(*half.shape[: half.ndim - contracted], -1)
-    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo))
 
 
 def _check_halves(name: str, operand: Operand) -> None:
@@ -121,8 +114,11 @@ def _check_halves(name: str, operand: Operand) -> None:
         )
 
 
-def _check_scales(name: str, operand: Operand) -> None:
-    expected = operand.scaling.scale_shape(operand.values.shape)
+def _check_scales(name: str, operand: Operand, contracted: int) -> None:
+    # Blocks run along all contracted axes as one.
+    shape = operand.values.shape
+    kept = len(shape) - contracted
+    expected = operand.scaling.scale_shape((*shape[:kept], math.prod(shape[kept:])))
     for scale in (operand.scale, operand.lo_scale):
         if scale is None:
             continue

@@ -47,9 +47,7 @@ class Implementation:
 
     `reject` and `decline` take the op's options and arrays and return a reason or None; `configure` returns the tile
     sizes that would run, or None where there is nothing to choose; `key`, which XLA's have for all of their table, how
-    a call's times are named, or None where it has none. All four look at shapes and dtypes only. `meshes` says whether
-    it also runs under a mesh with explicit axes, which only `lax` follows: kernels are not partitioned there, and
-    blocks cut and merge axes.
+    a call's times are named, or None where it has none. All four look at shapes and dtypes only.
     """
 
     backend: Backend
@@ -58,7 +56,6 @@ class Implementation:
     decline: Callable[..., str | None] = _no_objection
     configure: Callable[..., Any] = _no_objection
     key: Callable[..., Key | None] = _no_objection
-    meshes: Literal["automatic", "any"] = "automatic"
 
 
 @dataclass(frozen=True)
@@ -197,13 +194,11 @@ def judge(table: Sequence[Implementation], backend: Backend | None, options: Any
     check_backend(backend)
     verdicts: list[Verdict] = []
     chosen: Backend | None = None
-    explicit, interprets = has_explicit_axes(), backend is None and device_kind() == "cpu"
+    interprets = backend is None and device_kind() == "cpu"
     for implementation in table:
         kernel, reason, config = implementation.backend != "xla", None, None
         if backend not in (None, implementation.backend):
             reason = f"backend={backend!r} was asked for"
-        elif explicit and implementation.meshes == "automatic":
-            reason = "the mesh has explicit axes, which neither kernels nor blocks follow; use AxisType.Auto"
         elif kernel and interprets:
             reason = "a CPU runs it in its interpreter, and only where it is named"
         else:

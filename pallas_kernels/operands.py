@@ -24,6 +24,7 @@ from pallas_kernels.scaling import (
     Tensor,
     Tile,
 )  # fmt: skip
+from pallas_kernels.wire import Wire
 
 __all__ = [
     "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Operand", "Orientation",
@@ -168,11 +169,13 @@ class Product:
       out_dtype: of the result; the sum is scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator, "full" promotes to float32 during the sum.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
+      wire: how devices add partial sums, see `pallas_kernels.wire`.
     """
 
     out_dtype: Any = jnp.bfloat16
     accumulation: Accumulation = "fast"
     out_sharding: Any = None
+    wire: Wire | None = None
 
 
 def sizes(x: Operand, w: Operand) -> tuple[int, int, int]:

@@ -24,16 +24,26 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.dispatch import has_explicit_axes
+from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts
+
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
 Local = Callable[..., Any]
 
 
 class Scatter(NamedTuple):
-    """An axis of a result that is handed out over the mesh axes by which its partial sums are split."""
+    """An axis of a result that is handed out over the mesh axes by which its partial sums are split.
+
+    Attributes:
+      axes: of the mesh.
+      dimension: of the result, in `shape`.
+      shape: what the result must be reshaped to first, where it has more axes than the matrix; None where it has not.
+    """
 
     axes: Axes
     dimension: int
+    shape: tuple[int, ...] | None = None
 
 
 class BlocksOf(NamedTuple):
@@ -51,8 +61,12 @@ def partitioned(
     *,
     whole: Axes = (),
     sums: Literal["everywhere", "scattered"] = "everywhere",
+    merged: Merged | None = None,
+    wanted: Wanted | None = None,
 ) -> Callable[..., Any]:
-    """`local(*operands, summed_over=())` as a function of whole arrays that XLA partitions by `rule`.
+    """`local(*operands, summed_over=())` as a function of whole arrays, each device's part of it by `rule`.
+
+    With automatic axes XLA partitions it when it compiles; with explicit ones it is a `jax.shard_map` (`explicit`).
 
     Args:
       local: takes the operands, or one device's parts of them, and in `summed_over` the mesh axes that split an axis
@@ -62,21 +76,59 @@ def partitioned(
         every part holds whole blocks.
       whole: letters of axes that no mesh axis may split.
       sums: "scattered" where `local` also takes `scattered=`, `Scatter`s of its one result, which it must
-        `lax.psum_scatter`.
+        hand out and sum (`wire.reduced`).
+      merged: of letters that stand for neighbouring axes of the arrays, the sizes of these; `local` has them as one.
+      wanted: with explicit axes the spec of the one result; None for what the operands make of it.
     """
-    # "m k, n k -> m n" as lists of letters: one list for each operand and result.
-    inputs, outputs = ([side.split() for side in part.split(",")] for part in rule.split("->"))
-    kept = {letter for side in outputs for letter in side}
+    letters = Rule.of(rule, merged)
+    inputs, outputs, _ = letters
     named = {letter for side in (*inputs, *outputs) for letter in side}
     blocks = {letter: of for letter, of in (blocks or {}).items() if letter in named}
 
-    # XLA calls `partition` at compile time, when it knows the shardings that the rest of the program prefers, and puts
-    # `local` in the place of the whole call (JAX docs, jax.experimental.custom_partitioning).
-    @custom_partitioning
-    def call(*operands: jax.Array) -> Any:
-        return local(*operands, summed_over=())
+    def automatic(*operands: jax.Array) -> Any:
+        return over_arrays(_by_xla(local, rule, letters, blocks, whole, sums), rule, merged)(*operands)
 
-    def partition(mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, ...]:
+    def on_explicit_axes(*operands: jax.Array) -> Any:
+        first = {letter: of._replace(letter=letters.first(of.letter)) for letter, of in blocks.items()}
+        # Of several axes in blocks only the first can be split, and leave neighbours together.
+        inner = {wide for of in blocks.values() for wide in letters.wide_of(of.letter)[1:]}
+        kept = (
+            *(wide for letter in whole for wide in letters.wide_of(letter)),
+            *inner - {f.letter for f in first.values()},
+        )
+        # Under vmap a `shard_map` takes its axis, and each device runs the kernel for the elements that it has.
+        split = _partition(local, letters.wide(inputs), letters.wide(outputs), first, kept, sums)
+        counts = {letter: -(-of.length // of.size) for letter, of in blocks.items()}
+        return on_parts(split, _one_at_a_time, automatic, letters, counts, operands, wanted)
+
+    of_matrices = _one_at_a_time(automatic)
+    return lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands)
+
+
+def over_arrays(function: Callable[..., Any], rule: str, merged: Merged | None) -> Callable[..., Any]:
+    """A function of matrices as one of the arrays that they stand for; `rule` and `merged` as in `partitioned`."""
+    letters = Rule.of(rule, merged)
+
+    def call(*operands: jax.Array) -> Any:
+        results = function(*(letters.flatten(side, x) for side, x in zip(letters.inputs, operands, strict=True)))
+        leaves, tree = jax.tree.flatten(results)
+        return jax.tree.unflatten(tree, map(letters.unflatten, letters.outputs, leaves))
+
+    return call
+
+
+def _partition(
+    local: Local,
+    inputs: list[list[str]],
+    outputs: list[list[str]],
+    blocks: Mapping[str, BlocksOf],
+    whole: Axes,
+    sums: Literal["everywhere", "scattered"],
+) -> Callable[..., tuple[Any, ...]]:
+    """`partition(mesh, operands, results)` -> (mesh, one device's part, shardings of results, of operands)."""
+    kept = {letter for side in outputs for letter in side}
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> tuple[Any, ...]:
         # Results come first: what reads them has asked for their sharding, and operands can follow.
         given = [leaf.sharding for leaf in jax.tree.leaves(results)] + [a.sharding for a in jax.tree.leaves(arguments)]
         # Where blocks are counted, the axis they are blocks of is meant: a result may have no other axis to say so.
@@ -99,6 +151,28 @@ def partitioned(
         result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs, handed_out))
         return mesh, functools.partial(local, **options), result_shardings, tuple(shardings(inputs, {}))
 
+    return partition
+
+
+def _by_xla(
+    local: Local,
+    rule: str,
+    letters: Rule,
+    blocks: Mapping[str, BlocksOf],
+    whole: Axes,
+    sums: Literal["everywhere", "scattered"],
+) -> Callable[..., Any]:
+    """The function of matrices that XLA partitions by `rule`."""
+    inputs, outputs = letters.inputs, letters.outputs
+    kept = {letter for side in outputs for letter in side}
+    named = {letter for side in (*inputs, *outputs) for letter in side}
+
+    # XLA calls `partition` at compile time, when it knows the shardings that the rest of the program prefers, and puts
+    # `local` in the place of the whole call (JAX docs, jax.experimental.custom_partitioning).
+    @custom_partitioning
+    def call(*operands: jax.Array) -> Any:
+        return local(*operands, summed_over=())
+
     sizes = {}
     for letter, of in blocks.items():
         # The rule says that an axis of values is (blocks) x (values of a block), so that a sharding of one implies that
@@ -111,10 +185,10 @@ def partitioned(
     of_kept = {letter for letter, of in blocks.items() if of.letter in kept}
     reduced = sorted(named - kept - of_kept - {"u"}, key=rule.index)
     call.def_partition(
-        partition=partition, sharding_rule=rule, reduction_factors=tuple(reduced), need_replication_factors=whole,
-        **sizes,
+        partition=_partition(local, inputs, outputs, blocks, whole, sums), sharding_rule=rule,
+        reduction_factors=tuple(reduced), need_replication_factors=whole, **sizes,
     )  # fmt: skip
-    return _mapped_in_a_loop(call)
+    return call
 
 
 def device_count() -> int:
@@ -184,21 +258,22 @@ def _entries(sharding: Any, rank: int) -> list[Axes]:
     return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
 
 
-def _mapped_in_a_loop(call: Callable[..., Any]) -> Callable[..., Any]:
-    # Without a rule of its own, vmap would add a batch axis that the letters of the rule do not name.
+def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    # Without a rule of its own, vmap would add a batch axis, which kernels lack and the letters of a rule do not name.
     @custom_vmap
     def mapped(*operands: jax.Array) -> Any:
         return call(*operands)
 
     @mapped.def_vmap
     def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        split = [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps]
+        def loop(*operands: jax.Array) -> Any:
+            def one(parts: list[jax.Array]) -> Any:
+                rest = iter(parts)
+                return mapped(*(next(rest) if maps else x for x, maps in zip(operands, is_mapped, strict=True)))
 
-        def one(parts: list[jax.Array]) -> Any:
-            rest = iter(parts)
-            return mapped(*(next(rest) if maps else whole for whole, maps in zip(operands, is_mapped, strict=True)))
+            return lax.map(one, [operand for operand, maps in zip(operands, is_mapped, strict=True) if maps])
 
-        results = lax.map(one, split)
+        results = on_own_elements(loop, is_mapped, operands)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped

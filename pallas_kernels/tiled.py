@@ -10,6 +10,7 @@ under a mesh on each device's own part (see `partition.py`).
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from pallas_kernels.expression import Form
 from pallas_kernels.partition import BlocksOf, partitioned
 
 Body = Callable[..., tuple[jax.Array, ...]]
+Runs = Literal["kernel", "reference"]
+Written = Literal["tile", "transposed", "rows", "columns", "one", "rows first", "columns first"]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 SMALLEST_SIDE = 16
@@ -46,11 +49,15 @@ class Tiling:
     one tensor in both orientations has 3.60 TB/s with it and 3.85 with 64 x 256 by 16 warps; what computes more a value
     wants flat tiles: SwiGLU's gradients 2.90 with 64 x 64 and 3.69 with 32 x 256 by 8. Stochastic rounding has 3.5
     TB/s with 8 values a thread and 3.0 with 16.
+
+    Where the "reference" runs, each device computes its part of the matrices without a kernel: the tiles only say what
+    must not be cut.
     """
 
     rows: tuple[int, ...] = (64, 32, 16)
     columns: tuple[int, ...] = (64, 32, 16)
     values_per_thread: int = 16
+    runs: Runs = "kernel"
 
     def fit(self, m: int, k: int) -> Tile | None:
         """The tile of a matrix `[m, k]`; None where none divides it.
@@ -91,7 +98,7 @@ class Output:
     dtype: Any
     transposed: bool = False
     replaces: int | None = None
-    form: Literal["tile", "transposed", "rows", "columns", "one", "rows first", "columns first"] = "tile"
+    form: Written = "tile"
 
     @property
     def rule(self) -> str:
@@ -123,7 +130,7 @@ def map_tiles(
     compiled: Body | None = None,
     tiling: Tiling = Tiling(),
 ) -> list[jax.Array]:
-    """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[m, k]` each.
+    """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[*m, k]` each: matrices, whose rows may be many axes.
 
     Args:
       body: what is done to one tile; it returns a value for each of `outputs`, in the form that the output says.
@@ -134,13 +141,13 @@ def map_tiles(
       reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
         matrices no tile divides, and returns results in the shapes that are written: for a "rows" output
         `[m, k / side]`, for a "columns" output `[k, m / side]`.
-      forms: of the inputs, where not all are matrices: "rows" is `[m]` and comes as `[rows, 1]`, "columns" is `[k]` and
-        comes as `[1, columns]`.
+      forms: of the inputs, where not all are matrices: "rows" is `[*m]` and comes as `[rows, 1]`, "columns" is `[k]`
+        and comes as `[1, columns]`.
       compiled: the body of a kernel that is compiled, where that is another than the interpreter's.
       tiling: how the matrices are cut.
 
     Returns:
-      For each output its matrix `[m, k]`, followed by its transpose `[k, m]` where that is wanted.
+      For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` where that is wanted.
     """
     count = len(inputs)
     given: tuple[Form, ...] = tuple(forms) if forms else tuple(itertools.repeat("matrix", count))
@@ -148,7 +155,7 @@ def map_tiles(
     call = functools.partial(_call, tuple(outputs), name, given, tiling)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if tiling.fit(*operands[first].shape) is None:
+        if tiling.runs == "reference" or tiling.fit(*operands[first].shape) is None:
             wide = {"matrix": lambda x: x, "rows": lambda x: x[:, None], "columns": lambda x: x[None]}
             matrices = [wide[form](x) for x, form in zip(operands[:count], given, strict=True)]
             whole = reference(*matrices, *(scalar[0] for scalar in operands[count:]))
@@ -166,10 +173,13 @@ def map_tiles(
     letters: dict[Form, str] = {"matrix": "i j", "rows": "i", "columns": "j"}
     rule = ", ".join([letters[form] for form in given] + ["u"] * len(scalars)) + " -> "
     rule += ", ".join(output.rule for output in outputs)
-    m, k = inputs[first].shape
+    *rows, k = inputs[first].shape
+    m = math.prod(rows)
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
     blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
-    return partitioned(local, rule, blocks)(*inputs, *(scalar.reshape(1) for scalar in scalars))
+    return partitioned(local, rule, blocks, merged={"i": tuple(rows)})(
+        *inputs, *(scalar.reshape(1) for scalar in scalars)
+    )
 
 
 def _call(

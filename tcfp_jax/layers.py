@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.checks import check_real
+from pallas_kernels.explicit import entries_of, with_automatic_axes
 from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_of, matrix_product, parse
 from tcfp_jax.products.marks import mark
 from tcfp_jax.recipes import Recipe
@@ -231,8 +233,11 @@ def embed(read: Reader, inputs: jax.Array, out_sharding: Any = None) -> jax.Arra
     else:
         # Blocks run along a row, so the rows looked up are all that matter.
         take = lambda rows, inputs: jnp.take(rows, inputs, axis=0)
-        placed = take if out_sharding is None else jax.sharding.auto_axes(take, out_sharding=out_sharding)
-        rows = placed(rows, inputs)
+        if out_sharding is None:
+            spec = PartitionSpec(*entries_of(inputs), entries_of(rows)[-1])
+            rows = with_automatic_axes(take, lambda _: spec, rows, inputs)
+        else:
+            rows = jax.sharding.auto_axes(take, out_sharding=out_sharding)(rows, inputs)
     return fake_quantize(rows).astype(read.dtype or rows.dtype)
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Row, Scaling, Tensor
+from pallas_kernels.wire import Wire, check_wire
 
 Format = Literal["float8_e4m3fn", "float8_e5m2"]
 Halves = Literal["hi", "hi+lo"]
@@ -114,6 +115,8 @@ class Recipe:
       amax: weights are scaled by a "fresh" amax, or by a "delayed" one that the optimizer's state carries (PDDS).
       copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
         their bytes and saves the forward product a transpose on GPUs.
+      wire: how devices that share a batch add their weight gradients: "float32", "bfloat16", or "bfloat16_parts", which
+        sends bfloat16 and adds in float32; None is float32 in kernels and the product's dtype in XLA's. FP8 is refused.
       backend, quantize_backend: of the products, and of the quantizers (which have no "mosaic"); None is the fastest
         that was measured, see `pallas_kernels.dispatch`.
 
@@ -136,6 +139,7 @@ class Recipe:
     copies: Copies = "both"
     backend: Backend | None = None
     quantize_backend: Backend | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Single | Dual | None):
@@ -148,6 +152,7 @@ class Recipe:
         )  # fmt: skip
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
+        check_wire(self.wire)
         for broken, message in _rules(self):
             if broken:
                 raise ValueError(message)

@@ -90,6 +90,8 @@ def on_blocks(
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
     """Lower and compile a function of arguments from `on`."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(function, **jit_options).lower(*arguments).compile()
+        # Named, because JAX looks for a GPU that is there where axes are explicit.
+        traced = jax.jit(function, **jit_options).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     return Compiled(text, re.findall(r'custom_call_target="([^"]*)"', text), memory.temp_size_in_bytes)

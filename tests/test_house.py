@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "numerics", "counter", "scaling", "moments", "operands", "checks", "dispatch", "tuning", "sharing", "partition",
-        "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize", "adamw", "row_gradient", "matmul",
-        "skip_matmul",
+        "numerics", "counter", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning", "sharing",
+        "explicit", "partition", "expression", "tiled", "hopper", "quantize", "map_quantize", "dual_quantize",
+        "adamw", "row_gradient", "matmul", "skip_matmul",
     ],
     "tcfp_jax": [
         "moved", "paths", "formats", "recipes", "weights", "products", "optim", "sharding", "monitor", "explanation",
@@ -34,7 +34,7 @@ PUBLIC = {
     "store", "dequantize", "value_and_grad", "grad", "apply_updates",
 }  # fmt: skip
 # Where a kernel runs, not what it computes: all that casts may share with quantizers, whose oracle they are.
-PLUMBING = {"pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.checks"}
+PLUMBING = {"pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.checks"}
 
 
 def files(*folders):

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import counter, dispatch, moments
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, Step, Tile
+from pallas_kernels.explicit import entries_of
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned
 
@@ -54,8 +56,9 @@ def adamw(
     """See `api.adamw`."""
     as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
     operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
-    results = _stacked(options)(*(operand[None] for operand in operands))
-    new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = (result[0] for result in results)
+    run = functools.partial(_partitioned, options) if dispatch.has_explicit_axes() else _stacked(options)
+    results = run(*operands)
+    new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
     # Of numbers that are not negative, the bits are ordered as the numbers.
     amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
@@ -85,7 +88,7 @@ def _words(rates: Rates, key: jax.Array) -> jax.Array:
 
 @functools.cache
 def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
-    """The step of a stack of matrices: operands `[l, ...]`, and under vmap `[l * size, ...]`, in place as ever."""
+    """The step of a stack of matrices: operands `[*l, ...]`, and under vmap `[size, *l, ...]`, in place as ever."""
 
     @custom_vmap
     def call(*operands: jax.Array) -> list[jax.Array]:
@@ -96,14 +99,14 @@ def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
         whole = [
             x if maps else jnp.broadcast_to(x, (size, *x.shape)) for x, maps in zip(operands, is_mapped, strict=True)
         ]
-        results = call(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-        return [x.reshape(size, -1, *x.shape[1:]) for x in results], [True] * len(results)
+        results = call(*whole)
+        return results, [True] * len(results)
 
     return call
 
 
 def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
-    _, k, n = operands[2].shape
+    *leading, k, n = operands[2].shape
     operands = (*operands, *_places(k, n))
     state = ["l i j", "l i j", "l i j", "l i q", "l i j", "l i q"]
     inputs = ["l u", "l i j", *state, *("i", "j")[: len(operands) - 2 - _STATE]]
@@ -116,7 +119,23 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
             *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
 
-    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks)(*operands)
+    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks, merged={"l": tuple(leading)})(
+        *operands
+    )
+
+
+def by_reference(
+    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
+) -> Step:
+    """The definition, which cuts blocks: with explicit axes as XLA partitions it, and each result as it came."""
+    step = functools.partial(reference.adamw, options)
+    if not dispatch.has_explicit_axes():
+        return step(g, hi, lo, state, rates, key)
+    spec = lambda x: jax.typeof(x).sharding.spec
+    turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
+    whole: Any = PartitionSpec()
+    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
+    return jax.sharding.auto_axes(step, out_sharding=typed)(g, hi, lo, state, rates, key)
 
 
 def _places(k: int, n: int) -> tuple[jax.Array, ...]:

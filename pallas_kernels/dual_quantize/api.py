@@ -12,11 +12,11 @@ from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling,
 IMPLEMENTATIONS = {
     Tensor: (
         Implementation("triton", triton.dual_quantize, triton.reject, triton.decline),
-        Implementation("xla", reference.dual_quantize, meshes="any", key=reference.key),
+        Implementation("xla", reference.dual_quantize, key=reference.key),
     ),
     Block: (
         Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, triton_blocks.decline),
-        Implementation("xla", reference.dual_quantize, key=reference.key),
+        Implementation("xla", triton_blocks.by_reference, key=reference.key),
     ),
 }
 

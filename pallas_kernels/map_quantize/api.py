@@ -30,7 +30,7 @@ class Mapping(Quantization):
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.map_quantize, triton.reject, triton.decline),
-    Implementation("xla", reference.map_quantize, key=reference.key),
+    Implementation("xla", triton.by_reference, key=reference.key),
 )
 
 

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics, tuning
+from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.expression import Expression, Form, Rounding
 from pallas_kernels.map_quantize import reference
-from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantized, Row
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized, Row
 from pallas_kernels.partition import device_count
+from pallas_kernels.quantize import reference as quantize_reference
 from pallas_kernels.quantize import triton_blocks, triton_rows
 from pallas_kernels.tiled import FLAT, Body, Output, Tiling, blocks_of, map_tiles, misfit
 
@@ -49,6 +51,20 @@ def map_quantize(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
     if isinstance(options.scaling, Block):
         return _in_blocks(options, inputs)
     return _in_rows(options, inputs) if isinstance(options.scaling, Row) else _in_one(options, inputs)
+
+
+def by_reference(options: Any, *inputs: jax.Array) -> tuple[Quantized, ...]:
+    """The definition, which merges axes: with explicit ones the expression is computed on each device's part."""
+    if not has_explicit_axes():
+        return reference.map_quantize(options, *inputs)
+    outputs = [Output(dtype) for dtype in options.expression.dtypes]
+    results = _mapped(
+        options, inputs, lambda rounding, *results: results, outputs,
+        tiling=dataclasses.replace(FLAT, runs="reference"),
+    )  # fmt: skip
+    asked = Quantization(options.dtype, options.scaling, options.orientation)
+    run = triton_blocks.by_reference if isinstance(options.scaling, Block) else quantize_reference.quantize
+    return tuple(run(asked, result, None) for result in results)
 
 
 def _in_one(options: Any, inputs: tuple[jax.Array, ...]) -> tuple[Quantized, ...]:
@@ -140,7 +156,7 @@ def _mapped(
     ones = [i for i, form in enumerate(expression.forms) if form == "one"]
     tiled = [i for i, form in enumerate(expression.forms) if form != "one"]
     flat: dict[Form, tuple[int, ...]] = {
-        "matrix": (expression.m, expression.k), "rows": (expression.m,), "columns": (expression.k,), "one": (),
+        "matrix": options.shape, "rows": options.shape[:-1], "columns": (expression.k,), "one": (),
     }  # fmt: skip
     arrays = [x.reshape(flat[form]) for x, form in zip(inputs, expression.forms, strict=True)]
 

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
-from pallas_kernels.matmul import mosaic, mosaic_blocks, reference, triton
+from pallas_kernels.matmul import mosaic, mosaic_blocks, parts, reference, triton
 from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
+from pallas_kernels.wire import Wire, check_wire
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates: "fast" sums all of k there, "full" 128 of it at a time,
@@ -30,14 +31,14 @@ IMPLEMENTATIONS = {
     Tensor: (
         Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
         _TRITON,
-        Implementation("xla", reference.matmul, meshes="any", key=reference.key),
+        Implementation("xla", parts.by_reference, key=reference.key),
     ),
     Block: (
         Implementation(
             "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
         ),
         _TRITON,
-        Implementation("xla", reference.matmul, key=reference.key),
+        Implementation("xla", parts.by_reference, key=reference.key),
     ),
 }
 
@@ -50,6 +51,7 @@ def matmul(
     out_dtype: DTypeLike = jnp.bfloat16,
     accumulation: Accumulation | None = None,
     out_sharding: Any = None,
+    wire: Wire | None = None,
     backend: Backend | None = None,
 ) -> jax.Array:
     """`x @ w.T + bias` of dequantized operands, both contracted along their last axes.
@@ -68,6 +70,8 @@ def matmul(
         promoted where they are scaled, and "fast" for all others. Both are exact float32 where there are no FP8 tensor
         cores.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
+      wire: how devices that split k add their partial sums, see `pallas_kernels.wire`; None is float32 in the kernels
+        and the dtype of the product in XLA's.
 
     Returns:
       `[..., n]` in `out_dtype`. Sizes that are not multiples of 16 work; cuBLASLt then pads a copy of the operands.
@@ -84,7 +88,8 @@ def matmul(
     [[4.0, 4.0], [4.0, 4.0]]
     """
     x, w = check_operands(x, w if isinstance(w.scaling, Tensor) else w.settled())
-    options = _options(w, bias, out_dtype, accumulation, out_sharding)
+    check_wire(wire)
+    options = dataclasses.replace(_options(w, bias, out_dtype, accumulation, out_sharding), wire=wire)
     if isinstance(w.scaling, Row):
         return _by_rows(options, x, w, bias, backend)
     if w.lo_scale is not None:

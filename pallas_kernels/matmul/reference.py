@@ -16,6 +16,7 @@ With any other scaling the operands are dequantized. An FP8 value times a power 
 a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -79,12 +80,17 @@ def product_scale(x: Operand, w: Operand) -> jax.Array:
     return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale
 
 
-def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
+def dimensions(x: Operand, w: Operand) -> Any:
+    """What `lax.dot_general` calls the axes of the product."""
     contracted = w.values.ndim - 1
     of_x = tuple(range(x.values.ndim - contracted, x.values.ndim))
     # XLA transposes what it contracts along its first axis, after it has gathered it.
     of_w = tuple(range(1, w.values.ndim)) if w.contracts == "last" else (0,)
-    dimensions = ((of_x, of_w), ((), ()))
+    return (of_x, of_w), ((), ())
+
+
+def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
+    axes = dimensions(x, w)
     out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
     # Rows are scaled by whoever asks, and a constant is theirs: behind a barrier it would cost a pass over the product.
@@ -94,9 +100,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         wide = w.astype(jnp.float32)
         if w_lo is not None:
             wide = wide + w_lo.astype(jnp.float32)  # exact: 18 bits at most
-        out = lax.dot_general(
-            x.astype(jnp.float32), wide, dimensions, precision=lax.Precision.HIGHEST, out_sharding=sharding
-        )
+        out = lax.dot_general(x.astype(jnp.float32), wide, axes, precision=lax.Precision.HIGHEST, out_sharding=sharding)
         return (out if scale is None else out * scale.astype(jnp.float32)).astype(out_dtype)
 
     def on_tensor_cores(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
@@ -108,7 +112,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
             product = lax.dot_general(
-                x, w, dimensions, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
+                x, w, axes, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
                 preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
             if scale is None:
@@ -130,7 +134,15 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
+def _with_one_contracted(operand: Operand, contracted: int) -> Operand:
+    """The operand with its contracted axes as one, along which its blocks run."""
+    flat: Any = lambda half: None if half is None else half.reshape(*half.shape[: half.ndim - contracted], -1)
+    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo))
+
+
 def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
+    if w.values.ndim > 2:
+        x, w = (_with_one_contracted(operand, w.values.ndim - 1) for operand in (x, w))
     wide_x, wide_w = (operand.scaling.spread(operand.scale, operand.values.shape) for operand in (x, w))
     operands = [_dequantize(x.values, wide_x), _dequantize(w.values, wide_w)]
     if w.lo is not None:

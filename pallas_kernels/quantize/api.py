@@ -8,13 +8,13 @@ from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
 from pallas_kernels.quantize import reference, triton, triton_blocks, triton_rows
 
-_XLA = Implementation("xla", reference.quantize, meshes="any", key=reference.key)
+_XLA = Implementation("xla", reference.quantize, key=reference.key)
 IMPLEMENTATIONS = {
     Tensor: (Implementation("triton", triton.quantize, triton.reject, triton.decline), _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, triton_rows.decline), _XLA),
     Block: (
         Implementation("triton", triton_blocks.quantize, triton_blocks.reject, triton_blocks.decline),
-        Implementation("xla", reference.quantize, key=reference.key),
+        Implementation("xla", triton_blocks.by_reference, key=reference.key),
     ),
 }
 

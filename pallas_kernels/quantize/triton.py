@@ -23,7 +23,6 @@ def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """See `api.quantize`."""
-    *leading, k = x.shape
     dtype, scaling = options.dtype, options.scaling
     scale, inverse = scaling.find(x, dtype, amax)
 
@@ -31,8 +30,6 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
         return (numerics.saturating_cast(numerics.scaled_for_rounding(x.astype(jnp.float32), inverse, dtype), dtype),)
 
     outputs = [Output(dtype, transposed=options.orientation == "both")]
-    values, *turned = map_tiles(
-        body, [x.reshape(-1, k)], [inverse], outputs, name="quantize", reference=body, tiling=WIDE
-    )
-    rows = Operand(values.reshape(x.shape), scale, scaling=scaling)
-    return Quantized(rows, Operand(turned[0].reshape(k, *leading), scale, scaling=scaling) if turned else None)
+    values, *turned = map_tiles(body, [x], [inverse], outputs, name="quantize", reference=body, tiling=WIDE)
+    rows = Operand(values, scale, scaling=scaling)
+    return Quantized(rows, Operand(turned[0], scale, scaling=scaling) if turned else None)

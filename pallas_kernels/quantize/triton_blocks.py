@@ -1,5 +1,6 @@
 """`quantize` in blocks as one Pallas-Triton pass: each tile is a block, whose values and scales stay in registers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics, tuning
+from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
-from pallas_kernels.tiled import Output, blocks_of, map_tiles, misfit
+from pallas_kernels.tiled import Output, Runs, blocks_of, map_tiles, misfit
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
@@ -24,9 +26,8 @@ def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str 
     return tuning.decline("triton", reference.key(options, x, amax))
 
 
-def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
-    """See `api.quantize`."""
-    *leading, k = x.shape
+def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None, *, runs: Runs = "kernel") -> Quantized:
+    """See `api.quantize`; where the "reference" runs, each device computes its part by the definition."""
     block, both = _block(options), options.orientation == "both"
     squares = block.tile == "square"
 
@@ -40,17 +41,23 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     # Few warps: every thread finds the scales of the rows and columns it touches anew. Measured on an H200, both
     # orientations of vectors of 128 and 64: 2.7 TB/s, where 16 values a thread give 1.1 and 1.5.
     results = map_tiles(
-        functools.partial(of_tile, options), [x.reshape(-1, k)], [], outputs_of(options), name="block_quantize",
-        reference=whole, tiling=blocks_of(block.size, block.size),
+        functools.partial(of_tile, options), [x], [], outputs_of(options), name="block_quantize",
+        reference=whole, tiling=dataclasses.replace(blocks_of(block.size, block.size), runs=runs),
     )  # fmt: skip
     scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
     values, *turned = (r for r in results if r.dtype != jnp.uint8)
-    of_rows = scales[0] if squares else scales[0].reshape(*x.shape[:-1], -1)
-    rows = Operand(values.reshape(x.shape), of_rows, scaling=block)
+    rows = Operand(values, scales[0], scaling=block)
     if not both:
         return Quantized(rows)
     of_columns = scales[0].T if squares else scales[1]
-    return Quantized(rows, Operand(turned[0].reshape(k, *leading), of_columns, scaling=block))
+    return Quantized(rows, Operand(turned[0], of_columns, scaling=block))
+
+
+def by_reference(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+    """The definition, which cuts and merges axes: with explicit ones on each device's part."""
+    if has_explicit_axes():
+        return quantize(options, x, amax, runs="reference")
+    return reference.quantize(options, x, amax)
 
 
 def of_tile(options: Quantization, x: jax.Array) -> tuple[jax.Array, ...]:

@@ -15,6 +15,7 @@ they share. Where rows are split, rows alone take two passes as well.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,19 +53,20 @@ def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
     """See `api.quantize`."""
     *leading, k = x.shape
-    matrix = x.reshape(-1, k)
+    m, split = math.prod(leading), functools.partial(partitioned, merged={"i": tuple(leading)})
     if options.orientation == "rows":
-        values, scale = partitioned(functools.partial(_rows, options), "i j -> i j, i")(matrix)
-        return Quantized(Operand(values.reshape(x.shape), scale.reshape(leading), scaling=options.scaling))
-    m, sides = matrix.shape[0], (_side(matrix.shape[0], _ROWS), _side(k, _COLUMNS))
+        values, scale = split(functools.partial(_rows, options), "i j -> i j, i")(x)
+        return Quantized(Operand(values, scale, scaling=options.scaling))
+    sides = _side(m, _ROWS), _side(k, _COLUMNS)
     blocks = {"p": BlocksOf("i", sides[0], m), "q": BlocksOf("j", sides[1], k)}
-    tops = partitioned(functools.partial(_tops, sides), "i j -> q i, p j", blocks)(matrix)
-    find = partitioned(functools.partial(_scales, options), "q i -> i, i")
-    (row_inverses, of_rows), (column_inverses, of_columns) = map(find, tops)
-    apply = partitioned(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
-    values, turned = apply(matrix, row_inverses, column_inverses)
-    rows = Operand(values.reshape(x.shape), of_rows.reshape(leading), scaling=options.scaling)
-    return Quantized(rows, Operand(turned.reshape(k, *leading), of_columns, scaling=options.scaling))
+    of_tiles, of_lines = split(functools.partial(_tops, sides), "i j -> q i, p j", blocks)(x)
+    find = functools.partial(_scales, options)
+    row_inverses, of_rows = split(find, "q i -> i, i")(of_tiles)
+    column_inverses, of_columns = split(find, "p j -> j, j")(of_lines)
+    apply = split(functools.partial(_apply, options.dtype), "i j, i, j -> i j, j i")
+    values, turned = apply(x, row_inverses, column_inverses)
+    rows = Operand(values, of_rows, scaling=options.scaling)
+    return Quantized(rows, Operand(turned, of_columns, scaling=options.scaling))
 
 
 def _side(size: int, sides: tuple[int, ...]) -> int:

@@ -10,7 +10,7 @@ from pallas_kernels.row_gradient.rows import Function, check_function
 
 IMPLEMENTATIONS = (
     Implementation("triton", triton.row_gradient, triton.reject, triton.decline, triton.configure),
-    Implementation("xla", reference.row_gradient, meshes="any", key=reference.key),
+    Implementation("xla", reference.row_gradient, key=reference.key),
 )
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -129,10 +129,9 @@ def row_gradient(
     config: Config | None = None,
 ) -> Gradients:
     """See `api.row_gradient`; `config` overrides the tuned or guessed one."""
-    k = x.shape[-1]
     config = config or configure(options, x)
     traced = rows.trace(options.function, config.rows, x, vectors)
-    matrices = [a.reshape(-1, k) for a in (x, *dys, carried) if a is not None]
+    matrices = [a for a in (x, *dys, carried) if a is not None]
     rule = (
         ", ".join(["i j"] * len(matrices) + ["j"] * len(vectors)) + " -> " + ", ".join(["i j"] + ["j"] * len(vectors))
     )
@@ -145,8 +144,8 @@ def row_gradient(
         sums = [jnp.sum(part, axis=0) for part in partial]
         return [dx, *(lax.psum(s, summed_over) if summed_over else s for s in sums)]
 
-    dx, *sums = partitioned(local, rule, whole=("j",))(*matrices, *vectors)
-    return dx.reshape(x.shape), tuple(s.astype(v.dtype) for s, v in zip(sums, vectors, strict=True))
+    dx, *sums = partitioned(local, rule, whole=("j",), merged={"i": x.shape[:-1]})(*matrices, *vectors)
+    return dx, tuple(s.astype(v.dtype) for s, v in zip(sums, vectors, strict=True))
 
 
 def _share_out(config: Config, m: int) -> int:

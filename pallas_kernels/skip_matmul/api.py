@@ -6,14 +6,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.matmul import reference
+from pallas_kernels.matmul import parts
 from pallas_kernels.operands import Block, Operand, Product
 from pallas_kernels.skip_matmul import mosaic
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.skip_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     # Zeros add nothing: the definition is that of `matmul`.
-    Implementation("xla", reference.matmul, key=mosaic.key),
+    Implementation("xla", parts.by_reference, key=mosaic.key),
 )
 
 

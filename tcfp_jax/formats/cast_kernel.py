@@ -60,9 +60,8 @@ def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes)
 
 
 def wanted() -> bool:
-    """Whether programs are traced for an NVIDIA GPU, and for a mesh under which kernels are partitioned."""
-    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return not explicit and device_kind().startswith("NVIDIA")
+    """Whether programs are traced for an NVIDIA GPU."""
+    return device_kind().startswith("NVIDIA")
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:

@@ -23,8 +23,10 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.explicit import entries_of, with_automatic_axes
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
@@ -99,7 +101,10 @@ def cast(
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     if array.size == 0:
         return array
-    return _straight_through(array, _rounded(lax.stop_gradient(array), datatype, modes, key))
+    rounded = lambda array, key: _rounded(array, datatype, modes, key)
+    # Tables are looked up and tiles are cut, which explicit axes refuse.
+    same = PartitionSpec(*entries_of(array))
+    return _straight_through(array, with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(array), key))
 
 
 @jax.custom_jvp

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.explicit import with_automatic_axes
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.casting import check_arguments
 from tcfp_jax.formats.codebooks import CodebookSpec
@@ -91,6 +93,14 @@ def pack(
     """
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     _check(array, datatype, sparsity)
+    packed = functools.partial(_packed, datatype, modes, sparsity)
+    # Bytes of the whole array follow each other: with explicit axes they come out whole.
+    return with_automatic_axes(packed, lambda _: PartitionSpec(), array, key)
+
+
+def _packed(
+    datatype: DataType, modes: Modes, sparsity: tuple[int, int] | None, array: jax.Array, key: jax.Array | None
+) -> PackedArray:
     if sparsity is not None:
         n, m = sparsity
         kept = largest_mask(array, n, m, -1)
@@ -112,7 +122,8 @@ def unpack(packed: PackedArray) -> jax.Array:
     """
     if not isinstance(packed, PackedArray):
         raise TypeError(f"unpack takes what pack returned, not {type(packed).__name__}; use formats.pack first")
-    return float_bits.from_bits(_unpack(packed), packed.dtype)
+    unpacked = lambda packed: float_bits.from_bits(_unpack(packed), packed.dtype)
+    return with_automatic_axes(unpacked, lambda _: PartitionSpec(), packed)
 
 
 @functools.partial(jax.jit, static_argnames=("datatype", "modes", "dtype", "sparsity"))

@@ -18,6 +18,7 @@ The gradient is the straight-through one: that of the products above, as if roun
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,8 +31,10 @@ from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Key, has_explicit_axes, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Quantized
+from pallas_kernels.partition import partitioned
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
+from pallas_kernels.wire import Wire, reduced
 from tcfp_jax.products.axes import Sharding, entries, with_entries
 from tcfp_jax.products.operands import Carrier, quantize_operand
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
@@ -264,9 +267,13 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     with jax.named_scope("wgrad"):
         if recipe.wgrad == "bf16":
             tokens = tuple(range(g.ndim - 1))
-            dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
+            if recipe.wire is None:
+                dw = _dot_bf16(saved.x, g.astype(jnp.bfloat16), tokens, tokens, w_dtype, w_sharding)
+            else:
+                dw = _wgrad_bf16(saved.x, g.astype(jnp.bfloat16), w_dtype, w_sharding, recipe.wire)
         else:
-            dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, out_dtype=w_dtype, out_sharding=w_sharding)
+            options = dict(out_dtype=w_dtype, out_sharding=w_sharding, wire=recipe.wire)
+            dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, **options)
     return dx, dw, None, None
 
 
@@ -274,14 +281,14 @@ _product.defvjp(_forward, _backward)
 
 
 def _multiply(
-    a: Operand, b: Operand, recipe: Recipe, how: Product, *, out_dtype: Any, out_sharding: Any = None
+    a: Operand, b: Operand, recipe: Recipe, how: Product, *, out_dtype: Any, out_sharding: Any = None, wire: Any = None
 ) -> jax.Array:
     """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`.
 
     With a residual of a it is `(a_hi + a_lo) (b_hi + b_lo)` without the smallest of the four products.
     """
     assert how != "bf16", "a BF16 product has no FP8 operands"
-    options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend)
+    options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire)
     if recipe.weight is not None and recipe.weight.blocks == "nonzero" and b.lo is not None:
         return skip_matmul(a, b.settled(), out_dtype=out_dtype, backend=recipe.backend)
     if a.lo is None:
@@ -290,6 +297,18 @@ def _multiply(
     out = multiply(a.drop_residual(), b, out_dtype=jnp.float32, **options)
     low = Operand(a.lo, a.scale, scaling=a.scaling)
     return (out + multiply(low, b.drop_residual(), out_dtype=jnp.float32, **options)).astype(out_dtype)
+
+
+def _wgrad_bf16(x: jax.Array, g: jax.Array, dtype: Any, sharding: Any, wire: Wire) -> jax.Array:
+    """X `[*m, k]` and g `[*m, n]` to `[k, n]`; what devices add travels as `wire` says."""
+
+    def local(x: jax.Array, g: jax.Array, *, summed_over: tuple[str, ...], scattered: Sequence[Any] = ()) -> jax.Array:
+        out = lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return reduced(out, scattered, summed_over, wire).astype(dtype)
+
+    wanted = None if sharding is None else entries(sharding, 2)
+    call = partitioned(local, "m k, m n -> k n", sums="scattered", merged={"m": x.shape[:-1]}, wanted=wanted)
+    return call(x, g)
 
 
 def _bf16_weight(w: Any, quantized: Stored | None, halves: Halves) -> jax.Array:

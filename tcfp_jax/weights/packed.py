@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.checks import check_real
+from pallas_kernels.explicit import entries_of, with_automatic_axes
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.float_bits import to_bits
@@ -126,6 +127,15 @@ def quantize_tcfp12(
     """
     x = jnp.asarray(x)
     _check(x, block, residual, scale, sigma, key)
+    # The last axis is cut into blocks, so with explicit axes it comes out whole.
+    leading = entries_of(x)[:-1]
+    packed = functools.partial(_packed, block, residual, scale, sigma)
+    return with_automatic_axes(packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), x, key)
+
+
+def _packed(
+    block: int, residual: Residual, scale: BlockScale, sigma: float, x: jax.Array, key: jax.Array | None
+) -> PackedTCFP12:
     blocks = _blocks(x.astype(jnp.float32), block)
     factor = numerics.pow2_scale(_bound(blocks, scale, sigma), VALUE_DTYPE)
     scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
@@ -148,7 +158,8 @@ def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> j
     >>> dequantize_tcfp12(quantize_tcfp12(x)).tolist()
     [1.0, -0.5, 0.25]
     """
-    return packed.dequantize(dtype)
+    leading = entries_of(packed.values)[:-2]
+    return with_automatic_axes(lambda packed: packed.dequantize(dtype), lambda _: PartitionSpec(*leading), packed)
 
 
 def fake_quantize(
@@ -168,13 +179,11 @@ def fake_quantize(
     1.0
     """
     x = jnp.asarray(x)
-    options: Any = dict(residual=residual, scale=scale, sigma=sigma, key=key)
-    rounded = lambda x: quantize_tcfp12(x, block, **options).dequantize(x.dtype)
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:  # tables of levels are looked up, which explicit axes refuse
-        rounded = jax.sharding.auto_axes(rounded, out_sharding=sharding)
+    options: Any = dict(residual=residual, scale=scale, sigma=sigma)
+    rounded = lambda x, key: quantize_tcfp12(x, block, key=key, **options).dequantize(x.dtype)
+    same = PartitionSpec(*entries_of(x))
     # x - stop_gradient(x) is 0 with gradient 1: the value stays exactly the dequantized one.
-    return rounded(lax.stop_gradient(x)) + (x - lax.stop_gradient(x))
+    return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (x - lax.stop_gradient(x))
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:

@@ -17,7 +17,7 @@ def multiples_of_16(options, k):
 
 TABLE = (
     Implementation("mosaic", lambda options, k: "mosaic", multiples_of_16, configure=lambda options, k: f"tile {k}"),
-    Implementation("xla", lambda options, k: "xla", meshes="any"),
+    Implementation("xla", lambda options, k: "xla"),
 )
 CHOICE = (
     Implementation("mosaic", lambda options, k: "mosaic", decline=lambda options, k: "slower here"),
@@ -68,11 +68,9 @@ def test_what_declines_runs_only_when_it_is_named():
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_under_explicit_axes_runs_what_follows_them():
+def test_under_explicit_axes_the_same_runs():
     with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
-        assert chosen(TABLE, None, 32) == "xla" and chosen(CHOICE, None, 32) is None
-        with pytest.raises(NotImplementedError, match="the mesh has explicit axes"):
-            dispatch("op", TABLE, "mosaic", None, 32)
+        assert chosen(TABLE, None, 32) == "mosaic" and chosen(CHOICE, None, 32) == "triton"
 
 
 def test_calls_are_recorded_with_what_they_are_for():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.dual_quantize.api import dual_quantize
@@ -186,15 +186,6 @@ def test_operands_that_split_alike_are_brought_together_once(put):
     out = jax.jit(partitioned(local, "m k, n k -> m n"))(x, w)
     assert np.all(np.asarray(out) == 8)
     assert seen[-1] in [((8, 8), (32, 8), ()), ((16, 8), (16, 8), ())]
-
-
-@pytest.mark.parametrize("backend, scaling", [("triton", None), ("xla", Block(32))], ids=str)
-def test_explicit_axes(backend, scaling):
-    """Kernels are left out, and blocks cannot be cut at all."""
-    options = {} if scaling is None else dict(scaling=scaling)
-    mesh = mesh_of(2, axis_type=AxisType.Explicit)
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="explicit axes"):
-        dual_quantize(jnp.ones((32, 32)), backend=backend, **options)
 
 
 def test_tiles_divide():

@@ -135,10 +135,6 @@ def test_meshes_give_the_result_of_one_device(name, axis_type):
         place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
         arguments = place(X, "data", None), place(W, None, "model"), place(G, "data", "model")
         run = jax.jit(functools.partial(value_and_gradients, RECIPES[name]))
-        if axis_type == AxisType.Explicit and isinstance(RECIPES[name].scaling, Block):
-            with pytest.raises(NotImplementedError, match=r"use AxisType\.Auto"):
-                run(*arguments)
-            return
         got = run(*arguments)
     for a, b in zip(got, results(name), strict=True):
         assert_close(a, b)
