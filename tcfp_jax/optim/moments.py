@@ -28,6 +28,7 @@ from pallas_kernels import moments as codes
 from tcfp_jax.optim.roles import Role, check_fields, roles
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import find, path_names, put
+from tcfp_jax.weights.parts import Parts, neighbours
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 FORMATS: dict[str, tuple[Format, ...]] = {
@@ -308,6 +309,19 @@ def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     while leading and last < codes.BLOCK:
         last *= leading.pop()
     return (*leading, last)
+
+
+def block_parts(values: Parts) -> Parts:
+    """How the scales of an 8-bit moment lie on a mesh, from how its values do.
+
+    Raises:
+      ValueError: a block is cut.
+    """
+    runs = neighbours(values.shape, blocked_shape(values.shape))
+    assert runs is not None, "blocked_shape merges neighbours"
+    blocked = values.merged(runs)
+    sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
+    return blocked.counted(sizes, 'moments of another format (moments="bfloat16") for it')
 
 
 # One traced and lowered function for all moments of a shape and format: a model has hundreds and a few shapes.

@@ -83,13 +83,11 @@ class Layout:
         if len(shape) != self.ndim:
             raise ValueError(f"{self} describes {self.ndim} axes, but the kernel has shape {list(shape)}")
         size = lambda axes: math.prod(shape[axis] for axis in axes)
-        first, second = self._groups()
-        return (*(shape[axis] for axis in self.stack), size(first), size(second))
+        return tuple(size(group) for group in self.groups)
 
     def matrix(self, kernel: jax.Array) -> jax.Array:
         """The kernel as `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`."""
-        first, second = self._groups()
-        return kernel.transpose(self.stack + first + second).reshape(self.matrix_shape(kernel.shape))
+        return kernel.transpose(sum(self.groups, ())).reshape(self.matrix_shape(kernel.shape))
 
     def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The opposite of `matrix`: the kernel of this shape.
@@ -100,13 +98,19 @@ class Layout:
         >>> bool((layout.kernel(layout.matrix(kernel), kernel.shape) == kernel).all())
         True
         """
-        first, second = self._groups()
-        order = self.stack + first + second
+        order = sum(self.groups, ())
         parts = matrix.reshape([shape[axis] for axis in order])
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
 
-    def _groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The axes of the kernel that each axis of the matrix is made of.
+
+        >>> Layout((1,), (2, 3), (0,)).groups
+        ((0,), (1,), (2, 3))
+        """
+        both = (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
+        return (*((axis,) for axis in self.stack), *both)
 
 
 @dataclass(frozen=True)

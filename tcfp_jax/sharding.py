@@ -1,0 +1,298 @@
+"""Where the states of training lie on a mesh: it follows from where the parameters lie.
+
+    shardings = nn.get_sharding(variables, mesh)["params"]              Linen: nn.with_partitioning
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)         Linen: logical names of axes
+    shardings = nnx.get_named_sharding(nnx.state(model), mesh)          NNX
+    shardings = {"kernel": NamedSharding(mesh, P("fsdp", "tensor"))}    JAX
+
+    state = jax.eval_shape(tx.init, params)
+    state = jax.jit(tx.init, out_shardings=state_shardings(shardings, state))(params)
+
+A transposed copy has the kernel's axes swapped, a scale of blocks is split as the axis whose blocks it counts, moments
+and errors lie where their weight does, and counters and keys are whole on every device. So a step moves nothing of a
+state over the mesh but the largest magnitudes that scales come from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tcfp_jax.optim.moments import block_parts
+from tcfp_jax.paths import path_names
+from tcfp_jax.weights.layout import Layout
+from tcfp_jax.weights.parts import Parts, neighbours, parts_of
+from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
+
+# Fields of our states beside those that they belong to: scales of moments, and what a stored weight has elsewhere.
+_SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
+_BESIDE_WEIGHTS = ("amax", "errors")
+# An entry of a path: whether it is a field of a state, and its name.
+_Entry = tuple[bool, str]
+_Path = tuple[_Entry, ...]
+
+
+def state_shardings(params_shardings: Any, state: Any) -> Any:
+    """The shardings of a state from those of the parameters, one `NamedSharding` for each array.
+
+    For states of optax's transformations and ours, for parameters of which some are stored (`tcfp_jax.store`), and for
+    trees of both: `state_shardings(shardings, (params, opt_state))`, from which more is known than from `opt_state`
+    alone, namely how a kernel of three axes became the matrix that is stored.
+
+    An array that has its parameter's shape lies as the parameter does. One that has some of its axes (factored
+    moments) is split where they are, scalars and what belongs to no parameter (counters, keys) are whole everywhere.
+
+    Args:
+      params_shardings: for each float parameter, by the same names, its `NamedSharding`; or an array or
+        `jax.ShapeDtypeStruct` that has one, which also tells its shape, where that does not follow from the state
+        (factored moments alone, kernels of three axes in `opt_state` alone).
+      state: a state or its `jax.eval_shape`, perhaps in Flax's boxes. Of an `nnx.Optimizer` its `opt_state`.
+
+    Returns:
+      A tree of the structure of `state`, for `out_shardings`, `jax.device_put` and checkpoints.
+
+    Raises:
+      TypeError: something in `params_shardings` is no sharding on a mesh.
+      ValueError: a mesh does not divide an axis, or cuts a block of values that share a scale; parts of a kernel are
+        no neighbours in the matrix that is stored; shardings on several meshes, of another tree, or that do not tell
+        the shape of a parameter.
+
+    >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp", None))}
+    >>> import optax
+    >>> state = jax.eval_shape(optax.adam(0.1).init, {"kernel": jnp.ones((4, 2))})
+    >>> found = state_shardings(shardings, state)[0]
+    >>> found.mu["kernel"].spec, found.count.spec
+    (PartitionSpec('fsdp',), PartitionSpec())
+    """
+    found = _Units(params_shardings, state)
+    return found.treedef.unflatten([found.shardings(path, node) for path, node in found.nodes])
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """What is known of one parameter: its sharding, and perhaps its shape and which axes are those of its matrix."""
+
+    name: str
+    sharding: NamedSharding
+    shape: tuple[int, ...] | None
+    layout: Layout | None = None
+
+    @property
+    def kernel(self) -> Parts:
+        assert self.shape is not None, "found out before it is asked for"
+        return parts_of(self.name, self.shape, self.sharding)
+
+    def matrix(self, shape: Sequence[int]) -> Parts:
+        """As the matrix of this shape, or stack of matrices, that is stored."""
+        assert self.shape is not None
+        groups = self.layout.groups if self.layout is not None else neighbours(self.shape, shape)
+        if groups is None:
+            raise ValueError(
+                f"{self.name} {list(self.shape)} is stored as {list(shape)}, whose axes are not neighbours of it; "
+                "leave the parameter whole, or give the stored parameters too: state_shardings(shardings, (params, "
+                "opt_state))"
+            )
+        return self.kernel.merged(groups)
+
+
+class _Units:
+    """The nodes of a state, stored weights whole, and the parameters to which they belong."""
+
+    def __init__(self, params_shardings: Any, state: Any) -> None:
+        self.treedef: Any
+        paths, self.treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored)
+        self.nodes: list[tuple[_Path, Any]] = [(_entries(path), node) for path, node in paths]
+        self.by_name = {_names(path): node for path, node in self.nodes}
+        given = jax.tree_util.tree_flatten_with_path(params_shardings)[0]
+        self.parameters = {_entries(path): _parameter("/".join(path_names(path)), leaf) for path, leaf in given}
+        if not self.parameters:
+            raise ValueError("params_shardings is empty; give the sharding of each parameter")
+        self.without_kinds = {_names(path): path for path in self.parameters}
+        self.mesh = _one_mesh(list(self.parameters.values()))
+        self._learn_shapes()
+
+    def shardings(self, path: _Path, node: Any) -> Any:
+        """The node with shardings in the place of arrays."""
+        if is_stored(node):
+            parameter = self._owner(path)
+            if parameter is None:
+                raise self._stranger(path, node)
+            tree = _of_stored(node, parameter.matrix(node.shape), parameter)
+            return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(tree))
+        parts = self._parts(path, node)
+        return NamedSharding(self.mesh, PartitionSpec()) if parts is None else parts.sharding
+
+    def _parts(self, path: _Path, leaf: Any) -> Parts | None:
+        """How an array is cut; None where it is whole everywhere."""
+        shape = jnp.shape(leaf)
+        values_path = self._beside(path, _SCALES)
+        if values_path is not None:
+            values = self._parts(values_path, self.by_name[_names(values_path)])
+            return None if values is None else block_parts(values)
+        parameter = self._owner(path)
+        if parameter is None:
+            if len(shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise self._stranger(path, leaf)
+            return None
+        if not any(parameter.sharding.spec) or not shape:
+            return None
+        weights_path = self._beside(path, dict.fromkeys(_BESIDE_WEIGHTS, "weights"))
+        weight = None if weights_path is None else self.by_name[_names(weights_path)]
+        if isinstance(weight, Stored):
+            matrix = parameter.matrix(weight.shape)
+            return matrix if shape == weight.shape else matrix.taken(range(len(shape)), shape)
+        return _following(parameter, shape)
+
+    def _owner(self, path: _Path) -> _Parameter | None:
+        """The parameter whose path ends this one, the longest; or stands in it behind a field of a state."""
+        for known, own in ((self.parameters, path), (self.without_kinds, _names(path))):
+            for start in range(len(own)):
+                if own[start:] in known:
+                    found: Any = own[start:]
+                    return self.parameters[found if known is self.parameters else self.without_kinds[found]]
+        for start in range(1, len(path)):
+            for end in range(len(path) - 1, start, -1):
+                if path[start - 1][0] and path[start:end] in self.parameters:
+                    return self.parameters[path[start:end]]
+        return None
+
+    def _beside(self, path: _Path, fields: dict[str, str]) -> _Path | None:
+        """The path with the other field in the place of one of these, where a node is there."""
+        for place in reversed(range(len(path))):
+            kind, name = path[place]
+            if name in fields:
+                other = (*path[:place], (kind, fields[name]), *path[place + 1 :])
+                if _names(other) in self.by_name:
+                    return other
+        return None
+
+    def _learn_shapes(self) -> None:
+        """Shapes and layouts of parameters, from stored ones, else from what mirrors the parameters."""
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for path, node in self.nodes:
+            parameter = self._owner(path)
+            if parameter is None:
+                continue
+            if is_stored(node) and node.training is not None:
+                layout = training_of(node).weight.layout.stacked(len(kernel_shape(node)))
+                place = next(key for key, known in self.parameters.items() if known.name == parameter.name)
+                if parameter.shape not in (None, kernel_shape(node)):
+                    raise ValueError(
+                        f"{parameter.name} is {list(parameter.shape or ())} by its sharding, but {kernel_shape(node)} "
+                        "is stored; give the shardings of these very parameters"
+                    )
+                self.parameters[place] = replace(parameter, shape=kernel_shape(node), layout=layout)
+            elif self._beside(path, _SCALES) is None:
+                shapes.setdefault(parameter.name, set()).add(tuple(node.shape))
+        for place, parameter in self.parameters.items():
+            if parameter.shape is None and parameter.name in shapes:
+                self.parameters[place] = replace(parameter, shape=_shape(parameter, shapes[parameter.name]))
+
+    def _stranger(self, path: _Path, node: Any) -> ValueError:
+        known = sorted(parameter.name for parameter in self.parameters.values())
+        return ValueError(
+            f"{'/'.join(_names(path))} {list(node.shape)} belongs to none of the {len(known)} parameters, such as "
+            f"{known[:3]}; give the shardings of the parameters that this state is of, and of an nnx.Optimizer its "
+            "opt_state, as nnx.state takes stored weights apart"
+        )
+
+
+def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
+    """A stored weight with shardings in the place of arrays."""
+    stack = range(len(matrix.shape) - 2)
+    sizes = matrix.shape[:-2]
+    beside: Any = lambda array: None if array is None else matrix.taken([*stack, None], array.shape).sharding
+
+    def operand(given: Any, parts: Parts) -> Any:
+        if given is None:
+            return None
+        scale = parts.scales(given.scaling)
+        if given.scale.shape == () != scale.shape:  # a stack that was quantized as one tensor
+            scale = parts.taken((), ())
+        of = lambda array, parts: None if array is None else parts.sharding
+        values, lo = of(given.values, parts), of(given.lo, parts)
+        return replace(given, values=values, lo=lo, scale=scale.sharding, lo_scale=of(given.lo_scale, scale))
+
+    training = stored.training
+    if training is not None:
+        training = replace(
+            training,
+            rounding=beside(training.rounding),
+            amax=matrix.taken(stack, sizes).sharding,
+            error=None if training.error is None else matrix.sharding,
+            slot=None if training.slot is None else parameter.kernel.sharding,
+        )
+    return Stored(
+        operand(stored.forward, matrix.turned()), operand(stored.backward, matrix), beside(stored.sample), training
+    )
+
+
+def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
+    """What a transformation keeps of a parameter: a copy, its matrix, a stack of copies, or some of its axes."""
+    assert parameter.shape is not None, "an array at its place has a shape"
+    whole = parameter.kernel
+    own, count = parameter.shape, len(parameter.shape)
+    if shape == own:
+        return whole
+    if parameter.layout is not None and shape == parameter.layout.matrix_shape(own):
+        return parameter.matrix(shape)
+    if shape[-count:] == own:
+        return whole.taken([*[None] * (len(shape) - count), *range(count)], shape)
+    if len(shape) == count and all(size in (1, full) for size, full in zip(shape, own, strict=True)):
+        return whole.taken([axis if shape[axis] == own[axis] else None for axis in range(count)], shape)
+    if len(shape) < count and neighbours(own, shape) is not None:
+        return parameter.matrix(shape)
+    lacking = [[axis for axis in range(count) if axis != left] for left in range(count)]
+    fitting = {whole.taken(axes, shape) for axes in lacking if tuple(own[axis] for axis in axes) == shape}
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _shape(parameter: _Parameter, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a parameter that only its arrays in the state tell."""
+    spec = parameter.sharding.spec
+    if len(shapes) > 1:
+        full = {shape for shape in shapes if len(shape) == len(spec)}
+        if len(full) != 1 and any(spec):
+            raise ValueError(
+                f"the state has arrays {sorted(shapes)} of {parameter.name}, whose sharding {spec} does not tell its "
+                f"shape; give jax.ShapeDtypeStruct(shape, dtype, sharding=...) in the place of the sharding"
+            )
+        shapes = full or shapes
+    (shape, *_) = sorted(shapes)
+    return shape
+
+
+def _parameter(name: str, leaf: Any) -> _Parameter:
+    sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"the sharding of {name} is {sharding or leaf!r}, which says nothing of a mesh; give NamedSharding(mesh, "
+            "spec), an array that was placed with one, or what nn.get_sharding and nnx.get_named_sharding return"
+        )
+    shape = None if leaf is sharding else tuple(leaf.shape)
+    return _Parameter(name, sharding, shape)
+
+
+def _one_mesh(parameters: list[_Parameter]) -> Any:
+    first = parameters[0]
+    for other in parameters:
+        if other.sharding.mesh != first.sharding.mesh:
+            raise ValueError(
+                f"{first.name} lies on {first.sharding.mesh}, but {other.name} on {other.sharding.mesh}; a state lies "
+                "on one mesh, give all shardings on it"
+            )
+    return first.sharding.mesh
+
+
+def _entries(path: Sequence[Any]) -> _Path:
+    names = path_names(path)
+    return tuple((isinstance(entry, jax.tree_util.GetAttrKey), name) for entry, name in zip(path, names, strict=False))
+
+
+def _names(path: _Path) -> tuple[str, ...]:
+    return tuple(name for _, name in path)
