@@ -41,6 +41,7 @@ from models.losses import head_losses
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe
+from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
 
 STAGE = "stage"
@@ -105,17 +106,16 @@ class Pipeline:
         """The weights of the whole model, for `store` and `error_feedback`."""
         return learner(self.config, self.recipe, self.dtype).weights
 
-    def shardings(self, tree: Any) -> Any:
-        """Where parameters, or a state of an optimizer, live: what belongs to layers on their stage, the rest everywhere.
+    def shardings(self, state: Any) -> Any:
+        """Where parameters and states of optimizers live: what is of layers on their stage, the rest on all of them."""
+        init = functools.partial(Llama(self.config, self.dtype).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
 
-        A leaf belongs to layers where its path says so and its first axis counts them.
-        """
+        def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            spec = P(STAGE) if path_names(path)[0] == "layers" else P()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        def of(path: Any, leaf: Any) -> NamedSharding:
-            counts = jnp.ndim(leaf) > 0 and leaf.shape[0] == self.config.layers
-            return NamedSharding(self.mesh, P(STAGE) if counts and "layers" in path_names(path) else P())
-
-        return jax.tree_util.tree_map_with_path(of, tree)
+        params = jax.eval_shape(init)["params"]
+        return state_shardings(jax.tree_util.tree_map_with_path(of, params), state)
 
     def apply(self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
         """The cross-entropy of each target, float32 `[batch, positions]`, as `Llama.apply` returns it.

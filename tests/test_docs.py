@@ -10,7 +10,7 @@ from tcfp_jax import moved, recipes
 
 DOCS = Path(__file__).parents[1] / "docs"
 # Pages of words and tables alone, and those that include a file of the repository.
-WITHOUT_CODE = {"architecture", "catalog", "changelog", "glossary", "index", "log", "measurements"}
+WITHOUT_CODE = {"architecture", "catalog", "changelog", "glossary", "index", "log", "measurements", "plan"}
 PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
 
 
