@@ -8,7 +8,7 @@ speeds of links and memory are published. The formulas are in the functions belo
 
     compute   = layers (forward + again + backward) + head + optimizer
     gather    = max(bytes (g - 1)/g / NVLink, bytes (h - 1)/h / between hosts)     g GPUs on h hosts; a scatter alike
-    exposed   = what a layer's gathers and scatters last longer than its computing, and the first gather, the last scatter
+    exposed   = what a layer's gathers and scatters last longer than its computing, first gather and last scatter
 """
 
 import argparse
@@ -205,8 +205,8 @@ def _block_bytes(config: LlamaConfig, positions: int) -> int:
     rotation = jax.eval_shape(lambda: rotations(positions, config.head_size, config.rope_theta))
     params = jax.eval_shape(block.init, jax.random.key(0), x, rotation)
     kept = jax.eval_shape(lambda p, x, r: jax.vjp(lambda p, x: block.apply(p, x, r)[0], p, x)[1], params, x, rotation)
-    scores = (positions, positions)
-    return _bytes([leaf for leaf in jax.tree.leaves(kept) if leaf.ndim >= 3 and leaf.shape[-2:] != scores])
+    has_positions = lambda shape: len(shape) >= 3 and positions in shape and shape[-2:] != (positions, positions)
+    return _bytes([leaf for leaf in jax.tree.leaves(kept) if has_positions(leaf.shape)])
 
 
 def _bytes(tree: Any) -> int:
@@ -252,8 +252,8 @@ def gather_seconds(size: float, gpus: int, between: float, machine: Machine) -> 
     Each GPU receives what it does not have, `(g - 1)/g`, and each host once what its GPUs do not have, `(h - 1)/h`.
 
     >>> machine = Machine(gpus=2, nvlink=4.0)
-    >>> gather_seconds(8.0, 2, 1e9, machine), gather_seconds(8.0, 4, 1e9, machine), gather_seconds(8.0, 4, 2e-9, machine)
-    (1.0, 1.5, 2.0)
+    >>> [gather_seconds(8.0, gpus, between, machine) for gpus, between in ((2, 1e9), (4, 1e9), (4, 2e-9))]
+    [1.0, 1.5, 2.0]
     """
     hosts = max(1, gpus // machine.gpus)
     return max(size * (gpus - 1) / gpus / machine.nvlink, size * (hosts - 1) / hosts / (between * 1e9))
@@ -268,7 +268,9 @@ def sum_seconds(size: float, hosts: int, between: float) -> float:
     return 2 * size * (hosts - 1) / hosts / (between * 1e9)
 
 
-def wire_seconds(model: LlamaConfig, counted: Counted, computed: Computing, gather: Any, last: Any) -> tuple[float, float]:
+def wire_seconds(
+    model: LlamaConfig, counted: Counted, computed: Computing, gather: Any, last: Any
+) -> tuple[float, float]:
     """(of all gathers and sums of a step, what is exposed where they overlap with computing).
 
     Args:
@@ -293,7 +295,7 @@ def wire_seconds(model: LlamaConfig, counted: Counted, computed: Computing, gath
 
 
 def memory_bytes(config: Config, model: LlamaConfig, counted: Counted, shards: int) -> float:
-    """Of a GPU: its share of state and gradients, two layers gathered and a gradient, inputs of blocks, one block, logits.
+    """Of a GPU: its share of state and gradients, gathered weights, inputs of blocks, one block's activations, logits.
 
     (state + 2 weights) / shards + (2 forward + 2 weights) / layers + shared + sequences (kept + block) + 6 logits
     """
@@ -357,7 +359,8 @@ def checks_of(config: Config, result: Result | None) -> tuple[tuple[str, float, 
         model = dataclasses.replace(MODELS["llama-8b"], layers=row["layers"])
         own = dataclasses.replace(config, tokens=tuple(result.config["tokens"]))
         counted = count(model, row["recipe"], own.tokens[1])
-        found.append((row["recipe"], computing(own, model, row["recipe"], counted, 1).step(model.layers), row["median_ms"] / 1e3))
+        computed = computing(own, model, row["recipe"], counted, 1).step(model.layers)
+        found.append((row["recipe"], computed, row["median_ms"] / 1e3))
     return tuple(found)
 
 
@@ -393,10 +396,8 @@ def table(result: Result) -> str:
     for model in result.distinct("model"):
         lines = []
         for row in (row for row in result.rows if row["model"] == model):
-            where = f"{row['gpus']}, one host" if row["gpus"] <= result.config["machine"]["gpus"] else (
-                f"{row['gpus']}, {row['between']:.0f}"
-            )
-            head = [where, f"`{row['way']}`", row["layout"], f"{row['memory_gb']:.0f}"]
+            between = f"{row['between']:.0f}" if row["gpus"] > result.config["machine"]["gpus"] else "one host"
+            head = [f"{row['gpus']}, {between}", f"`{row['way']}`", row["layout"], f"{row['memory_gb']:.0f}"]
             times = [row["compute_ms"], row["wire_ms"], row["exposed_ms"], row["compute_ms"] + row["wire_ms"]]
             cells = [f"{time:,.0f}" for time in (*times, row["step_ms"])]
             faster = "–" if row["speed_over_bf16"] is None else f"**{row['speed_over_bf16']:.2f}**"
@@ -409,9 +410,8 @@ def table(result: Result) -> str:
         f"TFLOP/s: {speeds} ({result.config['source']})."
     )
     if result.config["checks"]:
-        said = ", ".join(
-            f"`{way}` {computed:.2f} s ({measured:.2f} s were measured)" for way, computed, measured in result.config["checks"]
-        )
+        say = "`{}` {:.2f} s ({:.2f} s were measured)".format
+        said = ", ".join(say(*check) for check in result.config["checks"])
         texts.append(f"The same arithmetic of `llama-8b` on one GPU, four sequences a step: {said}.")
     return "\n\n".join(texts)
 

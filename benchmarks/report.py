@@ -1,4 +1,4 @@
-"""Turn the committed JSON into docs/measurements.md, docs/plan.md, README's table of recipes, the plots and `measured.json`.
+"""Turn the committed JSON into docs/measurements.md and plan.md, README's table, the plots and `measured.json`.
 
     python -m benchmarks.report            # rewrite what lies between the markers, the plots and measured.json
     python -m benchmarks.report --check    # change nothing; exit with 1 where they differ from the JSON

@@ -62,7 +62,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A Llama over the axis `stage` of a mesh; other axes of the mesh, such as `data`, stay XLA's to split batches over.
+    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, stay XLA's to split batches over.
 
     Attributes:
       config: the whole model.
@@ -140,7 +140,7 @@ class Pipeline:
         return run(layers, shared, cut(tokens), cut(targets)).swapaxes(0, 1).reshape(batch, positions)
 
     def _on_a_stage(self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """What each stage does: with its own layers, and its part of positions `[microbatches, rows, positions / s]`."""
+        """What each stage does: with its own layers, and its part of the positions, `[microbatches, rows, part]`."""
         count, dtype = self.microbatches, jnp.dtype(self.dtype)
         # Here, as float32, so that their gradients are added over stages in float32.
         shared = lax.pcast(shared, STAGE, to="varying")

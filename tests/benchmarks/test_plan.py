@@ -103,5 +103,5 @@ def test_the_page_rests_on_the_measurements_that_are_committed():
     for _, computed, measured in page.config["checks"]:
         assert computed == pytest.approx(measured, rel=0.1)
     blocks.rows.clear()
-    with pytest.raises(ValueError, match="no blocks of .*tensorwise.*measure them"):
+    with pytest.raises(ValueError, match=r"no blocks of .*tensorwise.*measure them"):
         plan.rates_of(blocks)
