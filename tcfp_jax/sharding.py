@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tcfp_jax.optim.moments import block_parts
+from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import path_names
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.parts import Parts, neighbours, parts_of

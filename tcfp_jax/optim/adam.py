@@ -22,7 +22,8 @@ from jax.typing import ArrayLike
 
 from pallas_kernels import moments as codes
 from pallas_kernels.operands import Tensor
-from tcfp_jax.optim.moments import Format, by_name, checked_key, found, kept, narrow_leaves, own, spread, stream, zeros
+from tcfp_jax.optim.encoding import Format, check_moment, zeros
+from tcfp_jax.optim.moments import by_name, checked_key, found, kept, narrow_leaves, own, spread, stream
 from tcfp_jax.optim.steps import Quality, QualityChoice, Scalars, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import path_names, put
@@ -107,8 +108,9 @@ def adamw(
         update a second time.
 
     Raises:
-      ValueError: an unknown `moments` or `quality`; a key that is missing, or that nothing would use; `update` without
-        parameters, or with a gradient of another shape than its parameter.
+      ValueError: an unknown `moments` or `quality`; a key that is missing, or that nothing would use; `init` with
+        parameters on a mesh that cuts blocks of 8-bit moments; `update` without parameters, or with a gradient of
+        another shape than its parameter.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = adamw(0.1, moments="float32")
@@ -122,7 +124,7 @@ def adamw(
 
     def init(params: Any) -> AdamWState:
         tree = _Tree(params, moments, mask, quality)
-        first, second = ([_zeros(leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
+        first, second = ([_zeros(leaf.path, leaf.forms[i], leaf.parameter) for leaf in tree.leaves] for i in (0, 1))
         zero = lambda dtype: jnp.zeros((), dtype)  # every array is one of its own, as a state may be donated
         nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32)) if leaf.is_stored else None
         qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
@@ -259,9 +261,11 @@ def _decays(mask: Any, params: Any) -> list[Any]:
     return spread(mask, params, is_leaf=is_stored)
 
 
-def _zeros(form: Format, parameter: Any) -> Any:
+def _zeros(path: str, form: Format, parameter: Any) -> Any:
     """A moment of zeros; it is sharded as the parameter is."""
-    return zeros(form, parameter.backward.values if is_stored(parameter) else parameter)
+    like = parameter.backward.values if is_stored(parameter) else parameter
+    check_moment(path, form, like)
+    return zeros(form, like)
 
 
 def _finite(gradients: list[jax.Array], max_norm: Any) -> tuple[jax.Array, jax.Array]:

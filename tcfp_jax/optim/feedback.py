@@ -29,6 +29,7 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
 from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.parts import check_blocks
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 
@@ -89,7 +90,7 @@ def error_feedback(
     Raises:
       ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
         parameters in which no leaf is a weight, or none of the mapping's; a mapping and `mask=`; `update` without
-        params.
+        params; `init` with parameters on a mesh that cuts a block of a weight.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
@@ -106,6 +107,8 @@ def error_feedback(
     def init(params: Any) -> ErrorFeedbackState:
         weights = _Weights(params, chosen, mask)
         key_of, following = _keys(key_data, implementation)
+        for i, w, r in weights.leaves:
+            check_blocks("/".join(weights.names[i]), w, r.scaling, turned=r.copies == "both")
         entries = [_first(_Step(r, error_type), w, key_of(i)) for i, w, r in weights.leaves]
         return weights.state(entries, following)
 

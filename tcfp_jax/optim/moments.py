@@ -10,44 +10,28 @@ by less than half a step, and stays where it is for ever. The random bits of a v
 global index), so a state has the same bits on every mesh. Formats and codes are those of `pallas_kernels.moments`.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import counter
-from pallas_kernels import moments as codes
+from tcfp_jax.optim.encoding import Blocks, Format, check_moment, decode, encode
 from tcfp_jax.optim.roles import Role, check_fields, roles
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import find, path_names, put
-from tcfp_jax.weights.parts import Parts, neighbours
 
-Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 FORMATS: dict[str, tuple[Format, ...]] = {
     "mu": ("float32", "bfloat16", "float8_e4m3fn"),
     "nu": ("float32", "bfloat16", "ue5m3"),
 }
 SMALLEST = 4096  # values of a leaf that is stored in less than float32
-
-
-class Blocks(NamedTuple):
-    """A moment in eight bits; states keep its two arrays apart, see `kept`.
-
-    Attributes:
-      values: of the moment's shape: float8_e4m3fn, or uint8 codes of "ue5m3".
-      scale: one for each block of 128 along the last axis (`blocked_shape`): float8_e8m0fnu, or uint8.
-    """
-
-    values: jax.Array
-    scale: jax.Array
 
 
 class LowPrecisionState(NamedTuple):
@@ -99,7 +83,7 @@ def low_precision_moments(
 
     Raises:
       ValueError: a format that cannot hold these moments; no key, or one that nothing would use; an unknown field; a
-        transformation without moments.
+        transformation without moments; `init` with parameters on a mesh that cuts a block of a moment.
 
     >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
     >>> tx = low_precision_moments(optax.adamw(1e-3), key=jax.random.key(0))
@@ -132,7 +116,10 @@ def low_precision_moments(
         return LowPrecisionState(count, key, inner, by_name(scales, like))
 
     def init(params: Any) -> LowPrecisionState:
-        return encoded(_first(inner_tx, params), plan(params), jnp.zeros((), jnp.int32), own(words), params)
+        chosen, first = plan(params), _first(inner_tx, params)
+        for form, (path, leaf) in zip(chosen, jax.tree_util.tree_flatten_with_path(first)[0], strict=True):
+            check_moment("/".join(path_names(path)), form, leaf)
+        return encoded(first, chosen, jnp.zeros((), jnp.int32), own(words), params)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         like = updates if params is None else params
@@ -261,103 +248,9 @@ def stream(key: jax.Array | None, *words: Any) -> tuple[jax.Array, jax.Array] | 
     return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)
 
 
-def encode(form: Format, x: Any, keys: tuple[jax.Array, jax.Array] | None) -> Any:
-    """A moment in its format, rounded by the bits of these keys."""
-    if form == "float32":
-        return x
-    assert keys is not None, "checked_key asked for it"
-    return _encode(form, x, *keys)
-
-
 def _first(tx: optax.GradientTransformation, params: Any) -> Any:
     """The first state of a transformation, behind a barrier: XLA would round its zeros while it compiles."""
     return lax.optimization_barrier(tx.init(params))
-
-
-def zeros(form: Format, like: jax.Array) -> Any:
-    """A moment of zeros, of the shape and sharding of `like`: what `encode` makes of them, without rounding them.
-
-    XLA would do that while it compiles, for seconds a weight.
-    """
-    if form in ("float32", "bfloat16"):
-        return jnp.zeros_like(like, dtype=form)
-    return _zeros(form, jnp.zeros_like(like, dtype=jnp.uint8))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _zeros(form: Format, values: jax.Array) -> Blocks:
-    # One code of each block, so that scales are sharded as the values are: v's byte of zeros is 0, m's scale is 1.
-    scale = values.reshape(blocked_shape(values.shape))[..., :: codes.BLOCK]
-    if form == "ue5m3":
-        return Blocks(values, scale)
-    as_type = functools.partial(lax.bitcast_convert_type, new_dtype=codes.E4M3)
-    return Blocks(as_type(values), lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE))
-
-
-def decode(form: Format, x: Any) -> Any:
-    """A moment in float32."""
-    return x if form == "float32" else _decode(x)
-
-
-def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape whose last axis is cut into blocks: trailing axes are merged until they hold a block's values.
-
-    >>> blocked_shape((512, 12, 64)), blocked_shape((64, 64)), blocked_shape((64, 200))
-    ((512, 768), (4096,), (64, 200))
-    """
-    *leading, last = shape
-    while leading and last < codes.BLOCK:
-        last *= leading.pop()
-    return (*leading, last)
-
-
-def block_parts(values: Parts) -> Parts:
-    """How the scales of an 8-bit moment lie on a mesh, from how its values do.
-
-    Raises:
-      ValueError: a block is cut.
-    """
-    runs = neighbours(values.shape, blocked_shape(values.shape))
-    assert runs is not None, "blocked_shape merges neighbours"
-    blocked = values.merged(runs)
-    sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
-    return blocked.counted(sizes, 'moments of another format (moments="bfloat16") for it')
-
-
-# One traced and lowered function for all moments of a shape and format: a model has hundreds and a few shapes.
-@functools.partial(jax.jit, static_argnums=0)
-def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
-    hashed = counter.bits_of(x.shape, k0, k1)
-    x = x.astype(jnp.float32)
-    if form == "bfloat16":
-        return _to_bfloat16(x, hashed)
-    shape = blocked_shape(x.shape)
-    if form == "ue5m3":
-        # There is no code for a sign: a field whose values have one is no second moment, and must not pass for one.
-        x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
-    code: Any = codes.encode_v if form == "ue5m3" else codes.encode_m
-    values, scale = code(x.reshape(shape), hashed.reshape(shape))
-    return Blocks(values.reshape(x.shape), scale)
-
-
-@jax.jit
-def _decode(x: Any) -> jax.Array:
-    if not isinstance(x, Blocks):
-        return x.astype(jnp.float32)
-    values = x.values.reshape(blocked_shape(x.values.shape))
-    code: Any = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
-    return code(values, x.scale).reshape(x.values.shape)
-
-
-def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
-    """Float32 rounded stochastically to bfloat16; what is not finite stays, and nothing finite becomes infinite."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    largest = np.float32(jnp.finfo(jnp.bfloat16).max)
-    # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of two.
-    rounded = lax.bitcast_convert_type((bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
-    finite = jnp.clip(rounded, -largest, largest)
-    # The value is bfloat16's already, so the cast rounds nothing, also where XLA deletes it.
-    return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
 
 
 def _objection(role: str, name: str) -> str:

@@ -16,7 +16,7 @@ from pallas_kernels import counter, numerics
 from pallas_kernels.adamw.api import Moments, Rates, adamw
 from pallas_kernels.adamw.reference import Portable
 from pallas_kernels.operands import Operand
-from tcfp_jax.optim.moments import Blocks, Format, decode, encode
+from tcfp_jax.optim.encoding import Blocks, Format, decode, encode
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import advanced, is_stored, next_scale, rewrite, training_of
 

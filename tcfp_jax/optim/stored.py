@@ -20,11 +20,13 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.scaling import Block
 from tcfp_jax.optim.creation import Program
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.parts import check_blocks
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import (
     Remainder,
@@ -70,7 +72,7 @@ def store(
 
     Raises:
       ValueError: a recipe without a residual; no kernel among the parameters; parameters that are stored already; a key
-        that is missing, or that nothing would use.
+        that is missing, or that nothing would use; kernels on a mesh that cuts a block of a scale.
 
     >>> stored = store({"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}, "tcfp12_single", key=jax.random.key(0))
     >>> stored["kernel"].nbytes, dequantize(stored)["kernel"].dtype
@@ -90,10 +92,11 @@ def store(
             "pass find_weights(model, *inputs) of the model that these are the parameters of"
         )
     leaves: list[Any] = []
-    for place, (_, leaf) in enumerate(paths):
+    for place, (path, leaf) in enumerate(paths):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
         if place in chosen:
             own = None if key is None else jax.random.fold_in(key, place)
+            _check_parts("/".join(path_names(path)), made, chosen[place])
             made = train(made, chosen[place], key=own, remainder=remainder, gradient_dtype=gradient_dtype)
         leaves.append(made)
     return jax.tree.unflatten(treedef, leaves)
@@ -177,7 +180,7 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         floats = dequantize(params)
         step = lambda: inner.update(updates, state.inner, floats, **extra)
         shapes, _ = jax.eval_shape(step)
-        nothing = lambda: (jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), state.inner)
+        nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), state.inner)
         finite = all_finite(updates)
         made, after = lax.cond(finite, step, nothing)
         return made, OnStoredState(after, state.skipped + jnp.where(finite, 0, 1))
@@ -210,6 +213,13 @@ def _chosen(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> di
             if weight is not None and weight.float_reads == "none" and weight.recipe.mode is not TCFPMode.BF16:
                 chosen[place] = weight
     return chosen
+
+
+def _check_parts(path: str, kernel: jax.Array, weight: Weight) -> None:
+    """Raise where it is known that a mesh cuts blocks of the matrix that a kernel is."""
+    if isinstance(weight.recipe.scaling, Block):
+        matrix = weight.layout.stacked(kernel.ndim).matrix(kernel)
+        check_blocks(path, matrix, weight.recipe.scaling, turned=weight.recipe.copies == "both")
 
 
 def _updated(path: str, leaf: Any, update: Any) -> Any:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Block, Row, Scaling
 
@@ -147,6 +148,30 @@ def parts_of(name: str, shape: Sequence[int], sharding: NamedSharding) -> Parts:
     spec += (None,) * (len(shape) - len(spec))
     names = tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
     return Parts(name, tuple(shape), sharding.mesh, names)
+
+
+def explicit_parts(name: str, array: jax.Array) -> Parts | None:
+    """How the type of an array says that it lies, where its mesh has explicit axes, which programs must follow."""
+    sharding = jax.typeof(array).sharding
+    return parts_of(name, array.shape, sharding) if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def known_parts(name: str, array: jax.Array) -> Parts | None:
+    """How an array lies, where that is known: by its type, or because it is there and no tracer."""
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return parts_of(name, array.shape, sharding) if isinstance(sharding, NamedSharding) else explicit_parts(name, array)
+
+
+def check_blocks(name: str, matrix: jax.Array, scaling: Scaling, *, turned: bool) -> None:
+    """Raise where it is known that a mesh cuts a block of a matrix, or of its transpose where that is made too.
+
+    Raises:
+      ValueError: it does.
+    """
+    if isinstance(scaling, Block):
+        parts = known_parts(name, matrix)
+        for each in () if parts is None else (parts, parts.turned()) if turned else (parts,):
+            each.scales(scaling)
 
 
 def neighbours(shape: Sequence[int], merged: Sequence[int]) -> list[list[int]] | None:

@@ -16,7 +16,8 @@ from optax import contrib
 
 from pallas_kernels import counter
 from tcfp_jax import optim
-from tcfp_jax.optim.moments import Blocks, blocked_shape, decode, encode, narrow_leaves, stream, zeros
+from tcfp_jax.optim.encoding import Blocks, blocked_shape, decode, encode, zeros
+from tcfp_jax.optim.moments import narrow_leaves, stream
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
