@@ -354,8 +354,10 @@ def rates_of(result: Result) -> dict[str, float]:
 
 def checks_of(config: Config, result: Result | None) -> tuple[tuple[str, float, float], ...]:
     """(way, seconds by the arithmetic, seconds measured) of the steps that `benchmarks.large` measured on one GPU."""
+    if result is None:
+        return ()
     found = []
-    for row in [] if result is None else result.rows:
+    for row in result.rows:
         model = dataclasses.replace(MODELS["llama-8b"], layers=row["layers"])
         own = dataclasses.replace(config, tokens=tuple(result.config["tokens"]))
         counted = count(model, row["recipe"], own.tokens[1])

@@ -38,6 +38,7 @@ from models import ComputeDtype
 from models.families import INCLUDE, learner
 from models.llama import Llama, LlamaConfig, layers_of, rotations
 from models.losses import head_losses
+from tcfp_jax import optim
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.paths import path_names
 from tcfp_jax.recipes import Recipe
@@ -151,10 +152,10 @@ class Pipeline:
         # The last stage hands out positions to all.
         y = lax.all_to_all(y, STAGE, split_axis=2, concat_axis=0, tiled=True)[-count:]
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
-        y = norm.apply({"params": shared["final_norm"]}, y)
+        normed: Any = norm.apply({"params": shared["final_norm"]}, y)
         matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
         kept: Any = "inputs" if self.config.remat == "block" else "logits"
-        return head_losses(lambda y: y @ matrix.astype(dtype), y, targets, kept=kept)
+        return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept)
 
     def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
         """The schedule: `[microbatches, rows, positions, width]` through all stages; right on the last one alone."""
@@ -205,7 +206,7 @@ def main() -> None:
     config = LlamaConfig(layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32)
     dtype: ComputeDtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4, dtype=dtype)
-    tx = tcfp_jax.optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
+    tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
 
     def init(key: jax.Array) -> Any:
         floats = lambda: Llama(config, dtype).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
