@@ -71,7 +71,8 @@ class Pipeline:
       mesh: with an axis `stage`, on which every device has `layers / stages` layers.
       microbatches: into how many a batch is cut. Microbatch i has the rows i, i + microbatches, ...: of a batch that
         is split over other devices, each has its share, and no row moves.
-      dtype: of activations. Over more axes than `stage`, XLA compiles bfloat16 for accelerators alone.
+      dtype: of activations. Over more axes than `stage`, XLA compiles bfloat16 for accelerators alone, and there
+        kernels gather activations over the other axes: right, but not yet fast.
 
     Raises:
       ValueError: a mesh without the axis, stages that do not divide the layers, or no microbatch.
