@@ -1,4 +1,4 @@
-"""Turn the committed JSON into docs/measurements.md, README's table of recipes, the plots and `measured.json`.
+"""Turn the committed JSON into docs/measurements.md and plan.md, README's table, the plots and `measured.json`.
 
     python -m benchmarks.report            # rewrite what lies between the markers, the plots and measured.json
     python -m benchmarks.report --check    # change nothing; exit with 1 where they differ from the JSON
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, forks, large, memory, recipes, train_step
+from benchmarks import convergence, forks, large, memory, plan, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
 from tcfp_jax.recipes import recipe
 
@@ -25,9 +25,13 @@ SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DO
 CHOOSE = "choose"
 BENCHMARKS = (
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts",
+    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts", "plan",
 )  # fmt: skip
-PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): BENCHMARKS}
+PAGES = {
+    Path("README.md"): (CHOOSE,),
+    Path("docs/measurements.md"): tuple(name for name in BENCHMARKS if name != plan.NAME),
+    Path("docs/plan.md"): (plan.NAME,),
+}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
 PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its JSON
 # The recipes of README's table, and when to use each.

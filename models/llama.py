@@ -201,11 +201,7 @@ class Llama(nn.Module):
         # Looked up in float32 and rounded afterwards: gradients of a token that comes often are added in float32.
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
         x = split_batch(jnp.take(whole_rows(embedding.embedding), tokens, axis=0)).astype(dtype)
-        layers = nn.scan(
-            _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
-            in_axes=nn.broadcast, length=config.layers,
-        )  # fmt: skip
-        x, _ = layers(config, self.dtype, name="layers")(x, rotations(positions, config.head_size, config.rope_theta))
+        x, _ = layers_of(config, self.dtype)(x, rotations(positions, config.head_size, config.rope_theta))
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
             matrix = embedding.embedding.T
@@ -216,6 +212,15 @@ class Llama(nn.Module):
         if targets is not None:
             return head_losses(head, x, targets, kept="inputs" if config.remat == "block" else "logits")
         return head(x).astype(jnp.float32)
+
+
+def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
+    """All blocks, one after the other, as one module `layers` whose parameters have an axis of layers in front."""
+    layers = nn.scan(
+        _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
+        in_axes=nn.broadcast, length=config.layers,
+    )  # fmt: skip
+    return layers(config, dtype, name="layers")
 
 
 def rotations(positions: int, size: int, theta: float) -> jax.Array:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -114,7 +115,9 @@ class Expression:
 
 def _run(jaxpr: Any, inputs: Sequence[Any], rounding: Rounding) -> list[Any]:
     env = {var: _wide(x) for var, x in zip(jaxpr.invars, inputs, strict=True)}
-    read = lambda var: _wide(jnp.asarray(var.val)) if isinstance(var, core.Literal) else env[var]
+    # A number of the program belongs to no mesh: it may have been traced in a `jax.shard_map` and be run outside of it.
+    number = lambda literal: jnp.asarray(np.asarray(literal.val, literal.aval.dtype))
+    read = lambda var: _wide(number(var)) if isinstance(var, core.Literal) else env[var]
     for eqn in jaxpr.eqns:
         values = [read(var) for var in eqn.invars]
         if eqn.primitive.name in BODIES:

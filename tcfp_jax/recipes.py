@@ -116,7 +116,7 @@ class Recipe:
       copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
         their bytes and saves the forward product a transpose on GPUs.
       wire: how devices that share a batch add their weight gradients: "float32", "bfloat16", or "bfloat16_parts", which
-        sends bfloat16 and adds in float32; None is float32 in kernels and the product's dtype in XLA's. FP8 is refused.
+        sends bfloat16 and adds in float32; None is the gradient's dtype. FP8 is refused.
       backend, quantize_backend: of the products, and of the quantizers (which have no "mosaic"); None is the fastest
         that was measured, see `pallas_kernels.dispatch`.
 

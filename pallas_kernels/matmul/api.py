@@ -70,8 +70,7 @@ def matmul(
         promoted where they are scaled, and "fast" for all others. Both are exact float32 where there are no FP8 tensor
         cores.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
-      wire: how devices that split k add their partial sums, see `pallas_kernels.wire`; None is float32 in the kernels
-        and the dtype of the product in XLA's.
+      wire: how devices that split k add their partial sums, see `pallas_kernels.wire`; None is `out_dtype`.
 
     Returns:
       `[..., n]` in `out_dtype`. Sizes that are not multiples of 16 work; cuBLASLt then pads a copy of the operands.

@@ -258,7 +258,8 @@ def _program(inputs: tuple[Any, ...], result: Any, eqns: list[Any]) -> Any:
             env.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True))
         return env[result]
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs))
+    # The types themselves: in a `jax.shard_map` they also say over which axes of the mesh a value varies.
+    return jax.make_jaxpr(run)(*(var.aval for var in inputs))
 
 
 def operands_of(jaxpr: Any, recipes: Mapping[int, Recipe], shown: list[bool]) -> dict[int, Any]:

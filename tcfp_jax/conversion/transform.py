@@ -177,6 +177,7 @@ class Transformed:
                     leaf = fake_quantize(leaf)
                 kept = None if weight is None else kept
                 if kept is not None and weight is not None and has_values(leaf):
+                    kept = _without_a_stack_of_one(kept, len(weight.layout.matrix_shape(leaf.shape)))
                     check_fits(kept, weight.layout, leaf.shape)
                     kept = current(kept, matrix_of(leaf, weight.layout))
                 inputs.append(Shown.of(leaf, kept, weight, dtypes.get(path)))
@@ -229,6 +230,17 @@ def transform(
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}; pass a function of parameters and inputs")
     return Transformed(fn, policy(recipe, rules, include), params, strict=strict)
+
+
+def _without_a_stack_of_one(stored: Stored, ndim: int) -> Stored:
+    """The one matrix of a stack of one, where a matrix is meant: a loop over one layer has an axis that is nobody's.
+
+    A stage of a pipeline has its part of a stack, which may be a single layer.
+    """
+    extra = len(stored.stack)
+    if ndim != 2 or stored.stack != (1,) * extra:
+        return stored
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[extra:]), stored)
 
 
 def _quantized(kernel: jax.Array, weight: Weight) -> Stored:

@@ -1,0 +1,241 @@
+"""A Llama whose layers are split over devices: stages that work on microbatches one after the other (GPipe).
+
+    python -m models.pipeline              # on CPU devices: two stages, each with a batch split over two devices
+
+Parameters are those of `models.llama.Llama`. Kernels of all layers have an axis of layers in front, and
+`PartitionSpec("stage")` gives each stage its own: float or stored, with their moments, they never leave it. In round t
+stage s runs its layers on microbatch t - s and hands the result to the next stage:
+
+    round       0    1    2    3    4                  stages - 1 rounds of each are idle: of
+    stage 0     m0   m1   m2   m3                      microbatches + stages - 1 in all
+    stage 1          m0   m1   m2   m3
+
+Stages that are idle compute as well, on numbers that nobody reads: the program is one for all, and the gradient of
+what is not read is zero. The backward pass is jax's own: `ppermute` the other way round. Embedding and head are shared:
+each stage does them for its part of the positions, so none has more work than the others.
+
+Quantization sees a microbatch at a time: its scales are those of the unsplit model on the same microbatch, and so are
+loss and gradients, which are sums over microbatches.
+
+Source: Huang et al. 2019, "GPipe".
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from models import ComputeDtype
+from models.families import INCLUDE, learner
+from models.llama import Llama, LlamaConfig, layers_of, rotations
+from models.losses import head_losses
+from tcfp_jax import optim
+from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.paths import path_names
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.sharding import state_shardings
+from tcfp_jax.weights.layout import Weight
+
+STAGE = "stage"
+
+
+class Stage(nn.Module):
+    """Some layers of a Llama, `[batch, positions, width]` to the same."""
+
+    config: LlamaConfig
+    dtype: ComputeDtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, rotation: jax.Array) -> jax.Array:
+        """Apply them."""
+        layers: Any = layers_of(self.config, self.dtype)
+        return layers(x, rotation)[0]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, stay XLA's to split batches over.
+
+    Attributes:
+      config: the whole model.
+      recipe: how layers multiply; embedding and head stay in `dtype`.
+      mesh: with an axis `stage`, on which every device has `layers / stages` layers.
+      microbatches: into how many a batch is cut. Microbatch i has the rows i, i + microbatches, ...: of a batch that
+        is split over other devices, each has its share, and no row moves.
+      dtype: of activations. Over more axes than `stage`, XLA compiles bfloat16 for accelerators alone, and there
+        kernels gather activations over the other axes: right, but not yet fast.
+
+    Raises:
+      ValueError: a mesh without the axis, stages that do not divide the layers, or no microbatch.
+    """
+
+    config: LlamaConfig
+    recipe: Recipe
+    mesh: Mesh
+    microbatches: int
+    dtype: ComputeDtype = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if STAGE not in self.mesh.axis_names:
+            raise ValueError(
+                f"a pipeline runs over the axis {STAGE!r} of a mesh, and this one has {self.mesh.axis_names}; make one "
+                f"with jax.make_mesh((stages, others), ({STAGE!r}, 'data'))"
+            )
+        if self.config.layers % self.stages:
+            raise ValueError(
+                f"{self.stages} stages do not divide {self.config.layers} layers, and every stage has as many; make a "
+                "mesh with a divisor of the layers"
+            )
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches} is below 1; cut the batch into at least one")
+
+    @property
+    def stages(self) -> int:
+        """How many devices the layers are split over."""
+        return int(self.mesh.shape[STAGE])
+
+    @property
+    def weights(self) -> Recipe | Mapping[str, Weight]:
+        """The weights of the whole model, for `store` and `error_feedback`."""
+        return learner(self.config, self.recipe, self.dtype).weights
+
+    def shardings(self, state: Any) -> Any:
+        """Where parameters and states of optimizers live: what is of layers on their stage, the rest on all of them."""
+        init = functools.partial(Llama(self.config, self.dtype).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+
+        def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            spec = P(STAGE) if path_names(path)[0] == "layers" else P()
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        params = jax.eval_shape(init)["params"]
+        return state_shardings(jax.tree_util.tree_map_with_path(of, params), state)
+
+    def apply(self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """The cross-entropy of each target, float32 `[batch, positions]`, as `Llama.apply` returns it.
+
+        Args:
+          variables: "params" of a `Llama`, float or stored, and of `error_feedback` the "tcfp" of `layer_state`.
+          tokens: integers `[batch, positions]`.
+          targets: the same.
+
+        Raises:
+          ValueError: microbatches do not divide the batch, or stages the positions, or the context is exceeded.
+        """
+        batch, positions = tokens.shape
+        self._check(batch, positions)
+        cut = lambda rows: rows.reshape(-1, self.microbatches, positions).swapaxes(0, 1)
+        layers = {name: {"layers": tree["layers"]} for name, tree in variables.items() if "layers" in tree}
+        shared = {name: tree for name, tree in variables["params"].items() if name != "layers"}
+        part = P(None, None, STAGE)
+        # Gradients of what is shared are added over stages where it comes in, as float32. Kernels of a GPU do not say
+        # over which axes their results vary, so nothing checks it.
+        run = jax.shard_map(
+            self._on_a_stage, mesh=self.mesh, in_specs=(P(STAGE), P(), part, part), out_specs=part, axis_names={STAGE},
+            check_vma=False,
+        )  # fmt: skip
+        return run(layers, shared, cut(tokens), cut(targets)).swapaxes(0, 1).reshape(batch, positions)
+
+    def _on_a_stage(self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """What each stage does: with its own layers, and its part of the positions, `[microbatches, rows, part]`."""
+        count, dtype = self.microbatches, jnp.dtype(self.dtype)
+        table = shared["embedding"]["embedding"]
+        x = lax.all_gather(table[tokens].astype(dtype), STAGE, axis=2, tiled=True)
+        y = self._rounds(layers, x)
+        # The last stage hands out positions to all.
+        y = lax.all_to_all(y, STAGE, split_axis=2, concat_axis=0, tiled=True)[-count:]
+        norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
+        normed: Any = norm.apply({"params": shared["final_norm"]}, y)
+        matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
+        kept: Any = "inputs" if self.config.remat == "block" else "logits"
+        return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept)
+
+    def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
+        """The schedule: `[microbatches, rows, positions, width]` through all stages; right on the last one alone."""
+        count, stage, model = self.microbatches, lax.axis_index(STAGE), self._stage
+        rotation = rotations(x.shape[2], self.config.head_size, self.config.rope_theta)
+        onwards = [(i, i + 1) for i in range(self.stages - 1)]
+
+        def one_round(arrived: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y: Any = model.apply(layers, jnp.where(stage == 0, x[jnp.minimum(t, count - 1)], arrived), rotation)
+            return lax.ppermute(y, STAGE, onwards), y
+
+        _, made = lax.scan(one_round, jnp.zeros_like(x[0]), jnp.arange(count + self.stages - 1))
+        return made[self.stages - 1 :]
+
+    @property
+    def _stage(self) -> nn.Module:
+        own = dataclasses.replace(self.config, layers=self.config.layers // self.stages)
+        return _converted_stage(own, self.recipe, self.dtype)
+
+    def _check(self, batch: int, positions: int) -> None:
+        if batch % self.microbatches:
+            raise ValueError(
+                f"microbatches={self.microbatches} do not divide a batch of {batch}; choose a divisor, or another batch"
+            )
+        if positions % self.stages:
+            raise ValueError(
+                f"{self.stages} stages do not divide {positions} positions, of which each does a part of embedding and "
+                "head; choose a multiple"
+            )
+        if positions > self.config.context:
+            raise ValueError(
+                f"{positions} positions exceed the model's context of {self.config.context}; shorten the sequence"
+            )
+
+
+@functools.lru_cache(maxsize=16)
+def _converted_stage(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> nn.Module:
+    x = jax.ShapeDtypeStruct((1, config.context, config.width), dtype)
+    rotation = jax.ShapeDtypeStruct((2, config.context, config.head_size // 2), jnp.float32)
+    return convert_to_tcfp(Stage(config, dtype), recipe, x, rotation, include=INCLUDE)
+
+
+def main() -> None:
+    """Train a small Llama without float weights over two stages, and say where its weights are."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    data = 2 if len(jax.devices()) >= 4 else 1
+    mesh = jax.make_mesh((2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    config = LlamaConfig(layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32)
+    dtype: ComputeDtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4, dtype=dtype)
+    tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
+
+    def init(key: jax.Array) -> Any:
+        floats = lambda: Llama(config, dtype).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        params = tcfp_jax.store(floats, model.weights, key=key)
+        return params, tx.init(params)
+
+    key = jax.random.key(0)
+    shardings = model.shardings(jax.eval_shape(init, key))
+    state = jax.jit(init, out_shardings=shardings)(key)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
+    def step(state: Any, windows: jax.Array) -> Any:
+        params, opt_state = state
+        loss = lambda params: model.apply({"params": params}, windows[:, :-1], windows[:, 1:]).mean()
+        value, gradients = tcfp_jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return (tcfp_jax.apply_updates(params, updates), opt_state), value
+
+    text = jnp.asarray(list(__doc__.encode()))
+    for i in range(20):
+        offsets = jax.random.randint(jax.random.fold_in(key, i), (8,), 0, len(text) - 33)
+        windows = jax.device_put(text[offsets[:, None] + jnp.arange(33)], NamedSharding(mesh, P("data")))
+        state, value = step(state, windows)
+        print(f"step {i}: {float(value):.3f} nats a byte")
+    kernel = state[0]["layers"]["query"]["kernel"].backward.values
+    for shard in kernel.addressable_shards:
+        print(f"{shard.device} has {shard.data.shape} of the {kernel.dtype} values {kernel.shape} of all queries")
+
+
+if __name__ == "__main__":
+    main()
