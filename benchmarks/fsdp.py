@@ -6,7 +6,8 @@
 * *mlp* is d -> d_ff -> d of `benchmarks.train_step`, *llama* a whole step of a Llama as in `benchmarks.llama`; both
   with AdamW. Every GPU has as many tokens as one GPU alone has, so `over_one_gpu` is at best the number of GPUs.
 * Every matrix is split along its first axis (a stacked one, along its second), in every recipe; the state follows by
-  `tcfp_jax.sharding.state_shardings`. XLA gathers a weight where it is read and scatters the sums of its gradients.
+  `tcfp_jax.sharding.state_shardings`. XLA gathers a weight where it is read and scatters the sums of its gradients,
+  which travel in float32 unless a name says otherwise; those of "stored" are bfloat16.
 
 Times are by the wall clock, over steps of which each needs the one before: kernels of several GPUs run beside each
 other and beside what travels. Gradients are compared with BF16's on the same GPUs before anything is timed.
@@ -36,7 +37,8 @@ NAME = "fsdp"
 Part = Literal["mlp", "llama"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED, AXIS = "bf16", "stored", "fsdp"
-RECIPES = (BASELINE, "tensorwise", "tcfp12_fast", STORED)
+NARROW = " wire=bfloat16"
+RECIPES = (BASELINE, "tensorwise", "tensorwise" + NARROW, "tcfp12_fast", "tcfp12_fast" + NARROW, STORED)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[
         return llama.make_training(few, name), math.prod(tokens)
     shape = dataclasses.replace(config.mlp, m=devices * config.mlp.m)
     kept = train_step.Kept("stored", moments="8bit", gradient_dtype="bfloat16")
-    chosen = recipe("tcfp12_single" if name == STORED else name)
+    chosen = recipe("tcfp12_single" if name == STORED else name.removesuffix(NARROW))
+    chosen = recipe(chosen, wire="bfloat16") if name.endswith(NARROW) else chosen
     return train_step.make_training(shape, chosen, kept if name == STORED else train_step.Kept()), shape.m
 
 
@@ -127,7 +130,8 @@ def measure(config: Config) -> Iterator[Row]:
             for row in measure_part(part, config, devices):
                 if devices == 1:
                     alone[row.recipe] = row.tokens_per_second
-                over = row.tokens_per_second / alone[row.recipe] if alone else None
+                base = alone.get(row.recipe.removesuffix(NARROW))
+                over = None if base is None else row.tokens_per_second / base
                 yield dataclasses.replace(row, over_one_gpu=over)
 
 
@@ -140,6 +144,8 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
     (floats, _), *_ = jax.eval_shape(make_training(part, BASELINE, config, devices)[0].init, jax.random.key(0))
     with jax.set_mesh(mesh):
         for name in config.recipes:
+            if name.endswith(NARROW) and (devices == 1 or part == "llama"):
+                continue
             training, tokens = make_training(part, name, config, devices)
             step, seconds = training.compile(place=functools.partial(placed, mesh, floats))
             made[name] = step, seconds, tokens
