@@ -5,9 +5,10 @@
 
 * *mlp* is d -> d_ff -> d of `benchmarks.train_step`, *llama* a whole step of a Llama as in `benchmarks.llama`; both
   with AdamW. Every GPU has as many tokens as one GPU alone has, so `over_one_gpu` is at best the number of GPUs.
-* Every matrix is split along its first axis (a stacked one, along its second), in every recipe; the state follows by
-  `tcfp_jax.sharding.state_shardings`. XLA gathers a weight where it is read and scatters the sums of its gradients,
-  which travel in float32 unless a name says otherwise; those of "stored" are bfloat16.
+* Every matrix is split along one axis, the same in every recipe: those of the MLP along their first, those of the
+  Llama as `models.train --mesh` does. The state follows by `tcfp_jax.sharding.state_shardings`. XLA gathers a weight
+  where it is read and scatters the sums of its gradients, which travel in float32 unless a name says otherwise; those
+  of "stored" are bfloat16.
 
 Times are by the wall clock, over steps of which each needs the one before: kernels of several GPUs run beside each
 other and beside what travels. Gradients are compared with BF16's on the same GPUs before anything is timed.
@@ -30,6 +31,7 @@ from benchmarks.common import Result, markdown_table
 from benchmarks.shapes import GemmShape
 from benchmarks.train_step import check_outputs
 from models.llama import LLAMAS, LlamaConfig
+from models.meshes import AXES, BATCH, parameter_shardings
 from tcfp_jax.recipes import recipe
 from tcfp_jax.sharding import state_shardings
 
@@ -107,19 +109,11 @@ def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
     """The shardings of what `Training.init` returns: `((params, opt_state), *inputs)`; `floats` are BF16's params."""
     state, *inputs = given
     at = functools.partial(NamedSharding, mesh)
-    split = jax.tree.map(lambda leaf: at(_split(leaf.shape, mesh.size)), floats)
-    return state_shardings(split, state), *(at(P(AXIS)) for _ in inputs)
-
-
-def _split(shape: tuple[int, ...], parts: int) -> P:
-    """A matrix's first axis, or the second where layers are stacked before it; vectors are whole.
-
-    >>> _split((64, 32), 2), _split((16, 64, 32), 2), _split((64,), 2)
-    (PartitionSpec('fsdp',), PartitionSpec(None, 'fsdp'), PartitionSpec())
-    """
-    if len(shape) < 2 or shape[-2] % parts:
-        return P()
-    return P(*(None,) * (len(shape) - 2), AXIS)
+    if "embedding" in floats:
+        split = parameter_shardings(floats, mesh)
+    else:
+        split = jax.tree.map(lambda _: at(P(AXIS)), floats)
+    return state_shardings(split, state), *(at(BATCH) for _ in inputs)
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -137,7 +131,7 @@ def measure(config: Config) -> Iterator[Row]:
 
 def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
     """Check and time the candidates of a part on some devices; `ArithmeticError` where gradients are wrong."""
-    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((1, devices, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:devices])
     made: dict[str, tuple[timing.Threaded, float, int]] = {}
     worst: dict[str, float | None] = {}
     reference = None
