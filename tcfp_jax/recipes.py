@@ -5,8 +5,7 @@ A layer `y = x W` has three products: the forward `x W`, the input gradient `g W
 of everything that is quantized, and one choice for each product. What cannot be said cannot contradict itself; the few
 rules that are left raise when a recipe is built, and no setting is changed on the user's behalf.
 
-    recipe("tcfp12")                                  a named recipe
-    recipe("tcfp12", wgrad="fast", block=128)         with overrides, see `recipe`
+    recipe("tcfp12", wgrad="fast", block=128)         a named recipe, with overrides, see `recipe`
     Recipe(weight=Single(), dgrad="fast", ...)        from its parts
 """
 
@@ -115,10 +114,8 @@ class Recipe:
       amax: weights are scaled by a "fresh" amax, or by a "delayed" one that the optimizer's state carries (PDDS).
       copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
         their bytes and saves the forward product a transpose on GPUs.
-      wire: how devices that share a batch add their weight gradients: "float32", "bfloat16", or "bfloat16_parts", which
-        sends bfloat16 and adds in float32; None is the gradient's dtype. FP8 is refused.
-      backend, quantize_backend: of the products, and of the quantizers (which have no "mosaic"); None is the fastest
-        that was measured, see `pallas_kernels.dispatch`.
+      wire: how devices that share a batch add weight gradients, see `pallas_kernels.wire`; None: as their dtype.
+      backend, quantize_backend: of products, and of quantizers (no "mosaic"); None is the fastest that was measured.
 
     Raises:
       ValueError: a field has an unknown value, or two fields contradict each other; the message says which.

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tcfp_jax" / "formats").glob("*.py"))
 # They say where a kernel runs, not what it computes, so casts and quantizers stay independent oracles.
-PLUMBING = {"pallas_kernels.dispatch", "pallas_kernels.partition"}
+PLUMBING = {"pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition"}
 
 
 def imports(path):
