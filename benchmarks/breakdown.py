@@ -65,8 +65,9 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
         return "optimizer"
     if "quantize" in scopes and not any(_values(sizes) > _SMALL for sizes in _WIDE.findall(types)):
         return "quantization"
-    # XLA's own products have the names of their instructions.
-    return "products" if scopes.endswith("dot_general") else "norms and activations"
+    # XLA's own products have the names of their instructions, and perhaps a transpose behind them.
+    is_product = scopes.endswith("dot_general") or kernel.startswith("gemm_fusion")
+    return "products" if is_product else "norms and activations"
 
 
 def _values(sizes: str) -> int:

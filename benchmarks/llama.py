@@ -365,7 +365,8 @@ def table(result: Result) -> str:
         titles = ["", "ms", "speed over BF16", "tokens a second", "MFU", *KINDS, "arena, GB", "peak, GB"]
         size = result.config[part]
         tokens = " × ".join(map(str, result.config[f"{part}_tokens"]))
-        what = f"{size['layers']} blocks of width {size['width']}, hidden {size['hidden']}, {tokens} tokens"
+        hidden = f", hidden {size['hidden']}" if "hidden" in size else ""  # a GPT's is four times its width
+        what = f"{size['layers']} blocks of width {size['width']}{hidden}, {tokens} tokens"
         texts.append(f"{'Forward and backward pass' if part == 'block' else 'Training step'}: {what}.\n")
         texts.append(f"{markdown_table(titles, lines)}\n")
     return "\n".join(texts) + (

@@ -27,9 +27,11 @@ BENCHMARKS = (
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
     "memory", "quality", "convergence", "forks", "adamw", "scan", "casts", "plan",
 )  # fmt: skip
+# Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
+RUNS = ("llama-1b", "llama-1b-others", "llama-124m-measured", "llama-gpt2-measured")
 PAGES = {
     Path("README.md"): (CHOOSE,),
-    Path("docs/measurements.md"): tuple(name for name in BENCHMARKS if name != plan.NAME),
+    Path("docs/measurements.md"): (*(name for name in BENCHMARKS if name != plan.NAME), *RUNS),
     Path("docs/plan.md"): (plan.NAME,),
 }
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
@@ -50,8 +52,8 @@ USE_IT_WHEN = {
 
 
 def benchmark(name: str) -> Any:
-    """The module of a benchmark."""
-    return importlib.import_module(f"benchmarks.{name}")
+    """The module of a benchmark, or of a further run."""
+    return importlib.import_module(f"benchmarks.{name.partition('-')[0]}")
 
 
 # Sections -------------------------------------------------------------------------------------------------------------
@@ -65,11 +67,13 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     """
     if name == CHOOSE:
         return choose(results)
-    if name not in BENCHMARKS:
+    if name not in (*BENCHMARKS, *RUNS):
         raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {BENCHMARKS}")
     result = read_result(name, results)
     if result is None:
         return f"*No numbers yet: `python -m benchmarks.{name} --json` writes them.*\n"
+    if name in RUNS:
+        return f"{benchmark(name).table(result)}\n\n*`{name}.json`: {result.origin}.*\n"
     picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if hasattr(benchmark(name), "plot") else ""
     return f"{benchmark(name).table(result)}\n{picture}\n{result.caption}\n"
 
