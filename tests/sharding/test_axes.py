@@ -162,7 +162,8 @@ def test_ops(name, backend):
 
 
 def test_skip_matmul():
-    check(functools.partial(skipping, None, None), [P("a"), P(None, "b")], X, W.reshape(128, 64))
+    # Split along k, parts are added in the result's bfloat16, and XLA's own definition adds float32.
+    check(functools.partial(skipping, None, None), [P("a"), P("b")], X, W.reshape(128, 64))
 
 
 @pytest.mark.parametrize("count", [1, 2])

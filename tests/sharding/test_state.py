@@ -1,7 +1,6 @@
 """Shardings of states follow from those of the parameters; states keep them, and their bits depend on no mesh."""
 
 import functools
-import importlib.util
 import re
 
 import jax
@@ -301,7 +300,6 @@ def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):
 
 # Optax's contract for shardings in types (optax/_src/sharding_test.py) ------------------------------------------------
 
-EXPLICIT_KERNELS = importlib.util.find_spec("pallas_kernels.explicit") is not None
 feedback = lambda *args, **options: optax.chain(optax.sgd(1.0), tcfp_jax.error_feedback(*args, **options))
 TRANSFORMATIONS = {
     "adamw 8bit": (None, lambda: optim.adamw(1e-2, key=KEY)),
@@ -317,7 +315,6 @@ TRANSFORMATIONS = {
     "stored on_stored": (BOTH, lambda: optim.on_stored(optax.adamw(1e-2))),
     "stored on_stored 8bit": (BOTH, lambda: optim.on_stored(optim.low_precision_moments(optax.adamw(1e-2), key=KEY))),
 }
-NEEDS_KERNELS = ("error_feedback blocks", "stored adamw 8bit")
 
 
 def types_of(function, *arguments):
@@ -340,8 +337,6 @@ def matched(types, shardings):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_types_of_states_are_those_of_the_contract(name):
-    if name in NEEDS_KERNELS and not EXPLICIT_KERNELS:
-        pytest.skip("blocks under explicit axes need pallas_kernels.explicit")
     store_by, make = TRANSFORMATIONS[name]
     tx = make()
     mesh = mesh_of(4, 2, axis_type=AxisType.Explicit)
