@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from models.meshes import batch_parts
+
 Kept = Literal["logits", "inputs"]
 # Of kept="inputs": 1 GB of float32 logits with 128256 ids, and a product that fills a GPU.
 TOKENS_AT_ONCE = 2048
@@ -36,10 +38,10 @@ def head_losses(
 
     Args:
       head: `[..., width]` to logits `[..., vocabulary]`, each row by itself.
-      x: `[..., width]`.
-      targets: integers `[...]`.
+      x: `[..., positions, width]`.
+      targets: integers `[..., positions]`.
       kept: "logits" keeps those that `head` returns, and computes its product once; "inputs" keeps x, computes
-        `TOKENS_AT_ONCE` rows at a time and their product again in the backward pass.
+        `TOKENS_AT_ONCE` tokens of a device at a time and their product again in the backward pass.
 
     >>> x, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
     >>> head_losses(lambda x: x @ jnp.eye(4), x, targets).shape
@@ -47,9 +49,11 @@ def head_losses(
     """
     if kept == "logits":
         return _lean(head(x), targets)
-    rows = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    of_row = jax.checkpoint(lambda row: _lean(head(row[0]), row[1]))
-    return lax.map(of_row, rows, batch_size=TOKENS_AT_ONCE).reshape(targets.shape)
+    # Some positions of every sequence, and not some sequences: each device of a mesh then has its share of them.
+    by_position = jnp.moveaxis(x, -2, 0), jnp.moveaxis(targets, -1, 0)
+    at_once = max(1, TOKENS_AT_ONCE * batch_parts() // max(1, targets[..., 0].size))
+    of_position = jax.checkpoint(lambda row: _lean(head(row[0]), row[1]))
+    return jnp.moveaxis(lax.map(of_position, by_position, batch_size=at_once), 0, -1)
 
 
 def _parts(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -121,6 +121,16 @@ def split_batch(x: jax.Array) -> jax.Array:
     return _constrained(x, P(("data", "fsdp"), *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
+def batch_parts() -> int:
+    """Into how many parts the current mesh splits a batch: 1 where it is none of `make_mesh`.
+
+    >>> batch_parts()
+    1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.axis_names == AXES else 1
+
+
 def whole_rows(table: jax.Array) -> jax.Array:
     """The same table, `[rows, width]`, as a lookup reads it: gathered along `fsdp`, or the tokens of all would be."""
     return _constrained(table, P("tensor", None))
