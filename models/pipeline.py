@@ -14,14 +14,15 @@ Stages that are idle compute as well, on numbers that nobody reads: the program 
 what is not read is zero. The backward pass is jax's own: `ppermute` the other way round. Embedding and head are shared:
 each stage does them for its part of the positions, so none has more work than the others.
 
-Quantization sees a microbatch at a time: its scales are those of the unsplit model on the same microbatch, and so are
-loss and gradients, which are sums over microbatches.
+Quantization sees what a device has of a microbatch: its scales are those of the unsplit model on the same rows, and so
+are loss and gradients, which are sums over all of them.
 
 Source: Huang et al. 2019, "GPipe".
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, stay XLA's to split batches over.
+    """A Llama over the axis `stage` of a mesh; other axes, such as `data`, split the rows of each microbatch.
 
     Attributes:
       config: the whole model.
@@ -71,8 +72,7 @@ class Pipeline:
       mesh: with an axis `stage`, on which every device has `layers / stages` layers.
       microbatches: into how many a batch is cut. Microbatch i has the rows i, i + microbatches, ...: of a batch that
         is split over other devices, each has its share, and no row moves.
-      dtype: of activations. Over more axes than `stage`, XLA compiles bfloat16 for accelerators alone, and there
-        kernels gather activations over the other axes: right, but not yet fast.
+      dtype: of activations.
 
     Raises:
       ValueError: a mesh without the axis, stages that do not divide the layers, or no microbatch.
@@ -104,6 +104,10 @@ class Pipeline:
         return int(self.mesh.shape[STAGE])
 
     @property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(name for name in self.mesh.axis_names if name != STAGE)
+
+    @property
     def weights(self) -> Recipe | Mapping[str, Weight]:
         """The weights of the whole model, for `store` and `error_feedback`."""
         return learner(self.config, self.recipe, self.dtype).weights
@@ -128,20 +132,20 @@ class Pipeline:
           targets: the same.
 
         Raises:
-          ValueError: microbatches do not divide the batch, or stages the positions, or the context is exceeded.
+          ValueError: microbatches do not divide the batch, other axes a microbatch, or stages the positions, or the
+            context is exceeded.
         """
         batch, positions = tokens.shape
         self._check(batch, positions)
         cut = lambda rows: rows.reshape(-1, self.microbatches, positions).swapaxes(0, 1)
         layers = {name: {"layers": tree["layers"]} for name, tree in variables.items() if "layers" in tree}
         shared = {name: tree for name, tree in variables["params"].items() if name != "layers"}
-        part = P(None, None, STAGE)
-        # Gradients of what is shared are added over stages where it comes in, as float32. Kernels of a GPU do not say
-        # over which axes their results vary, so nothing checks it.
+        part = P(None, self._others, STAGE)
+        # Gradients of what is shared are added over stages where it comes in, and those of layers over the other axes.
+        # Kernels of a GPU do not say over which axes their results vary, so nothing checks it.
         run = jax.shard_map(
-            self._on_a_stage, mesh=self.mesh, in_specs=(P(STAGE), P(), part, part), out_specs=part, axis_names={STAGE},
-            check_vma=False,
-        )  # fmt: skip
+            self._on_a_stage, mesh=self.mesh, in_specs=(P(STAGE), P(), part, part), out_specs=part, check_vma=False
+        )
         return run(layers, shared, cut(tokens), cut(targets)).swapaxes(0, 1).reshape(batch, positions)
 
     def _on_a_stage(self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
@@ -181,6 +185,12 @@ class Pipeline:
             raise ValueError(
                 f"microbatches={self.microbatches} do not divide a batch of {batch}; choose a divisor, or another batch"
             )
+        others = math.prod(self.mesh.shape[name] for name in self._others)
+        if batch // self.microbatches % others:
+            raise ValueError(
+                f"{self._others} of {others} devices do not divide the {batch // self.microbatches} rows of a "
+                f"microbatch; use fewer microbatches, or a batch of {self.microbatches * others}"
+            )
         if positions % self.stages:
             raise ValueError(
                 f"{self.stages} stages do not divide {positions} positions, of which each does a part of embedding and "
@@ -205,12 +215,11 @@ def main() -> None:
     data = 2 if len(jax.devices()) >= 4 else 1
     mesh = jax.make_mesh((2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = LlamaConfig(layers=4, width=64, heads=4, kv_heads=2, hidden=128, context=32)
-    dtype: ComputeDtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4, dtype=dtype)
+    model = Pipeline(config, tcfp_jax.recipe("tcfp12_single"), mesh, microbatches=4)
     tx = optim.adamw(3e-3, moments="8bit", key=jax.random.key(2))
 
     def init(key: jax.Array) -> Any:
-        floats = lambda: Llama(config, dtype).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        floats = lambda: Llama(config, model.dtype).init(key, jnp.zeros((1, 8), jnp.int32))["params"]
         params = tcfp_jax.store(floats, model.weights, key=key)
         return params, tx.init(params)
 

@@ -1,6 +1,6 @@
 """Layers over stages: losses and gradients are the unsplit model's, state stays on its stage, bad input is refused.
 
-The unsplit model runs over the same microbatches, one by one: scales are of a microbatch's tensors.
+The unsplit model runs over what devices have of microbatches, one by one: scales are of these rows' tensors.
 """
 
 import dataclasses
@@ -60,6 +60,7 @@ def gradients_of(model):
         ((2,), TINY, "tensorwise", "bfloat16", "float"),
         ((4,), UNTIED, "tcfp12_single", "bfloat16", "stored"),
         ((2, 2), TINY, "tcfp12_fast", "float32", "error feedback"),
+        ((2, 2), UNTIED, "tensorwise", "bfloat16", "float"),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe, dtype, weights):
@@ -72,7 +73,8 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe
     place = lambda tree: jax.device_put(tree, model.shardings(tree))
     value, gradients = gradients_of(model)(place(params), WINDOWS, place(quantized))
     of_unsplit = gradients_of(unsplit)
-    ones = [of_unsplit(params, WINDOWS[i::MICROBATCHES], quantized) for i in range(MICROBATCHES)]
+    parts = MICROBATCHES * (shape[1] if len(shape) > 1 else 1)
+    ones = [of_unsplit(params, WINDOWS[i::parts], quantized) for i in range(parts)]
     np.testing.assert_allclose(value, np.mean([one[0] for one in ones]), rtol=1e-5)
     mean = lambda *parts: np.mean([np.asarray(part, np.float64) for part in parts], axis=0)
     wanted = jax.tree.leaves(jax.tree.map(mean, *[one[1] for one in ones]))
@@ -126,6 +128,7 @@ def test_only_activations_travel_between_stages():
         (lambda: pipeline(8), "8 stages do not divide 4 layers.*divisor"),
         (lambda: pipeline(2, microbatches=0), "microbatches=0 is below 1"),
         (lambda: pipeline(2, microbatches=3).apply({}, WINDOWS[:, 1:], WINDOWS[:, 1:]), "3 do not divide a batch of 8"),
+        (lambda: pipeline(2, 4).apply({}, WINDOWS[:, 1:], WINDOWS[:, 1:]), "of 4 devices do not divide the 2 rows"),
         (lambda: pipeline(4).apply({}, WINDOWS[:, :7], WINDOWS[:, :7]), "4 stages do not divide 7 positions"),
         (lambda: pipeline(2).apply({}, np.ones((4, 10)), np.ones((4, 10))), "10 positions exceed .* context of 8"),
     ],
