@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe
     mean = lambda *parts: np.mean([np.asarray(part, np.float64) for part in parts], axis=0)
     wanted = jax.tree.leaves(jax.tree.map(mean, *[one[1] for one in ones]))
     for (path, gradient), exact in zip(jax.tree.leaves_with_path(gradients), wanted, strict=True):
-        bound = 45 if dtype == "bfloat16" and path[0].key in OF_BFLOAT16_SUMS else 100
+        bound = 40 if dtype == "bfloat16" and path[0].key in OF_BFLOAT16_SUMS else 100
         with np.errstate(divide="ignore"):  # some are equal
             assert decibels(exact, gradient) > bound, jax.tree_util.keystr(path)
         if path[0].key == "layers":
