@@ -3,7 +3,7 @@
     python -m models.train --mesh data=2,fsdp=2,tensor=2        eight devices, of any number of processes
 
     data      splits the batch; weights are there as often as the axis is long
-    fsdp      splits the batch, and every matrix along the axis that `tensor` leaves
+    fsdp      splits the batch, and every matrix along its first axis: blocks of 8-bit moments lie along the last one
     tensor    splits heads and hidden values: the columns of query, key, value, gate and up, the rows of output and down
 
 A mesh has all three axes; one that is not named has the size 1. Axes are automatic: XLA's partitioner finds where
@@ -11,6 +11,7 @@ everything lies that is not said here.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -31,14 +32,14 @@ BATCH = P(("data", "fsdp"))
 # By the end of a parameter's path; what a spec says is of its last axes, and those before them, of a scan, are whole.
 RULES = {
     "(query|key|value|gate|up)/kernel": P("fsdp", "tensor"),
-    "(output|down)/kernel": P("tensor", "fsdp"),
+    "(output|down)/kernel": P(("tensor", "fsdp"), None),
     "(qkv|mlp_in)/kernel": P("fsdp", "tensor"),
-    "(projection|mlp_out)/kernel": P("tensor", "fsdp"),
+    "(projection|mlp_out)/kernel": P(("tensor", "fsdp"), None),
     "(qkv|mlp_in)/bias": P("tensor"),
     "(projection|mlp_out)/bias": P(),
-    "embedding/embedding": P("tensor", "fsdp"),
+    "embedding/embedding": P(("tensor", "fsdp"), None),
     "head/kernel": P("fsdp", "tensor"),
-    "positions": P(None, "fsdp"),
+    "positions": P("fsdp", None),
     "[a-z]*_norm/(scale|bias)": P(),
 }
 
@@ -179,11 +180,13 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         spec = parameter_spec("/".join(path_names(path)), leaf.ndim)
-        for axis, name in enumerate(spec):
-            if name is not None and leaf.shape[axis] % mesh.shape[name]:
+        for axis, entry in enumerate(spec):
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            if leaf.shape[axis] % math.prod(mesh.shape[name] for name in names):
+                sizes = " times ".join(f"{name}={mesh.shape[name]}" for name in names)
                 raise ValueError(
-                    f"{name}={mesh.shape[name]} does not divide axis {axis} of {'/'.join(path_names(path))} "
-                    f"{list(leaf.shape)}, which it splits; choose a divisor of {leaf.shape[axis]}, or another size"
+                    f"{sizes} does not divide axis {axis} of {'/'.join(path_names(path))} {list(leaf.shape)}, which it "
+                    f"splits; choose a divisor of {leaf.shape[axis]}, or another size"
                 )
         return NamedSharding(mesh, spec)
 

@@ -345,7 +345,7 @@ def test_every_parameter_has_its_place(model):
 
 
 def test_a_parameter_without_a_rule_is_named():
-    assert parameter_spec("layers/down/kernel", 3) == P(None, "tensor", "fsdp")
+    assert parameter_spec("layers/down/kernel", 3) == P(None, ("tensor", "fsdp"), None)
     with pytest.raises(ValueError, match="no rule says where the parameter layers/router/kernel lies"):
         parameter_spec("layers/router/kernel", 3)
 
