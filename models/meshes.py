@@ -3,7 +3,7 @@
     python -m models.train --mesh data=2,fsdp=2,tensor=2        eight devices, of any number of processes
 
     data      splits the batch; weights are there as often as the axis is long
-    fsdp      splits the batch, and every matrix along its first axis: blocks of 8-bit moments lie along the last one
+    fsdp      splits the batch, and every kernel along its first axis: blocks of 8-bit moments lie along the last one
     tensor    splits heads and hidden values: the columns of query, key, value, gate and up, the rows of output and down
 
 A mesh has all three axes; one that is not named has the size 1. Axes are automatic: XLA's partitioner finds where
@@ -37,9 +37,10 @@ RULES = {
     "(projection|mlp_out)/kernel": P(("tensor", "fsdp"), None),
     "(qkv|mlp_in)/bias": P("tensor"),
     "(projection|mlp_out)/bias": P(),
-    "embedding/embedding": P(("tensor", "fsdp"), None),
+    # Split along its rows, a table that is also the head would be multiplied in parts, by all devices' activations.
+    "embedding/embedding": P("tensor", "fsdp"),
     "head/kernel": P("fsdp", "tensor"),
-    "positions": P("fsdp", None),
+    "positions": P(None, "fsdp"),
     "[a-z]*_norm/(scale|bias)": P(),
 }
 
