@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+# jax 0.12 compiles no `custom_partitioning` inside of `auto_axes` ("No registered implementation for ... Sharding").
+_PARTITIONS_INSIDE = jax.__version_info__ < (0, 12)
+
 Side = list[str]
 # What one axis of a matrix stands for: the sizes of neighbouring axes of the array.
 Merged = Mapping[str, tuple[int, ...]]
@@ -84,8 +87,8 @@ def on_parts(
     Args:
       split: `partition` of the rule in the letters of arrays, as `custom_partitioning` calls it.
       mapped: gives a device's function of matrices a rule for `vmap`.
-      automatic: the same op for automatic axes. It runs where the mesh has some of both kinds: a kernel in a
-        `shard_map` over some axes would be gathered over the others.
+      automatic: the same op for automatic axes. It runs where the mesh has some of both kinds and jax can compile it: a
+        kernel in a `shard_map` over some axes is gathered over the others.
       rule: how the op splits.
       counts: of letters that count blocks, how many.
       operands: arrays.
@@ -118,14 +121,14 @@ def on_parts(
         made = leaves(mapped(_with_shapes(local, mesh, shapes))(*matrices))
         return tuple(x.reshape(shape) for x, shape in zip(made, shapes, strict=True))
 
-    if AxisType.Auto in mesh.axis_types:
+    if AxisType.Auto in mesh.axis_types and _PARTITIONS_INSIDE:
         free = lambda *operands: leaves(automatic(*operands))
         specs = tuple(PartitionSpec(*spec) for spec in finals)
         made = jax.sharding.auto_axes(free, axes=names, out_sharding=specs)(*operands)
     else:
         specs_in, specs_out = (tuple(PartitionSpec(*spec) for spec in specs) for specs in (ins, outs))
         # Not named where all axes are explicit: under `vmap` a `shard_map` lacks those that split the stack.
-        options: Any = dict(axis_names=set(names)) if AxisType.Manual in mesh.axis_types else {}
+        options: Any = {} if set(mesh.axis_types) == {AxisType.Explicit} else dict(axis_names=set(names))
         run = jax.shard_map(on_part, in_specs=specs_in, out_specs=specs_out, check_vma=False, **options)
         made = run(*(_moved(x, spec) for x, spec in zip(operands, ins, strict=True)))
         made = [_moved(x, spec) for x, spec in zip(made, finals, strict=True)]
