@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-# jax 0.12 compiles no `custom_partitioning` inside of `auto_axes` ("No registered implementation for ... Sharding").
-_PARTITIONS_INSIDE = jax.__version_info__ < (0, 12)
+# jax 0.11 and 0.12 compile no `custom_partitioning` inside of `auto_axes` ("No registered implementation for ...
+# Sharding").
+_PARTITIONS_INSIDE = jax.__version_info__ < (0, 11)
 
 Side = list[str]
 # What one axis of a matrix stands for: the sizes of neighbouring axes of the array.
