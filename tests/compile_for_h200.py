@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,9 @@ def on_blocks(
 
 def compile_for(mesh: Mesh, function, *arguments, **jit_options) -> Compiled:
     """Lower and compile a function of arguments from `on`."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
+        # A program that an earlier run wrote to a persistent cache cannot be loaded without a GPU: it is compiled anew.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache", UserWarning)
         # Named, because JAX looks for a GPU that is there where axes are explicit.
         traced = jax.jit(function, **jit_options).trace(*arguments)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile()
