@@ -38,7 +38,8 @@ BASELINE, RERUN = "bf16", "bf16_rerun"
 class Variant:
     """How a fork trains: `weights` and `moments` as in `models.train`, the rest as `tcfp_jax.store` takes it.
 
-    The remainder "eco" is "stochastic", and what it leaves goes into the first moment.
+    The remainder "eco" is "stochastic", and what it leaves goes into the first moment. `ends` are those of
+    `TrainConfig`, and `finish` is the recipe of the last dispatch, `steps_per_call` steps, and of the evaluation.
     """
 
     recipe: Recipe
@@ -46,6 +47,13 @@ class Variant:
     moments: Moments = "float32"
     remainder: Literal["stochastic", "feedback", "eco"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    ends: tuple[int, int, str] | None = None
+    finish: Recipe | None = None
+
+    @property
+    def finishing(self) -> "Variant":
+        """How its last steps train."""
+        return self if self.finish is None else dataclasses.replace(self, recipe=self.finish, finish=None)
 
 
 def _stored(
@@ -70,6 +78,18 @@ VARIANTS = {
     "stored_bfloat16_gradients": _stored(gradient_dtype="bfloat16"),
     "stored_blocks": _stored(block=128),
 }
+# NVFP4 operands in all products, emulated; the first two are controls, which must be worse than the third.
+FP4 = {
+    "nvfp4_nearest": Variant(recipe("nvfp4_training", gradient_rounding="nearest")),
+    "nvfp4_stochastic_activations": Variant(recipe("nvfp4_training", activation_rounding="stochastic")),
+    "nvfp4_training": Variant(recipe("nvfp4_training")),
+    "nvfp4_training_four_over_six": Variant(recipe("nvfp4_training_four_over_six")),
+    "nvfp4_training_fold_exact": Variant(recipe("nvfp4_training_fold_exact")),
+    "quartet2": Variant(recipe("quartet2")),
+    "quartet2_bf16_finish": Variant(recipe("quartet2"), finish=recipe("quartet2", forward_operands="bf16")),
+    "quartet2_last_block_bf16": Variant(recipe("quartet2"), ends=(0, 1, "bf16")),
+}
+VARIANTS |= FP4
 
 
 @dataclass(frozen=True)
@@ -145,7 +165,7 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
         model=config.model, recipe=variant.recipe, weights=variant.weights, moments=variant.moments, seed=seed,
         batch=config.batch, sequence=config.sequence, steps=config.base_steps + config.fork_steps,
         learning_rate=config.learning_rate, steps_per_call=config.steps_per_call,
-        heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
+        heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes, ends=variant.ends,
     )  # fmt: skip
 
 
@@ -255,11 +275,12 @@ def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout
     def compile_one(name: str) -> None:
         variant = VARIANTS[name]
         with one_at_a_time:
-            run, start = train_config(config, variant), start_fork(config, name)
+            run, start = train_config(config, variant.finishing), start_fork(config, name)
             state, _ = jax.eval_shape(start, base, key)
             lowered = [start.lower(base, key)]
             if name != RERUN:  # it has the baseline's
-                lowered.append(_steps(config, variant).lower(state, text, batch_key(run)))
+                for way in dict.fromkeys((variant, variant.finishing)):
+                    lowered.append(_steps(config, way).lower(state, text, batch_key(run)))
                 lowered.append(lower_evaluation(run, state, heldout_bytes))
         for program in lowered:
             program.compile()
@@ -306,10 +327,14 @@ def advance(
     config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int
 ) -> tuple[TrainState, list[float], float]:
     """(state, losses, milliseconds of a step); the host waits once, at the end."""
-    function, key = _steps(config, variant), batch_key(train_config(config, variant, seed))
-    started, found = time.perf_counter(), []
-    for _ in range(steps // config.steps_per_call):
-        state, losses = function(state, text, key)
+    first, last, key = (
+        _steps(config, variant),
+        _steps(config, variant.finishing),
+        batch_key(train_config(config, variant, seed)),
+    )
+    started, found, calls = time.perf_counter(), [], steps // config.steps_per_call
+    for call in range(calls):
+        state, losses = (first if call < calls - 1 else last)(state, text, key)
         found.append(losses)
     values = np.concatenate([np.asarray(part, np.float64) for part in found])
     return state, values.tolist(), (time.perf_counter() - started) * 1e3 / steps

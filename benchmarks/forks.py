@@ -36,6 +36,7 @@ from benchmarks.common import Result, markdown_table
 from benchmarks.convergence import RERUN_JITTER, perplexity_ratio
 from benchmarks.fork_training import (
     BASELINE,
+    FP4,
     RERUN,
     VARIANTS,
     Base,
@@ -71,6 +72,14 @@ MEANINGS = {
     "stored_eco": "stored, float32 moments, ECO",
     "stored_bfloat16_gradients": "stored, weights' gradients in bfloat16",
     "stored_blocks": "stored, scales of squares of 128",
+    "nvfp4_nearest": "control: `nvfp4_training` with gradients rounded to nearest",
+    "nvfp4_stochastic_activations": "control: `nvfp4_training` with activations rounded stochastically",
+    "nvfp4_training": "`nvfp4_training`, all products of NVFP4 operands, emulated",
+    "nvfp4_training_four_over_six": "`nvfp4_training_four_over_six`",
+    "nvfp4_training_fold_exact": "`nvfp4_training_fold_exact`, its products in FP8",
+    "quartet2": "`quartet2`",
+    "quartet2_bf16_finish": "`quartet2`, forward in BF16 in the last steps",
+    "quartet2_last_block_bf16": "`quartet2`, the last block in BF16",
 }
 
 
@@ -113,7 +122,7 @@ def measure_fork(config: Config, name: str, base: Base, corpus: Corpus, text: ja
     state, noise = start_fork(config, name)(base.state, jax.random.key(base.seed))
     bytes_per_weight = bytes_of_kernels(state)
     state, losses, milliseconds = advance(config, variant, base.seed, state, text, config.fork_steps)
-    run, heldout = train_config(config, variant, base.seed), jnp.asarray(corpus.heldout)
+    run, heldout = train_config(config, variant.finishing, base.seed), jnp.asarray(corpus.heldout)
     trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
     worst = max(noise, key=lambda path: float(noise[path])) if noise else None
     return Row(
@@ -247,7 +256,9 @@ def summarize(rows: list[Row]) -> list[Summary]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Forks, seeds, sizes, and when to stop."""
-    parser.add_argument("--forks", help=f"of {','.join(VARIANTS)} (default: all)")
+    parser.add_argument("--forks", help=f'of {",".join(VARIANTS)}; "fp4" for those of FP4 (default: all others)')
+    parser.add_argument("--layers", type=int, default=12, help="of the GPT (default: 12)")
+    parser.add_argument("--width", type=int, default=768, help="of the GPT, in heads of 64 (default: 768)")
     parser.add_argument("--seeds", type=int, default=3, help="how many bases (default: 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     for name in ("base_steps", "fork_steps", "steps_per_call"):
@@ -270,18 +281,24 @@ def configure(options: argparse.Namespace) -> Config:
     """
     if options.resume and options.path is None:
         raise ValueError("--resume continues a JSON file, so it needs --json or --out")
-    names = common.chosen_of("forks", options.forks or ",".join(VARIANTS), tuple(VARIANTS))
+    others = [name for name in VARIANTS if name not in FP4]
+    wanted = {None: others, "fp4": [BASELINE, RERUN, *FP4]}.get(options.forks) or options.forks.split(",")
+    names = common.chosen_of("forks", ",".join(wanted), tuple(VARIANTS))
     if BASELINE not in names:
         raise ValueError(f"--forks must contain {BASELINE}, to which the others are compared")
     on_gpu = jax.default_backend() == "gpu"
-    model = GPTConfig(layers=12, width=768, heads=12, context=1024, attention="cudnn" if on_gpu else "products")
+    model = GPTConfig(
+        layers=options.layers, width=options.width, heads=options.width // 64, context=1024,
+        attention="cudnn" if on_gpu else "products",
+    )  # fmt: skip
     config = Config(
         model, learning_rate=options.learning_rate, base_steps=options.base_steps, fork_steps=options.fork_steps,
         steps_per_call=options.steps_per_call,
     )  # fmt: skip
     bases = options.bases or common.ROOT / "runs" / NAME
     if options.smoke:
-        model = GPTConfig(layers=1, width=128, heads=2, context=32, attention=model.attention)
+        layers = 1 + max(sum((VARIANTS[name].ends or (0, 0, ""))[:2]) for name in names)
+        model = GPTConfig(layers=layers, width=128, heads=2, context=32, attention=model.attention)
         config = Config(
             model, batch=2, sequence=32, warmup_steps=2, base_steps=4, fork_steps=4, steps_per_call=2,
             heldout_windows=4, text_bytes=1_000_000,

@@ -25,7 +25,7 @@ SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DO
 CHOOSE = "choose"
 BENCHMARKS = (
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts", "plan",
+    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts", "fp4", "plan",
 )  # fmt: skip
 # Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
 RUNS = ("llama-1b", "llama-1b-others", "llama-124m-measured", "llama-gpt2-measured")

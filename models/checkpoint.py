@@ -1,12 +1,12 @@
 """The folder of one training run: what it is, what it has seen, and states to continue from.
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
-    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step
+    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, a line a step; "monitor" where it was observed
     DIR/checkpoints/     orbax checkpoints, each renamed into place when complete, the newest two kept
 
 A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
 disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the
-run repeats the steps that were lost, bit for bit. Nothing but steps and losses is in `metrics.jsonl`, so that even
+run repeats the steps that were lost, bit for bit. Nothing of times is in `metrics.jsonl`, so that even
 the files of a killed and of an uninterrupted run are equal.
 
 A checkpoint says nothing of the mesh and the processes that wrote it: each process writes its part, and any mesh of any
@@ -89,6 +89,11 @@ class RunDirectory:
     def __exit__(self, *exception: object) -> None:
         self._manager.close()
 
+    @property
+    def newest_step(self) -> int:
+        """The steps before the newest complete checkpoint; 0 where there is none."""
+        return self._manager.latest_step() or 0
+
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
         """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
 
@@ -104,11 +109,15 @@ class RunDirectory:
             state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
         return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
 
-    def append(self, first_step: int, losses: np.ndarray) -> None:
-        """Add the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics."""
+    def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
+        """Add the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics.
+
+        `report` is what the last of them says of its numerics (`models.monitoring.written`), or None.
+        """
         if not is_first():
             return
-        lines = (_metrics_line(first_step + i, float(loss)) for i, loss in enumerate(losses))
+        reports = [None] * (len(losses) - 1) + [report]
+        lines = (_metrics_line(first_step + i, float(losses[i]), reports[i]) for i in range(len(losses)))
         with (self.path / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
@@ -150,10 +159,19 @@ def read_config(path: Path) -> TrainConfig:
     fields = {**content["config"], "data": tuple(content["config"]["data"])}
     if isinstance(fields["model"], dict):
         fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
-    if isinstance(fields["recipe"], dict):
-        parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(fields["recipe"])}
-        fields["recipe"] = Recipe(**{**fields["recipe"], **parts})
+    fields["recipe"] = _read_recipe(fields["recipe"])
+    fields["recipe_schedule"] = tuple((part, _read_recipe(later)) for part, later in fields["recipe_schedule"])
+    if fields["ends"] is not None:
+        fields["ends"] = *fields["ends"][:2], _read_recipe(fields["ends"][2])
     return TrainConfig(**fields)
+
+
+def _read_recipe(described: Any) -> Any:
+    """A recipe, or the name of one, from how a folder describes it."""
+    if not isinstance(described, dict):
+        return described
+    parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)}
+    return Recipe(**{**described, **parts})
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -171,9 +189,10 @@ def replace_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _metrics_line(step: int, loss: float) -> str:
+def _metrics_line(step: int, loss: float, report: Any = None) -> str:
     # JSON has no NaN; null says that the run diverged.
-    return json.dumps({"step": step, "loss": loss if math.isfinite(loss) else None}) + "\n"
+    entry = {"step": step, "loss": loss if math.isfinite(loss) else None}
+    return json.dumps(entry if report is None else {**entry, "monitor": report}) + "\n"
 
 
 def export(path: Path, params: Any) -> None:
@@ -205,6 +224,7 @@ def _stored(path: Path) -> dict[str, Any]:
     config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
     size = _defaults(FAMILIES[stored.setdefault("family", "gpt")].config)
     stored["model"], config["data"] = {**size, **stored["model"]}, list(config["data"])
+    config["recipe_schedule"] = list(config["recipe_schedule"])
     if isinstance(config["model"], dict):
         config["model"] = {**size, **config["model"]}
     return stored
@@ -217,8 +237,10 @@ def _defaults(kind: Any) -> dict[str, Any]:
 def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     """What must be equal for a run to be continued; names are stored with what they stand for today."""
     fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
-    if isinstance(config.recipe, Recipe):
-        fields["recipe"] = _describe_recipe(config.recipe)
+    said = lambda recipe: _describe_recipe(recipe) if isinstance(recipe, Recipe) else recipe
+    fields["recipe"] = said(config.recipe)
+    fields["recipe_schedule"] = [[part, said(later)] for part, later in config.recipe_schedule]
+    fields["ends"] = None if config.ends is None else [*config.ends[:2], said(config.ends[2])]
     return {
         "config": fields,
         "family": family_of(config.size),

@@ -26,7 +26,7 @@ from models.llama import Llama, LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.layout import Layout, Weight
 
 ModelConfig = GPTConfig | LlamaConfig
 # A recipe was asked for, so it is every layer's at any size, as in a GPT; a head is left to BF16.
@@ -63,6 +63,18 @@ class Family:
 
 def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
     return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
+
+
+@functools.lru_cache(maxsize=16)
+def gpt_with_ends(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype, ends: tuple[int, int, Recipe]) -> Learner:
+    """A GPT whose first and last blocks, so many of each, have a recipe of their own."""
+    model = GPT(config, recipe=recipe, dtype=dtype, ends=ends)
+    kernel = Layout((0,), (1,))
+    return Learner(model, {
+        f"block_{layer}/{name}/kernel": Weight(gpt.recipe_of(layer, config.layers, recipe, ends), kernel)
+        for layer in range(config.layers)
+        for name in gpt.DENSE
+    })  # fmt: skip
 
 
 def _plain_gpt(config: GPTConfig, dtype: ComputeDtype) -> nn.Module:
@@ -129,7 +141,12 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
 
 
 @functools.lru_cache(maxsize=16)
-def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype, tokens: tuple[int, int] | None = None) -> Learner:
+def learner(
+    config: ModelConfig,
+    recipe: Recipe,
+    dtype: ComputeDtype,
+    tokens: tuple[int, int] | None = None,
+) -> Learner:
     """The model of a size, and its weights.
 
     Args:

@@ -4,9 +4,9 @@ import functools
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,12 +16,15 @@ from tqdm import tqdm
 from models.checkpoint import Resume, RunDirectory, describe, export, flatten, read_config
 from models.data import load_data
 from models.meshes import check_mesh, everywhere, make_mesh
+from models.monitoring import Board, check_board, make_monitored_step, written
+from models.phases import phase_at, switched
 from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
 from models.training import batch_key, check_text, evaluate, init, make_train_step
 
 Progress = Literal["none", "bar"]
+BOARD = "tensorboard"  # the folder of its files in that of a run
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class RunResult:
       heldout_perplexity: `exp(heldout_loss)`, per token.
       heldout_loss_bf16: of the same trained parameters with BF16 products.
       tokens_per_second: trained on by this process, compilation included; NaN if it had no step to do.
+      reports: of the steps that this process observed (`config.monitor`), by step, as `models.monitoring.written`.
     """
 
     train_loss: np.ndarray
@@ -41,6 +45,7 @@ class RunResult:
     heldout_perplexity: float
     heldout_loss_bf16: float
     tokens_per_second: float
+    reports: dict[int, Any] = field(default_factory=dict)
 
 
 def run(
@@ -51,6 +56,7 @@ def run(
     checkpoint_every: int | None = None,
     progress: Progress = "none",
     mesh: Mesh | None = None,
+    tensorboard: Literal["off", "on"] = "off",
 ) -> RunResult:
     """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
 
@@ -63,10 +69,13 @@ def run(
       mesh: of `models.meshes.make_mesh`; None is one device, or where several processes train, `fsdp` over all of
         theirs. It is no part of the run: one that began on another mesh is continued, from the same bits.
 
+      tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which needs tensorboardX.
+
     Raises:
-      ValueError: `checkpoint_every` as above; too little text, or none that can be read (see `models.data.load_data`);
-        the run in `out` is another one; the mesh lacks an axis, or has one that does not divide what it splits; or
-        processes have different settings, or one of them cannot read the text.
+      ValueError: `checkpoint_every` as above; TensorBoard without a folder, or without tensorboardX; too little
+        text, or none that can be read (see `models.data.load_data`); the run in `out` is another one; the mesh lacks an
+        axis, or has one that does not divide what it splits; or processes have different settings, or one of them
+        cannot read the text.
       FileExistsError: `out` holds a run and `resume` is "never".
       FileNotFoundError: `config.data` does not exist or holds no text.
     """
@@ -79,10 +88,15 @@ def run(
     corpus = together(lambda: _checked_corpus(config))
     settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
     check_same({**settings, **flatten(describe(config, corpus.digest))})
+    if tensorboard == "on":
+        if out is None:
+            raise ValueError('tensorboard="on" without out: its files lie in the folder of the run; name one')
+        check_board()
     if out is None:
         return _train(config, corpus, None, every, progress, mesh)
+    board = out / BOARD if tensorboard == "on" and is_first() else None
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(config, corpus, directory, every, progress, mesh)
+        return _train(config, corpus, directory, every, progress, mesh, board)
 
 
 def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
@@ -91,7 +105,8 @@ def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
     with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
-        export(path, directory.restore(init(config, mesh))[0].params)
+        phase = phase_at(config, max(0, directory.newest_step - 1))
+        export(path, directory.restore(init(phase, mesh))[0].params)
 
 
 def _checked_corpus(config: TrainConfig) -> Corpus:
@@ -115,20 +130,27 @@ def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> C
 
 def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress,
-    mesh: Mesh | None,
+    mesh: Mesh | None, board_folder: Path | None = None,
 ) -> RunResult:  # fmt: skip
-    state = init(config, mesh)
+    done = 0 if directory is None else directory.newest_step
+    phase = phase_at(config, max(0, done - 1))  # a checkpoint is written before the recipe switches
+    state = init(phase, mesh)
     losses: list[float] = []
+    reports: dict[int, Any] = {}
     if directory is not None:
         state, losses = directory.restore(state)
+    board = Board(board_folder, len(losses))
     begin, started = len(losses), time.perf_counter()
     text, key = everywhere(corpus.train, mesh), batch_key(config)
     with _bar(config, begin, progress) as bar:
 
-        def record(pending: jax.Array) -> None:
-            values = np.asarray(pending, np.float64)
+        def record(pending: tuple[jax.Array, Any]) -> None:
+            values, report = np.asarray(pending[0], np.float64), None
+            if pending[1] is not None:
+                report = reports[len(losses) + len(values)] = written(jax.device_get(pending[1]))
             if directory is not None:
-                directory.append(len(losses) + 1, values)
+                directory.append(len(losses) + 1, values, report)
+            board.add(len(losses) + 1, values, report)
             losses.extend(values.tolist())
             bar.set_postfix_str(f"step {len(losses)}, loss {values[-1]:.3f}", refresh=False)
             bar.update(len(values) * config.tokens_per_step)
@@ -137,7 +159,13 @@ def _train(
         pending = None
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
-            state, new = make_train_step(config, count, mesh)(state, text, key)
+            if phase != phase_at(config, step):
+                phase, before = phase_at(config, step), phase
+                state = switched(before, phase, state, mesh)
+            if config.monitor and (step + count) % config.monitor == 0:
+                state, *new = make_monitored_step(phase, count, mesh)(state, text, key)
+            else:
+                state, *new = *make_train_step(phase, count, mesh)(state, text, key), None
             if pending is not None:
                 record(pending)
             pending = new
@@ -147,11 +175,12 @@ def _train(
                 directory.save(state, step + count)
         if pending is not None:
             record(pending)
+    board.close()
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
-    heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
+    heldout, in_bf16 = (evaluate(phase, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
-    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate)
+    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, reports)
 
 
 def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:

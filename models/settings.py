@@ -10,6 +10,7 @@ import tcfp_jax
 from models import ComputeDtype
 from models.data import check_names
 from models.families import ModelConfig, model_config
+from models.gpt import GPTConfig
 from tcfp_jax.recipes import Dual, Recipe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
@@ -25,6 +26,10 @@ class TrainConfig:
     Attributes:
       model: a name in `models.families.model_names()`, or a `GPTConfig` or `LlamaConfig`.
       recipe: of every dense layer but a Llama's head; a `tcfp_jax.Recipe` or the name of one. "bf16" is the baseline.
+      recipe_schedule: pairs of a part of the steps and the recipe that layers take from there on, such as
+        `((0.85, "bf16"),)`. Stored weights stay as `recipe` stores them, and take the products of the later one.
+      ends: two numbers and a recipe, such as `(0, 2, "bf16")`: so many of the first and of the last blocks take that,
+        from the first step to the last; None treats all blocks alike.
       include: "every" layer takes the recipe, or those that measured times say to be faster than BF16 on this device,
         of `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
@@ -45,6 +50,10 @@ class TrainConfig:
       data: files and folders of text, read as bytes, or one `.npy` of ids of tokens (`models.data.load_data`); none is
         the source of Python's standard library.
       vocabulary: of ids of tokens, how many there are; the model gets rows for them where it has fewer.
+      monitor: every so many steps one is observed, and what it says of its numerics is in the metrics; 0 is never. The
+        step is part of the run, and may differ from a plain one in the last bit.
+      start: a file of float parameters of this model, as `models.train --export` writes it, to start from in the place
+        of random ones, whatever recipe and weights trained them. The optimizer starts anew.
       initial_jitter: relative standard deviation of a perturbation of the initial weights. Runs are bit-for-bit
         repeatable, so a value such as 1e-6 is how to see how far rounding-level differences grow.
 
@@ -55,6 +64,8 @@ class TrainConfig:
 
     model: str | ModelConfig = "tiny"
     recipe: str | Recipe = "tcfp12"
+    recipe_schedule: tuple[tuple[float, str | Recipe], ...] = ()
+    ends: tuple[int, int, str | Recipe] | None = None
     include: Included = "every"
     steps: int = 400
     seed: int = 0
@@ -72,6 +83,8 @@ class TrainConfig:
     heldout_windows: int = 256
     corpus_bytes: int = 16 * 2**20
     initial_jitter: float = 0.0
+    monitor: int = 0
+    start: str | None = None
     data: tuple[str, ...] = ()
     vocabulary: int | None = None
 
@@ -105,7 +118,19 @@ class TrainConfig:
         }.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(allowed)}")
+        if self.monitor < 0 or self.monitor % self.steps_per_call:
+            nearest = self.steps_per_call * max(1, round(self.monitor / self.steps_per_call))
+            raise ValueError(
+                f"monitor={self.monitor} is not a multiple of steps_per_call={self.steps_per_call}, of which the last "
+                f"step is observed; use {nearest}, or 0 for never"
+            )
+        if self.start is not None and self.initial_jitter:
+            raise ValueError(
+                f"start={self.start!r} with initial_jitter={self.initial_jitter}: parameters of a checkpoint are taken "
+                "as they are; leave one of them out"
+            )
         _check_weights(self)
+        _check_phases(self)
 
     @property
     def compute_dtype(self) -> ComputeDtype:
@@ -125,9 +150,23 @@ class TrainConfig:
         return self.batch * self.sequence
 
     @property
+    def switches(self) -> list[tuple[int, str | Recipe]]:
+        """The first step of each later recipe, counted from 0, a multiple of `steps_per_call`, and that recipe.
+
+        >>> TrainConfig(steps=100, recipe_schedule=((0.5, "tensorwise"), (0.9, "bf16"))).switches
+        [(50, 'tensorwise'), (90, 'bf16')]
+        """
+        call = self.steps_per_call
+        products = (lambda later: products_over(self.recipe, later)) if self.weights == "stored" else (lambda r: r)
+        return [(call * round(part * self.steps / call), products(later)) for part, later in self.recipe_schedule]
+
+    @property
     def in_bf16(self) -> "TrainConfig":
         """The same run with float32 parameters and BF16 products: the baseline."""
-        return replace(self, recipe="bf16", include="every", weights="float", moments="float32", error_dtype="float32")
+        return replace(
+            self, recipe="bf16", recipe_schedule=(), ends=None, include="every", weights="float", moments="float32",
+            error_dtype="float32",
+        )  # fmt: skip
 
 
 def _check_weights(config: TrainConfig) -> None:
@@ -149,6 +188,72 @@ def _check_weights(config: TrainConfig) -> None:
             f"error_dtype={config.error_dtype!r} with weights='stored': they are rounded stochastically and have no "
             "error buffers; leave error_dtype, or use weights='float'"
         )
+
+
+def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
+    """The recipe of weights that are stored by one recipe and multiplied as another one does.
+
+    Raises:
+      ValueError: the products of the second cannot read what the first stores; the message says which field differs.
+
+    >>> products_over("tcfp12_single", "bf16").forward, products_over("tcfp12_single", "bf16").weight.forward
+    ('bf16', 'hi+lo')
+    """
+    kept, asked = tcfp_jax.recipe(storage), tcfp_jax.recipe(products)
+    assert isinstance(kept.weight, Dual), "checked: stored weights have two halves"
+    if asked.weight is None:
+        whole = replace(kept.weight, forward="hi+lo", dgrad="hi+lo")
+        return replace(kept, weight=whole, forward="bf16", dgrad="bf16", wgrad="bf16", activation_halves="hi")
+    pairs = {
+        "weight": (type(kept.weight).__name__, type(asked.weight).__name__),
+        "weight.dtype": (kept.weight.dtype, asked.weight.dtype),
+        "scaling": (kept.scaling, asked.scaling),
+    }
+    for name, (mine, theirs) in pairs.items():
+        if mine != theirs:
+            raise ValueError(
+                f"stored weights with {name}={mine!r} cannot go to recipe {products!r}, which has {name}={theirs!r}: "
+                "they are parameters, and are not rounded anew; choose a recipe that stores alike, or 'bf16'"
+            )
+    assert isinstance(asked.weight, Dual), "compared"
+    weight = replace(kept.weight, forward=asked.weight.forward, dgrad=asked.weight.dgrad)
+    return replace(asked, weight=weight, copies=kept.copies, amax=kept.amax)
+
+
+def _check_phases(config: TrainConfig) -> None:
+    """Raise `ValueError` where a schedule never switches, or blocks have no ends."""
+    before, last = config.recipe, 0
+    parts = [0.0, *(part for part, _ in config.recipe_schedule)]
+    if parts != sorted(set(parts)):
+        raise ValueError(f"recipe_schedule={config.recipe_schedule}: its parts of the run must rise from above 0")
+    for (part, later), (first, _) in zip(config.recipe_schedule, config.switches, strict=True):
+        if tcfp_jax.recipe(later) == tcfp_jax.recipe(before):
+            raise ValueError(
+                f"recipe_schedule={config.recipe_schedule} never switches at {part}: the recipe is {before!r} before "
+                "it, too; give another recipe, or leave it out"
+            )
+        if not last < first < config.steps:
+            raise ValueError(
+                f"recipe_schedule={config.recipe_schedule} never switches at {part}: of {config.steps} steps in calls "
+                f"of {config.steps_per_call} that is step {first}; choose a part between 0 and 1, or more steps"
+            )
+        before, last = later, first
+    if config.ends is None:
+        return
+    first, last, recipe = config.ends
+    tcfp_jax.recipe(recipe)
+    if not isinstance(config.size, GPTConfig):
+        raise ValueError(
+            f"ends={config.ends} with model {config.model!r}: its blocks run as one stack of parameters, and have one "
+            "recipe; use a GPT, or rules of convert_to_tcfp for a model whose blocks have names"
+        )
+    if min(first, last) < 0 or not 0 < first + last < config.size.layers:
+        raise ValueError(
+            f"ends={config.ends} of {config.size.layers} blocks leaves none between, or has none; choose 1 to "
+            f"{config.size.layers - 1} in all, or give all blocks that recipe"
+        )
+    if config.include != "every":
+        raise ValueError(f"ends={config.ends} with include={config.include!r}: measured times choose; leave one out")
 
 
 _PRESETS: dict[str, dict[str, Any]] = {

@@ -5,6 +5,9 @@
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
     python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
+    python -m models.train --start base.npz --weights stored  # fine-tune what --export wrote
+    python -m models.train --recipe-schedule 0.85=bf16        # the last 15 % of the steps in BF16
+    python -m models.train --monitor 50                       # how well operands are rounded, by layer and step
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
     srun python -m models.train --model llama-8b --batch 64 --mesh data=2,fsdp=8,tensor=4 --out /shared/run
@@ -15,9 +18,9 @@ hidden values. Of several processes the command is that of one, started by SLURM
 may be resumed on any mesh of any number of processes.
 
 Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
-`metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with the BF16 run in
-`compare_bf16/` below it, and prints the held-out loss and perplexity of both, and their ratio. `run` is the same
-without a command line, and without files unless asked.
+`metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with --monitor `monitor.png`, too,
+and with the BF16 run in `compare_bf16/` below it, and prints the held-out loss and perplexity of both, and their ratio.
+`run` is the same without a command line, and without files unless asked.
 """
 
 import argparse
@@ -31,10 +34,11 @@ from typing import Any, get_args
 import jax
 from jax.sharding import Mesh
 
-from models.checkpoint import check_export, holds_run, read_config, write_json
+from models.checkpoint import METRICS_FILE, check_export, holds_run, read_config, write_json
 from models.families import model_names
 from models.meshes import AXES, make_mesh, parse_mesh
-from models.plotting import plot_losses
+from models.monitoring import read_reports
+from models.plotting import plot_losses, plot_reports
 from models.processes import HEARTBEAT_TIMEOUT, end_after, is_first, of_first, start, together
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import Included, Moments, TrainConfig, Weights, preset
@@ -70,6 +74,7 @@ _OVERRIDES = {
     "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
     "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
     "steps_per_call": (int, "steps in one dispatch (default: 10)"),
+    "monitor": (int, "every so many steps, say how operands were rounded and whether updates arrived (default: never)"),
     "heldout_windows": (int, "windows of the held-out evaluation"),
     "corpus_bytes": (int, "at most this much text (default: 16 MiB of the standard library, all of --data)"),
 }
@@ -113,6 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipe", help="bf16, tcfp12 (default), tcfp12_fast, tensorwise or tcfp12_single (default of stored weights)"
     )
+    parser.add_argument("--start", metavar="NPZ", help="float parameters of this model to start from, as of --export")
+    parser.add_argument(
+        "--recipe-schedule", nargs="+", type=_part_and_recipe, metavar="PART=RECIPE",
+        help="recipes of later parts of the run, such as 0.85=bf16: the last 15 %% of the steps in BF16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ends", type=_count_and_recipe, metavar="FIRST,LAST=RECIPE",
+        help="of so many of the first and of the last blocks of a GPT, such as 0,2=bf16",
+    )  # fmt: skip
     parser.add_argument(
         "--include", choices=get_args(Included),
         help="every layer takes the recipe (default), or those that measured times say to be faster than BF16 here",
@@ -139,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--heartbeat-timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
         help=f"after which a silent process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensorboard", action="store_const", const="on", default="off",
+        help="write losses, and what --monitor finds, for TensorBoard, too (needs tcfp_jax[monitor])",
     )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
@@ -175,9 +193,32 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `TrainConfig` that the command line names, but for the model."""
-    names = ("recipe", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
+    names = (
+        "recipe",
+        "recipe_schedule",
+        "ends",
+        "start",
+        "include",
+        "weights",
+        "moments",
+        "data",
+        "vocabulary",
+        *_OVERRIDES,
+    )
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
-    return {**given, "data": tuple(given["data"])} if "data" in given else given
+    several = ("data", "recipe_schedule")
+    return {name: tuple(value) if name in several else value for name, value in given.items()}
+
+
+def _part_and_recipe(text: str) -> tuple[float, str]:
+    part, _, recipe = text.partition("=")
+    return float(part), recipe
+
+
+def _count_and_recipe(text: str) -> tuple[int, int, str]:
+    counts, _, recipe = text.partition("=")
+    first, _, last = counts.partition(",")
+    return int(first), int(last), recipe
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:
@@ -192,7 +233,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         keep_programs(out)
     train = functools.partial(
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every,
-        progress="bar", mesh=mesh,
+        progress="bar", mesh=mesh, tensorboard=options.tensorboard,
     )  # fmt: skip
     if is_first():
         print(_heading(config, out, mesh), flush=True)
@@ -200,13 +241,15 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     result, baseline = train(config, out=out), None
     curves = {name: result.train_loss}
     if compare == "bf16":
-        baseline = train(config.in_bf16, out=out / BASELINE_FOLDER)
+        baseline = train(dataclasses.replace(config.in_bf16, monitor=0), out=out / BASELINE_FOLDER)
         curves["bf16 (baseline)"] = baseline.train_loss
     if options.export is not None:
         export_run(out, options.export, mesh)
     if not is_first():
         return
     plot_losses(out / "loss.png", curves, title=f"{config.model}, seed {config.seed}: {_source(config)}")
+    if config.monitor:
+        plot_reports(out / "monitor.png", read_reports(out / METRICS_FILE), title=f"{config.model}: {name}")
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
     if options.export is not None:

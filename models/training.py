@@ -12,8 +12,9 @@ and each device reads the windows of its own part of a batch from it, so no wind
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,15 +26,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.families import Learner, learner
+from models.families import Learner, gpt_with_ends, learner
+from models.gpt import GPTConfig
 from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
+from models.starting import read_parameters
 from tcfp_jax import optim
+from tcfp_jax.optim.steps import QualityChoice
 from tcfp_jax.sharding import state_shardings
+from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.training import is_stored
 
 # Streams drawn from the seed. The numbers are arbitrary and fixed: changing one changes every run.
-_WEIGHTS, _BATCHES, _ROUNDING, _JITTER, _MOMENTS = range(5)
+_WEIGHTS, _BATCHES, _ROUNDING, _JITTER, _MOMENTS, _PRODUCTS = range(6)
 
 
 class TrainState(NamedTuple):
@@ -55,9 +60,17 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     """The state before the first step. Parameters depend on the model and the seed alone, not on recipe or mesh.
 
     Stored weights are made of the same parameters one after another, so that no float copy of all of them exists. On a
-    mesh, each device makes its own part.
+    mesh, each device makes its own part. With `config.start` the parameters are those of a checkpoint.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is one of another model.
     """
-    return _init_function(_program(config), mesh)(jax.random.key(config.seed))
+    own, key = program(config), jax.random.key(config.seed)
+    if config.start is None:
+        return _init_function(own, mesh)(key)
+    shapes = jax.eval_shape(functools.partial(_floats, own), key)
+    return _init_function(own, mesh)(key, read_parameters(Path(config.start), shapes))
 
 
 def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:
@@ -67,7 +80,7 @@ def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | 
     and `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
     differ in the seed alone share one compiled function.
     """
-    return _step_function(_program(config), config.steps_per_call if count is None else count, mesh)
+    return _step_function(program(config), config.steps_per_call if count is None else count, mesh)
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
@@ -98,7 +111,7 @@ def evaluate(
     if products == "bf16":
         # Dequantized by a program of its own: that of the evaluation is then the same for every kind of weights.
         config, params, quantized = config.in_bf16, float_parameters(params), {}
-    losses = _evaluate_function(_program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
+    losses = _evaluate_function(program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
@@ -106,7 +119,7 @@ def lower_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int)
     """What `evaluate` runs with the trained products, from the shapes of a state: once compiled, JAX keeps it."""
     text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
     quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
-    return _evaluate_function(_program(config), None).lower(state.params, quantized, text, offsets)
+    return _evaluate_function(program(config), None).lower(state.params, quantized, text, offsets)
 
 
 def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
@@ -134,16 +147,22 @@ def float_parameters(params: Any) -> Any:
 _dequantize = jax.jit(tcfp_jax.dequantize)
 
 
-def make_optimizer(config: TrainConfig, schedule: optax.Schedule | None = None) -> optax.GradientTransformation:
+def make_optimizer(
+    config: TrainConfig, schedule: optax.Schedule | None = None, quality: QualityChoice = "off"
+) -> optax.GradientTransformation:
     """Clipped AdamW: of stored weights, or with the quantized weights of the recipe last in the chain.
 
-    Without a `schedule`, the rate warms up over a tenth of the steps and falls as a cosine over the others.
+    Without a `schedule`, the rate warms up over a tenth of the steps and falls as a cosine over the others. `quality`
+    is that of the optimizer of stored weights.
     """
-    return _optimizer(config, jax.random.key(config.seed), schedule)
+    return _optimizer(config, jax.random.key(config.seed), schedule, quality)
 
 
 def _optimizer(
-    config: TrainConfig, seed_key: jax.Array, schedule: optax.Schedule | None = None
+    config: TrainConfig,
+    seed_key: jax.Array,
+    schedule: optax.Schedule | None = None,
+    quality: QualityChoice = "off",
 ) -> optax.GradientTransformation:
     if schedule is None:
         schedule = optax.warmup_cosine_decay_schedule(
@@ -153,8 +172,8 @@ def _optimizer(
     adamw: Any = dict(learning_rate=schedule, b1=B1, b2=B2, weight_decay=config.weight_decay, mask=_is_matrix)
     if config.weights == "stored":
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
-        return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key)
-    stochastic = tcfp_jax.recipe(config.recipe).stochastic
+        return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key, quality=quality)
+    stochastic = any(tcfp_jax.recipe(recipe).stochastic for recipe in (config.recipe, *(config.ends or ())[2:]))
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
@@ -170,21 +189,27 @@ def _is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda leaf: is_stored(leaf) or leaf.ndim >= 2, params, is_leaf=is_stored)
 
 
-def _program(config: TrainConfig) -> TrainConfig:
+def program(config: TrainConfig) -> TrainConfig:
     """The config with names resolved and without what is data to the compiled functions, so that runs share them."""
     return replace(
         config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
-        heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None,
+        heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, monitor=0, start=None,
+        recipe_schedule=(), ends=None if config.ends is None else (*config.ends[:2], tcfp_jax.recipe(config.ends[2])),
     )  # fmt: skip
 
 
 def _learner(config: TrainConfig) -> Learner:
+    if config.ends is not None:
+        first, last, recipe = config.ends
+        ends, size = (first, last, tcfp_jax.recipe(recipe)), config.size
+        assert isinstance(size, GPTConfig), "settings say so"
+        return gpt_with_ends(size, tcfp_jax.recipe(config.recipe), config.compute_dtype, ends)
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
     return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
 
 
 @functools.lru_cache(maxsize=16)
-def _shardings(config: TrainConfig, mesh: Mesh) -> Any:
+def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
     key = jax.random.key(0)
     params = jax.eval_shape(functools.partial(_floats, config), key)
@@ -199,14 +224,14 @@ def _shardings(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[[jax.Array], TrainState]:
-    places = None if mesh is None else _shardings(config, mesh)
+def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[..., TrainState]:
+    places = None if mesh is None else state_places(config, mesh)
     return OnMesh(jax.jit(functools.partial(_initialize, config, mesh=mesh), out_shardings=places), mesh)
 
 
-def _initialize(config: TrainConfig, seed_key: jax.Array, mesh: Mesh | None = None) -> TrainState:
+def _initialize(config: TrainConfig, seed_key: jax.Array, start: Any = None, mesh: Mesh | None = None) -> TrainState:
     def floats() -> Any:
-        params = _floats(config, seed_key)
+        params = _floats(config, seed_key) if start is None else start
         return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
     params: Any = None
@@ -242,22 +267,19 @@ def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFu
     steps = make_steps(config, make_optimizer(config), count)
     if mesh is None:
         return jax.jit(steps, donate_argnums=0)
-    places = _shardings(config, mesh), NamedSharding(mesh, P())
+    places = state_places(config, mesh), NamedSharding(mesh, P())
     return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=places), mesh)
 
 
 def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, count: int) -> StepFunction:
     """The function that `make_train_step` jits, with an optimizer of one's own."""
-    model = _learner(config).model
-
-    def loss_of(params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
-        return _window_losses(model, params, quantized, windows).mean()
+    loss_of = loss_function(config)
 
     def one_step(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array]:
-        step_key = jax.random.fold_in(key, state.step)
-        offsets = jax.random.randint(step_key, (config.batch,), 0, text.shape[0] - config.sequence)
+        batch = windows(config, state, text, key)
         quantized = tcfp_jax.layer_state(state.opt_state)
-        loss, gradients = tcfp_jax.value_and_grad(loss_of)(state.params, quantized, _windows(text, offsets, config))
+        bits = product_key(config, state, key)
+        loss, gradients = tcfp_jax.value_and_grad(loss_of)(state.params, quantized, batch, bits)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         return TrainState(tcfp_jax.apply_updates(state.params, updates), opt_state, state.step + 1), loss
 
@@ -267,13 +289,45 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
     return train_step
 
 
+def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
+    """The mean loss of windows, of parameters and quantized weights, with the `product_key` of recipes that draw."""
+    model = _learner(config).model
+
+    def loss_of(params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        return _window_losses(model, params, quantized, windows, key).mean()
+
+    return loss_of
+
+
+def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.Array | None:
+    """What the products of the step that a state is about to take draw from; None where they draw nothing."""
+    if tcfp_jax.recipe(config.recipe).draws == "nothing":
+        return None
+    return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
+
+
+def windows(config: TrainConfig, state: TrainState, text: jax.Array, key: jax.Array) -> jax.Array:
+    """The windows of the step that a state is about to take."""
+    step_key = jax.random.fold_in(key, state.step)
+    offsets = jax.random.randint(step_key, (config.batch,), 0, text.shape[0] - config.sequence)
+    return _windows(text, offsets, config)
+
+
+def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
+    """Which axes of a weight are contracted, by path; None where all kernels are `[..., k, n]`."""
+    weights = _learner(config).weights
+    return weights if isinstance(weights, Mapping) else None
+
+
 @functools.lru_cache(maxsize=16)
 def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = _learner(config).model
+    draws = tcfp_jax.recipe(config.recipe).draws == "forward"
 
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
-            return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
+            bits = jax.random.fold_in(jax.random.key(_PRODUCTS), offsets[0]) if draws else None
+            return _window_losses(model, params, quantized, _windows(text, offsets, config), bits).mean(axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 
@@ -285,7 +339,10 @@ def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Ar
     return split_batch(text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32))
 
 
-def _window_losses(model: nn.Module, params: Any, quantized: Any, windows: jax.Array) -> jax.Array:
-    """Cross-entropy of every predicted token, float32 `[batch, sequence]`."""
-    of_tokens: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1], windows[:, 1:])
+def _window_losses(
+    model: nn.Module, params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None
+) -> jax.Array:
+    """Cross-entropy of every predicted token, float32 `[batch, sequence]`; products draw random bits from the key."""
+    rngs = None if key is None else {"tcfp": key}
+    of_tokens: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1], windows[:, 1:], rngs=rngs)
     return of_tokens

@@ -165,10 +165,14 @@ def with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any]
       spec: of the shape of each of its results, with explicit axes.
       operands: arrays, or None.
     """
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
         return function(*operands)
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    specs = jax.tree.map(spec, jax.eval_shape(function, *bare))
+    # Shapes are asked as `auto_axes` will ask: kernels take another way where axes are explicit.
+    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=kinds)):
+        specs = jax.tree.map(spec, jax.eval_shape(function, *bare))
     return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
 
 

@@ -2,6 +2,7 @@
 
 An operand is FP8 values, contracted along their last axis, with their scale and, where there is one, a residual: a
 second FP8 tensor that shares the scale, `x ~ (values + lo) * scale`. Its `Scaling` says which values share a scale.
+With `Fp4` the values are E2M1 codes, two a byte, and the scales may have a scale, `outer`.
 """
 
 import math
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.fp4 import numbers, unpack
 from pallas_kernels.scaling import (
     BLOCK_SIZES,
     SCALE_DTYPE,
     ZERO_BLOCK,
     Block,
+    Fp4,
     Row,
     Scale,
     Scaling,
@@ -27,7 +30,7 @@ from pallas_kernels.scaling import (
 from pallas_kernels.wire import Wire
 
 __all__ = [
-    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Operand", "Orientation",
+    "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Fp4", "Operand", "Orientation",
     "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
 ]  # fmt: skip
 
@@ -43,14 +46,16 @@ class Operand:
     """FP8 values with their scales, and perhaps a residual: `x ~ (values + lo) * scale`.
 
     Attributes:
-      values: FP8 `[..., c]`; products contract c (or, of a weight gradient, all axes but the first).
+      values: FP8 `[..., c]`; products contract c (or, of a weight gradient, all axes but the first). With `Fp4` uint8
+        `[..., c / 2]`, two codes a byte.
       scale: float32 `[]` (`Tensor`; the leading axes of a stack), float32 `[...]` (`Row`), or float8_e8m0fnu, one for
-        each block (`Block`).
+        each block (`Block`); with `Fp4` float8_e4m3fn or float8_e8m0fnu, one for each block.
       lo: FP8, the shape of `values`, or None.
       lo_scale: of blocks with a residual: `scale`, but code 0 for every block whose residual is all zeros.
       scaling: which values share a scale.
       contracts: "first" where `values` and `lo` are `[c, n]` and stand for their transpose, which a product makes where
         it multiplies (`turn_late`). Scales and `shape` are those of the transpose.
+      outer: of NVFP4, float32 `[]` or the leading axes of a stack: what all scales are multiplied by.
     """
 
     values: jax.Array
@@ -59,6 +64,7 @@ class Operand:
     lo_scale: jax.Array | None = None
     scaling: Scaling = field(default=Tensor(), metadata=dict(static=True))
     contracts: Contracts = field(default="last", metadata=dict(static=True))
+    outer: jax.Array | None = None
 
     def __getattr__(self, name: str) -> Any:
         moved = {"scales": "scale", "residual_scales": "lo_scale", "block": "scaling.size", "tile": "scaling.tile"}
@@ -74,7 +80,14 @@ class Operand:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that it stands for."""
+        if isinstance(self.scaling, Fp4):
+            return (*self.values.shape[:-1], 2 * self.values.shape[-1])
         return self.values.shape if self.contracts == "last" else self.values.shape[::-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The format of the values."""
+        return jnp.dtype(jnp.float4_e2m1fn if isinstance(self.scaling, Fp4) else self.values.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +95,9 @@ class Operand:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scale_of_values(self) -> jax.Array:
-        """The scales in float32, shaped to multiply `values`."""
-        return self.scaling.spread(self.scale, self.shape)
+        """The scales in float32, shaped to multiply the values."""
+        scale = self.scaling.spread(self.scale, self.shape)
+        return scale if self.outer is None else scale * self.outer[..., None, None]
 
     def drop_residual(self) -> "Operand":
         """The same values without `lo`."""
@@ -118,11 +132,15 @@ class Operand:
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """(values + lo) * scale, in float32, where the sum is exact, and then `dtype`.
 
+        With `Fp4` it is `number * (scale * outer)`, as the format library has it.
+
         >>> Operand(jnp.ones(2, jnp.float8_e4m3fn), jnp.float32(0.5)).dequantize().tolist()
         [0.5, 0.5]
         """
         if self.contracts == "first":
             return self.settled().dequantize(dtype)
+        if isinstance(self.scaling, Fp4):
+            return (numbers(unpack(self.values)) * self.scale_of_values()).astype(dtype)
         if self.lo is None:
             # Without the barrier XLA on a GPU would cancel the cast against the one that made the values, in one jit.
             total = lax.optimization_barrier(self.values).astype(jnp.float32)

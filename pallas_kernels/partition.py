@@ -99,6 +99,8 @@ def partitioned(
         # Under vmap a `shard_map` takes its axis, and each device runs the kernel for the elements that it has.
         split = _partition(local, letters.wide(inputs), letters.wide(outputs), first, kept, sums)
         counts = {letter: -(-of.length // of.size) for letter, of in blocks.items()}
+        # A result may have an axis of which the operands have only the blocks.
+        counts |= {of.letter: of.length for of in blocks.values() if all(of.letter not in side for side in inputs)}
         return on_parts(split, _one_at_a_time, automatic, letters, counts, operands, wanted)
 
     of_matrices = _one_at_a_time(automatic)
@@ -178,12 +180,12 @@ def _by_xla(
         # The rule says that an axis of values is (blocks) x (values of a block), so that a sharding of one implies that
         # of the other. It may say so only where every mesh of these devices divides the blocks, or XLA splits one
         # mesh axis between the two factors, which JAX cannot read.
-        if of.length % (of.size * device_count()) == 0:
+        if of.letter not in sizes and of.length % (of.size * device_count()) == 0:
             rule = rule.replace(of.letter, f"({letter} {of.letter})")
             sizes[of.letter] = of.size
     # In the order in which the rule names them.
     of_kept = {letter for letter, of in blocks.items() if of.letter in kept}
-    reduced = sorted(named - kept - of_kept - {"u"}, key=rule.index)
+    reduced = sorted(named - kept - of_kept - {"u", *whole}, key=rule.index)
     call.def_partition(
         partition=_partition(local, inputs, outputs, blocks, whole, sums), sharding_rule=rule,
         reduction_factors=tuple(reduced), need_replication_factors=whole, **sizes,

@@ -3,15 +3,17 @@
     Tensor    all values share one float32 scale
     Row       every line along the last axis has a float32 scale
     Block     every vector of b values along the last axis, or every square of b x b, has an E8M0 scale (OCP MX, 2023)
+    Fp4       weights of four bits, E2M1 codes (`pallas_kernels.fp4`) in blocks of 16 or 32
 
 Scales are powers of two unless "float32" is asked for. Squares and whole tensors make a quantized matrix and its
 transpose the same numbers, so one quantization of a weight serves the forward product and the input gradient; rows and
-vectors adapt to single lines and are made anew for each contraction axis. All three have the same methods, so that no
+vectors adapt to single lines and are made anew for each contraction axis. All have the same methods, so that no
 caller asks which one it holds.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -206,4 +208,106 @@ class Block:
         return jnp.swapaxes(scale, -1, -2)
 
 
-Scaling = Tensor | Row | Block
+Fp4Format = Literal["nvfp4", "mxfp4"]
+Fp4Rule = Literal["amax", "four_over_six", "fold_exact", "one_level"]
+_FP4_RULES: dict[Fp4Format, tuple[Fp4Rule, ...]] = {
+    "nvfp4": ("amax", "four_over_six", "fold_exact", "one_level"),
+    "mxfp4": ("amax",),
+}
+_FP4_BLOCK: dict[Fp4Format, int] = {"nvfp4": 16, "mxfp4": 32}
+_FP4_SCALE: dict[Fp4Format, Any] = {"nvfp4": jnp.float8_e4m3fn, "mxfp4": jnp.float8_e8m0fnu}
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """E2M1 codes in blocks with a scale each; a `Scaling` of weights.
+
+    Attributes:
+      format: "nvfp4", blocks of 16 with E4M3 scales and a float32 scale of the matrix, or "mxfp4", blocks of 32 with
+        E8M0 scales.
+      tile: a block is a "vector" along the contraction, or a "square" of 16 x 16 (32 x 32) of a matrix, whose transpose
+        has the same blocks.
+      rule: how a block's scale is found. NVFP4: "amax", max |x| / 6; "four_over_six", the better of max |x| / 6 and
+        max |x| / 4; "fold_exact", the better scale of mantissa 1, 1.25 or 1.5, whose products with codes are E4M3
+        numbers; "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", OCP's.
+
+    Raises:
+      ValueError: an unknown format or tile, or a rule that the format does not have.
+
+    >>> Fp4().block, Fp4("mxfp4").block, Fp4().bits((4096, 4096)), Fp4(tile="square").bits((4096, 4096))
+    (16, 32, 4.5, 4.03125)
+    """
+
+    format: Fp4Format = "nvfp4"
+    tile: Tile = "vector"
+    rule: Fp4Rule = "amax"
+
+    # What the other scalings choose is given here: products of these weights read one quantization, in BF16.
+    serves_both = True
+
+    def __post_init__(self) -> None:
+        if self.format not in _FP4_RULES:
+            raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4_RULES)}")
+        if self.tile not in ("vector", "square"):
+            raise ValueError(f'tile={self.tile!r} is unknown; use "vector" or "square"')
+        if self.rule not in _FP4_RULES[self.format]:
+            raise ValueError(
+                f"rule={self.rule!r} is none of {self.format}'s; use one of {list(_FP4_RULES[self.format])}"
+            )
+
+    @property
+    def block(self) -> int:
+        """How many values along the last axis share a scale."""
+        return _FP4_BLOCK[self.format]
+
+    @property
+    def scale(self) -> Literal["pow2", "float32"]:
+        """As in the other scalings: whether scales are powers of two."""
+        return "pow2" if self.format == "mxfp4" else "float32"
+
+    @property
+    def scale_dtype(self) -> Any:
+        """The dtype of a block's scale."""
+        return _FP4_SCALE[self.format]
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether the scales have a scale."""
+        return self.format == "nvfp4"
+
+    @property
+    def along_rows(self) -> Row:
+        """The scaling of an activation of 8 bits beside a weight that is scaled so."""
+        return Row("float32")
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the blocks' scales of a tensor.
+
+        >>> Fp4().scale_shape((48, 100)), Fp4(tile="square").scale_shape((48, 100))
+        ((48, 7), (3, 7))
+        """
+        *leading, last = shape
+        if self.tile == "square":
+            leading[-1] = -(-leading[-1] // self.block)
+        return (*leading, -(-last // self.block))
+
+    def bits(self, shape: tuple[int, ...]) -> float:
+        """Bits a value of a matrix of this shape, without `outer`."""
+        return 4.0 + 8.0 * math.prod(self.scale_shape(shape)) / math.prod(shape)
+
+    def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The block scale of every value of a tensor of this shape, float32; `outer` is not in it."""
+        numeric = numerics.decode_e8m0(scale) if self.format == "mxfp4" else scale.astype(jnp.float32)
+        wide = jnp.repeat(numeric, self.block, axis=-1)[..., : shape[-1]]
+        return wide if self.tile == "vector" else jnp.repeat(wide, self.block, axis=-2)[..., : shape[-2], :]
+
+    def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> NoReturn:
+        """Raise: the format library finds these scales."""
+        raise NotImplementedError(f"{self} is found by the format library; use tcfp_jax.weights.fp4.quantize_fp4")
+
+    def turn(self, scale: jax.Array) -> NoReturn:
+        """Raise: bytes hold neighbours along the last axis."""
+        raise NotImplementedError(f"{self}: bytes hold two codes of a row; dequantize, or pack the transposed matrix")
+
+
+Scaling = Tensor | Row | Block | Fp4

@@ -166,7 +166,8 @@ def _traced(recipe: Recipe, tx: optax.GradientTransformation, params: Any, x: An
 
     def training_step(params: Any, state: Any, x: Any, g: Any) -> Any:
         stored = layer_state(state).get("kernel")
-        key = jax.random.key(0) if stored is None and recipe.stochastic else None
+        drawn = recipe.stochastic or recipe.draws != "nothing"
+        key = jax.random.key(0) if stored is None and drawn else None
         multiply = lambda x, params: matmul(x, params["kernel"], recipe=recipe, quantized=stored, key=key)
         _, vjp = jax.vjp(multiply, x, params)
         dx, gradients = vjp(g)

@@ -145,7 +145,7 @@ def product(
     *,
     recipe: Recipe,
     stored: Any,
-    key: Callable[[], jax.Array],
+    key: Callable[[], jax.Array | None],
     out_sharding: Any = None,
 ) -> jax.Array:
     """The product of x and a layer's kernel.
@@ -156,7 +156,8 @@ def product(
       kernel: real floats, or `Absent` where `stored` is all there is.
       recipe: how to multiply.
       stored: what the optimizer, or `quantize_params`, made of the kernel; None where it is quantized here.
-      key: gives the random key of a kernel that is quantized here with a stochastic residual.
+      key: gives the random key of a kernel that is quantized here with a stochastic residual, where None is a fixed
+        one, and of FP4 training, which has no gradient without one.
       out_sharding: of the result under a mesh with explicit axes, as `contract` takes it.
     """
     shape = None
@@ -173,9 +174,11 @@ def product(
             stored, kernel = values_of(parameter), training_of(parameter).slot
     if isinstance(stored, PackedTCFP12):
         stored, kernel = None, stored.dequantize()
-    drawn = key() if stored is None and recipe.stochastic else None
+    drawn = key() if stored is None and (recipe.stochastic or recipe.draws != "nothing") else None
+    if drawn is None and recipe.stochastic:
+        drawn = jax.random.key(0)  # in evaluation: calls repeat
     if kernel is not None:
-        if stored is not None and stored.shape == contraction.layout.matrix_shape(kernel.shape):
+        if stored is not None and stored.holds(contraction.layout.matrix_shape(kernel.shape)):
             stored = current(stored, matrix_of(kernel, contraction.layout))
         kernel = mark(kernel, contraction, recipe, x.shape)  # for the census of the model
     return contract(

@@ -23,7 +23,8 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
 __all__ = [
-    "COLLECTION", "RNG", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm",
+    "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed",
+    "TCFPLayerNorm",
 ]  # fmt: skip
 
 COLLECTION = "tcfp"
@@ -84,7 +85,9 @@ def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
     >>> Layer().apply({}, jnp.ones((2, 3))).shape
     (2, 4)
     """
-    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else jax.random.key(0)
+    # What `init` computes is thrown away, so that any key serves it.
+    without = lambda: jax.random.key(0) if layer.is_initializing() else None
+    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else without()
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
         contraction, stored = layers.as_contraction(equation, x), stored_weight(layer, name)
@@ -226,6 +229,15 @@ class TCFPDense(nn.Dense):
             return body(nn.Dense, "__call__")(self, inputs)
         check_unused(self, nn.Dense)
         return layers.dense(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
+
+
+class Fp4Dense(TCFPDense):
+    """`TCFPDense` with a weight of four bits, recipe "nvfp4" unless another is given.
+
+    Its parameter is `nn.Dense`'s, packed at each use; `tcfp_jax.inference.quantize_params` packs it once.
+    """
+
+    recipe: Recipe | str = "nvfp4"
 
 
 class TCFPDenseGeneral(nn.DenseGeneral):
@@ -381,6 +393,6 @@ class TCFPDotGeneral(nn.Module):
 
 # Flax's class of each of ours.
 OWN: dict[type, type] = {
-    TCFPDense: nn.Dense, TCFPDenseGeneral: nn.DenseGeneral, TCFPEinsum: nn.Einsum, TCFPEmbed: nn.Embed,
-    TCFPLayerNorm: nn.LayerNorm,
+    TCFPDense: nn.Dense, Fp4Dense: nn.Dense, TCFPDenseGeneral: nn.DenseGeneral, TCFPEinsum: nn.Einsum,
+    TCFPEmbed: nn.Embed, TCFPLayerNorm: nn.LayerNorm,
 }  # fmt: skip

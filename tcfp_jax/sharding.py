@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.scaling import Fp4
 from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import path_names
 from tcfp_jax.weights.layout import Layout
@@ -99,6 +100,17 @@ class _Parameter:
             )
         return self.kernel.merged(groups)
 
+    def matrix_of(self, stored: Stored) -> Parts:
+        """As the matrix that is stored; packed codes of an odd k have one more than it."""
+        assert self.shape is not None
+        if isinstance(stored.scaling, Fp4) and self.layout is None:
+            k = -2 if stored.backward is None else -1
+            short = list(stored.shape)
+            short[k] -= 1
+            if neighbours(self.shape, stored.shape) is None and neighbours(self.shape, short) is not None:
+                return self.matrix(short)
+        return self.matrix(stored.shape)
+
 
 class _Units:
     """The nodes of a state, stored weights whole, and the parameters to which they belong."""
@@ -122,7 +134,7 @@ class _Units:
             parameter = self._owner(path)
             if parameter is None:
                 raise self._stranger(path, node)
-            tree = _of_stored(node, parameter.matrix(node.shape), parameter)
+            tree = _of_stored(node, parameter.matrix_of(node), parameter)
             return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(tree))
         parts = self._parts(path, node)
         return NamedSharding(self.mesh, PartitionSpec()) if parts is None else parts.sharding
@@ -144,8 +156,8 @@ class _Units:
         weights_path = self._beside(path, dict.fromkeys(_BESIDE_WEIGHTS, "weights"))
         weight = None if weights_path is None else self.by_name[_names(weights_path)]
         if isinstance(weight, Stored):
-            matrix = parameter.matrix(weight.shape)
-            return matrix if shape == weight.shape else matrix.taken(range(len(shape)), shape)
+            matrix = parameter.matrix_of(weight)
+            return matrix if shape == matrix.shape else matrix.taken(range(len(shape)), shape)
         return _following(parameter, shape)
 
     def _owner(self, path: _Path) -> _Parameter | None:
@@ -214,6 +226,10 @@ def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
         scale = parts.scales(given.scaling)
         if given.scale.shape == () != scale.shape:  # a stack that was quantized as one tensor
             scale = parts.taken((), ())
+        if isinstance(given.scaling, Fp4):
+            codes = parts.counted((*[1] * (len(parts.shape) - 1), 2), "a recipe of 8 bits")
+            outer = None if given.outer is None else matrix.taken(stack, sizes).sharding
+            return replace(given, values=codes.sharding, scale=scale.sharding, outer=outer)
         of = lambda array, parts: None if array is None else parts.sharding
         values, lo = of(given.values, parts), of(given.lo, parts)
         return replace(given, values=values, lo=lo, scale=scale.sharding, lo_scale=of(given.lo_scale, scale))

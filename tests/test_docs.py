@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tcfp_jax import moved, recipes
+from tcfp_jax import moved
+from tcfp_jax.recipes import definition
 
 DOCS = Path(__file__).parents[1] / "docs"
 # Pages of words and tables alone, and those that include a file of the repository.
@@ -53,4 +54,4 @@ def test_the_changelog_says_where_everything_went():
     for module in moved.MODULES:
         last = module.split(".")[-1]
         assert any(f"`{name}`" in text for name in (module, f".{last}", last)), module
-    assert not [override for override in recipes._MOVED if f"`{override}=" not in text]
+    assert not [override for override in definition.MOVED if f"`{override}=" not in text]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import tcfp_jax
-from pallas_kernels.operands import Block, Row, Tensor
+from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax import Recipe, TCFPMode, recipe, recipes
-from tcfp_jax.recipes import Dual, Single
+from tcfp_jax.recipes import Dual, Single, definition
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 4))
 
@@ -74,8 +74,9 @@ def test_short_overrides(name, overrides, expected):
     assert recipe(name, **overrides) == expected
 
 
-# One entry a rule, in the order of `recipes._rules`.
+# One entry a rule, in the order of `definition.rules`.
 BROKEN = [
+    ("nvfp4", dict(scaling=Block(32)), "codes of four bits and the scales of FP4 belong together"),
     ("bf16", dict(amax="delayed"), "amax or scaling asks for it"),
     ("bf16", dict(forward="fast"), "forward asks for it"),
     ("tcfp12_fast", dict(dgrad="bf16"), 'use wgrad="bf16", or "fast" or "full" for all three'),
@@ -101,7 +102,7 @@ def test_contradictions_raise_when_built(name, overrides, words):
 
 
 def test_there_are_few_rules():
-    assert len(recipes._rules(Recipe())) <= 10
+    assert len(definition.rules(Recipe())) <= 10
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,15 @@ FLIPS = {
     "scaling.scale": (recipe("tensorwise"), recipe("tensorwise", scale="float32")),
     "scaling.size": (recipe("blockwise"), recipe("blockwise", block=32)),
     "scaling.tile": (recipe("blockwise"), recipe("blockwise", tile="vector")),
+    "scaling.tile of FP4": (recipe("nvfp4"), recipe("nvfp4", tile="square")),
+    "scaling.format": (recipe("nvfp4"), recipe("nvfp4", scaling=Fp4("mxfp4"))),
+    "scaling.rule": (recipe("nvfp4"), recipe("nvfp4", rule="one_level")),
     "activation": (recipe("tcfp12"), recipe("tcfp12", activation="float8_e5m2")),
     "gradient": (recipe("tcfp12"), recipe("tcfp12", gradient="float8_e5m2")),
     "forward": (recipe("tcfp12"), recipe("tcfp12", forward="full")),
+    "forward of FP4": (recipe("nvfp4"), recipe("nvfp4", forward="full")),
+    "dgrad of FP4": (recipe("nvfp4"), recipe("nvfp4", dgrad="full")),
+    "wgrad of FP4": (recipe("nvfp4"), recipe("nvfp4", wgrad="full")),
     "dgrad": (recipe("tcfp12"), recipe("tcfp12", dgrad="fast")),
     "wgrad": (recipe("tcfp12"), recipe("tcfp12", wgrad="full")),
     "activation_halves": (recipe("tcfp12"), recipe("tcfp12", activation_halves="hi+lo")),
@@ -187,7 +194,7 @@ def computation(r):
 
 def choices():
     """Names of all choices of a recipe: its fields, and those of what is in them."""
-    nested = {"weight": Dual, "scaling": (Tensor, Block)}
+    nested = {"weight": Dual, "scaling": (Tensor, Block, Fp4)}
     for field in dataclasses.fields(Recipe):
         yield field.name
         for kind in (nested.get(field.name, ()),) if field.name == "weight" else nested.get(field.name, ()):
@@ -202,8 +209,8 @@ def test_every_choice_changes_the_program_or_the_state(name):
 
 def test_every_choice_is_flipped():
     # Residual blocks are chosen in one place and by another op: `test_skipping_is_another_op`. What travels between
-    # devices shows where there are some: tests/sharding/test_wire.py.
-    assert set(choices()) - {"weight.blocks", "wire"} <= set(FLIPS)
+    # devices shows where there are some: tests/sharding/test_wire.py. FP4 training's: tests/products.
+    assert set(choices()) - {"weight.blocks", "wire", "fp4"} <= set(FLIPS)
     for name, (before, after) in FLIPS.items():
         changed = [f.name for f in dataclasses.fields(Recipe) if getattr(before, f.name) != getattr(after, f.name)]
         assert changed == [name.split(".")[0].split(" ")[0]]

@@ -9,7 +9,8 @@ Parameters keep their names, shapes and values: a float checkpoint loads before 
 
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, restore, survey, sync, to_bf16
 from tcfp_jax.conversion.diagnosis import diagnose
+from tcfp_jax.conversion.policy import last_blocks
 
 __all__ = [
-    "convert_to_tcfp", "diagnose", "export", "find_weights", "restore", "survey", "sync", "to_bf16",
+    "convert_to_tcfp", "diagnose", "export", "find_weights", "last_blocks", "restore", "survey", "sync", "to_bf16",
 ]  # fmt: skip

@@ -46,39 +46,44 @@ def plan_of(steps: Mapping[tuple[int, ...], Any]) -> Plan:
 class Machine:
     """Runs programs by plans; programs and products that agree are traced once."""
 
-    def __init__(self) -> None:
+    def __init__(self, product: Callable[..., Any] | None = None) -> None:
+        """With a `product` of one's own, nothing between products is computed with them."""
         self._calls: dict[Any, Any] = {}
+        self._product = _product if product is None else product
 
-    def run(self, jaxpr: Any, consts: Any, inputs: list[Any], plan: Plan) -> list[Any]:
-        """The outputs, some of which may be `Shown`."""
+    def run(self, jaxpr: Any, consts: Any, inputs: list[Any], plan: Plan, key: jax.Array | None = None) -> list[Any]:
+        """The outputs, some of which may be `Shown`; each product draws from the key and from where it stands."""
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
-        steps, between = dict(plan), Between(jaxpr, plan, [*consts, *inputs])
+        steps, between = dict(plan), Between(jaxpr, plan if self._product is _product else (), [*consts, *inputs])
         for number, eqn in enumerate(jaxpr.eqns):
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
                 given, step = [read(var) for var in eqn.invars], steps.get(number, ())
+                own = None if key is None or not step else jax.random.fold_in(key, number)
                 if isinstance(step, Recipe):
-                    outputs = [between.product(number, functools.partial(_product, eqn, given, step))]
+                    of_own: Any = {} if own is None else dict(drawn=own)
+                    multiply = functools.partial(self._product, eqn, given, step, **of_own)
+                    outputs = [between.product(number, multiply)]
                 else:
-                    outputs = self._equation(eqn, given, step)
+                    outputs = self._equation(eqn, given, step, own)
                 env.update(zip(eqn.outvars, outputs, strict=True))
                 between.replace(number, env)
         return [read(var) for var in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, inputs: list[Any], step: Any) -> list[Any]:
+    def _equation(self, eqn: Any, inputs: list[Any], step: Any, key: jax.Array | None) -> list[Any]:
         name = eqn.primitive.name
         shown = any(isinstance(value, Shown) for value in inputs)
         if not shown:
-            return _bind(eqn, inputs)
+            return bind(eqn, inputs)
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if name in rules and (step or name == "scan"):
-            return rules[name](eqn, inputs, step)
+            return rules[name](eqn, inputs, step, key)
         if name in INLINED and not eqn.params.get("differentiated"):
-            return self._call(eqn, inputs, step)
+            return self._call(eqn, inputs, step, key)
         moved = [self._moved(eqn, inputs, i) for i in range(len(eqn.outvars))]
         if any(value is None for value in moved):
-            bound = _bind(eqn, inputs)
+            bound = bind(eqn, inputs)
             moved = [old if new is None else new for new, old in zip(moved, bound, strict=True)]
         return [fake_quantize(value) for value in moved] if step == "packed" else moved
 
@@ -95,28 +100,28 @@ class Machine:
 
     # Bodies ----------------------------------------------------------------------------------------------------------
 
-    def _call(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+    def _call(self, eqn: Any, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
-        run = lambda inputs: self.run(body, consts, inputs, plan)
+        run = lambda inputs, own=own: self.run(body, consts, inputs, plan, own)
         if name in ("remat2", "checkpoint", "remat"):
             again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-            return _passed_on(body, inputs, again(inputs))
-        placed = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
-        if any(isinstance(sharding, Sharding) for sharding in placed):
-            outputs = run(list(map(_put, inputs, eqn.invars, params["in_shardings"])))
-            return list(map(_put, outputs, eqn.outvars, params["out_shardings"]))
+            return _passed_on(body, inputs, again(inputs, own))
+        shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+        if any(isinstance(sharding, Sharding) for sharding in shardings):
+            outputs = run(list(map(placed, inputs, eqn.invars, params["in_shardings"])))
+            return list(map(placed, outputs, eqn.outvars, params["out_shardings"]))
         # Equal blocks share one trace; there is none to share outside of one, where a new function would be compiled.
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inputs))
         if not traced or "name" not in params or not multiplies(body):
             return run(inputs)
-        key = (id(body), plan)
+        key = (id(body), plan, own is None)
         if key not in self._calls:
             run.__name__ = params["name"]
             self._calls[key] = body, jax.jit(run)  # the body too: its id is the key
-        return _passed_on(body, inputs, self._calls[key][1](inputs))
+        return _passed_on(body, inputs, self._calls[key][1](inputs, own))
 
-    def _shard_map(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+    def _shard_map(self, eqn: Any, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
         params, (body, consts) = eqn.params, opened(eqn.params["jaxpr"])
         views = [
             value.view.local(var.aval.shape) if isinstance(value, Shown) else None
@@ -129,13 +134,13 @@ class Machine:
                 part if view is None else dataclasses.replace(Shown.of(part, None, None), view=view)
                 for part, view in zip(parts, views, strict=True)
             ]
-            return tuple(bare(self.run(body, consts, given, plan), body))
+            return tuple(bare(self.run(body, consts, given, plan, own), body))
 
         names = params.get("newly_manual_axes", params.get("manual_axes"))
         options = dict(mesh=params["mesh"], in_specs=params["in_specs"], out_specs=tuple(params["out_specs"]))
         return list(jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=names)(*arrays))
 
-    def _scan(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+    def _scan(self, eqn: Any, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
         (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
         first, count = scan_counts(options)
         fixed, carry, xs = inputs[:first], inputs[first : first + count], inputs[first + count :]
@@ -148,41 +153,44 @@ class Machine:
         passed = {var: i for i, var in enumerate(body.invars)}
         same = [not isinstance(v, core.Literal) and passed.get(v, -1) >= first + count for v in body.outvars[count:]]
 
-        def step(carried: list[Any], items: Any) -> tuple[list[Any], list[Any]]:
+        def step(carried: list[Any], numbered: Any) -> tuple[list[Any], list[Any]]:
+            turn, items = numbered
+            drawn = None if key is None else jax.random.fold_in(key, turn)
             own = list(carry)
             for i, value in zip(moving, carried, strict=True):
                 own[i] = value
             given = [*fixed, *own, *(entry(item) for entry, item in zip(entries, items, strict=True))]
-            outs = list(map(_bare, self.run(body, consts, given, plan), [var.aval for var in body.outvars]))
+            outs = list(map(_bare, self.run(body, consts, given, plan, drawn), [var.aval for var in body.outvars]))
             return [outs[i] for i in moving], [y for y, skip in zip(outs[count:], same, strict=True) if not skip]
 
         begin = [_bare(carry[i], avals[first + i]) for i in moving]
         kept = {name: options[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in options}
-        last, ys = lax.scan(step, begin, list(runs), **kept)
+        turns = None if key is None else jnp.arange(options["length"])
+        last, ys = lax.scan(step, begin, (turns, list(runs)), **kept)
         carried, made = iter(last), iter(ys)
         outputs = [value if held else next(carried) for value, held in zip(carry, still, strict=True)]
         return outputs + [
             inputs[passed[var]] if skip else next(made) for var, skip in zip(body.outvars[count:], same, strict=True)
         ]
 
-    def _while(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+    def _while(self, eqn: Any, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
         params, plans = eqn.params, dict(plan)
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         (test, test_consts), (body, consts) = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
         go_on = lambda carry: _bare(
-            self.run(test, test_consts, [*inputs[:first], *carry], plans.get(0, ()))[0], test.outvars[0].aval
+            self.run(test, test_consts, [*inputs[:first], *carry], plans.get(0, ()), key)[0], test.outvars[0].aval
         )
         types = [var.aval for var in body.outvars]
         step = lambda carry: list(
-            map(_bare, self.run(body, consts, [*inputs[first:second], *carry], plans.get(1, ())), types)
+            map(_bare, self.run(body, consts, [*inputs[first:second], *carry], plans.get(1, ()), key), types)
         )
         return lax.while_loop(go_on, step, list(map(_bare, inputs[second:], types)))
 
-    def _cond(self, eqn: Any, inputs: list[Any], plan: Plan) -> list[Any]:
+    def _cond(self, eqn: Any, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
         plans, types = dict(plan), [var.aval for var in eqn.outvars]
 
         def branch(number: int, body: Any, consts: Any) -> Callable[[], list[Any]]:
-            return lambda: list(map(_bare, self.run(body, consts, inputs[1:], plans.get(number, ())), types))
+            return lambda: list(map(_bare, self.run(body, consts, inputs[1:], plans.get(number, ()), key), types))
 
         branches = [branch(number, *opened(closed)) for number, closed in enumerate(eqn.params["branches"])]
         return lax.switch(_bare(inputs[0], eqn.invars[0].aval), branches)
@@ -200,6 +208,7 @@ def _product(
     *,
     given: Any = None,
     ends: Ends = Ends(),
+    drawn: jax.Array | None = None,
 ) -> Any:
     """The result of what it reads, or of another x; and its `Carrier`, where the gradient comes quantized."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
@@ -216,7 +225,8 @@ def _product(
     kernel = weight.root if stored is not None else weight.numbers()
     if stored is None and weight.local is not None:
         stored = gathered(weight, found, recipe)
-    key = jax.random.key(0) if stored is None and recipe.stochastic else None  # in evaluation: calls repeat
+    fixed = stored is None and recipe.stochastic
+    key = jax.random.key(0) if fixed else drawn if recipe.draws != "nothing" else None  # in evaluation: calls repeat
     if ends != Ends():
         return _matrix_product(inputs[1 - side] if given is None else given, kernel, found, recipe, stored, key, ends)
     if asked is not None:
@@ -236,7 +246,8 @@ def _matrix_product(x: jax.Array, kernel: Any, found: Any, recipe: Recipe, store
     return contract(contraction, x, matrix, recipe=recipe, quantized=stored, key=key, shape=shape, ends=ends)
 
 
-def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
+def bind(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """The outputs of an equation as it is."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)
     arrays = map(_bare, inputs, [var.aval for var in eqn.invars])
@@ -248,7 +259,8 @@ def _bare(value: Any, aval: Any) -> Any:
     return value.array(aval.shape) if isinstance(value, Shown) else value
 
 
-def _put(value: Any, var: Any, sharding: Any) -> Any:
+def placed(value: Any, var: Any, sharding: Any) -> Any:
+    """A value that lies as a jitted function asks."""
     if not isinstance(sharding, Sharding):
         return value
     if isinstance(value, Shown):

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.expression import equation_problem, form_of
-from pallas_kernels.operands import Row
+from pallas_kernels.operands import Fp4, Row
 from tcfp_jax.conversion.programs import PRODUCTS
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.products import norm
@@ -109,15 +109,16 @@ def _is_alone(recipe: Recipe) -> bool:
     """Whether nothing but products with a kernel of its own stands around its elementwise parts.
 
     Scales of rows are multiplied after a product, by XLA where its result is read: in a pass of its own where a kernel
-    reads it. On an H200 what is no product took 6.0 ms of two Llama-8B blocks so, and 5.3 apart (LOG 23).
+    reads it. On an H200 what is no product took 6.0 ms of two Llama-8B blocks so, and 5.3 apart (LOG 23). FP4 products
+    round their activations themselves.
     """
-    return not isinstance(recipe.scaling, Row)
+    return not isinstance(recipe.scaling, Row | Fp4)
 
 
 def _quantizes_both(recipe: Recipe) -> bool:
     """Whether nothing but FP8 reads its x and its gradient."""
     fp8 = "bf16" not in (recipe.forward, recipe.dgrad, recipe.wgrad) and recipe.activation_halves == "hi"
-    return fp8 and _is_alone(recipe)
+    return fp8 and recipe.fp4 is None and _is_alone(recipe)
 
 
 def _operands(recipe: Recipe) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from tcfp_jax.conversion.arrays import arrays_of
 from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.linen import COLLECTION, switched_off
+from tcfp_jax.linen import COLLECTION, RNG, switched_off
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,7 +107,9 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     run = Transformed(call, conversion.policy, 0, name=type(self).__name__, state=1)
     # Only the call itself must convert something, and only where no sample inputs have shown that it does.
     judged = conversion.found is not None or fun.__name__ != "__call__"
-    result = (run.evaluate if judged else run)(params, variables, rngs, args, kwargs, stored=state)
+    result = (run.evaluate if judged else run)(
+        params, variables, rngs, args, kwargs, stored=state, product_key=rngs.get(RNG)
+    )
     if not (mutable or (stack and stack[-1])):
         return result
     result, changed = result

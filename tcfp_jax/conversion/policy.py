@@ -178,6 +178,32 @@ def policy(recipe: Recipe | str, rules: Any = None, include: Iterable[str] = ("l
     return Policy(named_recipe(recipe), tuple(_checked(rule) for rule in pairs), groups)
 
 
+def last_blocks(count: int, blocks: int, recipe: Recipe | str | None = "bf16") -> Callable[[str, Product], Any]:
+    """A rule by depth: products of the last `count` of a model's `blocks` take another recipe, as in FP4 training.
+
+        convert_to_tcfp(model, "nvfp4_training", tokens, rules=[last_blocks(2, 12)])
+
+    A block is known by the first number in the path of its parameters, counted from 0. Blocks that are scanned are one
+    block to a rule.
+
+    Raises:
+      ValueError: not 0 < count <= blocks.
+
+    >>> rule = last_blocks(2, 12)
+    >>> product = Product("block_10/mlp/kernel", (4, 4), "dot_general")
+    >>> rule("block_10/mlp/kernel", product), rule("block_9/mlp/kernel", product)
+    ('bf16', None)
+    """
+    if not 0 < count <= blocks:
+        raise ValueError(f"count={count} of blocks={blocks}: some of the blocks are the last ones; use 1 to {blocks}")
+
+    def last(path: str, product: Product) -> Recipe | str | None:
+        found = re.search(r"\d+", path)
+        return recipe if found and blocks - count <= int(found[0]) < blocks else None
+
+    return last
+
+
 def by_hand() -> Policy:
     """Of a model whose author wrote low-precision layers: nothing else takes a recipe.
 

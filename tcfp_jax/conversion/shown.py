@@ -184,6 +184,8 @@ def _unfold(matrix: jax.Array, weight: Shown) -> jax.Array:
     layout, view = weight.weight.layout, weight.view
     first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
     order = [a for a in (*weight.stacked, *first, *second) if weight.view.shape[a] > 1 and a not in view.taken]
+    size = lambda axes: math.prod(view.shape[axis] for axis in axes)
+    matrix = matrix[..., : size(first), : size(second)]  # packed codes of an odd k end in one of zero
     whole = matrix.reshape([view.shape[axis] for axis in order])
     return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
 

@@ -54,7 +54,9 @@ class Transformed:
         self.function, self.policy, self._params, self._strict = function, chosen, params, strict
         self._prefix, self._state = prefix, state
 
-    def __call__(self, *args: Any, stored: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, stored: Mapping[str, Any] | None = None, product_key: jax.Array | None = None, **kwargs: Any
+    ) -> Any:
         """The function's result.
 
         Args:
@@ -62,6 +64,7 @@ class Transformed:
             form alone beside `stored` are `jax.ShapeDtypeStruct`s.
           stored: what `layer_state` or `quantize_params` made of the parameters, by path; the others are quantized
             at each use.
+          product_key: of FP4 training's random bits; another at each step.
           kwargs: of the function.
 
         Raises:
@@ -73,13 +76,17 @@ class Transformed:
             raise nothing_converted(self.name, found.report, self._leaves(self._floats(args)[0]))
         if self._strict:
             check_strict(found.report)
-        return self._run(found, args, kwargs, stored)
+        return self._run(found, args, kwargs, stored, product_key)
 
-    def evaluate(self, *args: Any, stored: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    def evaluate(
+        self, *args: Any, stored: Mapping[str, Any] | None = None, product_key: jax.Array | None = None, **kwargs: Any
+    ) -> Any:
         """The function's result where it need not convert anything: a method of a model may multiply nothing."""
-        return self._run(self.examine(*args, **kwargs), args, kwargs, stored)
+        return self._run(self.examine(*args, **kwargs), args, kwargs, stored, product_key)
 
-    def _run(self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any] | None) -> Any:
+    def _run(
+        self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any] | None, key: jax.Array | None
+    ) -> Any:
         dtypes = {
             path: training_of(leaf).gradient_dtype
             for path, leaf in paths.leaves(args[self._params], is_stored).items()
@@ -87,8 +94,20 @@ class Transformed:
         }
         args, own = self._floats(args)
         inputs = self._inputs(found, args, kwargs, {**own, **paths.entries(stored or {})}, dtypes)
-        outputs = Machine().run(found.jaxpr.jaxpr, found.jaxpr.consts, inputs, found.plan)
+        outputs = Machine().run(found.jaxpr.jaxpr, found.jaxpr.consts, inputs, found.plan, key)
         return found.out.rebuild(bare(outputs, found.jaxpr.jaxpr))
+
+    def run_on(self, machine: Machine, found: Examined, args: Any, beside: Mapping[str, Any]) -> list[Any]:
+        """The arrays of the function's result from a machine of one's own, whose products find `beside` by path."""
+        args, _ = self._floats(args)
+        inputs: list[Any] = []
+        for place, arg in enumerate(args):
+            if place == self._params:
+                leaves = self._leaves(args).items()
+                inputs += [Shown.of(leaf, beside.get(path), found.weights.get(path)) for path, leaf in leaves]
+            else:
+                inputs += [leaf for leaf in jax.tree.leaves(arg) if is_array(leaf)]
+        return bare(machine.run(found.jaxpr.jaxpr, found.jaxpr.consts, inputs, found.plan), found.jaxpr.jaxpr)
 
     def examine(self, *args: Any, **kwargs: Any) -> Examined:
         """What the function's program is, and what is to be done with it; nothing is computed.

@@ -1,9 +1,9 @@
 """Number formats: numbers, scales and datatypes as pure data, casts and packed storage on them, and a catalog.
 
 `datatype(number, scale)` describes a format, `cast(x, datatype)` gives x the values that the format can hold, and
-`pack(x, datatype)` stores x in the format's bits. Every name of the catalog is an attribute: `formats.mxfp4e2`,
-`formats.nvfp4`. The package imports nothing of the training side, so its casts and the quantizers of `pallas_kernels`
-check each other in tests.
+`pack(x, datatype)` stores x in the format's bits; `quantize_nvfp4(x)` in arrays that products read. Every name of the
+catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The package imports nothing of the training side, so its
+casts and the quantizers of `pallas_kernels` check each other in tests.
 
 The modules have plural names (`numbers`, `scales`, `datatypes`) because `number`, `scale` and `datatype` are functions.
 
@@ -19,6 +19,7 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.numbers import NumberSpec, number
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4, exact_share, quantize_nvfp4
 from tcfp_jax.formats.packing import PackedArray, pack, unpack
 from tcfp_jax.formats.rotation import rotate
 from tcfp_jax.formats.scales import ScaleSpec, scale
@@ -29,14 +30,17 @@ __all__ = [
     "CodebookSpec",
     "DataType",
     "NumberSpec",
+    "Nvfp4",
     "PackedArray",
     "ScaleSpec",
     "cast",
     "codebook",
     "datatype",
     "defaults",
+    "exact_share",
     "number",
     "pack",
+    "quantize_nvfp4",
     "rotate",
     "scale",
     "sparse",

@@ -32,7 +32,7 @@ from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.parts import assemble, quantize, random_bits
 from tcfp_jax.formats.rounding import Modes
-from tcfp_jax.formats.scales import ScaleMode
+from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode
 
 _INITIAL = Modes()
 _DEFAULTS = contextvars.ContextVar("tcfp_jax.formats.defaults", default=_INITIAL)
@@ -44,8 +44,8 @@ def defaults(
 ) -> Iterator[None]:
     """The modes that `cast` and `pack` use within a `with` block where their arguments name none; blocks nest.
 
-    A jitted function reads the defaults once, when it is traced. A default `scalemode` concerns only exponent scales
-    that do not name a mode of their own.
+    A jitted function reads the defaults once, when it is traced. A default `scalemode` concerns only the scales that
+    it is for and that do not name a mode of their own; others keep "max".
 
     Raises:
       ValueError: an unknown mode.
@@ -80,7 +80,8 @@ def cast(
       roundmode: "even" (nearest, ties to even; the default), "nearest" (ties away from zero), "zero" (toward zero), or
         "stochastic" (one of the two neighbours, by distance; E[result] = x).
       scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto", for exponent scales that do not name their own;
-        the docstring of `tcfp_jax.formats.scale_choice` has the formulas.
+        "max", "four_over_six" or "fold_exact" for NVFP4's two levels. The docstring of
+        `tcfp_jax.formats.scale_choice` has the formulas.
       key: JAX random key, for "stochastic" only.
       saturate: what happens to inf and what is too large; True by default. See the module's docstring.
 
@@ -90,7 +91,7 @@ def cast(
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
       ValueError: an unknown mode, a key without "stochastic" or the reverse, a `scalemode` for a datatype that has no
-        exponent scale or whose exponent scales name their own, or a tile that does not fit the shape.
+        scale of its kind or whose exponent scales name their own, or a tile that does not fit the shape.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 
@@ -163,9 +164,15 @@ def check_arguments(
         raise TypeError(f"datatype is {type(datatype).__name__}; make a DataType with formats.datatype(number, scale)")
     scales = [part.scale for part in (datatype, datatype.residual) if part is not None and part.scale is not None]
     exponents = [scale for scale in scales if scale.number.kind == "exponent"]
-    if scalemode not in (None, "max") and not exponents:
+    if scalemode in TWO_LEVEL_MODES[1:]:
+        if not any(scale.is_nvfp4 for scale in scales) or datatype.number.name != "e2m1f":
+            raise ValueError(
+                f"scalemode={scalemode!r} chooses E4M3 scales of E2M1 values below a scale of the tensor, which "
+                f"{datatype.name} has not; use nvfp4 or nvfp4s, or drop it"
+            )
+    elif scalemode not in (None, "max") and not exponents:
         raise ValueError(f"scalemode={scalemode!r} chooses among powers of two, which {datatype.name} has not; drop it")
-    if scalemode is not None and exponents and all(scale.mode for scale in exponents):
+    if scalemode not in (None, *TWO_LEVEL_MODES[1:]) and exponents and all(scale.mode for scale in exponents):
         raise ValueError(
             f"scalemode={scalemode!r} is not for {datatype.name}, whose scales name their own mode "
             f"({', '.join(scale.name for scale in exponents)}); drop it"

@@ -121,6 +121,7 @@ def _add_subtiled_and_codebooks() -> None:
 def _add_two_level() -> None:
     _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
     _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
+    _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
     _add("tcfp12", "e4m3fn", "e8m0_t32_ceil", residual=datatype("linear4", "e8m0_t32_mse"))
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 
 RoundMode = Literal["nearest", "even", "zero", "stochastic"]
+# What is rounded up are scales that must cover, which no cast asks for by name.
+Rounding = RoundMode | Literal["up"]
 
 MANTISSA_BITS = 23
 HIDDEN = 1 << MANTISSA_BITS
@@ -173,7 +175,7 @@ def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quo
     return lax.bitcast_convert_type(jnp.where(nothing, 0, bits), jnp.float32)
 
 
-def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
+def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None) -> jax.Array:
     """Values >= 0 rounded to a grid whose steps are normal float32; the grid goes on beyond `largest`.
 
     `bits` are uniform uint32 for "stochastic", which takes the upper neighbour with probability (value - lower) / step,
@@ -193,6 +195,8 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array
         return lax.round(units, lax.RoundingMethod.TO_NEAREST_EVEN) * step
     if mode == "nearest":
         return lax.round(units, lax.RoundingMethod.AWAY_FROM_ZERO) * step
+    if mode == "up":
+        return jnp.ceil(units) * step
     lower = jnp.floor(units)
     if mode == "stochastic":
         assert bits is not None
@@ -201,7 +205,7 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: RoundMode, bits: jax.Array
     return lower * step
 
 
-def round_bits(magnitude: jax.Array, mbits: int, mode: RoundMode, bits: jax.Array | None) -> jax.Array:
+def round_bits(magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None) -> jax.Array:
     """Magnitudes rounded to `mbits` bits of mantissa, for numbers with float32's own exponents.
 
     >>> hex(int(round_bits(jnp.int32(0x3f808000), 7, "even", None)))
@@ -216,6 +220,8 @@ def round_bits(magnitude: jax.Array, mbits: int, mode: RoundMode, bits: jax.Arra
         up = (rest > half) | ((rest == half) & (((magnitude >> drop) & 1) == 1))
     elif mode == "nearest":
         up = rest >= half
+    elif mode == "up":
+        up = rest > 0
     elif mode == "zero":
         up = jnp.zeros_like(rest, bool)
     else:

@@ -69,17 +69,20 @@ def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
 # Quantize -------------------------------------------------------------------------------------------------------------
 
 
-def quantize(bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Array | None) -> Parts:
+def quantize(
+    bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Array | None, amax: jax.Array | None = None
+) -> Parts:
     """The parts of an array given by its float32 bits.
 
     Args:
       bits: int32 of any shape.
       random: uniform uint32 of that shape, for stochastic rounding: of the residual alone where there is one, because
         that makes the sum unbiased.
+      amax: int32 bits of the largest magnitude of the tensor that the array is of, for two levels; None finds it.
     """
     layout = layout_of(bits.shape, datatype)
     if datatype.residual is None:
-        return _quantize_value(bits, datatype, layout, modes, random)
+        return _quantize_value(bits, datatype, layout, modes, random, amax)
     nearest = replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
     parts = _quantize_value(bits, datatype, layout, nearest, None)
     rest = layout.join(rest_of(layout.split(bits), _assemble_value(parts, datatype), _unit(parts)))
@@ -87,7 +90,12 @@ def quantize(bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Arra
 
 
 def _quantize_value(
-    bits: jax.Array, datatype: DataType, layout: Tiling, modes: Modes, random: jax.Array | None
+    bits: jax.Array,
+    datatype: DataType,
+    layout: Tiling,
+    modes: Modes,
+    random: jax.Array | None,
+    amax_tensor: jax.Array | None = None,
 ) -> Parts:
     """The parts of an array but for its residual."""
     bits = layout.split(bits)
@@ -115,9 +123,15 @@ def _quantize_value(
         if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
             return at(parts)
         return _better_half(at, parts, magnitude, sign, datatype, layout)
-    parts, effective = _float_scales(magnitude, amax, datatype, lost)
-    divisor = lax.bitcast_convert_type(effective, jnp.int32)
-    return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, digits(number, modes)))
+    candidates = _float_scales(magnitude, amax, amax_tensor, datatype, modes)
+
+    def over(parts: Parts) -> Parts:
+        divisor = lax.bitcast_convert_type(_factor_of(parts), jnp.int32)
+        return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, digits(number, modes)))
+
+    parts = functools.reduce(functools.partial(_better_scale, magnitude, layout), map(over, candidates))
+    assert parts.scale is not None
+    return parts if lost is None else parts._replace(scale=jnp.where(lost, jnp.float32(jnp.nan), parts.scale))
 
 
 def _round_scaled(
@@ -194,20 +208,45 @@ def _unit(parts: Parts) -> jax.Array:
 
 
 def _float_scales(
-    magnitude: jax.Array, amax: jax.Array, datatype: DataType, lost: jax.Array | None
-) -> tuple[Parts, jax.Array]:
-    """(parts with the scales, the factor of each tile)."""
+    magnitude: jax.Array, amax: jax.Array, amax_tensor: jax.Array | None, datatype: DataType, modes: Modes
+) -> list[Parts]:
+    """Parts with each of the scales among which tiles choose; the values are yet to be rounded."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.max
+    covers = modes.roundmode == "stochastic"
     if scale.outer is None:
-        factor = scale_choice.choose_scale(amax, largest, scale.number)
-        parts = Parts(magnitude, scale=factor if lost is None else jnp.where(lost, jnp.float32(jnp.nan), factor))
-        return parts, factor
-    tensor = jnp.max(amax, initial=0)
-    factor, outer = scale_choice.choose_two_levels(amax, tensor, largest, scale.number, scale.outer)
-    stored = factor if lost is None else jnp.where(lost, jnp.float32(jnp.nan), factor)
-    return Parts(magnitude, scale=stored, outer=outer), _two_level(factor, outer)
+        return [
+            Parts(magnitude, scale=scale_choice.choose_scale(amax, largest, scale.number, "up" if covers else "even"))
+        ]
+    rule = modes.of_scale(scale) if number.name == "e2m1f" else "max"
+    whole = jnp.max(amax, initial=0) if amax_tensor is None else amax_tensor
+    outer = scale_choice.choose_outer(whole, largest, scale.number, scale.outer, rule)
+    tiles = scale_choice.tile_scales(amax, outer, largest, scale.number, rule, covers)
+    return [Parts(magnitude, scale=tile, outer=outer) for tile in tiles]
+
+
+def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Parts) -> Parts:
+    """Of each tile the parts with the smaller squared error, `best` where they are equal."""
+    one, finite = float_bits.to_bits(jnp.float32(1)), magnitude < INFINITY
+    x = flushed(jnp.where(finite, magnitude, 0))
+
+    def error(parts: Parts) -> jax.Array:
+        assert parts.scale is not None
+        # A quotient as a GPU's registers have it, rounded twice: here it only has to be the same everywhere.
+        inverse = float_bits.divide(one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32))
+        value = jnp.where(finite, jnp.abs(parts.value), 0)
+        return scale_choice.score(x * inverse, value, parts.scale, layout.tile_axes)
+
+    better = error(other) < error(best)
+    chosen = lambda a, b: jnp.where(better, a, b)
+    return best._replace(value=chosen(other.value, best.value), scale=chosen(other.scale, best.scale))
+
+
+def _factor_of(parts: Parts) -> jax.Array:
+    """What a value of each tile is multiplied by."""
+    assert parts.scale is not None
+    return _two_level(parts.scale, parts.outer)
 
 
 def _two_level(factor: jax.Array, outer: jax.Array | None) -> jax.Array:
@@ -287,7 +326,7 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:
-        result = _settled(value * _two_level(parts.scale, parts.outer))
+        result = _settled(value * _factor_of(parts))
     elif scale.zero is not None and scale.zero.is_integer:
         result = _settled((value - parts.zero) * parts.scale)
     else:

@@ -16,7 +16,7 @@ from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, Grid, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.scales import ScaleMode, ScaleSpec
+from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode, ScaleSpec
 
 SIGN = -(2**31)
 
@@ -30,8 +30,9 @@ class Modes:
     saturate: bool = True
 
     def of_scale(self, scale: ScaleSpec) -> ScaleMode:
-        """The rule for an exponent scale: its own where it names one."""
-        return scale.mode or self.scalemode
+        """The rule for a scale: its own where it names one, and "max" where this one is for other scales."""
+        fits = scale.number.kind == "exponent" if self.scalemode not in TWO_LEVEL_MODES[1:] else scale.is_nvfp4
+        return scale.mode or (self.scalemode if fits else "max")
 
 
 def fixed_point(number: NumberSpec | CodebookSpec) -> int:

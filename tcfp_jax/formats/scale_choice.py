@@ -12,9 +12,21 @@ e is clipped to what the scale's number holds, and above so that no value of the
 gets the smallest e, which "mse" gives to no other tile. A float scale is `amax / max` rounded to the scale's number,
 at least its smallest positive value.
 
+NVFP4's two levels, float scales of tiles below one of the tensor, have two more rules. `a` is amax / tensor; of several
+candidates each tile takes the one that leaves the smallest sum of squared errors, the first where they are equal:
+
+    "max"            tensor = amax / (6 * 448)    a / 6
+    "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so that a tile of large values may
+                                                  gain by ending at 4 (Cook et al. 2025, "Four Over Six")
+    "fold_exact"     tensor = amax / (6 * 256)    of the scales 1, 1.25 and 1.5 times a power of two the smallest that
+                                                  is not below a / 6.375, and the next two: their products with E2M1
+                                                  are E4M3 numbers, see `exact_share`; nothing is clipped by
+                                                  more than "max" may clip
+
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
 step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
-because clipping would bias it. Errors are summed as integers (`squared_error`), so the choice is the same in any
+because clipping would bias it; so are float scales rounded up, never down, and the first of several candidates is
+taken. Errors are summed as integers (`squared_error`), so the choice is the same in any
 order of summation.
 """
 
@@ -27,12 +39,19 @@ from jax import lax
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Grid
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Grid, Rounding
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
 _STEPS_OF_ERROR = 256.0
+# Of E4M3: the largest scale whose candidates for "four_over_six" and "fold_exact" are scales, too.
+_LARGEST_BELOW = 256.0
+LARGEST_FOLDED = 384.0
+# The largest quotient that a scale rounded to the nearest E4M3 leaves: 6 times 1 + 1/16.
+CLIPPED_FROM = 6.375
+# What a tile's scale is below this, before it is rounded, is zero: no value of the tile is anything else.
+NEGLIGIBLE = 2.0**-100
 
 
 def is_wide(number: NumberSpec) -> bool:
@@ -95,18 +114,18 @@ def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> in
     return min(scale.emax, 127 - number.emax)
 
 
-def round_scale(quotient: jax.Array, scale: NumberSpec) -> jax.Array:
-    """A scale >= 0 in float32, rounded to its number (ties to even): 0 stays 0, and a positive one stays positive."""
+def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
+    """A scale >= 0 in float32, rounded to its number: 0 stays 0, and a positive one stays positive."""
     if is_wide(scale):
-        bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, "even", None)
+        bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None)
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
     else:
-        rounded = float_bits.round_to_grid(quotient, grid_of(scale), "even", None)
+        rounded = float_bits.round_to_grid(quotient, grid_of(scale), mode, None)
     smallest = max(scale.smallest_subnormal, TINY)
     return jnp.where(quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0))
 
 
-def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Array:
+def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
     """`amax / largest` as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 or subnormal.
 
     >>> from tcfp_jax.formats.numbers import number
@@ -117,21 +136,78 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec) -> jax.Arra
     quotient = float_bits.divide(amax, divisor)
     # `divide` gives 0 for a quotient below the smallest normal, but a tile that is not zero needs a positive scale.
     quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
-    return round_scale(quotient, scale)
+    return round_scale(quotient, scale, mode)
 
 
-def choose_two_levels(
-    amax: jax.Array, amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec
-) -> tuple[jax.Array, jax.Array]:
-    """(scales of the tiles, scale of the tensor): NVFP4's rule, and any pair of float scales like it.
+def choose_outer(
+    amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode
+) -> jax.Array:
+    """The scale of a tensor above those of its tiles, by the rule of these, for the bits of its largest magnitude.
 
-        tensor = amax_tensor / (largest * max(scale))
-        tile = round(amax / (largest * tensor))         which then is at most max(scale)
-
-    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C.
+    >>> from tcfp_jax.formats.numbers import number
+    >>> bits = float_bits.to_bits(jnp.float32(2688.0))
+    >>> float(choose_outer(bits, 6.0, number("e4m3fn"), number("float32"), "max"))
+    1.0
     """
-    whole = choose_scale(amax_tensor, largest * scale.max, outer)
-    divisor = whole * jnp.float32(largest)
-    quotient = float_bits.divide_to_odd(amax, lax.bitcast_convert_type(divisor, jnp.int32), float_bits.MANTISSA_BITS)
-    quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
-    return round_scale(quotient, scale), whole
+    return choose_scale(amax_tensor, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
+
+
+def tile_scales(
+    amax: jax.Array, whole: jax.Array, largest: float, scale: NumberSpec, rule: ScaleMode, covers: bool
+) -> list[jax.Array]:
+    """The scales among which each tile chooses, below the scale `whole` of the tensor; the module has the rules.
+
+    Args:
+      amax: int32 bits of the largest magnitude of each tile.
+      covers: every value must lie below the largest number, as stochastic rounding wants it; one candidate then.
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C; Cook et al. 2025, "Four Over Six".
+    """
+
+    def over(largest: float, mode: Rounding) -> jax.Array:
+        divisor = lax.bitcast_convert_type(whole * jnp.float32(largest), jnp.int32)
+        quotient = float_bits.divide_to_odd(amax, divisor, float_bits.MANTISSA_BITS)
+        return round_scale(jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient), scale, mode)
+
+    if rule == "fold_exact":
+        first = _folded(over(largest if covers else CLIPPED_FROM, "up"), scale)
+        second = _next_folded(first, scale)
+        return [first] if covers else [first, second, _next_folded(second, scale)]
+    first = over(largest, "up" if covers else "even")
+    return [first, over(4.0, "even")] if rule == "four_over_six" and not covers else [first]
+
+
+def _folded(value: jax.Array, scale: NumberSpec) -> jax.Array:
+    """The smallest number with a mantissa of 1, 1.25 or 1.5 that is not below `value`, a scale; 0 stays 0."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    mantissa, quarter = bits & _MANTISSA, HIDDEN >> 2
+    up = jnp.where(mantissa > 2 * quarter, HIDDEN, jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0))
+    return jnp.minimum(lax.bitcast_convert_type(bits - mantissa + up, jnp.float32), jnp.float32(LARGEST_FOLDED))
+
+
+def _next_folded(value: jax.Array, scale: NumberSpec) -> jax.Array:
+    """The one above it; 0 stays 0, and the largest stays the largest."""
+    binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
+    step = jnp.maximum(binade * jnp.float32(2.0**-scale.mbits), jnp.float32(scale.smallest_subnormal))
+    return jnp.where(value > 0, _folded(value + step, scale), value)
+
+
+def score(units: jax.Array, value: jax.Array, factor: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The squared error of tiles under a scale, to compare it with another's: the same bits on every backend.
+
+        score = sum of (round(256 * units) - 256 * value)**2, an integer, times factor**2
+
+    Args:
+      units: float32 |x| / scale in the units of the number; 0 where x is not finite and has no part in it.
+      value: float32 magnitudes that they were rounded to.
+      factor: the stored scale.
+      axes: of a tile; they are kept.
+
+    >>> float(score(jnp.array([1.1, 5.0]), jnp.array([1.0, 4.0]), jnp.float32(0.5), (0,))[0])
+    16553.0
+    """
+    # Beyond 8, under an amax that is too small, all errors are alike; 256 squares then still fit int32.
+    steps = lax.round(jnp.minimum(units * jnp.float32(_STEPS_OF_ERROR), 2048.0), lax.RoundingMethod.TO_NEAREST_EVEN)
+    errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
+    total = jnp.sum(jnp.square(errors), axis=axes, keepdims=True)
+    return total.astype(jnp.float32) * jnp.square(factor)

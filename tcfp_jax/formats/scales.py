@@ -25,9 +25,10 @@ from tcfp_jax.formats.numbers import _DTYPE_CODES, NumberSpec, number
 SCALE_GRAMMAR = (
     "NUMBER[_ZERO][_tX[sS][oO][dY]][_tX[sS][dY]][_NUMBER][_MODE], such as e8m0_t32, float16_int8_t32 or float32"
 )
-ScaleMode = Literal["max", "midmax", "ceil", "mse", "auto"]
+ScaleMode = Literal["max", "midmax", "ceil", "mse", "auto", "four_over_six", "fold_exact"]
 
 _MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")  # "auto" is a cast's name for one of them
+TWO_LEVEL_MODES: tuple[ScaleMode, ...] = ("max", "four_over_six", "fold_exact")
 _TILES = (0, *(1 << power for power in range(1, 11)))
 
 
@@ -81,6 +82,11 @@ class ScaleSpec:
     def is_subtile(self) -> bool:
         """Whether tiles have subtiles."""
         return any(tile.subtile for tile in self.tiles)
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether tiles have scales of NVFP4's number, e4m3fn, and the tensor has one above them."""
+        return self.outer is not None and self.number.name == "e4m3fn"
 
     @property
     def is_2d(self) -> bool:

@@ -22,7 +22,7 @@ import optax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Tensor
+from pallas_kernels.operands import Contracts, Fp4, Tensor
 from tcfp_jax.paths import entries, find, path_names, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
@@ -107,9 +107,10 @@ def error_feedback(
     def init(params: Any) -> ErrorFeedbackState:
         weights = _Weights(params, chosen, mask)
         key_of, following = _keys(key_data, implementation)
-        for i, w, r in weights.leaves:
-            check_blocks("/".join(weights.names[i]), w, r.scaling, turned=r.copies == "both")
-        entries = [_first(_Step(r, error_type), w, key_of(i)) for i, w, r in weights.leaves]
+        for i, w, r, axis in weights.leaves:
+            turned = axis == "first" if isinstance(r.scaling, Fp4) else r.copies == "both"
+            check_blocks("/".join(weights.names[i]), w, r.scaling, turned=turned)
+        entries = [_first(_Step(r, error_type, axis), w, key_of(i)) for i, w, r, axis in weights.leaves]
         return weights.state(entries, following)
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any | None = None) -> tuple[Any, ErrorFeedbackState]:
@@ -120,8 +121,8 @@ def error_feedback(
         key_of, following = _keys(state.key, implementation)
         errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
         entries = []
-        for i, w, r in weights.leaves:
-            step = _Step(r, error_type)
+        for i, w, r, axis in weights.leaves:
+            step = _Step(r, error_type, axis)
             before = step.reads(find(state.weights, weights.names[i]), errors[i], amax[i])
             entries.append(_next(step, w, key_of(i), before))
         return updates, weights.state(entries, following)
@@ -193,12 +194,12 @@ class _Weights:
         self.treedef: Any
         paths, self.treedef = jax.tree_util.tree_flatten_with_path(params)
         self.names = [path_names(path) for path, _ in paths]
-        self.leaves: list[tuple[int, jax.Array, Recipe]] = []
+        self.leaves: list[tuple[int, jax.Array, Recipe, Contracts]] = []
         if isinstance(recipe, Mapping):
             self.leaves = _mapped(params, paths, recipe)
         elif recipe.mode is not TCFPMode.BF16:
             chosen = _chosen(params, paths, self.treedef, mask)
-            self.leaves = [(i, leaf, recipe) for i, (_, leaf) in enumerate(paths) if chosen[i]]
+            self.leaves = [(i, leaf, recipe, "first") for i, (_, leaf) in enumerate(paths) if chosen[i]]
 
     def state(self, entries: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
         stored: dict[str, Any] = {}
@@ -218,6 +219,7 @@ class _Step(NamedTuple):
 
     recipe: Recipe
     error_dtype: Any
+    contracts: Contracts = "first"
 
     def first(self, w: jax.Array, key: jax.Array | None) -> _Entry:
         error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
@@ -244,7 +246,9 @@ class _Step(NamedTuple):
 
     def _quantize(self, w: Any, key: jax.Array | None, error: Any, amax: Any, amax_after: Any) -> _Entry:
         def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Stored, Any]:
-            return quantize_weight(w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies)
+            return quantize_weight(
+                w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies, contracts=self.contracts
+            )
 
         stack = w.shape[:-2]
         if key is not None and stack:
@@ -270,12 +274,21 @@ class _Step(NamedTuple):
             limit = most * stored.scale_of_values()
             error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
-            return numerics.saturating_cast(error / stored.scale_of_values(), self.error_dtype)
+            return numerics.saturating_cast(error / _units(stored, error), self.error_dtype)
         return error.astype(self.error_dtype)
 
     def _read_error(self, kept: jax.Array, stored: Stored) -> jax.Array:
         error = kept.astype(self._handed_dtype())
-        return error * stored.scale_of_values() if self.error_dtype == jnp.float8_e5m2 else error
+        return error * _units(stored, error) if self.error_dtype == jnp.float8_e5m2 else error
+
+
+def _units(stored: Stored, error: jax.Array) -> jax.Array:
+    """The scale of each value of an error; of packed codes without a last one of zero, and no scale is zero."""
+    scale = stored.scale_of_values()
+    if not isinstance(stored.scaling, Fp4):
+        return scale
+    scale = scale[..., : error.shape[-2], : error.shape[-1]]
+    return jnp.where(scale == 0, jnp.float32(1), scale)
 
 
 # One traced and lowered function for all weights of a shape, dtype, sharding and recipe: a model has hundreds of
@@ -312,8 +325,8 @@ def _masked(params: Any) -> bool:
     return any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked)))
 
 
-def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> list[tuple[int, jax.Array, Recipe]]:
-    """(position, matrix, recipe) of every leaf that the mapping names; weights that are not here are not held."""
+def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> list[Any]:
+    """What `_Weights.leaves` holds of every leaf that the mapping names; weights that are not here are not held."""
     found = {"/".join(path_names(path)): (i, leaf) for i, (path, leaf) in enumerate(paths)}
     if weights and not set(weights) & set(found) and not _masked(params):
         raise ValueError(
@@ -324,9 +337,9 @@ def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> lis
         )
     here = {path: weight for path, weight in weights.items() if path in found}
     kept = [(*found[path], weight) for path, weight in here.items() if weight.recipe.mode is not TCFPMode.BF16]
-    return sorted(
-        ((i, weight.layout.matrix(leaf), weight.recipe) for i, leaf, weight in kept), key=lambda entry: entry[0]
-    )
+    axis: Any = lambda layout: "last" if layout.transposed else "first"
+    found_here = [(i, weight.layout.matrix(leaf), weight.recipe, axis(weight.layout)) for i, leaf, weight in kept]
+    return sorted(found_here, key=lambda entry: entry[0])
 
 
 def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> None:

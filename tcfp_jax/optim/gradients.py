@@ -52,13 +52,13 @@ def value_and_grad(
         chosen = [place % len(args) for place in places]
 
         def of_slots(*slots: Any) -> Any:
-            filled = list(args)
+            given = list(args)
             for place, slot in zip(chosen, slots, strict=True):
-                filled[place] = _filled(args[place], slot)
-            return fun(*filled, **kwargs)
+                given[place] = filled(args[place], slot)
+            return fun(*given, **kwargs)
 
         every = tuple(range(len(chosen)))
-        result, gradients = jax.value_and_grad(of_slots, every, has_aux)(*(_slots(args[place]) for place in chosen))
+        result, gradients = jax.value_and_grad(of_slots, every, has_aux)(*(slots_of(args[place]) for place in chosen))
         return result, gradients[0] if isinstance(argnums, int) else gradients
 
     return with_gradients
@@ -84,13 +84,13 @@ def grad(
     return gradients_alone
 
 
-def _slots(tree: Any) -> Any:
+def slots_of(tree: Any) -> Any:
     """The tree with zeros of the kernel's shape in the place of stored weights."""
     zeros = lambda leaf: jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype)
     return jax.tree.map(lambda leaf: zeros(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored)
 
 
-def _filled(tree: Any, slots: Any) -> Any:
+def filled(tree: Any, slots: Any) -> Any:
     """The tree with the slots in its stored weights, and what else is differentiated in its place."""
     fill = lambda leaf, slot: with_slot(leaf, slot) if is_stored(leaf) else slot
     return jax.tree.map(fill, tree, slots, is_leaf=is_stored)

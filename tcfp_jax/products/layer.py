@@ -30,23 +30,20 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Key, has_explicit_axes, note
 from pallas_kernels.matmul.api import matmul as multiply
-from pallas_kernels.operands import Operand, Quantized
+from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.partition import partitioned
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.wire import Wire, reduced
+from tcfp_jax.products import fp4_training, packed
 from tcfp_jax.products.axes import Sharding, entries, with_entries
-from tcfp_jax.products.operands import Carrier, quantize_operand
+from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, Carrier, quantize_operand
+from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import NO_GRADIENT, Stored, of_operand
 from tcfp_jax.weights.training import values_of
-
-# Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
-# without them a policy re-runs the quantization in the backward pass.
-WEIGHT_NAME = "tcfp_weight"
-ACTIVATION_NAME = "tcfp_activation"
 
 
 def matmul(
@@ -67,7 +64,7 @@ def matmul(
         made has a gradient under `tcfp_jax.value_and_grad`, any other is a constant.
       recipe: a `Recipe` or the name of one.
       quantized: `w` as `error_feedback` stored it (`layer_state`); without it `w` is quantized here.
-      key: random key for a stochastic residual where `w` is quantized here.
+      key: random key for a stochastic residual where `w` is quantized here, and for FP4 training, another at each step.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
 
     Returns:
@@ -87,13 +84,15 @@ def matmul(
     if not isinstance(recipe, Recipe):
         recipe = named_recipe(recipe)
     if isinstance(w, Operand):
-        w = Stored(None, w)
+        w = of_operand(w)
     if isinstance(w, Stored):
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
         quantized, w = opened(w)
     if isinstance(quantized, Operand):
-        quantized = Stored(None, quantized)
+        quantized = of_operand(quantized)
+    if w is None and quantized is not None:
+        packed.check_width(jnp.shape(x), quantized)
     return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
 
 
@@ -143,7 +142,7 @@ def product(
     _check_input("x", x)
     if w is not None:
         _check_input("w", w)
-    _check_shapes(x.shape, None if w is None else w.shape, None if quantized is None else quantized.shape)
+    _check_shapes(x.shape, None if w is None else w.shape, quantized)
     if quantized is None and recipe.weight is not None:
         assert w is not None, "one of w and quantized is there"
         form, read = recipe.weight, recipe
@@ -157,11 +156,23 @@ def product(
         _check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
     x, w, quantized = _varying_alike((x, w, quantized))
+    if recipe.fp4 is not None:
+        return _fp4_product(asked, x, w, key)
     if x.ndim > 1:
         return _product(asked, x, w, quantized, x_quantized)
     # The weight gradient contracts the tokens, so there must be an axis of them.
     asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
     return _product(asked, x[None], w, quantized, None)[0]
+
+
+def _fp4_product(asked: Asked, x: jax.Array, w: jax.Array | None, key: jax.Array | None) -> jax.Array:
+    assert w is not None and asked.gradient == "float", "nothing is stored or fused for a recipe without weights"
+    if has_explicit_axes():
+        raise NotImplementedError(
+            "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; make "
+            'the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
+        )
+    return fp4_training.product(asked.recipe, x, w, key) if x.ndim > 1 else _fp4_product(asked, x[None], w, key)[0]
 
 
 _shared_product = shared(product)
@@ -177,6 +188,8 @@ def _constant(stored: Stored) -> Stored:
 
 @_constant.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
+    if isinstance(primals[0].scaling, Fp4):
+        raise TypeError(NO_GRADIENT)
     raise TypeError(
         "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
         "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
@@ -211,19 +224,24 @@ class _Saved:
     # (dtype, sharding under a mesh with explicit axes or None): what the cotangents must have.
     x_type: Any = field(metadata=dict(static=True))
     w_type: Any = field(metadata=dict(static=True))
+    k: int = field(metadata=dict(static=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(
     asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
 ) -> Any:
-    return _forward(asked, x, w, quantized, x_quantized)[0]
+    result = _forward(asked, x, w, quantized, x_quantized)[0]
+    return named(result, asked.recipe, asked.gradient, (x, w, quantized, x_quantized))
 
 
 def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: Any) -> tuple[Any, _Saved]:
     recipe = asked.recipe
     x_q: Any = x_quantized
-    if recipe.forward == "bf16":
+    if isinstance(recipe.scaling, Fp4):
+        with jax.named_scope("forward"):
+            y = packed.forward(x, quantized, recipe, asked.out_sharding)
+    elif recipe.forward == "bf16":
         with jax.named_scope("forward"):
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
             y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
@@ -235,11 +253,14 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
         with jax.named_scope("forward"):
             y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
                         out_dtype=x.dtype, out_sharding=asked.out_sharding)  # fmt: skip
+    if x_q is None and recipe.wgrad != "bf16":
+        with jax.named_scope("quantize_x"):
+            x_q = quantize_operand(x, recipe.activation, recipe)
     explicit = has_explicit_axes()
     kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
     types = [None if v is None else (v.dtype, jax.typeof(v).sharding if explicit else None) for v in (x, w)]
-    saved = _Saved(kept, w if quantized is None else None, quantized, *types)
+    saved = _Saved(kept, w if quantized is None else None, quantized, types[0], types[1], x.shape[-1])
     return (y if asked.gradient == "float" else (y, Carrier.blank(y, recipe))), saved
 
 
@@ -249,7 +270,10 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     g_q: Any = None
     if asked.gradient == "quantized":
         g_q = g[1].quantized(recipe)
-    if recipe.dgrad == "bf16":
+    if isinstance(recipe.scaling, Fp4):
+        with jax.named_scope("dgrad"):
+            dx = packed.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
+    elif recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)
             dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
@@ -264,6 +288,9 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     if w_type is None:
         return dx, None, None, None
     w_dtype, w_sharding = w_type
+    if g_q is None and recipe.wgrad != "bf16":
+        with jax.named_scope("quantize_g"):
+            g_q = quantize_operand(g, recipe.gradient, recipe)
     with jax.named_scope("wgrad"):
         if recipe.wgrad == "bf16":
             tokens = tuple(range(g.ndim - 1))
@@ -338,10 +365,13 @@ def _check_input(name: str, x: jax.Array) -> None:
         )
 
 
-def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: tuple[int, ...] | None) -> None:
-    weight = quantized or w or ()
+def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> None:
+    weight = w if quantized is None else quantized.shape
+    assert weight is not None, "one of w and quantized is there"
     if len(weight) != 2:
         raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
+    if quantized is not None and quantized.holds((*x[-1:], *weight[1:])):
+        weight = (x[-1], weight[1])  # packed codes of an odd k
     if not x or x[-1] != weight[0]:
         raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
     if w is not None and w != weight:

@@ -14,6 +14,11 @@ from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.recipes import Halves, Recipe
 
+# Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
+# without them a policy re-runs the quantization in the backward pass.
+WEIGHT_NAME = "tcfp_weight"
+ACTIVATION_NAME = "tcfp_activation"
+
 
 class Ends(NamedTuple):
     """In what form a product gets x and its result's gradient.

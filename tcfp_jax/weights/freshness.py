@@ -65,7 +65,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
     sample = stored.sample
     if sample is None:
         return stored
-    if stored.shape != w.shape:
+    if not stored.holds(w.shape):
         raise ValueError(
             f"the stored weight is {list(stored.shape)}, but the parameter beside it is the matrix {list(w.shape)}; "
             "pass the layer_state of the optimizer that owns these parameters"

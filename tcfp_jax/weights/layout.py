@@ -147,7 +147,7 @@ def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
       ValueError: it has another shape, or its stack was quantized as one tensor; the repair is in the message.
     """
     wanted = layout.matrix_shape(shape)
-    if stored.shape != wanted or stored.stack != wanted[:-2]:
+    if not stored.holds(wanted) or stored.stack != wanted[:-2]:
         raise ValueError(
             f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
             f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.scaling import Block, Row, Scaling
+from pallas_kernels.scaling import Block, Fp4, Row, Scaling
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,10 @@ class Parts:
             sides = (1, scaling.size) if scaling.tile == "vector" else (scaling.size, scaling.size)
             sizes = (*[1] * (len(self.shape) - 2), *sides)
             return self.counted(sizes, "a recipe with smaller blocks, rows or one scale")
+        if isinstance(scaling, Fp4):
+            sides = (1 if scaling.tile == "vector" else scaling.block, scaling.block)
+            other = "a recipe of 8 bits" if scaling.format == "nvfp4" else 'recipe("nvfp4"), whose blocks are of 16'
+            return self.counted((*[1] * (len(self.shape) - 2), *sides), other)
         assert isinstance(scaling, Row) or len(kept) <= len(self.shape)
         return self.taken(range(len(kept)), kept)
 
@@ -168,9 +172,12 @@ def check_blocks(name: str, matrix: jax.Array, scaling: Scaling, *, turned: bool
     Raises:
       ValueError: it does.
     """
-    if isinstance(scaling, Block):
+    if isinstance(scaling, Block | Fp4):
         parts = known_parts(name, matrix)
-        for each in () if parts is None else (parts, parts.turned()) if turned else (parts,):
+        if parts is None:
+            return
+        once = isinstance(scaling, Fp4)  # codes lie one way: as the matrix, or as its transpose
+        for each in (parts.turned(),) if turned and once else (parts, parts.turned()) if turned else (parts,):
             each.scales(scaling)
 
 

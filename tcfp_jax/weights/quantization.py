@@ -3,17 +3,21 @@
 The arithmetic is that of `pallas_kernels`; this module adds defaults, and what a recipe asks for.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.operands import Block, Operand, Quantized, Scale, Scaling, Tensor, Tile
+from pallas_kernels.explicit import entries_of, with_automatic_axes
+from pallas_kernels.operands import Block, Contracts, Fp4, Operand, Quantized, Scale, Scaling, Tensor, Tile
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.recipes import Copies, Dual, Recipe
+from tcfp_jax.weights.fp4 import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 
@@ -119,6 +123,7 @@ def quantize_weight(
     key: jax.Array | None = None,
     amax: jax.Array | None = None,
     copies: Copies = "both",
+    contracts: Contracts = "first",
 ) -> tuple[Stored, jax.Array | None]:
     """(the weight `[k, n]` as the recipe stores it, the error left over in the dtype of the one that came in, or None).
 
@@ -126,7 +131,9 @@ def quantize_weight(
       error: what earlier roundings left, shape of `w`.
       key: random key of a recipe that rounds stochastically.
       amax: scale by this instead of max |w + error|.
-      copies: "both" orientations, or "one", `[k, n]`.
+      copies: "both" orientations, or "one", `[k, n]`; codes of FP4 are there once, `[n, k]`.
+      contracts: the axis of `w` that the forward product contracts; "last" for the `[n, k]` of a transposed layout,
+        whose layer multiplies by `Stored.swap()` of the result. FP4 packs along that axis.
 
     Raises:
       ValueError: a stochastic residual without a key, or a recipe that does not quantize weights.
@@ -147,10 +154,40 @@ def quantize_weight(
     target = w.astype(jnp.float32)
     if error is not None:
         target = target + error.astype(jnp.float32)
-    stored = _stored(quantize_values(target, form.dtype, recipe.scaling, **options))
-    return stored, None if error is None else numerics.residual(target, stored.dequantize()).astype(error.dtype)
+    if isinstance(recipe.scaling, Fp4):
+        if amax is not None:
+            raise ValueError(f"amax= scales a whole tensor, but scaling={recipe.scaling} has blocks; drop one of them")
+        stored = _packed(target, recipe.scaling, contracts)
+    else:
+        stored = _stored(quantize_values(target, form.dtype, recipe.scaling, **options))
+    if error is None:
+        return stored, None
+    kept = stored.dequantize()[: w.shape[0], : w.shape[1]]  # packed codes of an odd k end in one of zero
+    return stored, numerics.residual(target, kept).astype(error.dtype)
 
 
 def _stored(parts: Quantized) -> Stored:
     """Rows of `[k, n]` are contracted along n, as dgrad does; columns are what the forward product reads."""
     return Stored(parts.columns, parts.rows)
+
+
+def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
+    """The codes `[n, k]` of a matrix, which both products read; an odd k gets a row of zeros."""
+    n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
+    rows, columns = w.shape if contracts == "last" else w.shape[::-1]
+    # A device has whole blocks or all of an axis.
+    n = n if rows % (_parts(n) * (scaling.block if scaling.tile == "square" else 1)) == 0 else None
+    k = k if columns % (_parts(k) * scaling.block) == 0 else None
+
+    def pack(w: jax.Array) -> Operand:
+        w = w if contracts == "last" else w.T
+        return quantize_fp4(jnp.pad(w, ((0, 0), (0, w.shape[-1] % 2))), scaling)
+
+    # Blocks merge and cut axes, which XLA does and types do not.
+    operand = with_automatic_axes(pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w)
+    return Stored(operand, None) if contracts == "first" else Stored(None, operand)
+
+
+def _parts(entry: Any) -> int:
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)

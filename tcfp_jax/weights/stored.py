@@ -4,8 +4,8 @@
     backward    the operand of dx = g Wᵀ, `[..., k, n]`, contracted along n
 
 With one scale, or with square blocks, both hold the same numbers, and one may be absent: it is then the transpose of
-the other. With rows and vectors they are two quantizations of one weight. A stack of weights has leading axes and a
-scale for each entry.
+the other. With rows and vectors they are two quantizations of one weight. Codes of FP4 are one operand, packed along k,
+which both products read as it is. A stack of weights has leading axes and a scale for each entry.
 
 A weight that an optimizer made carries a sample of the parameter that it was made of, so that it is never multiplied in
 the place of another one: see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, of which no float
@@ -14,6 +14,7 @@ copy exists, has a `Training`: see `tcfp_jax.weights.training`.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,9 +22,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Operand, Scaling
+from pallas_kernels.operands import Fp4, Operand, Scaling
 from pallas_kernels.partition import device_count
 from tcfp_jax.recipes import Dual, Halves, Single
+
+NO_GRADIENT = (
+    "a gradient with respect to packed FP4 codes is asked for, which have none: train float adapters beside the frozen "
+    'weight (LoRA, see docs/fp4.md), or float parameters that recipe("nvfp4") packs in every step'
+)
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +65,7 @@ class Stored:
     @property
     def dtype(self) -> jnp.dtype:
         """The format of the values."""
-        return self._one.values.dtype
+        return self._one.dtype
 
     @property
     def has_residual(self) -> bool:
@@ -70,8 +76,8 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, `[..., k, n]`."""
         if self.backward is not None:
-            return self.backward.values.shape
-        *stack, n, k = self._one.values.shape
+            return self.backward.shape
+        *stack, n, k = self._one.shape
         return (*stack, k, n)
 
     @property
@@ -93,10 +99,23 @@ class Stored:
         halves = one.lo is not None if isinstance(form, Dual) and form.reads_lo else True
         if isinstance(form, Single):
             halves = one.lo is None
+        if isinstance(one.scaling, Fp4) and isinstance(scaling, Fp4):
+            # By what rule its scales were found is nothing that a product reads.
+            return (one.scaling.format, one.scaling.tile) == (scaling.format, scaling.tile)
         return one.scaling == scaling and halves and (both or scaling.serves_both)
+
+    def holds(self, shape: Sequence[int]) -> bool:
+        """Whether it is a weight of this shape `[..., k, n]`; packed codes of an odd k end in a code of zero."""
+        padded = list(shape)
+        if isinstance(self.scaling, Fp4):
+            k = -2 if self.backward is None else -1
+            padded[k] += padded[k] % 2
+        return self.shape == tuple(padded)
 
     def describe(self) -> str:
         """What it is, for messages."""
+        if isinstance(self.scaling, Fp4):
+            return f"weight of packed FP4 codes with {self.scaling}"
         halves = "hi + lo" if self.has_residual else "one FP8 tensor"
         both = self.forward is not None and self.backward is not None
         orientations = "both orientations" if both else "one orientation"
@@ -125,6 +144,8 @@ class Stored:
 
     def scale_of_values(self) -> jax.Array:
         """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""
+        if self.backward is None and isinstance(self.scaling, Fp4):
+            return self._one.scale_of_values().swapaxes(-1, -2)
         return self.for_dgrad().scale_of_values()
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -135,7 +156,9 @@ class Stored:
         >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        return self.for_dgrad().dequantize(dtype)
+        if self.backward is None:
+            return self._one.dequantize(dtype).swapaxes(-1, -2)
+        return self.backward.dequantize(dtype)
 
     def __getitem__(self, index: Any) -> "Stored":
         """The same, for `kernel[...]`, as NNX layers read a parameter.
@@ -167,6 +190,11 @@ class Stored:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
+
+
+def of_operand(operand: Operand) -> Stored:
+    """One operand as a stored weight: codes of FP4 are `[n, k]`, what `split` and `quantize` made of w is `[k, n]`."""
+    return Stored(operand, None) if isinstance(operand.scaling, Fp4) else Stored(None, operand)
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:

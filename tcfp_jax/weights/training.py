@@ -23,10 +23,10 @@ from jax import lax
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.operands import Operand, Tensor
+from pallas_kernels.operands import Fp4, Operand, Tensor
 from tcfp_jax.recipes import Dual, Recipe
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
 
@@ -105,6 +105,8 @@ def training_of(stored: Stored) -> Training:
     Raises:
       TypeError: it is none.
     """
+    if stored.training is None and isinstance(stored.scaling, Fp4):
+        raise TypeError(NO_GRADIENT)
     if stored.training is None:
         raise TypeError(
             f"a {stored.describe()} is a copy of a parameter, as error_feedback and split make it, and cannot be "
@@ -294,6 +296,13 @@ def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
 
 
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
+    if isinstance(recipe.scaling, Fp4):
+        raise ValueError(
+            f"weight={recipe.weight} with scaling={recipe.scaling}: codes of four bits are too coarse to be a "
+            'parameter that updates change; keep float parameters, which recipe("nvfp4") packs in every step '
+            "(error_feedback keeps them packed beside), or freeze the packed weight and train adapters (LoRA, see "
+            "docs/fp4.md)"
+        )
     if not isinstance(recipe.weight, Dual):
         raise ValueError(
             f"weight={recipe.weight} has no residual, and one FP8 tensor has too few bits to be a parameter; store "

@@ -20,11 +20,13 @@ from tcfp_jax.conversion.convert import (
 )
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
+from tcfp_jax.recipes import recipe as named_recipe
 from tests.helpers import same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
+STORED = [name for name in NAMES if named_recipe(name).weight is not None]
 convert = functools.partial(convert_to_tcfp, include=ALL)
 
 
@@ -119,7 +121,7 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe, remat):
     assert same_bits(step(converted, params, X, recipe), step(by_hand, params, X, recipe))
 
 
-@pytest.mark.parametrize("recipe", sorted(set(NAMES) - {"bf16", "tcfp12", "tcfp12_fast", "tensorwise"}))
+@pytest.mark.parametrize("recipe", sorted(set(STORED) - {"tcfp12", "tcfp12_fast", "tensorwise"}))
 def test_every_recipe_converts_with_its_state(recipe):
     model = convert(MLP(), recipe, X, strict=True)
     params = variables_of(MLP(), X)["params"]

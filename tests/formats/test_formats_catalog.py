@@ -98,7 +98,7 @@ def test_a_name_says_what_it_is(name):
     made = CATALOG[name]
     spec, shared = made.number, made.scale
     assert made.name == name and getattr(formats, name) is made
-    if name in ("nf4", "nvfp4", "nvfp4s", "tcfp12", "uint4_f12i432"):
+    if name in ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432"):
         assert shared is not None
     elif found := re.fullmatch(r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", name):
         assert spec == number(NUMBERS.get(found[1], found[1]))

@@ -1,0 +1,215 @@
+"""Products with FP4 weights over BF16's: few rows as in decoding, many rows, and input gradients, with cold weights.
+
+    python -m benchmarks.fp4 --json
+
+A call multiplies x by copies of the weight one after the other, together above `COLD_BYTES`, which is several times the
+L2 cache of an H200, so that every product reads its weight from memory; BF16's product does the same with its own.
+Times are a product's. "W4A16" multiplies codes times scales by BF16 activations, exactly; "W4A8" by E4M3 activations
+with a scale for each row, on FP8 tensor cores where the rule of the scales is "fold_exact". Every product is checked
+against the float64 product of dequantized operands before it is timed.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, timing
+from benchmarks.common import Result, markdown_table
+from pallas_kernels.fp4_matmul.api import fp4_matmul
+from pallas_kernels.fp4_matmul.mosaic import MOST_ROWS
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.weights.fp4 import quantize_fp4
+
+NAME = "fp4"
+COLD_BYTES = 240_000_000
+BASELINE = "bf16"
+# Of x, what an E4M3 activation with a scale for each row keeps.
+LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0}
+CHECKED_ROWS = 64
+Part = Literal["decode", "prefill", "dgrad"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run.
+
+    Attributes:
+      cases: (part, (k, n) of the weight, each m) in turn.
+    """
+
+    cases: tuple[tuple[Part, tuple[int, int], tuple[int, ...]], ...]
+    cold_bytes: int = COLD_BYTES
+    rounds: int = 3
+    calls: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Row(timing.Timing):
+    """One product.
+
+    Attributes:
+      part, m, k, n: what was multiplied; `dgrad` contracts n.
+      kind: "bf16", or how weights and activations are rounded, and the format.
+      backend: what ran.
+      speed_over_bf16: BF16's median over this one.
+      weight_bits: bits a value of the weight's arrays.
+      terabytes_per_second: of the weight's bytes.
+      snr_db: against the float64 product of the dequantized weight; None for BF16.
+      copies: weights that a call reads in turn.
+    """
+
+    part: Part
+    kind: str
+    m: int
+    k: int
+    n: int
+    backend: str
+    speed_over_bf16: float
+    weight_bits: float
+    terabytes_per_second: float
+    snr_db: float | None
+    copies: int
+
+
+# (name, scaling, activation); the last two of many rows alone
+KINDS: tuple[tuple[str, Fp4, Any], ...] = (
+    ("W4A16 nvfp4", Fp4(), "bfloat16"),
+    ("W4A16 mxfp4", Fp4("mxfp4"), "bfloat16"),
+    ("W4A8 nvfp4 fold-exact", Fp4(rule="fold_exact"), "float8_e4m3fn"),
+)
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """Check and time every product of every part."""
+    for part, (k, n), rows in config.cases:
+        weights = _weights(part, k, n, config)
+        for m in rows:
+            yield from _products(part, (m, k, n), weights, config)
+
+
+def _weights(part: Part, k: int, n: int, config: Config) -> dict[str, list[Any]]:
+    """Copies of a weight in BF16 and in each form."""
+    key = jax.random.key(config.seed)
+    first = jax.random.normal(key, (n, k), jnp.bfloat16)
+
+    def copies(w: Any) -> list[Any]:
+        count = max(1, math.ceil(config.cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
+        return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
+
+    made = {BASELINE: copies(first)}
+    for name, scaling, activation in KINDS:
+        if (activation == "bfloat16" and scaling.format == "nvfp4") or part != "dgrad":
+            made[name] = copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first))
+    return made
+
+
+def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[Any]], config: Config) -> list[Row]:
+    m, k, n = sizes
+    contracts: Any = "n" if part == "dgrad" else "k"
+    x = jax.random.normal(jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16)
+    activations = {name: activation for name, _, activation in KINDS}
+
+    def multiply(name: str, x: jax.Array, w: Any) -> jax.Array:
+        if name == BASELINE:
+            return x @ (w if part == "dgrad" else w.T)
+        return fp4_matmul(x, w, contracts=contracts, activation=activations[name])
+
+    def each(name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
+        return [multiply(name, x, w) for w in copies]
+
+    snr: dict[str, float | None] = {}
+    candidates: Any = {}
+    for name, copies in weights.items():
+        if name.startswith("W4A8") and m <= MOST_ROWS // 2:
+            continue  # activations are nothing of what decoding reads
+        candidates[name] = jax.jit(functools.partial(each, name)), (x, copies)
+        snr[name] = None if name == BASELINE else _checked(name, candidates[name][0](x, copies)[-1], x, copies[0], part)
+    timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
+    rows = []
+    for name, times in timed.items():
+        count = len(weights[name])
+        one = {field: getattr(times, field) / count for field in ("median_ms", "min_ms", "max_ms")}
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[name][0]))
+        base = timed[BASELINE].median_ms / len(weights[BASELINE])
+        rows.append(
+            Row(
+                **{**asdict(times), **one}, part=part, kind=name, m=m, k=k, n=n, backend=_backend(name, part, m),
+                speed_over_bf16=base / one["median_ms"], weight_bits=8 * nbytes / (n * k),
+                terabytes_per_second=nbytes / one["median_ms"] / 1e9, snr_db=snr[name], copies=count,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _backend(name: str, part: Part, m: int) -> str:
+    kernel = name.startswith("W4A16") and part != "dgrad" and m <= MOST_ROWS and jax.default_backend() == "gpu"
+    return "mosaic" if kernel else "xla"
+
+
+def _checked(name: str, y: jax.Array, x: jax.Array, w: Operand, part: Part) -> float:
+    """The SNR of some rows; `ArithmeticError` where it is too low."""
+    wide = np.asarray(w.dequantize(), np.float64)
+    few = slice(None, CHECKED_ROWS)
+    expected = np.asarray(x[few], np.float64) @ (wide if part == "dgrad" else wide.T)
+    lost = float(np.linalg.norm(np.asarray(y[few], np.float64) - expected))
+    snr = 20 * math.log10(float(np.linalg.norm(expected)) / max(lost, 1e-300))
+    if snr < LEAST_SNR_DB[name.split()[0]]:
+        raise ArithmeticError(f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB; nothing is timed")
+    return snr
+
+
+# The command and its table --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """Shapes of a Llama on a GPU."""
+    if jax.default_backend() == "gpu" and not options.smoke:
+        large = (8192, 28672)
+        return Config(
+            (
+                ("decode", large, (1, 16, 64, 128, 256)), ("decode", (28672, 8192), (16,)),
+                ("decode", (8192, 8192), (1, 16)), ("decode", (4096, 14336), (16,)), ("prefill", large, (2048,)),
+                ("dgrad", large, (4096,)),
+            )
+        )  # fmt: skip
+    tiny = (64, 32)
+    cases: Any = (("decode", tiny, (2,)), ("prefill", tiny, (8,)), ("dgrad", tiny, (8,)))
+    return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows."""
+    columns = ("part", "m", "k", "n", "kind", "backend", "median_ms", "speed_over_bf16", "terabytes_per_second")
+    common.print_rows(rows, *columns, "weight_bits", "snr_db", "copies")
+
+
+def table(result: Result) -> str:
+    """A line a product."""
+    lines = [
+        [
+            row["part"], str(row["m"]), f"{row['k']} × {row['n']}", row["kind"], f"`{row['backend']}`",
+            f"{row['median_ms'] * 1e3:.1f}", f"**{row['speed_over_bf16']:.2f}**",
+            f"{row['terabytes_per_second']:.2f}", f"{row['weight_bits']:.2f}",
+            "–" if row["snr_db"] is None else f"{row['snr_db']:.0f}",
+        ] for row in result.rows
+    ]  # fmt: skip
+    titles = ["", "rows", "k × n", "", "by", "µs", "over BF16", "TB/s of weights", "bits", "dB"]
+    return markdown_table(titles, lines)
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

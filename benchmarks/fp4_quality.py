@@ -1,0 +1,334 @@
+"""Held-out perplexity of a GPT whose kernels are FP4, by how their codes and scales were chosen after training.
+
+    python -m benchmarks.fp4_quality --json
+    python -m benchmarks.fp4_quality --layers 4 --width 256 --steps 300          # minutes on a CPU
+
+A GPT trains in BF16 by the functions of `models.train`, on the source of every installed package. Then each row
+replaces all kernels of its blocks by what an FP4 operand of them stands for and evaluates in BF16, which is what
+products of 4-bit weights and 16-bit activations compute; embeddings, norms and the head stay. GPTQ reads Hessians of
+one calibration pass over windows of the training text.
+
+    gap closed = 1 - (perplexity - BF16's) / (nearest's - BF16's)           nearest of the same format
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common
+from benchmarks.common import Result, markdown_table
+from models.families import FAMILIES, RULES
+from models.gpt import GPTConfig
+from models.settings import TrainConfig
+from models.text import Corpus, load_installed
+from models.train import keep_programs
+from models.training import TrainState, batch_key, evaluate, init, make_train_step
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import paths
+from tcfp_jax.conversion.transform import transform
+from tcfp_jax.inference import gptq, hessians, search_scales
+from tcfp_jax.weights.fp4 import quantize_fp4
+
+NAME = "fp4_quality"
+BASELINE = "bf16"
+# Which products there are does not depend on the recipe, nor do their inputs in the float model.
+_ANY_RECIPE = "tensorwise"
+Method = Callable[[jax.Array, jax.Array], Operand]
+
+
+def _nearest(scaling: Fp4) -> Method:
+    return lambda w, hessian: quantize_fp4(w, scaling)
+
+
+def _searched(scaling: Fp4) -> Method:
+    return lambda w, hessian: search_scales(w, scaling)
+
+
+def _compensated(scaling: Fp4, scales: Any = "rule") -> Method:
+    return lambda w, hessian: gptq(w, hessian, scaling, scales=scales)
+
+
+METHODS: dict[str, Method] = {
+    "nearest": _nearest(Fp4()),
+    "four_over_six": _nearest(Fp4(rule="four_over_six")),
+    "fold_exact": _nearest(Fp4(rule="fold_exact")),
+    "search": _searched(Fp4()),
+    "search_fold_exact": _searched(Fp4(rule="fold_exact")),
+    "search_by_inputs": lambda w, hessian: search_scales(w, importance=jnp.diagonal(hessian)),
+    "gptq": _compensated(Fp4()),
+    "gptq_four_over_six": _compensated(Fp4(rule="four_over_six")),
+    "gptq_fold_exact": _compensated(Fp4(rule="fold_exact")),
+    "gptq_search": _compensated(Fp4(), "search"),
+    "squares": _nearest(Fp4(tile="square")),
+    "gptq_squares_search": _compensated(Fp4(tile="square"), "search"),
+    "mxfp4": _nearest(Fp4("mxfp4")),
+    "mxfp4_search": _searched(Fp4("mxfp4")),
+    "mxfp4_gptq_search": _compensated(Fp4("mxfp4"), "search"),
+}
+# The others cost a minute of compilation.
+DEFAULT = (
+    "nearest", "four_over_six", "fold_exact", "search", "gptq", "gptq_four_over_six", "gptq_search", "mxfp4",
+    "mxfp4_search",
+)  # fmt: skip
+MEANINGS = {
+    BASELINE: "BF16",
+    "nearest": "NVFP4, nearest, amax / 6",
+    "four_over_six": "NVFP4, amax / 6 or amax / 4",
+    "fold_exact": "NVFP4, scales whose products are E4M3 numbers",
+    "search": "**NVFP4, exhaustive search of the scales**",
+    "search_fold_exact": "the same, scales whose products are E4M3 numbers",
+    "search_by_inputs": "the same as the search, weighted by the inputs' squares",
+    "gptq": "GPTQ, amax / 6",
+    "gptq_four_over_six": "**GPTQ, amax / 6 or amax / 4**",
+    "gptq_fold_exact": "GPTQ, scales whose products are E4M3 numbers",
+    "gptq_search": "**GPTQ, exhaustive search of the scales**",
+    "squares": "NVFP4 of 16 x 16 squares, nearest",
+    "gptq_squares_search": "the same, GPTQ with a search",
+    "mxfp4": "MXFP4, nearest, OCP's rule",
+    "mxfp4_search": "MXFP4, exhaustive search of the scales",
+    "mxfp4_gptq_search": "MXFP4, GPTQ with a search",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run was asked for.
+
+    Attributes:
+      model: layers, width, heads, context and attention.
+      steps, batch, sequence, learning_rate: of the training in BF16.
+      seeds: a model each.
+      calibration_windows: of the training text, `sequence` tokens each, for the Hessians.
+      heldout_windows: of the evaluation.
+      text_bytes: at most this much text.
+      methods: what is measured beside BF16.
+      text, text_read: first digits of the text's digest, and how many bytes there were.
+    """
+
+    model: GPTConfig
+    steps: int = 1200
+    batch: int = 64
+    sequence: int = 512
+    learning_rate: float = 1e-3
+    seeds: tuple[int, ...] = (0,)
+    calibration_windows: int = 128
+    heldout_windows: int = 1024
+    text_bytes: int = 200_000_000
+    methods: tuple[str, ...] = DEFAULT
+    text: str = ""
+    text_read: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize the kernels of one model.
+
+    Attributes:
+      bits: a weight, of codes and scales; 16 of BF16.
+      weight_db, output_db: signal over noise of all kernels, and of what they make of the calibration's inputs; None
+        of BF16.
+      heldout_loss, perplexity: nats per byte, and exp of it.
+      gap_closed: of nearest's of the same format; None of BF16 and where nearest was not measured.
+      seconds: to quantize all kernels, compilation included.
+    """
+
+    name: str
+    seed: int
+    bits: float
+    weight_db: float | None
+    output_db: float | None
+    heldout_loss: float
+    perplexity: float
+    gap_closed: float | None
+    seconds: float
+
+
+def train_config(config: Config, seed: int = 0) -> TrainConfig:
+    """The run that `models.train` would do."""
+    return TrainConfig(
+        model=config.model, recipe="bf16", steps=config.steps, seed=seed, batch=config.batch,
+        sequence=config.sequence, learning_rate=config.learning_rate, steps_per_call=min(100, config.steps),
+        heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
+    )  # fmt: skip
+
+
+def train(config: Config, seed: int, corpus: Corpus) -> TrainState:
+    """The state after the last step."""
+    run, text, started = train_config(config, seed), jnp.asarray(corpus.train), time.perf_counter()
+    losses: Any = None
+    state, done = init(run), 0
+    while done < config.steps:
+        count = min(run.steps_per_call, config.steps - done)
+        state, losses = make_train_step(run, count)(state, text, batch_key(run))
+        done += count
+    print(
+        f"trained {sum(leaf.size for leaf in jax.tree.leaves(state.params)):,} parameters to {np.mean(losses):.4f} "
+        f"nats in {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
+    return state
+
+
+def calibrate(config: Config, params: Any, corpus: Corpus) -> dict[str, jax.Array]:
+    """The Hessian of every kernel of the blocks, by path."""
+    run = train_config(config)
+    model = FAMILIES["gpt"].plain(config.model, run.compute_dtype)
+    call = lambda params, tokens: model.apply({"params": params}, tokens)
+    low = transform(call, _ANY_RECIPE, include=("linear", "small"), rules=RULES)
+    starts = np.linspace(0, len(corpus.train) - config.sequence, config.calibration_windows).astype(np.int64)
+    windows = np.stack([corpus.train[start : start + config.sequence] for start in starts]).astype(np.int32)
+    size = math.gcd(config.calibration_windows, config.batch)
+    return hessians(low, params, (jnp.asarray(windows[i : i + size]) for i in range(0, len(windows), size)))
+
+
+@jax.jit
+def _noise(w: jax.Array, stood_for: jax.Array, hessian: jax.Array) -> jax.Array:
+    """(signal, noise) of a kernel, and both of its products with the inputs of a Hessian."""
+    made = lambda w: jnp.sum(jnp.matmul(w, hessian, precision="highest") * w)
+    error = stood_for - w
+    return jnp.stack([jnp.sum(w * w), jnp.sum(error * error), made(w), made(error)])
+
+
+def quantized(method: Method, params: Any, moments: Mapping[str, jax.Array]) -> tuple[Any, float, tuple[float, float]]:
+    """(parameters with kernels that FP4 operands stand for, bits a weight, signal over noise of both kinds)."""
+    params, leaves = jax.tree.map(lambda leaf: leaf, params), paths.leaves(params)
+    size = values = 0
+    noise = np.zeros(4)
+    for path, hessian in moments.items():
+        w = leaves[path].T  # [n, k]
+        operand = method(w, hessian)
+        stood_for = operand.dequantize()
+        if not bool(jnp.isfinite(stood_for).all()):
+            raise ValueError(f"the operand of {path} is not finite")
+        noise += np.asarray(_noise(w, stood_for, hessian), np.float64)
+        size, values = size + 8 * operand.nbytes, values + w.size
+        paths.put(params, path.split("/"), stood_for.T)
+    weights, outputs = (10 * math.log10(noise[i] / noise[i + 1]) for i in (0, 2))
+    return params, size / values, (weights, outputs)
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """Of every seed BF16, then each method on the same trained weights."""
+    corpus = _corpus(config.text_bytes)
+    for seed in config.seeds:
+        state = train(config, seed, corpus)
+        started = time.perf_counter()
+        moments = jax.block_until_ready(calibrate(config, state.params, corpus))
+        print(f"calibrated {len(moments)} kernels in {time.perf_counter() - started:.1f} s", flush=True)
+        yield from _measure_methods(config, seed, state, moments, jnp.asarray(corpus.heldout))
+
+
+def _measure_methods(
+    config: Config, seed: int, state: TrainState, moments: Mapping[str, jax.Array], heldout: jax.Array
+) -> Iterator[Row]:
+    loss = lambda params: evaluate(train_config(config, seed), state._replace(params=params), heldout)
+    base = loss(state.params)
+    yield Row(BASELINE, seed, 16.0, None, None, base, math.exp(base), None, 0.0)
+    gaps: dict[str, float] = {}
+    for name in config.methods:
+        started = time.perf_counter()
+        params, bits, (weight_db, output_db) = quantized(METHODS[name], state.params, moments)
+        seconds, found = time.perf_counter() - started, loss(params)
+        gaps[name] = math.exp(found) - math.exp(base)
+        print(f"{name}, seed {seed}: held-out {found:.5f}, {seconds:.1f} s", flush=True)
+        closed = _closed(name, gaps)
+        yield Row(name, seed, bits, weight_db, output_db, found, math.exp(found), closed, seconds)
+
+
+def _closed(name: str, gaps: Mapping[str, float]) -> float | None:
+    """The part of nearest's gap of the same format that a method closes; None where nearest has none."""
+    nearest = gaps.get("mxfp4" if name.startswith("mxfp4") else "nearest", 0.0)
+    return 1 - gaps[name] / nearest if nearest > 0 else None
+
+
+@functools.lru_cache(maxsize=2)
+def _corpus(byte_limit: int) -> Corpus:
+    return load_installed(byte_limit=byte_limit)
+
+
+# The command and its table --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Methods, the model's size, and its training."""
+    parser.add_argument("--methods", help=f"of {','.join(METHODS)} (default: {','.join(DEFAULT)})")
+    for name, default in dict(layers=8, width=512, heads=8).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
+    parser.add_argument("--seeds", type=int, default=1, help="how many models (default: 1)")
+    for name in ("steps", "batch", "sequence", "calibration_windows", "heldout_windows", "text_bytes"):
+        default = getattr(Config, name)
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"(default: {default})")
+    rate = Config.learning_rate
+    parser.add_argument("--learning-rate", type=float, default=rate, help=f"the peak (default: {rate:g})")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line.
+
+    Raises:
+      ValueError: unknown methods.
+    """
+    methods = common.chosen_of("methods", options.methods or ",".join(DEFAULT), tuple(METHODS))
+    attention: Any = "cudnn" if jax.default_backend() == "gpu" else "products"
+    names = ("steps", "batch", "sequence", "calibration_windows", "heldout_windows", "text_bytes")
+    chosen = {name: getattr(options, name) for name in (*names, "learning_rate")}
+    model = GPTConfig(options.layers, options.width, options.heads, context=options.sequence, attention=attention)
+    if options.smoke:
+        # A head of 64 is what cuDNN takes.
+        model = GPTConfig(layers=1, width=64, heads=1, context=32, attention=attention)
+        chosen |= dict(steps=20, batch=4, sequence=32, calibration_windows=8, heldout_windows=8, text_bytes=1_000_000)
+    if jax.default_backend() == "gpu":  # most of a first run is compilation
+        keep_programs(common.ROOT / "runs" / NAME)
+    corpus = _corpus(chosen["text_bytes"])
+    config = Config(model, seeds=tuple(range(options.seeds)), methods=methods, text=corpus.digest[:12], **chosen)
+    return dataclasses.replace(config, text_read=len(corpus.train) + len(corpus.heldout))
+
+
+def show(rows: list[Row]) -> None:
+    """Print what the rows say."""
+    columns = [item.name for item in dataclasses.fields(Row)]
+    common.print_rows(rows, *columns)
+
+
+def table(result: Result) -> str:
+    """A line a method, means over the models."""
+    number = lambda value, text: "–" if value is None else format(value, text)
+    found = {name: [row for row in result.rows if row["name"] == name] for name in result.distinct("name")}
+    mean = lambda name, column: statistics.fmean(row[column] for row in found[name])
+    base = mean(BASELINE, "perplexity")
+    gaps = {name: mean(name, "perplexity") - base for name in found if name != BASELINE}
+    noise = lambda name, column: "–" if name == BASELINE else f"{mean(name, column):.1f}"
+    lines = [
+        [
+            MEANINGS[name], f"{mean(name, 'bits'):.2f}", noise(name, "weight_db"), noise(name, "output_db"),
+            f"{mean(name, 'heldout_loss'):.5f}", f"{mean(name, 'perplexity'):.4f}",
+            "–" if name == BASELINE else number(_closed(name, gaps), ".0%"),
+        ] for name in found
+    ]  # fmt: skip
+    titles = ["kernels", "bits", "weights, dB", "outputs, dB", "held-out nats", "perplexity", "gap closed"]
+    config = result.config
+    model = config["model"]
+    return (
+        f"{markdown_table(titles, lines)}\n\n"
+        f"A GPT of {model['layers']} layers of width {model['width']}, {config['steps']} steps of {config['batch']} × "
+        f"{config['sequence']} bytes in BF16, of {config['text_read'] / 1e6:,.0f} MB of Python sources; "
+        f"{config['calibration_windows']} windows of the training text calibrate, {config['heldout_windows']} held-out "
+        f"ones judge; {len(config['seeds'])} model(s), means. The gap is that of nearest's perplexity over "
+        "BF16's, of the same format. Kernels of 16 × 16 squares are compared with nearest vectors."
+    )
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

@@ -1,0 +1,178 @@
+"""Llamas as Transformers has them: names of tensors and the configuration, in both directions.
+
+    tensors = to_huggingface(params, config, Fp4())                   # float parameters, or variables that serve
+    save_compressed("folder", tensors, config=llama_dict(config))
+    tensors, found = load_compressed("folder")
+    variables = from_huggingface(tensors, llama_config(found))        # of Llama(llama_config(found))
+
+Torch's matrices are `[out, in]` and have a layer each; ours are `[in, out]` in a stack of all layers. Rotary positions
+turn the same pairs in both.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from models.llama import LlamaConfig
+from pallas_kernels.operands import Operand, Scaling
+from tcfp_jax.inference.shared_scales import quantize_together
+from tcfp_jax.paths import find, put
+from tcfp_jax.weights.stored import Stored
+
+_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+PROJECTIONS = {
+    **{ours: f"self_attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+    **{ours: f"mlp.{theirs}" for ours, theirs in _MLP.items()},
+}
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+# Multiplied as one matrix by engines, so quantized as one.
+_TOGETHER = (("query", "key", "value"), ("output",), ("gate", "up"), ("down",))
+_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Scales by which an engine may round activations and its cache, which stay bfloat16 here.
+_OF_ACTIVATIONS = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
+
+
+def llama_dict(config: LlamaConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """`config.json` of Transformers' LlamaForCausalLM for a size.
+
+    >>> from models.llama import LLAMAS
+    >>> llama_dict(LLAMAS["llama-tiny"])["intermediate_size"]
+    384
+    """
+    return dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", attention_bias=False,
+        mlp_bias=False, attention_dropout=0.0, hidden_size=config.width, intermediate_size=config.hidden,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size, vocab_size=config.vocabulary, max_position_embeddings=config.context,
+        rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta, rope_scaling=None,
+        tie_word_embeddings=config.head == "tied", torch_dtype=dtype,
+    )  # fmt: skip
+
+
+def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
+    """The size that a `config.json` describes.
+
+    Raises:
+      ValueError: another model, or a Llama with what `models.llama` does not compute.
+
+    >>> from models.llama import LLAMAS
+    >>> llama_config(llama_dict(LLAMAS["llama-tiny"])) == LLAMAS["llama-tiny"]
+    True
+    """
+    if found.get("model_type") != "llama":
+        raise ValueError(f"model_type={found.get('model_type')!r} is not 'llama', the one model that is known here")
+    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+    heads, width = found["num_attention_heads"], found["hidden_size"]
+    expected = {
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": width // heads,
+        "rope_type": "default",
+    }  # fmt: skip
+    held = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    for name, value in expected.items():
+        if held.get(name, value) not in (value, None):
+            raise ValueError(f"{name}={held[name]!r}, but models.llama computes {value!r} alone; take another model")
+    return LlamaConfig(
+        layers=found["num_hidden_layers"], width=width, heads=heads, hidden=found["intermediate_size"],
+        kv_heads=found.get("num_key_value_heads") or heads, context=found["max_position_embeddings"],
+        vocabulary=found["vocab_size"], head="tied" if found.get("tie_word_embeddings") else "untied",
+        rope_theta=float(rope.get("rope_theta") or found.get("rope_theta") or 10_000.0), norm_eps=found["rms_norm_eps"],
+    )  # fmt: skip
+
+
+def to_huggingface(
+    variables: Mapping[str, Any], config: LlamaConfig, scaling: Scaling | None = None, dtype: DTypeLike = jnp.bfloat16
+) -> dict[str, Any]:
+    """The tensors of a Llama by the names that Transformers gives them.
+
+    Args:
+      variables: float parameters, or `{"params": ..., "tcfp": ...}` of `tcfp_jax.inference.quantize_params`.
+      config: of the model.
+      scaling: quantizes the float matrices of the layers, q with k and v, gate with up.
+      dtype: of what stays float.
+
+    Returns:
+      NumPy's arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
+
+    Raises:
+      ValueError: `scaling` for weights that are quantized.
+    """
+    params, stored = variables.get("params", variables), variables.get("tcfp", {})
+    layers = params["layers"]
+    tensors: dict[str, Any] = {_EMBEDDING: params["embedding"]["embedding"], _FINAL_NORM: params["final_norm"]["scale"]}
+    if config.head == "untied":
+        head = find(stored, ["head", "kernel"])
+        tensors[_HEAD] = params["head"]["kernel"].T if head is None else head.for_forward("hi")
+    matrices: dict[str, Any] = {}
+    for group in _TOGETHER:
+        held = {name: find(stored, ["layers", name, "kernel"]) for name in group}
+        floats = {n: jnp.swapaxes(layers[n]["kernel"], -1, -2) for n, weight in held.items() if weight is None}
+        if scaling is not None and len(floats) < len(group):
+            raise ValueError(f"scaling={scaling}, but {group} are quantized already; leave it out")
+        matrices |= {name: weight.for_forward("hi") for name, weight in held.items() if weight is not None}
+        matrices |= floats if scaling is None else quantize_together(floats, scaling)
+    # On the host, where they go: a slice of a layer on a device would be a program of its own.
+    matrices, layers = jax.device_get((matrices, layers))
+    for layer in range(config.layers):
+        one = lambda stack, layer=layer: jax.tree.map(lambda leaf: leaf[layer, ...], stack)
+        place = f"model.layers.{layer}"
+        tensors |= {f"{place}.{theirs}.weight": one(matrices[ours]) for ours, theirs in PROJECTIONS.items()}
+        tensors |= {f"{place}.{theirs}.weight": one(layers[ours]["scale"]) for ours, theirs in NORMS.items()}
+    return {name: t if isinstance(t, Operand) else np.asarray(t).astype(dtype) for name, t in tensors.items()}
+
+
+def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """The variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with what is quantized.
+
+    Args:
+      tensors: by Transformers' names, arrays and `Stored` weights, as `load_compressed` gives them. Scales of
+        activations and of the cache are left out: both stay float here.
+      config: of the model, `llama_config` of its `config.json`.
+
+    Raises:
+      ValueError: a tensor that the model does not have, or one that it has and is missing; layers of which one stores a
+        weight otherwise than another.
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_OF_ACTIVATIONS)}
+    variables: dict[str, Any] = {"params": {}, "tcfp": {}}
+
+    def take(name: str) -> Any:
+        if name not in tensors:
+            raise ValueError(
+                f"{name} is missing among {sorted(tensors)[:4]} and more; pass the tensors of a whole Llama"
+            )
+        found = tensors.pop(name)
+        return found if isinstance(found, Stored) else jnp.asarray(found, jnp.float32)
+
+    def hold(names: list[str], value: Any) -> None:
+        if not isinstance(value, Stored):
+            put(variables["params"], names, value)
+        elif names[-1] == "kernel":
+            put(variables["tcfp"], names, value)
+            put(variables["params"], names[:-1], {})  # Flax tells by its parameters that a layer is there
+        else:
+            raise ValueError(f"{'/'.join(names)} is quantized, but no product reads it; keep it float")
+
+    turned = lambda value: value if isinstance(value, Stored) else jnp.swapaxes(value, -1, -2)
+    hold(["embedding", "embedding"], take(_EMBEDDING))
+    hold(["final_norm", "scale"], take(_FINAL_NORM))
+    if config.head == "untied":
+        hold(["head", "kernel"], turned(take(_HEAD)))
+    for ours, theirs in (PROJECTIONS | NORMS).items():
+        held = [take(f"model.layers.{layer}.{theirs}.weight") for layer in range(config.layers)]
+        if len({str(jax.tree.structure(one)) for one in held}) > 1:
+            raise ValueError(f"the layers store {theirs} in different ways, but a stack has one; quantize them alike")
+        stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *held)
+        hold(
+            ["layers", ours, "scale"] if ours in NORMS else ["layers", ours, "kernel"],
+            stack if ours in NORMS else turned(stack),
+        )
+    if config.head == "tied":
+        tensors.pop(_HEAD, None)  # some files hold the embedding twice
+    if tensors:
+        raise ValueError(f"{sorted(tensors)[:4]} are no tensors of a Llama of this size; pass the model's own config")
+    return variables if variables["tcfp"] else {"params": variables["params"]}

@@ -1,0 +1,184 @@
+"""What a run says of its own numerics every `config.monitor` steps: in its metrics, in TensorBoard, and as a picture.
+
+    {"step": 100, "loss": 4.2, "monitor": {"block_0/qkv/kernel": {
+        "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ..., "g": ...,
+        "moved": ..., "edq": ..., "stale": ...}, ...}}
+
+x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`), `moved` and `edq` what became of the
+weight's update (`tcfp_jax.monitor.Quality`), and `stale` the share of its second moments that stood still. Of layers
+that run as one stack there are lists, an entry for each.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from models.meshes import OnMesh
+from models.settings import TrainConfig
+from models.training import (
+    TrainState,
+    layouts,
+    loss_function,
+    make_optimizer,
+    make_steps,
+    product_key,
+    program,
+    state_places,
+    windows,
+)
+from tcfp_jax import monitor, paths
+from tcfp_jax.optim import AdamWState
+
+# By weight: by operand a reading, and what became of the update.
+Report = dict[str, dict[str, Any]]
+
+
+def make_monitored_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> Any:
+    """`models.training.make_train_step`, of which the last step is observed: `(state, losses, report)`.
+
+    The other steps are those of the plain function.
+    """
+    return _monitored_function(program(config), config.steps_per_call if count is None else count, mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> Any:
+    before, loss_of = make_steps(config, make_optimizer(config), count - 1), loss_function(config)
+    optimizer = make_optimizer(config, quality="on")
+
+    def last(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Report]:
+        quantized = tcfp_jax.layer_state(state.opt_state)
+        differentiate = monitor.value_and_grad(loss_of)
+        batch, bits = windows(config, state, text, key), product_key(config, state, key)
+        (loss, gradients), readings = differentiate(state.params, quantized, batch, bits)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = tcfp_jax.apply_updates(state.params, updates)
+        if isinstance(opt_state, AdamWState):
+            assert opt_state.quality is not None, "it was asked for"
+            found = paths.leaves(opt_state.quality, lambda node: isinstance(node, monitor.Quality))
+            opt_state = opt_state._replace(quality=None)
+        else:
+            found = monitor.update_quality(quantized, tcfp_jax.layer_state(opt_state), updates, layouts(config))
+        stale = monitor.stale_moments(state.opt_state, opt_state)
+        return TrainState(params, opt_state, state.step + 1), loss, _merged(readings, found, stale)
+
+    def steps(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Report]:
+        losses = jnp.zeros((0,), jnp.float32)
+        if count > 1:
+            state, losses = before(state, text, key)
+        state, loss, report = last(state, text, key)
+        return state, jnp.concatenate([losses, loss[None]]), report
+
+    if mesh is None:
+        return jax.jit(steps, donate_argnums=0)
+    whole = NamedSharding(mesh, P())
+    return OnMesh(jax.jit(steps, donate_argnums=0, out_shardings=(state_places(config, mesh), whole, whole)), mesh)
+
+
+def _merged(readings: Any, qualities: Mapping[str, monitor.Quality], stale: Mapping[str, jax.Array]) -> Report:
+    """One entry for each weight that a product reads."""
+    report: Report = {path: {name: reading._asdict() for name, reading in of.items()} for path, of in readings.items()}
+    for path, of in report.items():
+        if path in qualities:
+            of |= qualities[path]._asdict()
+        if path in stale:
+            of["stale"] = stale[path]
+    return report
+
+
+def written(report: Any) -> Any:
+    """A report as JSON has it: what is not finite is None.
+
+    >>> written({"w": {"x": {"snr": jnp.asarray([1.5, jnp.nan])}}})
+    {'w': {'x': {'snr': [1.5, None]}}}
+    """
+    if isinstance(report, Mapping):
+        return {name: written(part) for name, part in report.items()}
+    values = np.asarray(report, np.float64)
+    if values.ndim:
+        return [written(value) for value in values]
+    # Six digits: a reading is no state.
+    return float(f"{float(values):.6g}") if math.isfinite(float(values)) else None
+
+
+def read_reports(metrics: Path) -> dict[int, Any]:
+    """The reports in a file of metrics, by step."""
+    entries = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return {entry["step"]: entry["monitor"] for entry in entries if "monitor" in entry}
+
+
+def scalars(report: Any) -> Iterator[tuple[str, float]]:
+    """The numbers of a written report, by name; layers of a stack are numbered, and what is None is left out.
+
+    >>> list(scalars({"layers/up": {"x": {"snr": [1.5, None]}, "moved": 0.5}}))
+    [('layers/up/x/snr/0', 1.5), ('layers/up/moved', 0.5)]
+    """
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(report, Mapping):
+        parts = report.items()
+    elif isinstance(report, list):
+        parts = enumerate(report)
+    elif report is not None:
+        yield "", report
+    for name, part in parts:
+        for below, value in scalars(part):
+            yield f"{name}/{below}".removesuffix("/"), value
+
+
+class Board:
+    """TensorBoard's file of a run, with losses and reports; or nothing, where none is asked for.
+
+    Args:
+      folder: of event files, or None.
+      begin: steps that are done already; what an interrupted run wrote beyond them is hidden.
+
+    Raises:
+      ValueError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path | None, begin: int = 0) -> None:
+        self._writer: Any = None if folder is None else _writer_class()(str(folder), purge_step=begin + 1)
+
+    def add(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
+        """The losses of steps from this one on, and the written report of the last."""
+        if self._writer is None:
+            return
+        for i, loss in enumerate(losses):
+            self._writer.add_scalar("loss", float(loss), first_step + i)
+        for name, value in scalars(report):
+            self._writer.add_scalar(name, value, first_step + len(losses) - 1)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def check_board() -> None:
+    """Raise unless TensorBoard's files can be written.
+
+    Raises:
+      ValueError: tensorboardX is not installed.
+    """
+    _writer_class()
+
+
+def _writer_class() -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "TensorBoard's files are written by tensorboardX, which is not installed; pip install 'tcfp_jax[monitor]', "
+            "or leave --tensorboard out: metrics.jsonl and monitor.png say the same"
+        ) from error
+    return SummaryWriter

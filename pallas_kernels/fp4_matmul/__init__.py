@@ -1,0 +1,1 @@
+"""`fp4_matmul`: activations times a weight of E2M1 codes."""

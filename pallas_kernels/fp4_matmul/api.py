@@ -1,0 +1,89 @@
+"""`fp4_matmul`: activations times an FP4 weight, whose codes are read as they are stored."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.checks import check_real
+from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.fp4_matmul import mosaic, parts, reference
+from pallas_kernels.fp4_matmul.reference import Activation, Contracts, Options
+from pallas_kernels.operands import Fp4, Operand
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),
+    Implementation("xla", parts.by_xla, key=reference.key),
+)
+
+
+def fp4_matmul(
+    x: jax.Array,
+    w: Operand,
+    *,
+    contracts: Contracts = "k",
+    activation: Activation = "bfloat16",
+    out_dtype: DTypeLike | None = None,
+    out_sharding: Any = None,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """`x @ w.T` with an FP4 weight w `[n, k]`, or `x @ w`, from the same codes.
+
+        contracts "k"    out[..., n] = outer * sum_k x[..., k] * (code[n, k] * scale[n, k])
+        contracts "n"    out[..., k] = outer * sum_n x[..., n] * (code[n, k] * scale[n, k])
+
+    Args:
+      x: real floats, `[..., k]` or `[..., n]`.
+      w: an operand with `Fp4` scaling, as `tcfp_jax.weights.fp4.quantize_fp4` makes it.
+      contracts: which axis of w is summed over: "k" is the forward product, "n" its input gradient.
+      activation: what x is rounded to: "bfloat16" (W4A16; products are exact and their sums float32) or
+        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448.
+      out_dtype: a real float; None is the dtype of x.
+      out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
+
+    Returns:
+      `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.
+
+    Raises:
+      TypeError: x is not real floating point, or w is no FP4 operand.
+      ValueError: the contracted sizes differ, scales do not fit, or a word is unknown.
+      NotImplementedError: what the named backend cannot run.
+
+    >>> from pallas_kernels.fp4 import pack
+    >>> codes = pack(jnp.full((3, 32), 2, jnp.uint8))   # ones
+    >>> w = Operand(codes, jnp.ones((3, 1), jnp.float8_e8m0fnu), scaling=Fp4("mxfp4"))
+    >>> fp4_matmul(jnp.full((2, 32), 0.5), w).tolist()
+    [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
+    """
+    check_real("x", x)
+    _check(x, w, contracts, activation)
+    options = Options(jnp.dtype(x.dtype if out_dtype is None else out_dtype), activation, contracts, out_sharding)
+    return dispatch("fp4_matmul", IMPLEMENTATIONS, backend, options, x, w)
+
+
+def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
+    if contracts not in get_args(Contracts):
+        raise ValueError(f'contracts={contracts!r} is unknown; use "k", the forward product, or "n", its transpose')
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation={activation!r} is unknown; use one of {list(get_args(Activation))}")
+    if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
+        what = w.scaling if isinstance(w, Operand) else type(w).__name__
+        raise TypeError(f"w has the scaling {what}, but fp4_matmul reads FP4 codes; use quantize_fp4, or matmul")
+    if w.values.ndim != 2 or w.values.dtype != jnp.uint8:
+        raise ValueError(
+            f"w has values {w.values.dtype}{list(w.values.shape)}, but FP4 codes are uint8 [n, k / 2]; use jax.vmap "
+            "over a stack"
+        )
+    n, k = w.shape
+    size = k if contracts == "k" else n
+    if x.ndim < 1 or x.shape[-1] != size:
+        raise ValueError(f"x{list(x.shape)} must end in {contracts}={size} of w{[n, k]}; transpose or reshape one")
+    expected, scaling = w.scaling.scale_shape((n, k)), w.scaling
+    if w.scale.shape != expected or w.scale.dtype != scaling.scale_dtype:
+        raise ValueError(
+            f"w{[n, k]} with {scaling} has scales {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are "
+            f"{w.scale.dtype}{list(w.scale.shape)}; use quantize_fp4"
+        )
+    if scaling.has_outer != (w.outer is not None):
+        raise ValueError(f"w with {scaling} has outer={w.outer}; NVFP4 has one, jnp.float32(1) at least, MXFP4 None")

@@ -1,0 +1,33 @@
+"""`fp4_matmul` of a weight that is unpacked once, for many rows of x: XLA's product, in BF16 or on FP8 tensor cores."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp4_matmul import reference
+from pallas_kernels.fp4_matmul.reference import Options
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.operands import Fp4, Operand, Quantization, Row
+from pallas_kernels.quantize.reference import quantize
+
+
+def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+    """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores."""
+    folds = isinstance(w.scaling, Fp4) and w.scaling.rule == "fold_exact"
+    if folds and options.activation == "float8_e4m3fn" and options.contracts == "k":
+        return _in_fp8(options, x, w)
+    return reference.fp4_matmul(options, x, w)
+
+
+def _in_fp8(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+    """The product on FP8 tensor cores: a weight whose codes times scales are E4M3 numbers, unpacked once.
+
+    The largest of them, 6 * 448, is brought into E4M3's range by 2**-3. Numbers below 2**-3, which is 2**-14 of the
+    largest, are E4M3's subnormals then, and round.
+    """
+    n, _ = w.shape
+    outer = jnp.float32(1) if w.outer is None else w.outer
+    values = reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)
+    of_w = Operand(values, jnp.full(n, 8.0) * outer, scaling=Row("float32"))
+    asked = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
+    of_x = quantize(asked, x, None).rows
+    return matmul(of_x, of_w, out_dtype=options.out_dtype, out_sharding=options.out_sharding)

@@ -1,0 +1,28 @@
+"""Weights for inference, in which the float kernels no longer exist, and how their FP4 codes are chosen.
+
+served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
+model.apply(served, x)                                  # Linen
+load_quantized(model, served)                           # NNX, in place
+restored(loaded, find_weights(model))                   # what orbax loads without a template, as `served` was
+
+operand = search_scales(w, Fp4())                       # FP4, w [n, k]: the best scales, without any data
+moments = hessians(model, params, batches)              # one pass over inputs
+operand = gptq(w, moments[path], Fp4(rule="four_over_six"))
+served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
+"""
+
+from tcfp_jax.inference.calibration import choose_codes, hessians
+from tcfp_jax.inference.compensation import gptq
+from tcfp_jax.inference.scale_search import search_scales
+from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
+
+__all__ = [
+    "choose_codes",
+    "gptq",
+    "hessians",
+    "load_quantized",
+    "quantize_params",
+    "restored",
+    "search_scales",
+    "unpack",
+]

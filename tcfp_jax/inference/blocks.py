@@ -1,0 +1,167 @@
+"""Blocks of an FP4 matrix: the numbers that a scale gives them, and the scales that come into question.
+
+    number = E2M1 nearest to w / (scale * outer)           ties to the even code, as the format library rounds
+    a rule's scales       as `tcfp_jax.formats.scale_choice` has them: one, or several of which the best is taken
+    every useful scale    all that the format has within amax / (12 outer) ... amax / (3 outer)
+
+A scale above amax / 3 maps a block to 0, 0.5, 1, 1.5, 2 and 3 at most; half of it has the same values and more. One
+below amax / 12 cuts the largest value to less than half. So the useful ones are all that an exhaustive search needs.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.fp4 import pack
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.scale_choice import CLIPPED_FROM, round_scale
+
+Scales = Literal["rule", "search"]
+LARGEST = 6.0  # of E2M1
+_SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
+_E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+# Mantissas 1, 1.25 and 1.5: times any E2M1 number they are E4M3 numbers.
+_FOLDS = np.array([math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
+_POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
+
+
+class Blocks(NamedTuple):
+    """A matrix `[n, k]` in tiles that share a scale.
+
+    Attributes:
+      values: float32 `[tiles along n, rows of a tile, blocks along k, block]`, padded with zeros; 0 for NaN and inf.
+      lost: bool `[tiles along n, blocks along k]`, whether a tile holds NaN or inf.
+    """
+
+    values: jax.Array
+    lost: jax.Array
+
+
+def split(w: jax.Array, scaling: Fp4) -> Blocks:
+    """The tiles of a matrix.
+
+    >>> split(jnp.ones((2, 20)), Fp4()).values.shape, split(jnp.ones((2, 20)), Fp4(tile="square")).values.shape
+    ((2, 1, 2, 16), (1, 16, 2, 16))
+    """
+    rows, block = rows_of(scaling), scaling.block
+    n, k = w.shape
+    padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
+    tiles = padded.reshape(padded.shape[0] // rows, rows, -1, block)
+    finite = jnp.isfinite(tiles)
+    return Blocks(jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3)))
+
+
+def rows_of(scaling: Fp4) -> int:
+    """How many rows of a matrix share a scale."""
+    return scaling.block if scaling.tile == "square" else 1
+
+
+def e2m1(units: jax.Array) -> jax.Array:
+    """The E2M1 numbers nearest to float32 values, ties to the even code; what is larger than 6 becomes 6.
+
+    >>> e2m1(jnp.array([0.25, 0.75, -2.5, 5.0, 9.0])).tolist()
+    [0.0, 1.0, -2.0, 4.0, 6.0]
+    """
+    size = jnp.minimum(jnp.abs(units), LARGEST)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return jnp.copysign(lax.round(size / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step, units)
+
+
+def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
+    """The E2M1 numbers of values under a factor that broadcasts to them: scale times outer; 0 where it is 0.
+
+    >>> rounded(jnp.array([3.0, -1.0]), jnp.float32(0.5)).tolist()
+    [6.0, -2.0]
+    """
+    safe = jnp.where(factor > 0, factor, 1)
+    return jnp.where(factor > 0, e2m1(values / safe), 0)
+
+
+def table(scaling: Fp4) -> np.ndarray:
+    """The positive scales that a block may have, in order.
+
+    >>> len(table(Fp4())), table(Fp4(rule="fold_exact"))[-3:].tolist()
+    (126, [256.0, 320.0, 384.0])
+    """
+    if scaling.format == "mxfp4":
+        return _POWERS
+    return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
+
+
+def outers(amax: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
+    """The scales of the scales that come into question, float32 `[count]`; 1 where there is none.
+
+    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, among which are those of all rules.
+
+    Args:
+      amax: of the matrix.
+      scaling: format and rule.
+      scales: one, or all for a search.
+    """
+    if scaling.format == "mxfp4" or scaling.rule == "one_level":
+        return jnp.ones(1, jnp.float32)
+    most = table(scaling)
+    largest = most[most >= 256.0]
+    if scales == "rule":
+        largest = largest[-1:] if scaling.rule == "amax" else largest[:1]
+    divided = amax / (LARGEST * jnp.asarray(largest))
+    return jnp.where(divided > 0, divided, 1)
+
+
+def candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
+    """The scales of blocks that come into question, float32 `[count, ...]`, before `outer`.
+
+    Args:
+      amax: of the blocks, `[...]`.
+      outer: of the matrix.
+      scaling: format and rule.
+      scales: those of the rule, or all useful ones.
+    """
+    allowed = table(scaling)
+    values = jnp.asarray(allowed)
+    wanted = lambda part: amax / (part * outer)
+    at = lambda index: values[jnp.clip(index, 0, len(values) - 1)]
+    if scales == "search":
+        octaves = math.log2(_SMALLEST_PART / _LARGEST_PART)
+        count = round(octaves * np.count_nonzero((allowed >= 1) & (allowed < 2))) + 1
+        first = jnp.searchsorted(values, wanted(_SMALLEST_PART))
+        return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
+    if scaling.format == "mxfp4":  # OCP's rule: the largest power of two that is not above amax / 4
+        return at(jnp.searchsorted(values, wanted(4.0), side="right") - 1)[None]
+    if scaling.rule == "fold_exact":
+        first = jnp.searchsorted(values, wanted(CLIPPED_FROM))
+        return at(first + jnp.arange(3).reshape(-1, *[1] * amax.ndim))
+    parts = (LARGEST, 4.0) if scaling.rule == "four_over_six" else (LARGEST,)
+    return jnp.stack([round_scale(wanted(part), number("e4m3fn")) for part in parts])
+
+
+def operand(
+    numbers: jax.Array, scale: jax.Array, outer: jax.Array, lost: jax.Array, like: tuple[jax.Array, Fp4]
+) -> Operand:
+    """What E2M1 numbers and scales are stored as.
+
+    Args:
+      numbers: float32 in the tiles of `split`.
+      scale: float32 `[tiles along n, blocks along k]`.
+      outer: float32 `[]`.
+      lost: the tiles whose scale is NaN.
+      like: the matrix `[n, k]`, k even, and its scaling.
+    """
+    w, scaling = like
+    n, k = w.shape
+    wide = numbers.reshape(numbers.shape[0] * numbers.shape[1], -1)[:n, :k]
+    size = jnp.abs(wide)
+    # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
+    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(jnp.uint8)
+    code = code | (jnp.signbit(wide).astype(jnp.uint8) << 3)
+    scale = jnp.where(lost, jnp.nan, scale)
+    if scaling.format == "mxfp4":
+        byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        return Operand(pack(code), lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), scaling=scaling)
+    # Each scale is an E4M3 number already, so the cast rounds nothing.
+    return Operand(pack(code), scale.astype(jnp.float8_e4m3fn), scaling=scaling, outer=outer)

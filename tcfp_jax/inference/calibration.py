@@ -1,0 +1,143 @@
+"""`hessians`: what a model's own inputs say of each weight, in one pass; `choose_codes`: FP4 weights chosen with care.
+
+moments = hessians(model, params, batches)
+served = quantize_params(params, find_weights(model))                # of recipe("nvfp4")
+served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import paths
+from tcfp_jax.conversion import linen_models
+from tcfp_jax.conversion.observation import second_moments
+from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.linen import switched_off
+from tcfp_jax.products.contraction import matrix_of
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.stored import Stored
+
+
+def hessians(model: Any, params: Any, batches: Iterable[Any]) -> dict[str, jax.Array]:
+    """The sum of x xᵀ over the inputs x of every converted weight, as the float model has them; by path.
+
+        H = sum over batches and rows of x xᵀ            float32 [*stack, k, k], a matrix for each layer of a loop
+
+    For `gptq`, and its diagonal for `search_scales`. The inputs are those of the float model, whatever the recipe.
+
+    Args:
+      model: from `transform`, or a Linen model of `convert_to_tcfp`; of an NNX model the function
+        `lambda state, x: nnx.merge(graph, state)(x)`, transformed.
+      params: its float parameters.
+      batches: what the model is called with after its parameters: an array, or a tuple of arguments. One shape is one
+        compilation.
+
+    Raises:
+      TypeError: the model is neither.
+      ValueError: no batch, nothing is converted, or a weight whose products cannot be seen.
+
+    >>> import jax.numpy as jnp
+    >>> from tcfp_jax.conversion.transform import transform
+    >>> low = transform(lambda params, x: x @ params["w"], "tensorwise", include=("linear", "small"))
+    >>> hessians(low, {"w": jnp.ones((2, 4))}, [jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 0.0]])])["w"].tolist()
+    [[2.0, 2.0], [2.0, 4.0]]
+    """
+    run = _function_of(model)
+    moments = jax.jit(lambda params, args: second_moments(run, params, *args))
+    total: Any = None
+    for batch in batches:
+        found = moments(params, batch if isinstance(batch, tuple) else (batch,))
+        total = found if total is None else _added(total, found)
+    if total is None:
+        raise ValueError("batches is empty; a calibration needs at least one")
+    return total
+
+
+_added = jax.jit(lambda a, b: jax.tree.map(lambda x, y: x + y, a, b), donate_argnums=0)
+
+
+def _function_of(model: Any) -> Transformed:
+    if isinstance(model, Transformed):
+        return model
+    conversion = linen_models.conversion_of(model) if isinstance(model, nn.Module) else None
+    if conversion is None:
+        raise TypeError(
+            f"the model is a {type(model).__name__}, which is neither from transform nor a converted Linen model; pass "
+            "transform(lambda params, x: ..., recipe)"
+        )
+    plain = linen_models.plain(model)
+
+    def call(params: Any, *args: Any) -> Any:
+        with switched_off(conversion.policy.off, conversion.policy.is_off):
+            return plain.apply({"params": params}, *args)
+
+    return Transformed(call, conversion.policy, 0, name=type(plain).__name__)
+
+
+def choose_codes(
+    served: Mapping[str, Any],
+    params: Any,
+    weights: Mapping[str, Weight],
+    choose: Callable[[str, jax.Array], Operand],
+) -> dict[str, Any]:
+    """Variables of `quantize_params` with the codes of every FP4 weight chosen by a function of one's own.
+
+    Nothing else changes: products read these codes and scales as they would read those of a rule.
+
+    Args:
+      served: from `quantize_params(params, weights)`.
+      params: the float parameters, nested dicts.
+      weights: from `find_weights`.
+      choose: of a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
+        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`; the format and tile of the result are those
+        of the recipe.
+
+    Raises:
+      ValueError: no weight is FP4, k of one is odd, or a chosen operand does not fit.
+
+    >>> import jax.numpy as jnp
+    >>> from tcfp_jax.inference import quantize_params, search_scales
+    >>> from tcfp_jax.recipes import recipe
+    >>> from tcfp_jax.weights.layout import Layout
+    >>> params, weights = {"w": jnp.ones((32, 4))}, {"w": Weight(recipe("nvfp4"), Layout((0,), (1,)))}
+    >>> served = quantize_params(params, weights)
+    >>> chosen = choose_codes(served, params, weights, lambda path, w: search_scales(w))
+    >>> chosen["tcfp"]["w"].shape
+    (32, 4)
+    """
+    leaves = paths.leaves(params)
+    stored = paths.entries(served["tcfp"])
+    packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
+    if not packed:
+        raise ValueError('no stored weight is FP4; quantize_params(params, weights) of recipe("nvfp4") makes such')
+    chosen: dict[str, Any] = {}
+    for path, one in stored.items():
+        paths.put(
+            chosen, path.split("/"), _chosen(path, one, leaves[path], weights[path], choose) if path in packed else one
+        )
+    return {**served, "tcfp": chosen}
+
+
+def _chosen(path: str, one: Stored, leaf: Any, weight: Weight, choose: Callable[[str, jax.Array], Operand]) -> Stored:
+    matrix = matrix_of(leaf, weight.layout)
+    w = (matrix if weight.layout.transposed else matrix.swapaxes(-1, -2)).astype(jnp.float32)
+    if w.shape[-1] % 2:
+        raise ValueError(
+            f"{path} contracts k={w.shape[-1]} values, which is odd; its codes are those of the rule alone"
+        )
+    made, scaling = choose(path, w), one.scaling
+    assert isinstance(scaling, Fp4), "the caller looked"
+    if not isinstance(made.scaling, Fp4) or (made.scaling.format, made.scaling.tile) != (scaling.format, scaling.tile):
+        raise ValueError(
+            f"{path} is stored with {scaling}, but its codes were chosen with {made.scaling}; use one format"
+        )
+    if made.shape != w.shape:
+        raise ValueError(f"the codes chosen for {path} are of {list(made.shape)}, but it is {list(w.shape)}")
+    made = dataclasses.replace(made, scaling=scaling)
+    return Stored(None, made) if weight.layout.transposed else Stored(made, None)

@@ -1,0 +1,313 @@
+"""Folders that other engines read: `compressed-tensors`, the format of llm-compressor, vLLM and Transformers.
+
+    save_compressed("model", tensors, config=config)         # model.safetensors and config.json
+    tensors, config = load_compressed("model")
+
+Tensors have the names of the torch modules. A weight `X.weight` `[n, k]` (out, in) becomes
+
+    Fp4("nvfp4")       X.weight_packed uint8 [n, k/2], X.weight_scale E4M3 [n, k/16], X.weight_global_scale float32 [1]
+    Fp4("mxfp4")       X.weight_packed uint8 [n, k/2], X.weight_scale uint8 [n, k/32], the exponents of E8M0
+    FP8                X.weight E4M3 [n, k], X.weight_scale float32: [1] (`Tensor`), [n, 1] (`Row`), one for each square
+
+Byte j of a row holds the codes 2j (low half) and 2j + 1. The global scale is a divisor, `value = code * scale /
+global`, where `Operand.outer` is a multiplier. Source: vllm-project/compressed-tensors 0.20, whose package decodes what
+is written here to the same bits (tests/inference/test_compressed_tensors.py).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand, Row, Tensor
+from tcfp_jax.inference import safetensors
+from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_global_scales, divisor_of
+from tcfp_jax.weights.stored import Stored
+
+Activations = Literal["bfloat16", "float8"]
+GlobalScale = Literal["divisor", "multiplier"]
+
+WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
+_RULE = "tcfp_jax.fp4_rule"  # in the file's metadata: the rule that found the scales of its NVFP4 weights
+_E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
+_INVERT = (
+    'store 1 / weight_global_scale, or, of a file that is not yours, load_compressed(folder, global_scale="{other}")'
+)
+
+
+def save_compressed(
+    folder: str | Path,
+    tensors: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = ("lm_head",),
+    fused: Sequence[Sequence[str]] = FUSED,
+    activations: Activations = "bfloat16",
+) -> None:
+    """Write quantized weights and float tensors as a folder of the compressed-tensors format.
+
+    Args:
+      folder: made if missing; its `model.safetensors` and `config.json` are replaced.
+      tensors: by torch's names, such as "model.layers.0.self_attn.q_proj.weight": `Operand`s `[n, k]` or `Stored`
+        weights `[k, n]`, whose names end in ".weight", and arrays. Of a split weight W_hi is written; scales of squares
+        are repeated, which engines cannot read otherwise.
+      config: of the model, as Transformers has it; `quantization_config` is added.
+      ignore: modules that are linear and stay float. Matrices among `tensors` that are not quantized are added.
+      fused: groups of modules that an engine multiplies as one matrix. Their members must be stored alike, with one
+        `outer`, as `quantize_together` makes them.
+      activations: "float8" asks engines to round what FP8 weights multiply to E4M3, one scale for each token.
+
+    Raises:
+      TypeError: a weight in a format that compressed-tensors does not have.
+      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; scales that are NaN or that
+        readers would take for inverted; fused weights that differ; "float8" without FP8 weights; an unknown choice.
+
+    >>> import tempfile
+    >>> from tcfp_jax.weights.fp4 import quantize_fp4
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_compressed(folder, {"up_proj.weight": quantize_fp4(jnp.ones((2, 16)))})
+    ...     load_compressed(folder)[0]["up_proj.weight"].dequantize().shape
+    (16, 2)
+    """
+    if activations not in ("bfloat16", "float8"):
+        raise ValueError(f'activations={activations!r} is unknown; use "bfloat16" or "float8"')
+    weights = {n.removesuffix(".weight"): _matrix(n, t) for n, t in tensors.items() if isinstance(t, Operand | Stored)}
+    if not weights:
+        raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, as quantize_together makes them")
+    if both := sorted(set(weights) & set(ignore)):
+        raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
+    floats = {name: t for name, t in tensors.items() if name.removesuffix(".weight") not in weights}
+    matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
+    schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
+    if activations == "float8" and not any(scheme["format"] == FLOAT8 for scheme in schemes.values()):
+        raise ValueError('activations="float8" is for FP8 weights, and none is here; leave it out')
+    outers = {name: float(w.outer) for name, w in weights.items() if w.outer is not None}
+    check_fused({n: json.dumps(s, sort_keys=True) for n, s in schemes.items()}, outers, matrices, fused)
+    written = dict(floats)
+    for name, weight in weights.items():
+        written |= _arrays(name, weight)
+    repair = "quantize the weight itself, or exclude it"
+    check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
+    rules = {w.scaling.rule for w in weights.values() if isinstance(w.scaling, Fp4) and w.scaling.format == "nvfp4"}
+    ignored = list(dict.fromkeys([*ignore, *matrices]))
+    full = {**(config or {}), "quantization_config": _quantization_config(schemes, ignored)}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", **({_RULE: min(rules)} if len(rules) == 1 else {})}
+    safetensors.write(folder / WEIGHTS_FILE, written, metadata)
+    (folder / CONFIG_FILE).write_text(json.dumps(full, indent=2) + "\n")
+
+
+def load_compressed(
+    folder: str | Path, *, global_scale: GlobalScale = "divisor"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors by torch's names, `config.json`) of a folder of the compressed-tensors format.
+
+    Args:
+      folder: with `config.json` and `model.safetensors`, or several files and their index.
+      global_scale: "multiplier" for a file that holds the inverse of what the format says.
+
+    Returns:
+      Quantized weights as `Stored` `[k, n]` under "X.weight", all else as arrays. An FP4 weight has
+      `scaling=Fp4(format)`, with the rule that `save_compressed` noted; scales of activations stay by their names.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: another format, rotated or sparse weights, zero points, NaN scales, a global scale that is inverted,
+        or an unknown choice.
+    """
+    if global_scale not in ("divisor", "multiplier"):
+        raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
+    folder = Path(folder)
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    _check_config(folder, config.get("quantization_config"))
+    arrays: dict[str, np.ndarray] = {}
+    index = folder / INDEX_FILE
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS_FILE]
+    rules = set()
+    for name in names:
+        held, metadata = safetensors.read(folder / name)
+        arrays |= held
+        rules.add(metadata.get(_RULE, "amax"))
+    tensors: dict[str, Any] = {}
+    largest: dict[str, tuple[float, float]] = {}
+    for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
+        operand = _operand(name, arrays, global_scale, min(rules) if len(rules) == 1 else "amax")
+        tensors[name] = Stored(forward=operand, backward=None)
+        if operand.outer is not None:
+            largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
+    other = "divisor" if global_scale == "multiplier" else "multiplier"
+    check_global_scales(largest, _INVERT.format(other=other))
+    return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
+
+
+def _matrix(name: str, weight: Operand | Stored) -> Operand:
+    """The matrix `[n, k]` that a file holds."""
+    operand = weight.for_forward("hi") if isinstance(weight, Stored) else weight
+    operand = operand.settled() if isinstance(operand.scaling, Fp4) else operand.settled().drop_residual()
+    if not name.endswith(".weight"):
+        raise ValueError(f"{name} is quantized, but does not end in .weight, as torch names weights; add it")
+    if operand.values.ndim != 2:
+        raise ValueError(f"{name} is a stack {list(operand.shape)}; give each matrix [n, k] its own name")
+    scaling, dtype = operand.scaling, operand.values.dtype
+    if not isinstance(scaling, Fp4) and dtype != jnp.float8_e4m3fn:
+        raise TypeError(f"{name} is {dtype}, which engines do not multiply; store weights in float8_e4m3fn")
+    if isinstance(scaling, Block) and scaling.tile == "vector":
+        raise TypeError(f'{name} has {scaling}, which compressed-tensors has no FP8 format for; use tile="square"')
+    if isinstance(scaling, Fp4) and (k := operand.shape[-1]) % scaling.block:
+        raise ValueError(
+            f"{name} has k={k}, and {scaling.format}'s blocks of {scaling.block} must divide it in a file; keep this "
+            "weight float, and its module in `ignore`"
+        )
+    return operand
+
+
+def _scheme(name: str, weight: Operand, activations: Activations) -> dict[str, Any]:
+    """A weight's config group, without its targets."""
+    scaling = weight.scaling
+    made: dict[str, Any] = dict(num_bits=8, type="float", symmetric=True, dynamic=False, group_size=None)
+    made |= dict(block_structure=None, actorder=None, scale_dtype=None, zp_dtype=None)
+    inputs = None
+    if isinstance(scaling, Fp4):
+        nvfp4 = scaling.format == "nvfp4"
+        dtype = "torch.float8_e4m3fn" if nvfp4 else "torch.uint8"
+        made |= dict(num_bits=4, strategy="tensor_group" if nvfp4 else "group", group_size=scaling.block)
+        made |= dict(scale_dtype=dtype, zp_dtype=dtype)
+        form = NVFP4 if nvfp4 else MXFP4
+    else:
+        form = FLOAT8
+        made["strategy"] = {Tensor: "tensor", Row: "channel", Block: "block"}[type(scaling)]
+        if isinstance(scaling, Block):
+            made["block_structure"] = [scaling.size, scaling.size]
+        if activations == "float8":
+            inputs = dict(num_bits=8, type="float", symmetric=True, dynamic=True, strategy="token")
+    return dict(format=form, weights=made, input_activations=inputs, output_activations=None)
+
+
+def _quantization_config(schemes: Mapping[str, dict[str, Any]], ignore: list[str]) -> dict[str, Any]:
+    groups: dict[str, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(json.dumps(scheme), []).append(name)
+    formats = {json.loads(scheme)["format"] for scheme in groups}
+    # With one scheme all linear modules but `ignore` have it; with several, each names its modules.
+    targets = [["Linear"]] if len(groups) == 1 else list(groups.values())
+    return dict(
+        quant_method="compressed-tensors",
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        config_groups={
+            f"group_{i}": json.loads(scheme) | dict(targets=names)
+            for i, (scheme, names) in enumerate(zip(groups, targets, strict=True))
+        },
+        ignore=ignore,
+        kv_cache_scheme=None,
+        global_compression_ratio=None,
+    )
+
+
+def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
+    """What a file holds of one weight."""
+    scaling, scale = weight.scaling, np.asarray(weight.scale)
+    values = np.asarray(weight.values)
+    if not isinstance(scaling, Fp4):
+        numbers = np.asarray(scale, np.float32)  # exact, of E8M0 too
+        numbers = numbers.reshape({Tensor: (1,), Row: (-1, 1), Block: numbers.shape}[type(scaling)])
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{name} has a scale that is not finite; quantize finite weights")
+        return {f"{name}.weight": values, f"{name}.weight_scale": numbers}
+    if scaling.tile == "square":
+        scale = np.repeat(scale, scaling.block, axis=0)[: values.shape[0]]
+    _check_bytes(name, scale)
+    if scaling.format == "mxfp4":
+        return {f"{name}.weight_packed": values, f"{name}.weight_scale": scale.view(np.uint8)}
+    outer = np.float32(1 if weight.outer is None else weight.outer)
+    held = {f"{name}.weight_packed": values, f"{name}.weight_scale": scale}
+    return held | {f"{name}.weight_global_scale": divisor_of(name, outer).reshape(1)}
+
+
+def _check_bytes(name: str, scale: np.ndarray) -> None:
+    """Raise where a scale is NaN or, in E4M3, negative: its byte is too large."""
+    bad = _E8M0_NAN if scale.dtype in (np.uint8, SCALE_DTYPE) else _E4M3_NAN
+    if scale.size and (top := int(scale.view(np.uint8).max())) >= bad:
+        raise ValueError(f"{name} has the scale byte 0x{top:x}, a NaN or a negative scale; quantize finite weights")
+
+
+def _top(scale: Any) -> float:
+    """The largest block scale."""
+    return float(np.asarray(scale).astype(np.float32).max(initial=0))
+
+
+def _check_config(folder: Path, found: Any) -> None:
+    """Raise where the weights are not what this module reads."""
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method != "compressed-tensors":
+        raise ValueError(
+            f"{folder / CONFIG_FILE} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
+            "the model with llm-compressor, or load its float weights"
+        )
+    groups = found.get("config_groups", {}).values()
+    named = {group.get("format") or found.get("format") for group in groups if isinstance(group, dict)}
+    known = {NVFP4, MXFP4, FLOAT8, "naive-quantized"}
+    if unknown := named - known:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} has the format {min(map(str, unknown))!r}; use one of {sorted(known)}"
+        )
+    for entry in ("transform_config", "sparsity_config"):
+        inner = found.get(entry) or {}
+        if inner.get("config_groups") or inner.get("format", "dense") != "dense":
+            raise ValueError(f"{folder / CONFIG_FILE} has a {entry}, weights that are rotated or sparse; save without")
+
+
+def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale, rule: Any) -> Operand:
+    """The weight "X.weight" of a file's arrays, which are taken out of them."""
+    if f"{name}_zero_point" in arrays and np.any(arrays.pop(f"{name}_zero_point").astype(np.float32)):
+        raise ValueError(f"{name} has zero points, and no format here has them; quantize it with symmetric=True")
+    scale = arrays.pop(f"{name}_scale")
+    if not {name, f"{name}_packed"} & set(arrays):
+        raise ValueError(f"{name}_scale is there, but neither {name} nor {name}_packed; copy all files")
+    if f"{name}_packed" not in arrays:
+        return _float8(name, arrays.pop(name), scale.astype(np.float32))
+    values = arrays.pop(f"{name}_packed")
+    n, k = values.shape[0], 2 * values.shape[-1]
+    held = arrays.pop(f"{name}_global_scale", None)
+    scaling = Fp4("mxfp4") if held is None else Fp4("nvfp4", rule=rule)
+    dtypes = (np.uint8, SCALE_DTYPE) if held is None else (jnp.float8_e4m3fn,)
+    if values.dtype != np.uint8 or scale.dtype not in dtypes or scale.shape != scaling.scale_shape((n, k)):
+        raise ValueError(
+            f"{name} is {values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}, but "
+            f"{scaling.format} has bytes with scales {np.dtype(dtypes[0])}{list(scaling.scale_shape((n, k)))}; save "
+            "the model in one of the formats that are read here"
+        )
+    _check_bytes(name, scale)
+    packed, scales = jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype))
+    if held is None:
+        return Operand(packed, scales, scaling=scaling)
+    number = np.float32(held.reshape(-1)[0])
+    outer = np.float32(1) / number if global_scale == "divisor" else number
+    if not (np.isfinite(outer) and outer > 0):
+        raise ValueError(f"{name} has the global scale {number}; it must be positive and finite")
+    return Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+
+
+def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
+    """An FP8 weight with one scale, with one for each row, or with one for each square."""
+    if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
+        raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; only matrices of float8_e4m3fn are read")
+    pow2 = bool((np.frexp(scale)[0] == 0.5).all())
+    if scale.size == 1:
+        return Operand(
+            jnp.asarray(values), jnp.asarray(scale.reshape(())), scaling=Tensor("pow2" if pow2 else "float32")
+        )
+    if scale.shape in ((len(values),), (len(values), 1)):
+        return Operand(jnp.asarray(values), jnp.asarray(scale.reshape(-1)), scaling=Row("pow2" if pow2 else "float32"))
+    for size in (32, 64, 128):
+        if pow2 and scale.shape == Block(size).scale_shape(values.shape):
+            return Operand(jnp.asarray(values), jnp.asarray(scale.astype(SCALE_DTYPE)), scaling=Block(size))
+    raise ValueError(
+        f"{name} is {values.dtype}{list(values.shape)} with scales {list(scale.shape)}; use one scale, one for each "
+        "row, or powers of two for squares of 32, 64 or 128"
+    )

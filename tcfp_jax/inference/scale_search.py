@@ -1,0 +1,115 @@
+"""`search_scales`: the FP4 codes and scales of a matrix with the smallest squared error, without any data.
+
+    for every scale of the scales that comes into question, for every block:
+        scale = argmin over every useful scale of  sum_j h_j (w_j - scale outer e2m1(w_j / (scale outer)))^2
+    the scale of the scales is that whose blocks' errors have the smallest sum
+
+h is 1, or the diagonal of the Hessian of a calibration (`tcfp_jax.inference.hessians`): how large the inputs of each
+column are. What is searched has all that the rules of `Fp4` choose, so the error is never above that of a rule.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import check_real
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.inference import blocks
+
+# Of the mean of the diagonal: inputs that a calibration never saw are not worth nothing.
+FLOOR = 0.01
+_Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
+
+
+def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None) -> Operand:
+    """An FP4 operand whose scales leave the smallest squared error of all that the format has.
+
+    Args:
+      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack is searched on its own.
+      scaling: format and tile. The rule "fold_exact" searches the scales that it allows, and "one_level" has no scale
+        of the scales; the others search all.
+      importance: of the columns, `[..., k]`, such as the diagonal of a Hessian; None: all the same.
+
+    Returns:
+      An `Operand` as `quantize_fp4` makes it. A NaN or inf makes its block NaN.
+
+    Raises:
+      TypeError: w is not real floating point.
+      ValueError: w has fewer than two axes, k is odd, or the importance has another shape.
+
+    >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
+    >>> search_scales(w).dequantize().tolist()
+    [[6.5, 4.875, 4.875, -4.875]]
+    """
+    w = check_matrix(w)
+    if importance is not None and importance.shape != (*w.shape[:-2], w.shape[-1]):
+        raise ValueError(
+            f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give one number for each column, "
+            f"{[*w.shape[:-2], w.shape[-1]]}"
+        )
+    weights = jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32) if importance is None else importance
+    search = functools.partial(_search, scaling=scaling)
+    for _ in range(w.ndim - 2):
+        search = jax.vmap(search)
+    return search(w, weights)
+
+
+def check_matrix(w: jax.Array) -> jax.Array:
+    """`w` as an array, where it is a matrix, or a stack of them, that packs into bytes.
+
+    Raises:
+      TypeError: w is not real floating point.
+      ValueError: w has fewer than two axes, or k is odd.
+    """
+    w = jnp.asarray(w)
+    check_real("w", w)
+    if w.ndim < 2:
+        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
+    if w.shape[-1] % 2:
+        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
+    return w
+
+
+@functools.partial(jax.jit, static_argnames="scaling")
+def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
+    tiles = blocks.split(w, scaling)
+    scale, outer = best_scales(tiles, importance, scaling)
+    numbers = blocks.rounded(tiles.values, (scale * outer)[:, None, :, None])
+    return blocks.operand(numbers, scale, outer, tiles.lost, (w, scaling))
+
+
+def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+    """(scales of the tiles, scale of the scales) with the smallest error, float32.
+
+    Args:
+      tiles: of a matrix, from `split`.
+      importance: of its columns, `[k]`.
+      scaling: format and rule.
+    """
+    values = tiles.values
+    amax = jnp.abs(values).max(axis=(1, 3))
+    weights = importance.astype(jnp.float32)
+    weights = jnp.pad(weights + FLOOR * weights.mean(), (0, values.shape[2] * values.shape[3] - len(weights)))
+    weights = weights.reshape(values.shape[2:])
+
+    def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
+        factor = (scale * outer)[:, None, :, None]
+        return jnp.sum(jnp.square(values - blocks.rounded(values, factor) * factor) * weights, axis=(1, 3))
+
+    def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        error = of_scale(scale, outer)
+        return jnp.minimum(best[0], error), jnp.where(error < best[0], scale, best[1])
+
+    def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
+        tried = blocks.candidates(amax, outer, scaling, "search")
+        first = jnp.full_like(amax, jnp.inf), tried[0]
+        error, scale = jax.lax.scan(lambda found, one: (better(found, one, outer), None), first, tried)[0]
+        total = jnp.sum(error)
+        take = total < best[0]
+        return (jnp.minimum(total, best[0]), jnp.where(take, scale, best[1]), jnp.where(take, outer, best[2])), None
+
+    tried = blocks.outers(jnp.max(amax, initial=0), scaling, "search")
+    start = jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0]
+    _, scale, outer = jax.lax.scan(of_outer, start, tried)[0]
+    return jnp.where(amax > 0, scale, 0), outer

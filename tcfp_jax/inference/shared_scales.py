@@ -1,0 +1,174 @@
+"""Scales that several weights share, and the traps of a global scale that is a divisor.
+
+Engines multiply q, k and v, or gate and up, as one matrix with one global scale. vLLM takes the largest of those that
+a file has and multiplies every part by it, in silence, so parts that were quantized apart come out wrong.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
+from pallas_kernels.quantize.api import quantize as quantize_values
+from tcfp_jax.weights.fp4 import quantize_fp4
+
+# Layers that engines multiply as one matrix, by the last part of the names of their modules.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Largest magnitude of a weight that is believed: the largest float16.
+LARGEST = float(np.finfo(np.float16).max)
+_LARGEST_CODE = 6.0
+
+
+def quantize_together(weights: Mapping[str, jax.Array], scaling: Scaling) -> dict[str, Operand]:
+    """Weights that are multiplied as one matrix, quantized as one, so that what a whole matrix shares is the same.
+
+    Args:
+      weights: real floats `[..., n, k]` of any n, contracted along k.
+      scaling: `Fp4(...)`, or an FP8 scaling of `pallas_kernels.operands`.
+
+    Returns:
+      Operands by the same names. NVFP4 operands have one `outer`, and FP8 operands of `Tensor()` one scale.
+
+    Raises:
+      ValueError: no weights, weights that differ in more than n, or squares that would lie across two weights.
+
+    >>> both = quantize_together({"gate": jnp.ones((2, 16)), "up": jnp.full((3, 16), 8.0)}, Fp4())
+    >>> both["gate"].shape, both["up"].shape, bool(both["gate"].outer == both["up"].outer)
+    ((2, 16), (3, 16), True)
+    """
+    shapes = {name: tuple(w.shape) for name, w in weights.items()}
+    if len({(*shape[:-2], *shape[-1:]) for shape in shapes.values()}) != 1 or min(map(len, shapes.values())) < 2:
+        raise ValueError(f"the weights are {shapes}; pass matrices [..., n, k] that differ in n alone")
+    rows = [shape[-2] for shape in shapes.values()]
+    side = _side(scaling)
+    if any(n % side for n in rows[:-1]):
+        raise ValueError(f"the weights are {shapes}, and {scaling} would lie across two of them; use vectors")
+    whole = _quantized(scaling, *weights.values())
+    ends = np.cumsum(rows)
+    return {name: _rows(whole, end - n, end, side) for name, n, end in zip(weights, rows, ends, strict=True)}
+
+
+def _side(scaling: Scaling) -> int:
+    """How many rows share a scale, at least."""
+    if getattr(scaling, "tile", "vector") == "vector":
+        return 1
+    return scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
+    """One operand of all rows."""
+    w = jnp.concatenate(weights, axis=-2)
+    if isinstance(scaling, Fp4):
+        return quantize_fp4(w, scaling)
+    quantized: Callable[[jax.Array], Operand] = lambda w: quantize_values(w, jnp.float8_e4m3fn, scaling).rows
+    for _ in range(w.ndim - 2):
+        quantized = jax.vmap(quantized)
+    return quantized(w)
+
+
+def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
+    """The rows start to end of a matrix or of a stack of them, with their scales."""
+    scaling = whole.scaling
+    values = whole.values[..., start:end, :]
+    if isinstance(scaling, Tensor):
+        return Operand(values, whole.scale, scaling=scaling)
+    of_rows = whole.scaling.scale_shape(whole.shape)
+    axis = len(whole.shape) - 2
+    assert len(of_rows) > axis, "all but Tensor have scales of rows"
+    scale = jax.lax.slice_in_dim(whole.scale, start // side, -(-end // side), axis=axis)
+    return Operand(values, scale, scaling=scaling, outer=whole.outer)
+
+
+def divisor_of(name: str, outer: np.float32) -> np.float32:
+    """The global scale of a file for an `outer`: 1 / outer, so that its reciprocal is `outer` where a float32 is.
+
+    Raises:
+      ValueError: `outer` or its reciprocal is not a positive finite float32.
+
+    >>> divisor_of("w", np.float32(0.25))
+    np.float32(4.0)
+    """
+    one = np.float32(1)
+    with np.errstate(divide="ignore", over="ignore"):
+        near = one / np.float32(outer)
+    if not (np.isfinite(near) and np.isfinite(outer) and near > 0):
+        raise ValueError(
+            f"{name} has outer={outer} and needs the global scale {near} in a file, but both must be positive and "
+            "finite; quantize finite weights whose largest is above 1e-30"
+        )
+    for candidate in (near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0))):
+        if one / candidate == outer:
+            return candidate
+    return near
+
+
+def check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str) -> None:
+    """Raise where most NVFP4 weights have a global scale that looks inverted.
+
+    A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
+    block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
+    7.2e6 / max |w|. A weight is suspect where `6 * s * outer` exceeds the largest float16, 65504, and a file is
+    inverted where more than half of the weights whose global scale is not 1 are suspect: never where half of the
+    weights fit float16, always where the largest values of most weights are below 110.
+
+    Args:
+      largest: by name (largest block scale, `outer` as it was read).
+      repair: what to do.
+
+    Raises:
+      ValueError: most weights are suspect.
+
+    >>> check_global_scales({"w": (448.0, 1e-4)}, "")
+    """
+    judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}
+    suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > LARGEST}
+    if 2 * len(suspect) <= len(judged):
+        return
+    name, (scale, outer) = next(iter(suspect.items()))
+    raise ValueError(
+        f"{name} has block scales up to {scale:g} and the global scale {1 / outer:.6g}, so that its largest value is "
+        f"6 * {scale:g} / {1 / outer:.6g} = {_LARGEST_CODE * scale * outer:.3g}, beyond {LARGEST:g}; with the inverse "
+        f"it is {_LARGEST_CODE * scale / outer:.3g} ({len(suspect)} of {len(judged)} weights are like this): the "
+        f"global scale is inverted, a multiplier in the place of a divisor; {repair}"
+    )
+
+
+def check_fused(
+    schemes: Mapping[str, str], shared: Mapping[str, float], floats: Iterable[str], fused: Sequence[Sequence[str]]
+) -> None:
+    """Raise where layers that engines multiply as one matrix differ in what that matrix has once.
+
+    Args:
+      schemes: how each quantized module is stored, by the name of the module.
+      shared: the `outer` of those that have one.
+      floats: names of modules that stay float.
+      fused: groups of last parts of names.
+
+    Raises:
+      ValueError: two members of a group are stored differently, or have two values of `outer`.
+
+    >>> check_fused({"a.q_proj": "nvfp4", "a.k_proj": "nvfp4"}, {"a.q_proj": 0.5, "a.k_proj": 0.5}, [], FUSED)
+    """
+    known = {**dict.fromkeys(floats, "float"), **schemes}
+    for name in schemes:
+        parent, _, last = name.rpartition(".")
+        for group in fused:
+            if last not in group:
+                continue
+            for other in group:
+                sibling = f"{parent}.{other}" if parent else other
+                if known.get(sibling, schemes[name]) != schemes[name]:
+                    raise ValueError(
+                        f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "
+                        f"{list(group)} as one matrix; store them alike, or pass fused=() for an engine that does not"
+                    )
+                if shared.get(sibling, shared.get(name)) != shared.get(name):
+                    raise ValueError(
+                        f"{name} has outer={shared[name]:.9g} and {sibling} {shared[sibling]:.9g}, but engines "
+                        f"multiply {list(group)} as one matrix with one global scale; quantize them with "
+                        "quantize_together, or pass fused=() for an engine that does not"
+                    )

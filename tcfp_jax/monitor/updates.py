@@ -1,0 +1,109 @@
+"""Whether updates arrive: what rounding made of them, for each stored weight, and which moments stand still.
+
+A learning rate far below the grid of a weight moves few of its entries a step, and with rounding that drops remainders
+none at all; nothing else in a run shows it. `tcfp_jax.optim.adamw(quality="on")` keeps the same numbers in its state.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tcfp_jax.optim.encoding import Format, decode
+from tcfp_jax.optim.moments import found
+from tcfp_jax.optim.steps import Quality, quality_of
+from tcfp_jax.paths import leaves
+from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import is_stored, training_of
+
+__all__ = ["Quality", "stale_moments", "update_quality"]
+
+_MATRIX = Layout((0,), (1,))
+
+
+def update_quality(
+    before: Any, after: Any, updates: Any, weights: Mapping[str, Weight] | None = None
+) -> dict[str, Quality]:
+    """What became of the updates in each stored weight, by path: which share of it moved, and its effective descent.
+
+    Args:
+      before: the parameters; or, of float parameters beside `error_feedback`, `layer_state` of the optimizer's state.
+      after: the same after the step.
+      updates: what was to be added to the parameters, floats.
+      weights: of `layer_state`, what `find_weights` found; None where kernels are `[..., k, n]`.
+
+    Raises:
+      ValueError: there is no float update of a stored weight, or it is no such matrix.
+
+    >>> from tcfp_jax.optim.stored import apply_updates, store
+    >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
+    >>> updates = {"kernel": jnp.full((2, 2), 0.25)}
+    >>> found = update_quality(params, apply_updates(params, updates), updates)["kernel"]
+    >>> float(found.moved), float(found.edq)
+    (1.0, 1.0)
+    """
+    old, new, wanted = leaves(before, is_stored), leaves(after, is_stored), leaves(updates)
+    qualities = {}
+    for path, weight in old.items():
+        if not isinstance(weight, Stored):
+            continue
+        if path not in new or path not in wanted:
+            raise ValueError(
+                f"there is no float update of {path!r}: pass the parameters before and after a step, and the updates "
+                'of an optax transformation; tcfp_jax.optim.adamw writes weights and has quality="on" for these numbers'
+            )
+        if weight.training is not None:
+            layout = training_of(weight).weight.layout
+        else:
+            layout = _MATRIX if path not in (weights or {}) else (weights or {})[path].layout
+        change = layout.stacked(wanted[path].ndim).matrix(wanted[path]).astype(jnp.float32)
+        if change.shape != weight.shape:
+            raise ValueError(
+                f"the update of {path!r} is {list(wanted[path].shape)}, but it is stored as {list(weight.shape)}; pass "
+                "weights=find_weights(model, *inputs)"
+            )
+        qualities[path] = quality_of(weight, new[path], change)
+    return qualities
+
+
+def stale_moments(before: Any, after: Any) -> dict[str, jax.Array]:
+    """The share of each parameter's second moments that a step left as they were, by path, float32.
+
+    With stochastic rounding most of them stay in a single step, as a step changes v by a thousandth and its grid is
+    wider; 1 in every step is a moment that is frozen.
+
+    Args:
+      before: the optimizer's state, of `tcfp_jax.optim.adamw`, optax's Adam, or others with a field `nu`.
+      after: the same after the step.
+
+    Raises:
+      ValueError: the state has no second moments.
+
+    >>> import optax
+    >>> params, tx = {"kernel": jnp.ones(4)}, optax.adam(0.1)
+    >>> _, state = tx.update({"kernel": jnp.asarray([1.0, 0.0, 0.0, 0.0])}, tx.init(params))
+    >>> float(stale_moments(tx.init(params), state)["kernel"])
+    0.75
+    """
+    is_adam = lambda node: hasattr(node, "nu") and hasattr(node, "mu")
+    states = [filter(is_adam, jax.tree.leaves(state, is_leaf=is_adam)) for state in (before, after)]
+    shares: dict[str, jax.Array] = {}
+    for old, new in zip(*states, strict=True):
+        first, second = _moments(old), _moments(new)
+        shares |= {path: jnp.mean((first[path] == v).astype(jnp.float32)) for path, v in second.items()}
+    if not shares:
+        raise ValueError("the optimizer's state has no second moments, a field `nu`; ask for those of Adam's kin")
+    return shares
+
+
+def _moments(state: Any) -> dict[str, jax.Array]:
+    """Second moments by path, of `tcfp_jax.optim.adamw` with their scales."""
+    scales = getattr(state, "nu_scale", {})
+
+    def value(path: str, v: jax.Array) -> jax.Array:
+        form: Format = "ue5m3" if v.dtype == jnp.uint8 else "float32"
+        return decode(form, found(form, v, path.split("/"), scales)) if scales else v
+
+    return {path: value(path, v) for path, v in leaves(state.nu).items() if jnp.ndim(v)}

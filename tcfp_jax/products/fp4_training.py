@@ -1,0 +1,194 @@
+"""FP4 training, emulated: the three products of `y = x W`, each of two NVFP4 operands.
+
+    forward   y[m, n]  = x_q[m, k]  W_q[k, n]      blocks of 16 along k
+    dgrad     dx[m, k] = g_q[m, n]  W_q[k, n]ᵀ     along n
+    wgrad     dW[k, n] = x_q[m, k]ᵀ g_q[m, n]      along the tokens m
+
+No chip but Blackwell multiplies FP4. Here every operand is quantized as it would be there and dequantized exactly: a
+value times its block's scale is a BF16 number (and under "fold_exact" scales an E4M3 number), products of such numbers
+are exact in float32, and the two tensor scales multiply the float32 sum. So a product is that of the dequantized
+operands, but for the order in which float32 adds. Nothing is packed: this trains as FP4 does, not as fast.
+
+What a recipe (`tcfp_jax.recipes.Fp4Training`) does, and what its source does otherwise:
+
+* NVIDIA 2025 ("nvfp4_training"): x in blocks of 16, W in squares of 16 x 16 so that dgrad reads the same numbers, g
+  rounded stochastically in both products, both operands of wgrad rotated by a random Hadamard matrix of 16. NVIDIA
+  draws one vector of signs for ever, here each step draws its own. NVIDIA scales g's blocks to the nearest E4M3 number,
+  which clips the largest value of some; here g's scales are rounded up, because clipping would bias the gradient.
+  Keeping the last blocks of a model in BF16 is for whoever chooses recipes (`tcfp_jax.conversion.last_blocks`).
+* Four over six (Cook et al. 2025): every operand that is rounded to nearest takes amax/6 or amax/4, block by block.
+* Quartet II (Panferov et al. 2026, "quartet2"): forward with four over six and blocks of 16 for x and W. For dgrad and
+  wgrad the forward's *quantized* x and W, and g, are rotated by a Hadamard matrix of 128 with signs of this step, the
+  same for both operands, and quantized by MS-EDEN: to nearest, with steps of 0.93 * 17/16 amax/6; then a factor for
+  each 128 values, <x, x> / <x, Q(x)>, multiplies their block scales, which are rounded stochastically to E4M3. The
+  factor is that of the values themselves; the authors' emulation weights blocks by the inverse of their scales, and
+  their kernels correct each block alone. Not implemented: tensor scales from the step before, and FP4 kernels.
+
+Random bits come from a key and the index of a value (`pallas_kernels.counter`): forward and backward pass of one call
+agree under jit and remat, calls with other keys differ, and no mesh changes them. The key is saved for the backward
+pass. Rounding has the straight-through gradient.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from pallas_kernels.dispatch import Key, note
+from pallas_kernels.matmul.api import matmul as multiply
+from pallas_kernels.operands import Operand, Tensor
+from tcfp_jax.products.fp4_rounding import Fp4Values, along, signs, squares, stream, words_of
+from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.recipes import Fp4Training, Product, Recipe
+
+# The streams of a product's bits.
+_SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
+
+
+def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
+    """`x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w `[k, n]`.
+
+    Args:
+      key: of random bits; without it a product can be computed where the forward pass draws none, and not be
+        differentiated where the backward pass does.
+
+    Raises:
+      ValueError: there is no key, and the forward pass draws bits; or it is asked for a gradient that draws some.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> product(recipe("nvfp4_training"), jnp.ones((2, 16)), jnp.full((16, 3), 0.5), jax.random.key(0)).tolist()
+    [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
+    """
+    if key is None and recipe.draws == "forward":
+        raise ValueError(_missing_key(recipe))
+    if key is None and recipe.draws == "backward":
+        x, w = _keyless(recipe, x), _keyless(recipe, w)
+    return _product(recipe, x, w, None if key is None else words_of(key))
+
+
+def _missing_key(recipe: Recipe) -> str:
+    return (
+        f"{recipe.fp4} draws random bits, and got no key; pass one that differs at each step: key= of tcfp_jax.matmul, "
+        'rngs={"tcfp": key} of a Linen model\'s apply, product_key= of a transformed function, rngs= of an NNX layer'
+    )
+
+
+# Not a check in the rule of `_product`: see `tcfp_jax.products.layer._constant`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
+    """The operand itself, of which no gradient may be asked."""
+    return operand
+
+
+@_keyless.defjvp
+def _refuse(recipe: Recipe, primals: Any, tangents: Any) -> Any:
+    raise ValueError(_missing_key(recipe))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Saved:
+    """What the backward pass needs: numbers, BF16 or NVFP4, key words, and the shape of w and dtypes of x and w."""
+
+    x: Any
+    w: Any
+    words: jax.Array | None
+    shape: tuple[int, int] = field(metadata=dict(static=True))
+    dtypes: tuple[Any, Any] = field(metadata=dict(static=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> jax.Array:
+    return _forward(recipe, x, w, words)[0]
+
+
+def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
+    how = _how(recipe)
+    reused = how.backward == "reused"
+    kept_x: Any
+    kept_w: Any
+    with jax.named_scope("quantize_w"):
+        w_q = squares(w, how.scale_rule) if reused else along(w, 0, how.scale_rule)
+        w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), w_q)
+    if how.forward_operands == "bf16":
+        with jax.named_scope("forward"):
+            kept_x, kept_w = x.astype(jnp.bfloat16), w_q if reused else w.astype(jnp.bfloat16)
+            y = _dot(kept_x, w.astype(jnp.bfloat16), x.ndim - 1, 0)
+    else:
+        with jax.named_scope("quantize_x"):
+            rounding = how.activation_rounding
+            x_q = along(x, -1, how.scale_rule, rounding, _bits(words, _X_FORWARD))
+        with jax.named_scope("forward"):
+            y = _multiply(x_q, w_q, (x.ndim - 1, 0), recipe, recipe.forward, x.dtype)[..., : w.shape[1]]
+        kept_x, kept_w = x.astype(jnp.bfloat16) if reused else x_q, w_q
+    kept_x = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept_x)
+    return y.astype(x.dtype), _Saved(kept_x, kept_w, words, (w.shape[0], w.shape[1]), (x.dtype, w.dtype))
+
+
+def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    how, words, (k, n) = _how(recipe), saved.words, saved.shape
+    reused, rounding = how.backward == "reused", how.gradient_rounding
+    quantized = lambda x, axis, number, turn: along(x, axis, how.scale_rule, rounding, _bits(words, number), turn)
+    with jax.named_scope("dgrad"):
+        turn = signs(_bits(words, _SIGNS_DGRAD), how.hadamard) if how.rotation == "backward" else None
+        g_q = quantized(g, -1, _G_DGRAD, turn)
+        w_q = saved.w if reused else _again(saved.w, lambda w: quantized(w[:, :n], 1, _W_DGRAD, turn))
+        dx = _multiply(g_q, w_q, (g.ndim - 1, 1), recipe, recipe.dgrad, saved.dtypes[0])
+    with jax.named_scope("wgrad"):
+        turn = None if how.rotation == "none" else signs(_bits(words, _SIGNS_WGRAD), how.hadamard)
+        tokens = lambda x: x.reshape(-1, x.shape[-1])
+        g_q = quantized(tokens(g), 0, _G_WGRAD, turn)
+        if reused:
+            x_q = along(tokens(saved.x), 0, how.scale_rule, how.activation_rounding, _bits(words, _X_WGRAD), turn)
+        else:
+            x_q = _again(saved.x, lambda x: quantized(tokens(x), 0, _X_WGRAD, turn))
+        dw = _multiply(x_q, g_q, (0, 0), recipe, recipe.wgrad, saved.dtypes[1])
+    return dx[..., :k], dw[:k], None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _how(recipe: Recipe) -> Fp4Training:
+    assert recipe.fp4 is not None, "the caller looked"
+    return recipe.fp4
+
+
+def _bits(words: jax.Array | None, number: int) -> Any:
+    return None if words is None else stream(words, number)
+
+
+def _again(numbers: Any, quantized: Callable[[jax.Array], Fp4Values]) -> Fp4Values:
+    """Numbers of the forward pass, quantized again; a tensor scale that they have is kept apart."""
+    if not isinstance(numbers, Fp4Values):
+        return quantized(numbers)
+    found = quantized(numbers.values)
+    return Fp4Values(found.values, found.outer * numbers.outer)
+
+
+def _multiply(a: Fp4Values, b: Fp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any) -> jax.Array:
+    """The product of dequantized operands over an axis of each, summed in float32."""
+    if how == "bf16":
+        return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
+    # Exact: fold-exact scales keep values within E4M3. They are written as they lie, in one byte each, and then turned:
+    # XLA would turn what is rotated, in float32.
+    lying = [Layout(tuple(range(operand.values.ndim))) for operand in (a, b)]
+    written = with_layout_constraint([operand.values.astype(jnp.float8_e4m3fn) for operand in (a, b)], lying)
+    left, right = (jnp.moveaxis(values, axis, -1) for values, axis in zip(written, axes, strict=True))
+    options: Any = dict(out_dtype=dtype, accumulation=how, backend=recipe.backend)
+    one_scale = Tensor("float32")
+    return multiply(Operand(left, a.outer, scaling=one_scale), Operand(right, b.outer, scaling=one_scale), **options)
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """A BF16 product over an axis of each, float32."""
+    k = a.shape[a_axis]
+    note(Key("dot_general", "float32", (a.size // max(1, k), k, b.size // max(1, k))), a, b)
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

@@ -1,0 +1,82 @@
+"""`quantize_fp4`: a matrix as an FP4 operand; the format library rounds, and this module lays out what it found."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.checks import check_real
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.formats.datatypes import DataType, datatype
+from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4
+from tcfp_jax.formats.packing import pack
+
+
+def datatype_of(scaling: Fp4) -> DataType:
+    """The format library's name of an FP4 scaling.
+
+    >>> datatype_of(Fp4()).name, datatype_of(Fp4("mxfp4")).name
+    ('e2m1f_e4m3fn_t16_float32', 'e2m1f_e8m0_t32')
+    """
+    size = f"t{scaling.block}"
+    tile = size if scaling.tile == "vector" else f"{size}_{size}"
+    if scaling.format == "mxfp4":
+        return datatype("e2m1f", f"e8m0_{tile}")
+    return datatype("e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32"))
+
+
+def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = None) -> Operand:
+    """A matrix, contracted along its last axis, as E2M1 codes in blocks with scales.
+
+    Args:
+      w: real floats `[..., n, k]`; each matrix of a stack has an `outer` of its own. k is even; a last block may be
+        short.
+      scaling: format, tile and rule.
+      key: rounds stochastically, so that E[dequantized] = w.
+
+    Returns:
+      An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
+
+    Raises:
+      TypeError: w is not real floating point.
+      ValueError: w has fewer than two axes, or k is odd.
+
+    >>> w = quantize_fp4(jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]]))
+    >>> w.shape, w.values.dtype, float(abs(w.dequantize()[0] - jnp.array([6.0, -3.0, 0.5, 0.0])).max()) < 1e-6
+    ((2, 4), dtype('uint8'), True)
+    """
+    w = jnp.asarray(w)
+    check_real("w", w)
+    if w.ndim < 2:
+        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
+    if w.shape[-1] % 2:
+        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
+    packed = functools.partial(_matrix, scaling)
+    for _ in range(w.ndim - 2):
+        packed = jax.vmap(packed)
+    return packed(w) if key is None else packed(w, jax.random.split(key, w.shape[:-2]) if w.ndim > 2 else key)
+
+
+def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
+    n, k = w.shape
+    # A tile of the format library is no longer than its axis; zeros change no block's largest value.
+    short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
+    # Not saturated, as casts do: what is not finite must be seen.
+    w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
+    if key is None and scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
+        found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
+        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=found.outer)
+    options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
+    rounding: Any = {} if key is None else dict(roundmode="stochastic", key=key)
+    packed = pack(w, datatype_of(scaling), **options, **rounding)
+    assert packed.scales is not None, "FP4 has scales"
+    scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
+    outer = None
+    if scaling.has_outer:
+        outer = jnp.ones((), jnp.float32)
+        if packed.outer is not None:
+            outer = lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32)
+    values = packed.values.reshape(w.shape[0], w.shape[1] // 2)[:n, : k // 2]
+    return Operand(values, scale, scaling=scaling, outer=outer)

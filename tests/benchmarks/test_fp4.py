@@ -1,0 +1,25 @@
+"""The benchmark of FP4 products: it checks every product, counts bits, and times what it checked."""
+
+import pytest
+
+from benchmarks import common, fp4
+from pallas_kernels.operands import Fp4
+
+
+def test_a_smoke_run_checks_and_times_every_product(tmp_path):
+    rows = common.main(fp4.NAME, ["--smoke", "--out", str(tmp_path)])
+    assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + ["dgrad"] * 2
+    for row in rows:
+        scaling = next((scaling for name, scaling, _ in fp4.KINDS if name == row.kind), None)
+        # A matrix of this size notices its one float32.
+        extra = 32 / (row.k * row.n) if scaling == Fp4() else 0
+        assert row.weight_bits == (16 if scaling is None else scaling.bits((row.n, row.k)) + extra)
+        assert (row.snr_db is None) == (row.kind == fp4.BASELINE) and row.copies > 1
+    assert "| decode | 2 | 64 × 32 | W4A16 mxfp4 | `xla` |" in fp4.table(common.read_result(fp4.NAME, tmp_path))
+
+
+def test_a_wrong_product_is_not_timed(monkeypatch):
+    monkeypatch.setitem(fp4.LEAST_SNR_DB, "W4A16", 500.0)
+    cases = (("decode", (64, 32), (2,)),)
+    with pytest.raises(ArithmeticError, match=r"less than 500\.0 dB; nothing is timed"):
+        list(fp4.measure(fp4.Config(cases, cold_bytes=10_000, rounds=1, calls=2)))

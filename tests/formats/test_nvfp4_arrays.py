@@ -1,0 +1,115 @@
+"""NVFP4 in arrays: what packing stores, and the one-pass kernel in Pallas's interpreter with the definition's bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import counter
+from tcfp_jax import formats
+from tcfp_jax.formats import nvfp4_kernel, quantize_nvfp4
+from tcfp_jax.formats.codes import decode
+from tcfp_jax.formats.numbers import number
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import compile_for, h200s, on
+from tests.formats_oracles import QUICK, same
+
+SHAPE = (64, 64)
+SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
+CASES = [
+    ("amax", {}), ("amax", {"amax": 3.0}), ("four_over_six", {}), ("fold_exact", {}),
+    ("amax", {"signs": SIGNS, "key": counter.keys(7)}), ("fold_exact", {"key": counter.keys(7)}),
+]  # fmt: skip
+
+
+def awkward(dtype):
+    """Rows of many magnitudes, and tiles with zeros, NaN, infinities, an outlier and values without weight."""
+    random = np.random.default_rng(0)
+    x = np.ldexp(random.standard_normal(SHAPE), random.integers(-14, 3, (SHAPE[0], 1))).astype(np.float32)
+    x[0], x[1, 3], x[2, 5], x[3, 7], x[4, :16], x[5, 1] = 0, np.nan, np.inf, 1e4, -0.0, -np.inf
+    x[6, :16], x[7, :16], x[8, :16] = 1e-39, 1e-30, 1e-12
+    # Exact ties: integers and halves of the scale 1 of their tile, under an outer scale of 1.
+    x[16:] = random.integers(-12, 13, (48, 64)) / np.float32(2)
+    x[16:, ::16], x[63, 63] = 6, 2688
+    return jnp.asarray(x).astype(dtype)
+
+
+def same_codes(got, expected):
+    """Equal bit for bit in every array."""
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=lambda value: "-".join(value) or None)
+def test_the_kernel_has_the_bits_of_the_definition(rule, options):
+    x = awkward("bfloat16" if rule == "four_over_six" else "float32")
+    assert nvfp4_kernel.serves(x.shape, x.dtype)
+    both = lambda x: [quantize_nvfp4(x, rule=rule, interpret=interpret, **options) for interpret in (True, False)]
+    got, expected = jax.jit(both, compiler_options=QUICK)(x)
+    assert same_codes(got, expected)
+    assert got.codes.shape == (64, 32) and got.scales.shape == (64, 4) and got.outer.shape == ()
+
+
+@pytest.mark.parametrize(("tile", "shape"), [("vector", (5, 50)), ("square", (40, 36))])
+def test_arrays_hold_the_cast(tile, shape):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
+    made = quantize_nvfp4(x, rule="four_over_six", tile=tile)
+    rows = shape[0] if tile == "vector" else -(-shape[0] // 16)
+    assert made.codes.shape == (shape[0], shape[1] // 2) and made.scales.shape == (rows, -(-shape[1] // 16))
+    scales = jnp.repeat(made.scales.astype(jnp.float32), 16, 1)[:, : shape[1]]
+    scales = scales if tile == "vector" else jnp.repeat(scales, 16, 0)[: shape[0]]
+    nibbles = jnp.stack([made.codes & 15, made.codes >> 4], -1).reshape(shape).astype(jnp.uint32)
+    datatype = formats.nvfp4 if tile == "vector" else formats.nvfp4s
+    expected = formats.cast(x, datatype, scalemode="four_over_six")
+    assert same(decode(nibbles, number("e2m1f")) * (scales * made.outer), expected)
+
+
+def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
+    x = awkward("float32")
+    assert jnp.isnan(quantize_nvfp4(x, amax=jnp.inf).outer)
+    first, second = (quantize_nvfp4(x, key=counter.keys(seed)).codes for seed in (1, 2))
+    assert (first != second).mean() > 0.05
+    # A device that holds the lower half knows where it begins: the index of its first tile is 128.
+    starts, shapes = jnp.asarray([32, 0], jnp.uint32), ((32, 4), (64, 4))
+    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), starts, shapes)
+    assert np.array_equal(places, 16 * (128 + np.arange(128)))
+    starts, shapes = jnp.asarray([0, 2], jnp.uint32), ((64, 2), (64, 4))
+    places = nvfp4_kernel._first(jnp.arange(128, dtype=jnp.uint32), starts, shapes)
+    assert np.array_equal(places.reshape(64, 2), 16 * (4 * np.arange(64)[:, None] + [2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"x": jnp.zeros((2, 32), jnp.int32)}, TypeError, "real floats"),
+        ({"x": jnp.zeros((2, 31))}, ValueError, "pairs"),
+        ({"rule": "max"}, ValueError, "rule='max' is unknown"), ({"tile": "row"}, ValueError, "tile='row'"),
+        ({"tile": "square", "signs": SIGNS}, ValueError, "drop signs="),
+        ({"x": jnp.zeros((2, 24)), "signs": SIGNS}, ValueError, "drop signs="),
+    ],
+)  # fmt: skip
+def test_bad_input_raises(change, error, why):
+    with pytest.raises(error, match=why):
+        quantize_nvfp4(**({"x": jnp.zeros((16, 32))} | change))
+
+
+def test_other_shapes_and_dtypes_take_the_definition():
+    assert not nvfp4_kernel.serves((64, 40), jnp.dtype("float32")) and not nvfp4_kernel.serves((), jnp.dtype("float32"))
+    assert not nvfp4_kernel.serves((64, 64), jnp.dtype("float16")) and not nvfp4_kernel.serves((8, 64), jnp.bfloat16)
+
+
+@pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_on_an_h200_it_is_one_kernel(rotation):
+    """And nothing of x's size beside it; with a rotation a second one finds the amax, and writes a quarter of x."""
+    mesh = h200s(1)
+    x, word = on(mesh, (4096, 4096), jnp.bfloat16), on(mesh, (), jnp.uint32)
+
+    def run(x, amax, k0, k1):
+        if rotation == "none":
+            return quantize_nvfp4(x, rule="fold_exact", amax=amax)
+        return quantize_nvfp4(x, signs=SIGNS, key=(k0, k1))
+
+    compiled = compile_for(mesh, run, x, on(mesh, (), jnp.float32), word, word)
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] * (1 if rotation == "none" else 2)
+    assert compiled.temporary_bytes <= (4096 if rotation == "none" else 4096 * 4096 // 4 + 4096)

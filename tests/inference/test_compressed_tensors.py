@@ -1,0 +1,153 @@
+"""Folders that the compressed-tensors package and Transformers read, and one that compressed-tensors wrote.
+
+They bring torch, so they are no part of `.[test]`: `pip install -e .[export-test]` in an environment of its own.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.llama import Llama, LlamaConfig
+from pallas_kernels.operands import Fp4, Operand, Row, Tensor
+from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
+from tcfp_jax.inference.shared_scales import quantize_together
+
+REASON = "compressed-tensors brings torch; install .[export-test] in an environment of its own"
+torch = pytest.importorskip("torch", reason=REASON)
+files = pytest.importorskip("safetensors.torch", reason=REASON)
+peer = pytest.importorskip("compressed_tensors.quantization", reason=REASON)
+scales = pytest.importorskip("compressed_tensors.quantization.utils", reason=REASON)
+compressors = pytest.importorskip("compressed_tensors.compressors", reason=REASON)
+transformers = pytest.importorskip("transformers", reason=REASON)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of other packages
+
+CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
+TOKENS = np.arange(12)[None] * 7 % 256
+SCALINGS = [Fp4(), Fp4(rule="one_level"), Fp4(tile="square"), Fp4("mxfp4"), Tensor(), Row()]
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Flax's norms promote bfloat16."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+
+
+def bits(x):
+    """A torch tensor or an array as float32's bits."""
+    x = x.detach().float().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float32)
+    return x.view(np.uint32)
+
+
+def decoded(folder, name):
+    """A weight as the package decodes it: bfloat16 of FP4, float32 of FP8."""
+    config = peer.QuantizationConfig.model_validate(
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+    )
+    (scheme,) = config.config_groups.values()
+    held = files.load_file(folder / "model.safetensors")
+    part = {key.removeprefix(f"{name}."): value for key, value in held.items() if key.startswith(f"{name}.")}
+    return compressors.BaseCompressor.get_value_from_registry(scheme.format).decompress(part, scheme)["weight"]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_the_package_decodes_a_weight_to_the_same_bits(tmp_path, scaling, llama):
+    tensors = to_huggingface(llama, CONFIG, scaling)
+    save_compressed(tmp_path, tensors, config=llama_dict(CONFIG))
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        operand = tensors[f"{name}.weight"]
+        theirs = decoded(tmp_path, name)
+        exact = np.asarray(operand.dequantize())
+        if operand.outer is not None:
+            # Their arithmetic is number * (scale / global), ours number * (scale * outer): the same but for the
+            # rounding of an inverse, which the two rounded to bfloat16 seldom show.
+            held = files.load_file(tmp_path / "model.safetensors")
+            inverse = held[f"{name}.weight_global_scale"].numpy()
+            plain = Operand(operand.values, operand.scale, scaling=operand.scaling, outer=jnp.float32(1))
+            scale = np.asarray(plain.scale_of_values()) / inverse
+            numbers = np.asarray(plain.dequantize()) / np.asarray(plain.scale_of_values())
+            np.testing.assert_allclose(numbers * scale, exact, rtol=2**-22)
+            exact = numbers * scale
+        wanted = exact.astype(ml_dtypes.bfloat16) if isinstance(scaling, Fp4) else exact
+        np.testing.assert_array_equal(bits(theirs), bits(wanted))
+        back = load_compressed(tmp_path)[0][f"{name}.weight"].forward
+        np.testing.assert_array_equal(np.asarray(back.values), np.asarray(operand.values))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
+    save_compressed(tmp_path, to_huggingface(llama, CONFIG, scaling, jnp.float32), config=llama_dict(CONFIG, "float32"))
+    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=asked)
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS)).logits.numpy()
+    found, config = load_compressed(tmp_path)
+    # The package gives FP4 weights in bfloat16, which holds number * scale but rounds the product with the outer.
+    dtype = jnp.bfloat16 if isinstance(scaling, Fp4) else jnp.float32
+    plain = {
+        n: t.forward.dequantize(dtype).astype(jnp.float32) if hasattr(t, "forward") else t for n, t in found.items()
+    }
+    ours = Llama(llama_config(config), "float32").apply(from_huggingface(plain, CONFIG), TOKENS)
+    assert float(theirs.std()) > 0.05
+    np.testing.assert_allclose(np.asarray(ours), theirs, atol=2e-6)
+    if isinstance(scaling, Fp4) and scaling == Fp4(scaling.format):
+        # W4A16: the codes of the file are what our products read, beside activations in bfloat16.
+        model = convert_to_tcfp(Llama(CONFIG), scaling.format, jnp.asarray(TOKENS), include=("linear", "small"))
+        served = model.apply(from_huggingface(found, CONFIG), TOKENS)
+        np.testing.assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())
+    other = Llama(CONFIG, "float32").apply({"params": llama}, TOKENS)
+    assert abs(np.asarray(other) - theirs).max() > 0.1 * theirs.std() or not isinstance(
+        scaling, Fp4
+    )  # the weights are quantized indeed
+
+
+@pytest.mark.parametrize(("preset", "format"), [("NVFP4A16", "nvfp4"), ("MXFP4A16", "mxfp4")])
+def test_a_file_of_the_package_is_read(tmp_path, preset, format):
+    """Quantized with its own scales and written by its own compressor, as llm-compressor does."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    scheme = peer.preset_name_to_scheme(preset, ["Linear"])
+    blocks = weight.reshape(32, -1, scheme.weights.group_size)
+    shared = scales.generate_gparam(weight.min(), weight.max()) if format == "nvfp4" else None
+    scale, _ = scales.calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=shared)
+    if format == "mxfp4":
+        scale = scale.float() if scale.dtype != torch.uint8 else torch.exp2(scale.float() - 127)
+    state = dict(weight=weight, weight_scale=scale) | ({} if shared is None else dict(weight_global_scale=shared))
+    compressor = compressors.BaseCompressor.get_value_from_registry(f"{format}-pack-quantized")
+    packed = compressor.compress(state, scheme)
+    files.save_file(
+        {f"up_proj.{name}": tensor.contiguous() for name, tensor in packed.items()}, tmp_path / "model.safetensors"
+    )
+    config = peer.QuantizationConfig(config_groups={"group_0": scheme}, format=f"{format}-pack-quantized")
+    (tmp_path / "config.json").write_text(json.dumps(dict(quantization_config=json.loads(config.model_dump_json()))))
+    operand = load_compressed(tmp_path)[0]["up_proj.weight"].forward
+    assert operand.scaling == Fp4(format)
+    theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
+    np.testing.assert_allclose(np.asarray(operand.dequantize()), theirs, rtol=2**-8)
+    # A weight that is written again has the package's bytes.
+    save_compressed(tmp_path / "again", {"up_proj.weight": operand})
+    again = files.load_file(tmp_path / "again/model.safetensors")
+    for name, tensor in packed.items():
+        assert torch.equal(again[f"up_proj.{name}"].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def test_the_package_shares_the_scale_that_we_share():
+    """llm-compressor gives fused layers the global scale of their largest value, and so do we."""
+    parts = {name: np.random.default_rng(seed).standard_normal((16, 32)).astype(np.float32) for seed, name in
+             enumerate(("q", "k"))}  # fmt: skip
+    ours = quantize_together({name: jnp.asarray(w) for name, w in parts.items()}, Fp4())
+    both = torch.tensor(np.concatenate(list(parts.values())))
+    np.testing.assert_allclose(
+        float(ours["q"].outer), 1 / scales.generate_gparam(both.min(), both.max()).item(), rtol=2**-22
+    )

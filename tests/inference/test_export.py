@@ -1,0 +1,384 @@
+"""Folders that other engines read, byte by byte and without torch: what is written, read and refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors as peer
+import safetensors.numpy as peer_numpy
+
+import tcfp_jax
+from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.llama import Llama, LlamaConfig
+from pallas_kernels.operands import Block, Fp4, Operand, Row, Tensor
+from tcfp_jax import paths
+from tcfp_jax.conversion import convert_to_tcfp, find_weights
+from tcfp_jax.inference import safetensors
+from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
+from tcfp_jax.inference.shared_scales import divisor_of, quantize_together
+from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
+NAME = "model.layers.0.mlp.down_proj"
+
+
+def matrix(n=32, k=64, seed=0, amax=None):
+    w = np.random.default_rng(seed).standard_normal((n, k)).astype(np.float32)
+    return jnp.asarray(w if amax is None else w * np.float32(amax / abs(w).max()))
+
+
+def blank(n):
+    values, scale = jnp.zeros((n, 32), jnp.uint8), jnp.ones((n, 4), jnp.float8_e4m3fn)
+    return Stored(Operand(values, scale, scaling=Fp4(), outer=jnp.float32(0.5)), None)
+
+
+def saved(folder, operand, **options):
+    save_compressed(folder, {f"{NAME}.weight": operand}, **options)
+    return peer.deserialize((folder / "model.safetensors").read_bytes())
+
+
+def decoded(entries):
+    """A weight by the format's description: an oracle that shares no line with what reads and writes."""
+    held = {name.removeprefix(f"{NAME}.weight"): entry for name, entry in entries}
+    numbers = lambda e, dtype: np.frombuffer(e["data"], dtype).reshape(e["shape"]).astype(np.float32)
+    scale = held["_scale"]
+    if "_packed" not in held:
+        values, scales = numbers(held[""], ml_dtypes.float8_e4m3fn), numbers(scale, np.float32)
+        sides = [1 if s == 1 else -(-n // s) for n, s in zip(values.shape, scales.shape)] if scales.ndim == 2 else []
+        for axis, side in enumerate(sides):
+            if scales.shape[axis] > 1:
+                scales = np.repeat(scales, side, axis)
+        return values * scales
+    packed = np.frombuffer(held["_packed"]["data"], np.uint8).reshape(held["_packed"]["shape"])
+    values = np.empty((packed.shape[0], 2 * packed.shape[1]), np.float32)
+    values[:, ::2], values[:, 1::2] = E2M1[packed & 15], E2M1[packed >> 4]
+    if "_global_scale" in held:
+        assert (scale["dtype"], held["_global_scale"]["shape"]) == ("F8_E4M3", [1])
+        scales = numbers(scale, ml_dtypes.float8_e4m3fn) / numbers(held["_global_scale"], np.float32)
+    else:
+        assert scale["dtype"] == "U8"
+        scales = np.exp2(numbers(scale, np.uint8) - 127)
+    return values * np.repeat(scales, values.shape[1] // scales.shape[1], 1)
+
+
+FP4 = [
+    Fp4(), Fp4(tile="square"), Fp4(rule="one_level"), Fp4("mxfp4"), Fp4("mxfp4", tile="square"),
+]  # fmt: skip
+FP8 = [Tensor(), Tensor("float32"), Row(), Block(32)]
+
+
+@pytest.mark.parametrize("scaling", FP4 + FP8, ids=str)
+def test_a_weight_is_written_as_the_format_says_and_read_as_it_was(tmp_path, scaling):
+    operand = quantize_together({"w": matrix()}, scaling)["w"]
+    entries = saved(tmp_path, operand)
+    wanted = np.asarray(operand.dequantize())
+    # number * (scale / global) and number * (scale * outer): the two roundings of an outer and of its inverse.
+    np.testing.assert_allclose(decoded(entries), wanted, rtol=2**-22)
+    if operand.outer is None or float(operand.outer) == 1:
+        np.testing.assert_array_equal(decoded(entries), wanted)
+    assert dict(entries)[f"{NAME}.weight_scale"]["dtype"] == {
+        "nvfp4": "F8_E4M3", "mxfp4": "U8", None: "F32"
+    }[getattr(scaling, "format", None)]  # fmt: skip
+    tensors, config = load_compressed(tmp_path)
+    back = tensors[f"{NAME}.weight"]
+    assert back.shape == operand.shape[::-1]
+    if getattr(scaling, "tile", "") == "square" and isinstance(scaling, Fp4):
+        scaling = Fp4(scaling.format)  # a file has a scale for each vector
+    assert back.scaling == scaling
+    np.testing.assert_allclose(np.asarray(back.dequantize()).T, wanted, rtol=2**-22)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"] and group["weights"]["num_bits"] == (4 if isinstance(scaling, Fp4) else 8)
+    again = tmp_path / "again"
+    save_compressed(again, {f"{NAME}.weight": back})
+    assert (again / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_of_split_weights_the_larger_half_is_written(tmp_path):
+    stored = quantize_weight(matrix().T, tcfp_jax.recipe("tcfp12"))[0]
+    assert stored.has_residual
+    forward = stored.for_forward("hi")
+    np.testing.assert_array_equal(decoded(saved(tmp_path, stored)), np.asarray(forward.dequantize()))
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "float-quantized" and config["config_groups"]["group_0"]["input_activations"] is None
+    saved(tmp_path, stored, activations="float8")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+
+
+def test_weights_that_are_multiplied_as_one_share_one_scale(tmp_path):
+    parts = {name: matrix(n, 32, seed) * 10.0**seed for seed, (name, n) in enumerate([("q", 32), ("k", 16), ("v", 16)])}
+    together = quantize_together(parts, Fp4())
+    whole = quantize_fp4(jnp.concatenate(list(parts.values())), Fp4())
+    joined = np.concatenate([np.asarray(w.dequantize()) for w in together.values()])
+    np.testing.assert_array_equal(joined, np.asarray(whole.dequantize()))
+    assert len({float(w.outer) for w in together.values()}) == 1
+    stacks = quantize_together({name: jnp.stack([w, 2 * w]) for name, w in parts.items()}, Fp4())
+    for name, w in stacks.items():
+        np.testing.assert_array_equal(np.asarray(w.dequantize()[0]), np.asarray(together[name].dequantize()))
+    scales = quantize_together(parts, Tensor())
+    assert scales["q"].scale == scales["k"].scale == tcfp_jax.quantize(parts["v"]).scale
+    names = {name: f"model.layers.0.self_attn.{name}_proj.weight" for name in parts}
+    save_compressed(tmp_path, {names[name]: w for name, w in together.items()})
+    apart = {names[n]: dataclasses.replace(w, outer=w.outer * 2**i) for i, (n, w) in enumerate(together.items())}
+    with pytest.raises(ValueError, match=r"has outer=\S+ and \S+ \S+, but .* quantize_together"):
+        save_compressed(tmp_path, apart)
+    save_compressed(tmp_path, apart, fused=())
+    with pytest.raises(ValueError, match=r"as .*nvfp4.* as float, but engines"):
+        save_compressed(tmp_path, {names["q"]: apart[names["q"]], names["k"]: parts["k"]})
+    with pytest.raises(ValueError, match="differ in n alone"):
+        quantize_together({"q": parts["q"], "k": matrix(16, 16)}, Fp4())
+    with pytest.raises(ValueError, match="across two of them"):
+        quantize_together({"q": matrix(8, 32), "k": matrix(16, 32)}, Fp4(tile="square"))
+
+
+def change(folder, changed):
+    """The file again, with other arrays."""
+    arrays, metadata = safetensors.read(folder / "model.safetensors")
+    arrays = {name: np.array(array) for name, array in arrays.items()}
+    changed(arrays)
+    safetensors.write(folder / "model.safetensors", arrays, metadata)
+
+
+def inverted(arrays):
+    for name in arrays:
+        if name.endswith("global_scale"):
+            arrays[name] = np.float32(1) / arrays[name]
+
+
+@pytest.mark.parametrize("amax", [0.02, 1.0, 100.0])
+def test_an_inverted_global_scale_is_detected(tmp_path, amax):
+    operand = quantize_fp4(matrix(amax=amax))
+    saved(tmp_path, operand)
+    change(tmp_path, inverted)
+    with pytest.raises(ValueError, match=r"largest value is 6 \* \d+ / .*beyond 65504.*inverted.*multiplier"):
+        load_compressed(tmp_path)
+    back = load_compressed(tmp_path, global_scale="multiplier")[0][f"{NAME}.weight"]
+    np.testing.assert_allclose(np.asarray(back.dequantize()).T, np.asarray(operand.dequantize()), rtol=2**-22)
+    change(tmp_path, inverted)
+    with pytest.raises(ValueError, match=r"inverted.*global_scale=\"divisor\""):
+        load_compressed(tmp_path, global_scale="multiplier")
+    load_compressed(tmp_path)
+
+
+@pytest.mark.parametrize("amax", [1e-20, 1e-3, 5e3, 65e3])
+def test_right_global_scales_are_never_taken_for_inverted(tmp_path, amax):
+    saved(tmp_path, quantize_fp4(matrix(amax=amax)))
+    load_compressed(tmp_path)
+
+
+def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
+    big = quantize_fp4(matrix(amax=1e6))
+    with pytest.raises(ValueError, match="inverted"):
+        saved(tmp_path, big)
+    three = {f"{NAME}.weight": big, **{f"layer.{i}.weight": quantize_fp4(matrix(seed=i)) for i in (1, 2)}}
+    save_compressed(tmp_path, three)
+    load_compressed(tmp_path)
+    change(tmp_path, inverted)
+    with pytest.raises(ValueError, match=r"2 of 3 weights"):
+        load_compressed(tmp_path)
+
+
+def test_the_divisor_gives_the_outer_back():
+    kept = 0
+    for outer in np.random.default_rng(0).uniform(2**-16, 2**-8, 300).astype(np.float32):
+        back = np.float32(1) / divisor_of("w", outer)
+        assert abs(back / outer - 1) <= 2**-23
+        kept += back == outer
+    assert kept > 200  # of the others no float32 has this reciprocal
+    for outer in (0.0, np.inf, 1e-45):
+        with pytest.raises(ValueError, match="positive and finite"):
+            divisor_of("w", np.float32(outer))
+
+
+def e5m2():
+    return Operand(jnp.ones((4, 32), jnp.float8_e5m2), jnp.float32(1))
+
+
+W = {f"{NAME}.weight": lambda: quantize_fp4(matrix())}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "message"),
+    [
+        ({"a.weight": lambda: matrix()}, {}, ValueError, "none of .* is quantized"),
+        ({"a": lambda: quantize_fp4(matrix())}, {}, ValueError, "does not end in .weight"),
+        ({"a.weight": lambda: quantize_fp4(matrix()[None])}, {}, ValueError, "is a stack"),
+        ({"a.weight": lambda: quantize_fp4(matrix(4, 24))}, {}, ValueError, "k=24.*blocks of 16"),
+        ({"a.weight": lambda: quantize_fp4(matrix(4, 48), Fp4("mxfp4"))}, {}, ValueError, "k=48.*blocks of 32"),
+        ({"a.weight": lambda: quantize_fp4(matrix().at[0, 0].set(jnp.nan))}, {}, ValueError, "NaN|finite"),
+        ({"a.weight": e5m2}, {}, TypeError, "float8_e5m2.*float8_e4m3fn"),
+        ({"a.weight": lambda: tcfp_jax.quantize(matrix(), block=32)}, {}, TypeError, "square"),
+        (W, dict(ignore=[NAME]), ValueError, "which is quantized"),
+        (W, dict(activations="float8"), ValueError, "FP8 weights"),
+        (W, dict(activations="int8"), ValueError, "unknown"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused(tmp_path, tensors, options, error, message):
+    with pytest.raises(error, match=message):
+        save_compressed(tmp_path, {name: made() for name, made in tensors.items()}, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def set_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+def nan_scale(arrays):
+    arrays[f"{NAME}.weight_scale"].view(np.uint8)[0, 0] = 0x7F
+
+
+def zero_points(arrays):
+    arrays[f"{NAME}.weight_zero_point"] = np.ones((4, 1), np.int8)
+
+
+def halved(arrays):
+    arrays[f"{NAME}.weight_scale"] = arrays[f"{NAME}.weight_scale"][:, :1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda folder: set_config(folder, quant_method="gptq"), "gptq"),
+        (lambda folder: set_config(folder, config_groups={"g": {"format": "pack-quantized"}}), "pack-quantized"),
+        (lambda folder: set_config(folder, transform_config={"config_groups": {"u": {}}}), "rotated"),
+        (lambda folder: set_config(folder, sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+        (lambda folder: change(folder, nan_scale), "0x7f"),
+        (lambda folder: change(folder, zero_points), "zero points"),
+        (lambda folder: change(folder, halved), r"nvfp4 has bytes with scales float8_e4m3fn\[32, 4\]"),
+        (lambda folder: change(folder, lambda arrays: arrays.pop(f"{NAME}.weight_packed")), "copy all files"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(tmp_path, changed, message):
+    saved(tmp_path, quantize_fp4(matrix()))
+    changed(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_compressed(tmp_path)
+
+
+def test_a_model_in_several_files_and_several_formats(tmp_path):
+    tensors = {"a.weight": quantize_fp4(matrix()), "b.weight": tcfp_jax.quantize(matrix()), "c.weight": matrix()}
+    save_compressed(tmp_path, tensors)
+    found = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head", "c"]
+    groups = [(group["format"], group["targets"]) for group in found["config_groups"].values()]
+    assert groups == [("nvfp4-pack-quantized", ["a"]), ("float-quantized", ["b"])]
+    whole, _ = load_compressed(tmp_path)
+    arrays, _ = safetensors.read(tmp_path / "model.safetensors")
+    files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(sorted(arrays))}
+    for file in set(files.values()):
+        safetensors.write(tmp_path / file, {name: array for name, array in arrays.items() if files[name] == file})
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
+    parts, _ = load_compressed(tmp_path)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, parts))
+    with pytest.raises(ValueError, match="unknown"):
+        load_compressed(tmp_path, global_scale="inverse")
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path):
+    arrays = {
+        str(np.dtype(dtype)): np.arange(6).astype(dtype).reshape(2, 3)
+        for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.uint8, np.int64, bool)
+    }
+    arrays["empty"], arrays["scalar"] = np.zeros((0, 3), np.float32), np.array(2.0, np.float32)
+    safetensors.write(tmp_path / "ours", arrays, {"format": "pt"})
+    theirs = dict(peer.deserialize((tmp_path / "ours").read_bytes()))
+    assert {name: (entry["shape"], bytes(entry["data"])) for name, entry in theirs.items()} == {
+        name: (list(array.shape), array.tobytes()) for name, array in arrays.items()
+    }
+    plain = {name: array for name, array in arrays.items() if array.dtype.kind in "fiub" and "float8" not in name}
+    plain.pop("bfloat16", None)
+    peer_numpy.save_file(plain, tmp_path / "theirs")
+    for name, array in safetensors.read(tmp_path / "theirs")[0].items():
+        np.testing.assert_array_equal(array, plain[name])
+    (tmp_path / "cut").write_bytes((tmp_path / "ours").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="should have"):
+        safetensors.read(tmp_path / "cut")
+    (tmp_path / "cut").write_bytes(b"\xff" * 20)
+    with pytest.raises(ValueError, match="header"):
+        safetensors.read(tmp_path / "cut")
+    with pytest.raises(ValueError, match="complex64"):
+        safetensors.write(tmp_path / "none", {"a": np.ones(2, np.complex64)})
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Flax's norms promote bfloat16."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+
+
+def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
+    tensors = to_huggingface(llama, CONFIG, Fp4(), jnp.float32)
+    assert "lm_head.weight" in tensors and len(tensors) == 3 + 2 * 9
+    save_compressed(tmp_path, tensors, config=llama_dict(CONFIG))
+    found, config = load_compressed(tmp_path)
+    found["lm_head.weight"] = blank(256)
+    head = from_huggingface(found, CONFIG)
+    assert head["tcfp"]["head"]["kernel"].shape == (64, 256) and head["params"]["head"] == {}
+    assert to_huggingface(head, CONFIG)["lm_head.weight"].shape == (256, 64)
+    found, config = load_compressed(tmp_path)
+    assert llama_config(config) == CONFIG
+    variables = from_huggingface(found, CONFIG)
+    assert sorted(variables["tcfp"]["layers"]) == ["down", "gate", "key", "output", "query", "up", "value"]
+    np.testing.assert_array_equal(variables["params"]["head"]["kernel"], llama["head"]["kernel"])
+    up = variables["tcfp"]["layers"]["up"]["kernel"]
+    assert up.shape == (2, 64, 96)
+    # What serves goes out as it came in; it is quantized already, so `scaling` is refused.
+    again = to_huggingface(variables, CONFIG, dtype=jnp.float32)
+    save_compressed(tmp_path / "again", again, config=llama_dict(CONFIG))
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="quantized already"):
+        to_huggingface(variables, CONFIG, Fp4())
+    plain = to_huggingface(llama, CONFIG, dtype=jnp.float32)
+    plain["model.layers.0.mlp.up_proj.input_global_scale"] = jnp.ones(1)  # of activations, which stay float here
+    floats = from_huggingface(plain, CONFIG)["params"]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), floats, llama))
+
+
+def test_a_folder_serves_in_a_converted_model(tmp_path, llama):
+    """The codes of the file are what the products read; MXFP4's are tried beside Transformers' model."""
+    save_compressed(tmp_path, to_huggingface(llama, CONFIG, Fp4(), jnp.float32), config=llama_dict(CONFIG))
+    tensors, config = load_compressed(tmp_path)
+    tokens = jnp.arange(8)[None] * 31 % 256
+    plain = Llama(llama_config(config))
+    model = convert_to_tcfp(plain, "nvfp4", tokens, include=("linear", "small"))
+    served, apply = from_huggingface(tensors, CONFIG), jax.jit(plain.apply)
+    assert set(paths.entries(served["tcfp"])) == set(find_weights(model))
+    floats = {n: t.forward.dequantize() if isinstance(t, Stored) else t for n, t in tensors.items()}
+    wanted = np.asarray(apply(from_huggingface(floats, CONFIG), tokens))
+    # The plain model rounds number * scale * outer to bfloat16 once; W4A16 does not.
+    np.testing.assert_allclose(np.asarray(jax.jit(model.apply)(served, tokens)), wanted, atol=0.05 * wanted.std())
+    low = np.asarray(apply({"params": llama}, tokens))
+    assert abs(low - wanted).max() > 0.1 * wanted.std()
+
+
+def test_what_is_no_llama_is_refused(llama):
+    tensors = to_huggingface(llama, CONFIG)
+    with pytest.raises(ValueError, match="no tensors of a Llama"):
+        from_huggingface(tensors | {"visual.weight": jnp.ones(2)}, CONFIG)
+    with pytest.raises(ValueError, match="embedding/embedding is quantized"):
+        from_huggingface(tensors | {"model.embed_tokens.weight": blank(32)}, CONFIG)
+    with pytest.raises(ValueError, match="up_proj in different ways"):
+        from_huggingface(tensors | {"model.layers.1.mlp.up_proj.weight": blank(32)}, CONFIG)
+    missing = {name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight is missing"):
+        from_huggingface(missing, CONFIG)
+    for changes in (dict(model_type="gpt2"), dict(attention_bias=True), dict(rope_scaling=dict(rope_type="llama3"))):
+        with pytest.raises(ValueError, match=r"is not 'llama'|computes"):
+            llama_config(llama_dict(CONFIG) | changes)

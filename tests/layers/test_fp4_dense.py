@@ -1,0 +1,156 @@
+"""Layers and models with packed weights: drop-in for Flax's own, served without floats, frozen beside adapters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+from flax import linen as nn
+from flax import nnx as flax_nnx
+
+from models.gpt import GPT, GPTConfig
+from tcfp_jax import explain, linen, nnx, recipe
+from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey
+from tcfp_jax.inference import load_quantized, quantize_params, restored
+from tcfp_jax.products import pack_fp4
+from tests.helpers import nnx_model, same_bits, variables_of
+
+X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
+
+
+def test_fp4_dense_is_a_drop_in_of_both_frameworks():
+    """An odd number of inputs: float parameters as Flax has them, packed at each use or once."""
+    layer, plain = linen.Fp4Dense(6), nn.Dense(6)
+    variables = variables_of(plain, X)
+    model = nnx_model(lambda rngs: nnx.Fp4Dense(33, 6, rngs=rngs))
+    assert model.recipe == recipe("nvfp4") and isinstance(model, flax_nnx.Linear)
+    params = variables["params"]
+    flax_nnx.replace_by_pure_dict(state := flax_nnx.state(model), params)
+    flax_nnx.update(model, state)
+    y = jax.jit(layer.apply)(variables, X)
+    stored = pack_fp4(params["kernel"]).dequantize()[:33]
+    expected = X.astype(jnp.bfloat16).astype(jnp.float32) @ stored + params["bias"]
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    served = quantize_params(params, "nvfp4")
+    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].holds((33, 6))
+    np.testing.assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
+    load_quantized(model, served)
+    np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
+    assert type(export(layer)) is nn.Dense
+
+
+# A model --------------------------------------------------------------------------------------------------------------
+
+TINY = GPTConfig(layers=1, width=32, heads=2, context=8)
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 256, (2, 8)), jnp.int32)
+
+
+def test_a_model_runs_on_codes_alone_as_on_their_dequantized_weights(tmp_path):
+    plain = GPT(TINY, None, dtype="float32")
+    params = variables_of(plain, TOKENS)["params"]
+    model = convert_to_tcfp(plain, "nvfp4", TOKENS, rules={"embedding": None}, include=("linear", "small"))
+    assert len(survey(model).converted) == 4
+    weights = find_weights(model)
+    served = quantize_params(params, weights)
+    logits = jax.jit(model.apply)(served, TOKENS)
+
+    def dequantized(path, leaf):
+        name = "/".join(key.key for key in path)
+        if name not in weights:
+            return leaf
+        node = functools.reduce(lambda tree, key: tree[key], name.split("/"), served["tcfp"])
+        return node.dequantize().reshape(leaf.shape)
+
+    floats = jax.tree_util.tree_map_with_path(dequantized, params)
+    run = jax.jit(plain.apply)
+    expected = run({"params": floats}, TOKENS)
+    largest = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=0.01 * largest)  # activations are BF16
+    exact = run({"params": params}, TOKENS)
+    assert float(jnp.abs(expected - exact).max()) > 0.02 * largest  # so the comparison tells one from the other
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "served", served)
+        checkpointer.wait_until_finished()
+        loaded = restored(checkpointer.restore(tmp_path / "served"), weights)
+    assert same_bits(loaded, served)
+    packed = sum(leaf.nbytes for leaf in jax.tree.leaves(served["tcfp"]))
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)) - sum(
+        int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(served["params"])
+    )
+    assert packed * 8 / count < 4.5 + 32 * 4 / count + 1e-9
+
+
+def test_explain_lists_fp4_products():
+    lines = str(explain((8, 32), (32, 64), "nvfp4"))
+    assert "forward" in lines and "dgrad" in lines and "wgrad" in lines
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+
+def trained(step, state, rounds=5):
+    """Losses of some steps, which optax's own promotion needs."""
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(rounds):
+            value, state = step(state)
+            losses.append(float(value))
+    assert losses[-1] < 0.9 * losses[0]
+    return state
+
+
+def test_adapters_train_beside_frozen_codes_in_nnx():
+    base = nnx_model(lambda rngs: nnx.Fp4Dense(32, 16, use_bias=False, rngs=rngs))
+    load_quantized(base, quantize_params(flax_nnx.state(base, flax_nnx.Param), "nvfp4"))
+    model = flax_nnx.LoRA(32, 4, 16, base_module=base, rngs=flax_nnx.Rngs(0))
+    optimizer = flax_nnx.Optimizer(model, optax.adam(0.05), wrt=flax_nnx.LoRAParam)
+    before = jax.tree.map(jnp.copy, nnx.stored_weight(base))
+
+    @flax_nnx.jit
+    def update(model, optimizer):
+        loss = lambda model: jnp.mean((model(X[:, :32]) - 1) ** 2)
+        value, gradients = flax_nnx.value_and_grad(loss, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    first = jnp.copy(model.lora_a[...])
+    trained(lambda _: (update(model, optimizer), None), None)
+    assert same_bits(nnx.stored_weight(base), before)
+    assert not same_bits(model.lora_a[...], first)
+
+
+class Adapted(nn.Module):
+    """A frozen layer of four bits and the two matrices of its adapter."""
+
+    @nn.compact
+    def __call__(self, x):
+        down = nn.Dense(4, use_bias=False, name="down")(x)
+        up = nn.Dense(16, use_bias=False, name="up", kernel_init=nn.initializers.zeros)(down)
+        return linen.Fp4Dense(16, name="base")(x) + up
+
+
+def test_adapters_train_beside_frozen_codes_in_linen():
+    model, x = Adapted(), X[:, :32]
+    params = variables_of(model, x)["params"]
+    packed = quantize_params({"base": params["base"]}, "nvfp4")
+    frozen = jax.tree.map(jnp.copy, packed)
+    adapters = {name: params[name] for name in ("down", "up")}
+    tx = optax.adam(0.05)
+
+    @jax.jit
+    def step(state):
+        adapters, moments = state
+
+        def loss(adapters):
+            variables = {"params": {**packed["params"], **adapters}, "tcfp": packed["tcfp"]}
+            return jnp.mean((model.apply(variables, x) - 1) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(adapters)
+        updates, moments = tx.update(gradients, moments)
+        return value, (optax.apply_updates(adapters, updates), moments)
+
+    after, _ = trained(step, (adapters, tx.init(adapters)))
+    assert same_bits(packed, frozen) and not same_bits(after["up"], adapters["up"])

@@ -1,0 +1,213 @@
+"""Runs that are observed, whose recipe changes on the way or by depth, and that start from a checkpoint."""
+
+import dataclasses
+import functools
+import json
+import shutil
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from models.checkpoint import export, read_config
+from models.gpt import GPTConfig
+from models.llama import LlamaConfig
+from models.monitoring import Board, make_monitored_step, read_reports
+from models.phases import phase_at, switched
+from models.plotting import plot_reports
+from models.running import run
+from models.settings import TrainConfig, products_over
+from models.train import main
+from models.training import TrainState, batch_key, init, make_train_step
+from tcfp_jax.weights.training import is_stored
+from tests.helpers import same_bits
+
+MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
+STACK = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
+CONFIG = TrainConfig(
+    model=MICRO, steps=20, batch=4, sequence=16, steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000,
+    learning_rate=1e-2, recipe="tcfp12_fast", recipe_schedule=((0.5, "bf16"),), monitor=5,
+)  # fmt: skip
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
+WITHOUT = dict(recipe_schedule=(), monitor=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("config", [CONFIG, STORED], ids=["float", "stored"])
+def test_a_run_that_switches_is_observed_and_resumed(tmp_path, config):
+    every = 1 if config is STORED else 0
+    config = dataclasses.replace(config, steps=4, steps_per_call=1, monitor=every, final_fraction=0.5)
+    out, part = tmp_path / "whole", tmp_path / "part"
+    result = run(config, out=out, checkpoint_every=2)
+    assert list(result.reports) == [1, 2, 3, 4] * every
+    assert result.reports == read_reports(out / "metrics.jsonl")
+    assert read_config(out) == dataclasses.replace(config, dtype="float32")
+    for step, report in result.reports.items():
+        for weight in report.values():
+            assert 25 < weight["x"]["snr"] < 36 if step <= 2 else weight["x"]["snr"] > 45
+            assert 0 <= weight["stale"] <= 1 and weight["g"]["amax"] > 0
+            if step > 1:  # the first rate is 0
+                assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(1, abs=0.1)
+    if every:
+        plot_reports(out / "monitor.png", result.reports, title="micro")
+        assert (out / "monitor.png").stat().st_size > 10_000
+
+    shutil.copytree(out, part)
+    shutil.rmtree(part / "checkpoints" / "4")  # of step 2, before the switch, is left
+    resumed = run(config, out=part, resume="allowed", checkpoint_every=2)
+    assert np.array_equal(resumed.train_loss, result.train_loss) and resumed.heldout_loss == result.heldout_loss
+    assert (part / "metrics.jsonl").read_bytes() == (out / "metrics.jsonl").read_bytes()
+
+
+def test_parts_of_a_run_share_programs_with_runs_of_one_recipe():
+    whole = [dataclasses.replace(CONFIG, recipe=name, **WITHOUT) for name in ("tcfp12_fast", "bf16")]
+    assert [make_train_step(phase_at(CONFIG, step)) for step in (9, 10)] == [make_train_step(one) for one in whole]
+
+
+@pytest.mark.parametrize("later", ["bf16", "residual_activation"])
+@pytest.mark.parametrize("weights", ["float", "stored"])
+def test_a_stack_of_layers_goes_on_with_the_other_recipe(weights, later):
+    config = dataclasses.replace(
+        STORED if weights == "stored" else CONFIG, model=STACK, recipe_schedule=((0.5, later),), monitor=0
+    )
+    before, after = phase_at(config, 9), phase_at(config, 10)
+    state = jax.eval_shape(lambda: init(before))
+    state = jax.eval_shape(functools.partial(switched, before, after), state)
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(lambda: init(after))) or weights == "stored"
+    text = jax.ShapeDtypeStruct((1000,), jnp.uint8)
+    again, _ = jax.eval_shape(make_train_step(after, 1), state, text, batch_key(config))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), again) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+
+
+@pytest.mark.parametrize("weights", ["float", "stored"])
+def test_first_and_last_blocks_have_their_own_recipe(weights):
+    three = dataclasses.replace(MICRO, layers=3)
+    config = dataclasses.replace(
+        STORED if weights == "stored" else CONFIG,
+        model=three,
+        ends=(1, 1, "bf16"),
+        recipe_schedule=(),
+        steps_per_call=1,
+    )
+    state: TrainState = init(config)
+    kinds = [is_stored(state.params[f"block_{layer}"]["qkv"]["kernel"]) for layer in range(3)]
+    assert kinds == [False, weights == "stored", False]
+    text, key = jnp.arange(1000, dtype=jnp.uint8), batch_key(config)
+    if weights == "stored":
+        after, *_ = jax.eval_shape(make_monitored_step(config, 2), state, text, key)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        return
+    state, losses, report = make_monitored_step(config, 2)(state, text, key)
+    assert losses.shape == (2,) and int(state.step) == 2
+    snr = [float(report[f"block_{layer}/qkv/kernel"]["x"]["snr"]) for layer in range(3)]
+    assert all(0 < float(weight["moved"]) <= 1 for path, weight in report.items() if "moved" in weight)
+    assert snr[0] > 45 and snr[2] > 45 and 25 < snr[1] < 36
+    assert list(tcfp_jax.layer_state(state.opt_state)) == ["block_1"]
+
+
+SCHEDULE = "recipe_schedule"
+WRONG = {
+    "at 0": (CONFIG, {SCHEDULE: ((0.0, "bf16"),)}, "must rise from above 0"),
+    "at 1": (CONFIG, {SCHEDULE: ((1.0, "bf16"),)}, "never switches at 1.0: of 20 steps .* that is step 20"),
+    "too late": (CONFIG, {SCHEDULE: ((0.95, "bf16"),)}, "never switches at 0.95"),
+    "the same": (CONFIG, {SCHEDULE: ((0.5, "tcfp12_fast"),)}, "'tcfp12_fast' before it, too"),
+    "falling": (CONFIG, {SCHEDULE: ((0.5, "bf16"), (0.25, "tensorwise"))}, "must rise"),
+    "one half": (STORED, {SCHEDULE: ((0.5, "tensorwise"),)}, "weight='Dual' cannot go .* weight='Single'"),
+    "blocks": (STORED, {SCHEDULE: ((0.5, "tcfp12_blockwise"),)}, "scaling=Tensor.* has scaling=Block"),
+    "ends of a stack": (CONFIG, dict(model=STACK, ends=(1, 1, "bf16")), "run as one stack"),
+    "no middle": (CONFIG, dict(ends=(1, 1, "bf16")), "leaves none between"),
+    "monitor": (CONFIG, dict(monitor=7), "not a multiple of steps_per_call=5.*use 5"),
+    "jitter": (CONFIG, dict(start="base.npz", initial_jitter=0.1), "leave one of them out"),
+}
+
+
+@pytest.mark.parametrize("config, change, message", WRONG.values(), ids=WRONG.keys())
+def test_wrong_settings_say_how_to_repair_them(config, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **change)
+
+
+def test_what_does_not_convert_is_named():
+    state: TrainState = jax.eval_shape(lambda: init(dataclasses.replace(CONFIG, **WITHOUT)))
+    with pytest.raises(ValueError, match="weights='float' before and 'stored' after"):
+        switched(CONFIG, STORED, state)
+    assert products_over("tcfp12_single", "residual_activation").copies == "one"
+
+
+def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
+    config = dataclasses.replace(STORED, **WITHOUT)
+    floats = init(dataclasses.replace(CONFIG, seed=3, **WITHOUT)).params
+    base, written = tmp_path / "base.npz", tmp_path / "written.npz"
+    export(base, floats)
+    stored = init(dataclasses.replace(config, start=str(base))).params
+    kernel = lambda params: np.asarray(tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"])
+    np.testing.assert_allclose(kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max())
+    assert same_bits(stored["embedding"], floats["embedding"])
+    export(written, stored)
+    again = init(dataclasses.replace(CONFIG, start=str(written), **WITHOUT)).params
+    assert same_bits(again, tcfp_jax.dequantize(stored))
+
+    wider = dataclasses.replace(config, model=dataclasses.replace(MICRO, width=64), start=str(base))
+    with pytest.raises(ValueError, match="parameters of another model: 'block_0/attention_norm/bias' has shape"):
+        init(wider)
+    with pytest.raises(ValueError, match=r"another model: 'block_1/.* no such array"):
+        init(dataclasses.replace(config, model=dataclasses.replace(MICRO, layers=2), start=str(base)))
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        init(dataclasses.replace(config, start=str(tmp_path / "nothing.npz")))
+    written.write_text("no arrays")
+    with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
+        init(dataclasses.replace(config, start=str(written)))
+
+
+def test_the_command_knows_schedules(capsys):
+    assert main(["--recipe-schedule", "0.9=bf16", "--recipe", "bf16", "--out", "/nowhere"]) == 2
+    assert "never switches at 0.9" in capsys.readouterr().err
+
+
+class FakeWriter:
+    written: list = []  # noqa: RUF012
+
+    def __init__(self, folder, purge_step):
+        self.written.append((folder, purge_step))
+
+    def add_scalar(self, name, value, step):
+        self.written.append((name, value, step))
+
+    def close(self):
+        self.written.append("closed")
+
+
+def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
+    board = Board(tmp_path, begin=4)
+    board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))
+    board.close()
+    assert FakeWriter.written == [
+        (str(tmp_path), 5), ("loss", 2.0, 5), ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6),
+        ("layers/up/moved", 0.5, 6), "closed",
+    ]  # fmt: skip
+
+
+def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"pip install 'tcfp_jax\[monitor\]'"):
+        run(CONFIG, out=tmp_path / "run", tensorboard="on")
+    with pytest.raises(ValueError, match="without out"):
+        run(CONFIG, tensorboard="on")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_too_short_has_no_picture(tmp_path):
+    with pytest.raises(ValueError, match="no step was observed"):
+        plot_reports(tmp_path / "monitor.png", {}, title="none")

@@ -1,0 +1,57 @@
+"""Products with FP4 weights as an H200 would run them: compiled without one, and read."""
+
+import functools
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.fp4_matmul.api import fp4_matmul
+from pallas_kernels.operands import Fp4, Operand
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import compile_for, h200s, on
+
+REASON = h200.missing()
+pytestmark = [pytest.mark.optimized, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+N, K = 2048, 4096
+
+
+def weight(mesh, scaling, axis=None):
+    scale = on(mesh, scaling.scale_shape((N, K)), scaling.scale_dtype, axis)
+    outer = on(mesh, (), jnp.float32) if scaling.has_outer else None
+    return Operand(on(mesh, (N, K // 2), jnp.uint8, axis), scale, scaling=scaling, outer=outer)
+
+
+@pytest.mark.parametrize("m", [8, 64])
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_decoding_stays_in_registers(form, m, capfd):
+    mesh = h200s(1)
+    compiled = compile_for(mesh, fp4_matmul, on(mesh, (m, K), jnp.bfloat16), weight(mesh, Fp4(form)))
+    # Nothing chooses another implementation where rows are few; its table of scales is a constant.
+    assert compiled.targets == ["mosaic_gpu_v2"] and "u32[256]{0} fusion" not in compiled.text
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
+    # What exists beside the weight is of the size of x and of the result.
+    assert compiled.temporary_bytes < 4 * (m * K * 2 + m * N * 4 * 4)
+
+
+def test_each_device_decodes_its_own_rows_of_the_weight():
+    mesh = h200s(2)
+    compiled = compile_for(mesh, fp4_matmul, on(mesh, (8, K), jnp.bfloat16), weight(mesh, Fp4(), "a"))
+    assert compiled.targets == ["mosaic_gpu_v2"] and not compiled.results("all-gather")
+
+
+@pytest.mark.parametrize(
+    ("activation", "unpacked"), [("bfloat16", f"u32[{N},{K // 2}]"), ("float8_e4m3fn", f"u16[{N},{K // 2}]")]
+)
+def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
+    mesh = h200s(1)
+    multiply = functools.partial(fp4_matmul, activation=activation)
+    operand = weight(mesh, Fp4(rule="fold_exact"))
+    compiled = compile_for(mesh, multiply, on(mesh, (2048, K), jnp.bfloat16), operand)
+    # Two values of a byte are written as one word by one kernel, and read by the product.
+    written = [result for result in compiled.results("fusion") if result.startswith(unpacked)]
+    assert len(written) == 1
+    values = 2 if activation == "bfloat16" else 1
+    assert compiled.temporary_bytes < 1.2 * N * K * values + 8 * 2048 * K
+    assert ("__cublas$lt$matmul$f8" in compiled.targets) == (activation == "float8_e4m3fn")

@@ -1,0 +1,301 @@
+"""FP4 weights in products: exact against float64, both gradients, odd sizes, bad input, bytes, meshes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from pallas_kernels.fp4 import E2M1
+from pallas_kernels.operands import Fp4
+from tcfp_jax import optim, recipe
+from tcfp_jax.products import fp4_linear, fp4_matmul, pack_fp4
+from tcfp_jax.products.contraction import contract, parse
+from tcfp_jax.sharding import state_shardings
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.stored import of_operand
+from tests.helpers import mesh_of, same_bits
+
+ONE_LEVEL = recipe("nvfp4", rule="one_level")
+SQUARES = recipe("nvfp4", tile="square")
+RECIPES = {"nvfp4": recipe("nvfp4"), "mxfp4": recipe("mxfp4"), "one_level": ONE_LEVEL, "squares": SQUARES}
+K, N = 64, 32
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+X, W = normal(2, 3, K), normal(K, N, seed=1)
+
+
+def float64_of(operand):
+    """What packed codes `[n, k]` stand for, by NumPy alone."""
+    values = np.asarray(operand.values)
+    numbers = np.asarray(E2M1, np.float64)[np.stack([values & 15, values >> 4], -1).reshape(operand.shape)]
+    n, k = operand.shape
+    scale = np.repeat(np.asarray(operand.scale.astype(jnp.float32), np.float64), operand.scaling.block, -1)[:, :k]
+    if operand.scaling.tile == "square":
+        scale = np.repeat(scale, operand.scaling.block, 0)[:n]
+    return numbers * scale * (1.0 if operand.outer is None else float(operand.outer))
+
+
+def rounded(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
+
+
+# Against float64 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "squares"])
+def test_products_and_gradients_are_those_of_the_dequantized_weight(name):
+    chosen = RECIPES[name]
+    packed = pack_fp4(W, chosen)
+    exact = float64_of(packed.forward).T
+    np.testing.assert_allclose(packed.dequantize(), exact, rtol=1e-6)
+
+    @jax.jit
+    def both(x, w):
+        y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=chosen), x, w)
+        return y, pull(jnp.cos(y))
+
+    y, (dx, dw) = both(X, W)
+    g = rounded(jnp.cos(y))
+    np.testing.assert_allclose(y, rounded(X) @ exact, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(dx, g @ exact.T, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(dw, np.einsum("abk,abn->kn", rounded(X), g), rtol=0, atol=2e-5)  # straight through
+    assert same_bits(fp4_matmul(X, packed), fp4_matmul(X, W, recipe=chosen))
+    pulled = jax.vjp(lambda x: fp4_matmul(x, packed), X)[1](jnp.cos(y))[0]
+    np.testing.assert_allclose(pulled, dx, rtol=0, atol=1e-5)
+
+
+def test_the_one_level_rule_is_the_seeds():
+    """Scales are amax / 6 rounded to E4M3, values x / scale rounded to E2M1; nothing scales the scales."""
+    codes = pack_fp4(W, ONE_LEVEL).forward
+    blocks = np.asarray(W.T, np.float32).reshape(N, -1, 16)
+    scale = jnp.asarray(np.abs(blocks).max(-1) / np.float32(6)).astype(jnp.float8_e4m3fn)
+    assert same_bits(codes.scale, scale) and float(codes.outer) == 1.0
+    wide = np.asarray(scale.astype(jnp.float32))[..., None]
+    values = jnp.asarray(np.clip(blocks / wide, -6, 6)).astype(jnp.float4_e2m1fn).astype(jnp.float32)
+    np.testing.assert_array_equal(codes.dequantize().reshape(N, -1, 16), np.asarray(values) * wide)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("nvfp4", (33, 5)), ("mxfp4", (9, 3)), ("squares", (1, 1))], ids=str)
+def test_any_size_without_padding_at_the_caller(name, shape):
+    k, n = shape
+    x, w = normal(4, k), normal(k, n, seed=2)
+    exact = float64_of(pack_fp4(w, RECIPES[name]).forward).T[:k]
+    loss = lambda x, w: jnp.sum(fp4_matmul(x, w, recipe=RECIPES[name]))
+    np.testing.assert_allclose(fp4_matmul(x, w, recipe=RECIPES[name]), rounded(x) @ exact, rtol=0, atol=2e-5)
+    dx, dw = jax.grad(loss, (0, 1))(x, w)
+    np.testing.assert_allclose(dx, np.broadcast_to(exact.sum(1), (4, k)), rtol=0, atol=2e-5)
+    assert dw.shape == (k, n)
+
+
+def test_activations_of_eight_bits_and_fp8_gradients():
+    exact = rounded(X) @ float64_of(pack_fp4(W).forward).T
+    largest = np.abs(exact).max()
+    errors = np.abs(fp4_matmul(X, W, activation="float8_e4m3fn") - exact)
+    assert 1e-4 * largest < errors.max() < 0.05 * largest
+    eight = recipe("nvfp4", dgrad="full", wgrad="full")
+    loss = lambda x, w, how: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=how)))
+    for a, b in zip(*(jax.grad(loss, (0, 1))(X, W, how) for how in (eight, "nvfp4")), strict=True):
+        assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
+
+
+def test_linear_and_vmap():
+    bias = normal(N, seed=3)
+    y = fp4_linear(X[0], W, bias)
+    assert same_bits(y, fp4_matmul(X[0], W) + bias)
+    assert fp4_linear(X[0, 0], W, bias).shape == (N,)
+    many = jax.vmap(fp4_matmul)(X, jnp.stack([W, 2 * W]))
+    np.testing.assert_allclose(many[0], fp4_matmul(X[0], W), rtol=1e-6)
+    assert fp4_matmul(X.astype(jnp.bfloat16), W).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=re.escape("bias has shape [3]")):
+        fp4_linear(X, W, jnp.ones(3))
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25), ("squares", 4.03125), ("one_level", 4.5)])
+def test_bits_of_the_tree(name, bits):
+    k, n = 256, 128
+    leaf = jax.eval_shape(lambda w: pack_fp4(w, RECIPES[name]), jax.ShapeDtypeStruct((k, n), jnp.float32))
+    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(leaf))
+    outer = 4 if RECIPES[name].scaling.has_outer else 0
+    assert (held - outer) * 8 / (k * n) == bits and leaf.nbytes == held
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_bad_values_stay_in_their_block(name):
+    """A block of zeros, a tiny value alone, an outlier, NaN and infinities, each in a column of its own."""
+    w = np.asarray(W).copy()
+    block = RECIPES[name].scaling.block
+    w[:block, [0, 1]] = 0
+    w[5, 1:6] = 1e-30, 1e4, np.nan, np.inf, -np.inf
+    found = np.asarray(pack_fp4(jnp.asarray(w), name).dequantize())
+    assert (found[:block, 0] == 0).all() and np.abs(found[5, 1]) < 1e-3 and np.abs(found[5, 2] - 1e4) < 2e3
+    assert np.isnan(found[:block, 3:6]).all() and np.isfinite(np.delete(found, [3, 4, 5], 1)).all()
+    y = np.asarray(fp4_matmul(X, jnp.asarray(w), recipe=name))
+    assert np.isnan(y[..., 3:6]).all() and np.isfinite(np.delete(y, [3, 4, 5], -1)).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_scale_that_is_nan_loses_nothing(name):
+    packed = pack_fp4(W, name)
+    code = jax.lax.bitcast_convert_type(packed.forward.scale, jnp.uint8).at[5, 0].set(255)
+    scale = jax.lax.bitcast_convert_type(code, packed.forward.scale.dtype)
+    broken = of_operand(jax.tree.map(lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward))
+    lost = np.isnan(fp4_matmul(X, broken))
+    assert lost[..., 5].all() and not np.delete(lost, 5, -1).any()
+    dx = jax.vjp(lambda x: fp4_matmul(x, broken), X)[1](jnp.ones((2, 3, N)))[0]
+    block = packed.scaling.block
+    assert np.isnan(dx[..., :block]).all() and not np.isnan(dx[..., block:]).any()
+
+
+def test_packed_codes_have_no_gradient():
+    packed = pack_fp4(W)
+    loss = lambda w: jnp.sum(fp4_matmul(X, w))
+    for differentiate in (lambda w: jax.vjp(loss, w), jax.grad(loss, allow_int=True), tcfp_jax.grad(loss)):
+        with pytest.raises(TypeError, match=r'LoRA.*recipe\("nvfp4"\)'):
+            differentiate(packed)
+    with pytest.raises(TypeError):  # jax's own: bytes
+        jax.grad(loss)(packed)
+    with pytest.raises(ValueError, match="too coarse to be a parameter"):
+        optim.store({"kernel": W}, "nvfp4", key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: fp4_matmul(X[..., :63], pack_fp4(W)), ValueError, "pad x with one zero"),
+        (lambda: fp4_matmul(X[..., :62], pack_fp4(W)), ValueError, "the last axis of x must equal"),
+        (lambda: fp4_matmul(X, W, recipe="tensorwise"), ValueError, 'use recipe="nvfp4"'),
+        (lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"), ValueError, "packed FP4 codes with Fp4(format='nvfp4'"),
+        (lambda: fp4_matmul(X, W, activation="float8"), ValueError, "activation='float8' is unknown"),
+        (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32"),
+        (lambda: pack_fp4(X), ValueError, "is no matrix [k, n]"),
+        (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
+    ],
+)
+def test_what_does_not_fit_says_so(call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+
+def test_recipes():
+    assert (recipe("nvfp4").mode, recipe("mxfp4").scaling) == (tcfp_jax.TCFPMode.FP4, Fp4("mxfp4"))
+    assert recipe("nvfp4", tile="square", rule="four_over_six").scaling == Fp4("nvfp4", "square", "four_over_six")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("nvfp4", dict(weight_dtype="float8_e4m3fn"), "belong together"),
+        ("tensorwise", dict(weight_dtype="float4_e2m1fn"), "belong together"),
+        ("tcfp12", dict(scaling=Fp4()), "belong together"),
+        ("nvfp4", dict(dgrad="fast"), 'use "full"'),
+        ("nvfp4", dict(forward="full", activation="float8_e5m2"), 'use activation="float8_e4m3fn"'),
+        ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"),
+        ("nvfp4", dict(scale="pow2"), "its scales are its own"),
+        ("nvfp4", dict(rule="best"), "rule='best' is none of nvfp4's"),
+        ("mxfp4", dict(rule="one_level"), "is none of mxfp4's"),
+        ("tensorwise", dict(rule="amax"), "rules choose the scales of FP4 weights"),
+        ("nvfp4", dict(amax="delayed"), 'use amax="fresh"'),
+    ],
+)
+def test_contradictions_say_how_to_repair_them(name, overrides, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        recipe(name, **overrides)
+
+
+# The optimizer's state and other shapes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33), ("...k,nk->...n", K)])
+def test_error_feedback_packs_along_what_is_contracted(layout, k):
+    """A table `[n, k]` as a head is packed along k, too, and what rounding left is fed back."""
+    contraction = parse(layout, 2)
+    kernel = W[:k].T if contraction.layout.transposed else W[:k]
+    how = recipe("nvfp4", remainder="feedback")
+    tx = tcfp_jax.error_feedback({"kernel": Weight(how, contraction.layout)}, error_dtype="float8_e5m2")
+    state = jax.jit(tx.init)({"kernel": kernel})
+    _, state = jax.jit(tx.update)({"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel})
+    stored = tcfp_jax.layer_state(state)["kernel"]
+    codes = stored.backward if contraction.layout.transposed else stored.forward
+    assert codes.shape == (N, k + k % 2) and state.errors["kernel"].shape == kernel.shape
+    x = X[0, :, :k]
+    run = functools.partial(contract, contraction, x, recipe=how, quantized=stored)
+    y = run(kernel)
+    np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T[:k], rtol=0, atol=2e-5)
+    assert same_bits(run(None, shape=kernel.shape), y)
+
+
+def test_error_feedback_brings_the_mean_to_the_weight():
+    tx = tcfp_jax.error_feedback(recipe("nvfp4", remainder="feedback"))
+    params = {"kernel": W}
+    state, total, step = tx.init(params), 0, jax.jit(tx.update)
+    for _ in range(16):
+        total = total + tcfp_jax.layer_state(state)["kernel"].dequantize()
+        state = step({"kernel": jnp.zeros_like(W)}, state, params)[1]
+    once = np.abs(pack_fp4(W).dequantize() - W).mean()
+    assert np.abs(total / 16 - W).mean() < once / 4
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_codes_lies_as_its_kernel_does():
+    mesh = AbstractMesh((2, 2), ("fsdp", "tensor"))
+    params = {"kernel": jax.ShapeDtypeStruct((K, N), jnp.float32)}
+    place = lambda spec: {"kernel": NamedSharding(mesh, spec)}
+    state = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, params)
+    found = state_shardings(place(P("fsdp", "tensor")), state).weights["kernel"].forward
+    assert (found.values.spec, found.scale.spec, found.outer.spec) == (P("tensor", "fsdp"), P("tensor", "fsdp"), P())
+    small = {"kernel": jax.ShapeDtypeStruct((32, N), jnp.float32)}
+    state = jax.eval_shape(tcfp_jax.error_feedback("mxfp4").init, small)
+    with pytest.raises(ValueError, match=re.escape("kernel: blocks of 32 values along axis 1 of [32, 32] are cut")):
+        state_shardings(place(P("fsdp")), state)
+    narrow = {"kernel": jax.ShapeDtypeStruct((K, 16), jnp.float32)}
+    squares = jax.eval_shape(tcfp_jax.error_feedback(SQUARES).init, narrow)
+    with pytest.raises(ValueError, match=re.escape("blocks of 16 values along axis 0 of [16, 64] are cut")):
+        state_shardings(place(P(None, "tensor")), squares)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind):
+    mesh = mesh_of(2, 2, names=("fsdp", "tensor"), axis_type=kind)
+    tx = tcfp_jax.error_feedback("nvfp4")
+
+    def step(params, state, x):
+        stored = tcfp_jax.layer_state(state)["kernel"]
+        loss = lambda p, x: jnp.sum(jnp.sin(tcfp_jax.matmul(x, p["kernel"], recipe="nvfp4", quantized=stored)))
+        (dw, dx) = jax.grad(loss, (0, 1))(params, x)
+        updates = jax.tree.map(lambda g: -0.1 * g, dw)
+        return dx, *tx.update(updates, state, params)
+
+    x = X.reshape(-1, K)[:4]
+    alone = jax.jit(step)({"kernel": W}, tx.init({"kernel": W}), x)
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, P("fsdp", "tensor"))
+        params = {"kernel": jax.device_put(W, where)}
+        shape = jax.eval_shape(tx.init, {"kernel": W})
+        state = jax.device_put(tx.init({"kernel": W}), state_shardings({"kernel": where}, shape))
+        split = jax.jit(step)(params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+    np.testing.assert_allclose(split[0], alone[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(split[1]["kernel"], alone[1]["kernel"], rtol=0, atol=1e-5)
+    found, expected = (tcfp_jax.layer_state(made[2])["kernel"].forward for made in (split, alone))
+    np.testing.assert_allclose(found.dequantize(), expected.dequantize(), rtol=0, atol=0.6)
+    assert np.mean(np.asarray(found.values) == np.asarray(expected.values)) > 0.98

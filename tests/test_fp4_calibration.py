@@ -1,0 +1,253 @@
+"""FP4 weights chosen with care: exhaustive scales, GPTQ, and the Hessians of a calibration."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from pallas_kernels.operands import Fp4
+from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
+from tcfp_jax.conversion.transform import transform
+from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, search_scales
+from tcfp_jax.linen import TCFPDense
+from tcfp_jax.weights.fp4 import quantize_fp4
+
+RNG = np.random.default_rng(0)
+N, K = 32, 40  # the last block is short
+W = jnp.asarray(RNG.standard_normal((N, K)) * 0.02, jnp.float32)
+MIX = RNG.standard_normal((K, K)) * (np.arange(1, K + 1) ** -0.7)[:, None]
+X = jnp.asarray(RNG.standard_normal((256, K)) @ MIX, jnp.float32)
+H = X.T @ X
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+INCLUDE = ("linear", "small", "head")
+
+
+def as_bytes(operand):
+    return [np.asarray(leaf).view(np.uint8) for leaf in (operand.values, operand.scale)]
+
+
+def loss(operand, hessian, w=W):
+    """tr((W - Q) H (W - Q)ᵀ), in float64."""
+    error = np.asarray(operand.dequantize(), np.float64) - np.asarray(w, np.float64)
+    return np.trace(error @ np.asarray(hessian, np.float64) @ error.T)
+
+
+def error(operand, w=W):
+    return loss(operand, np.eye(w.shape[-1]), w)
+
+
+def nearest_number(units):
+    """E2M1 in float64: ties do not happen in random data."""
+    size = np.minimum(np.abs(units), 6)
+    return np.sign(units) * E2M1[np.abs(size[..., None] - E2M1).argmin(axis=-1)]
+
+
+def gptq_by_definition(w, hessian, scale, damping=0.01):
+    """Frantar et al., their order of steps in float64: the inverse, its upper Cholesky factor, column after column."""
+    w, k = np.array(w, np.float64), w.shape[1]
+    hessian = np.asarray(hessian, np.float64)
+    inverse = np.linalg.inv(hessian + damping * np.diag(hessian).mean() * np.eye(k))
+    upper = np.linalg.cholesky(inverse).T
+    made = np.zeros_like(w)
+    for j in range(k):
+        if j % 16 == 0:
+            factor = scale(w[:, j : j + 16])
+        made[:, j] = nearest_number(w[:, j] / factor) * factor
+        w[:, j:] -= np.outer((w[:, j] - made[:, j]) / upper[j, j], upper[j, j:])
+    return made
+
+
+# The scales of blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "tile"), [("nvfp4", "vector"), ("nvfp4", "square"), ("mxfp4", "vector")])
+def test_a_search_is_never_worse_than_a_rule(format, tile):
+    rules = ("amax", "four_over_six", "fold_exact") if (format, tile) == ("nvfp4", "vector") else ("amax",)
+    for w in (W, W * jnp.exp(2 * W / 0.02)):  # normal, and heavy tails
+        found = error(search_scales(w, Fp4(format, tile)), w)
+        for rule in rules:
+            assert found <= error(quantize_fp4(w, Fp4(format, tile, rule)), w) * (1 + 1e-6)
+
+
+def test_a_search_finds_what_all_scales_would():
+    """Every byte of E4M3, not only those within the window, tried on the host in float64."""
+    found = search_scales(W)
+    table = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+    blocks = np.pad(np.asarray(W, np.float64), ((0, 0), (0, -K % 16))).reshape(N, -1, 16)
+    factors = (table * float(found.outer))[:, None, None, None]
+    errors = np.square(nearest_number(blocks / factors) * factors - blocks).sum(axis=-1)
+    np.testing.assert_allclose(error(found), errors.min(axis=0).sum(), rtol=1e-5)
+
+
+def test_a_search_by_rule_keeps_to_its_scales():
+    mantissas = np.asarray(search_scales(W, Fp4(rule="fold_exact")).scale).view(np.uint8) & 7
+    assert set(mantissas.ravel()) <= {0, 2, 4}
+
+
+def test_importance_moves_the_error_to_where_it_matters():
+    weighted = search_scales(W, importance=jnp.diagonal(H))
+    assert loss(weighted, np.diag(np.diagonal(H))) < loss(search_scales(W), np.diag(np.diagonal(H)))
+    assert error(weighted) >= error(search_scales(W))
+
+
+@pytest.mark.parametrize("choose", [search_scales, lambda w: gptq(w, jnp.eye(w.shape[-1]))], ids=["search", "gptq"])
+def test_hard_blocks(choose):
+    """All zeros, tiny values, an outlier, and NaN and inf, which are loud and stay within their block."""
+    w = W.at[0].set(0).at[1].set(1e-30).at[2, 3].set(1e4).at[3, 5].set(jnp.nan).at[4, 20].set(jnp.inf)
+    made = np.asarray(choose(w).dequantize())
+    assert np.isnan(made[3, :16]).all() and np.isnan(made[4, 16:32]).all() and np.isnan(made).sum() == 32
+    assert not made[0].any() and abs(made[1]).max() < 1e-5
+    assert made[2, 3] == pytest.approx(1e4, rel=0.1)
+    assert np.isfinite(made[5:]).all()
+
+
+# GPTQ -----------------------------------------------------------------------------------------------------------------
+
+
+def test_gptq_is_the_published_algorithm():
+    outer = float(jnp.abs(W).max()) / (6 * 448)
+
+    def scale(block):
+        wanted = (np.abs(block).max(axis=1) / (6 * outer)).astype(np.float32)
+        return wanted.astype(jnp.float8_e4m3fn).astype(np.float64) * outer
+
+    expected = gptq_by_definition(W, H, scale)
+    made = np.asarray(gptq(W, H).dequantize())
+    close = np.isclose(made, expected, rtol=1e-5, atol=1e-7)
+    assert close.mean() > 0.97, close.mean()  # float32 may decide a near tie otherwise, and what follows from it
+    wrong = expected - np.asarray(W, np.float64)
+    assert loss(gptq(W, H), H) == pytest.approx(np.trace(wrong @ np.asarray(H, np.float64) @ wrong.T), rel=0.05)
+
+
+@pytest.mark.parametrize("scaling", [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="four_over_six")], ids=str)
+def test_gptq_halves_what_nearest_loses(scaling):
+    assert loss(gptq(W, H, scaling), H) < 0.5 * loss(quantize_fp4(W, scaling), H)
+
+
+def test_gptq_with_a_search_is_better_still():
+    assert loss(gptq(W, H, scales="search"), H) < loss(gptq(W, H), H)
+
+
+@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+def test_without_correlations_gptq_is_nearest(scaling):
+    for made, expected in zip(
+        as_bytes(gptq(W, 7 * jnp.eye(K), scaling)), as_bytes(quantize_fp4(W, scaling)), strict=True
+    ):
+        np.testing.assert_array_equal(made, expected)
+
+
+def test_a_stack_is_its_matrices():
+    stack, moments = jnp.stack([W, 3 * W]), jnp.stack([H, jnp.eye(K)])
+    for made, expected in (
+        (gptq(stack, moments), [gptq(W, H), gptq(3 * W, jnp.eye(K))]),
+        (search_scales(stack), [search_scales(W), search_scales(3 * W)]),
+    ):
+        assert made.shape == (2, N, K) and made.outer.shape == (2,)
+        np.testing.assert_allclose(made.dequantize(), jnp.stack([one.dequantize() for one in expected]), rtol=1e-6)
+
+
+def test_a_hessian_that_is_not_finite_is_loud():
+    assert jnp.isnan(gptq(W, H.at[0, 0].set(jnp.nan)).dequantize()).all()
+    assert jnp.isfinite(gptq(W, jnp.zeros((K, K))).dequantize()).all()  # a layer that no input reached
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
+        (lambda: search_scales(W[0]), ValueError, "no matrix"),
+        (lambda: search_scales(W.astype(jnp.int32)), TypeError, "int32"),
+        (lambda: search_scales(W, importance=jnp.ones(3)), ValueError, r"importance\[3\] does not fit"),
+        (lambda: gptq(W, H[:3]), ValueError, r"hessian\[3, 40\] does not fit"),
+        (lambda: gptq(W, H, damping=0.0), ValueError, "damping=0.0 must be positive"),
+        (lambda: gptq(W, H, scales="best"), ValueError, "scales='best' is unknown"),
+        (lambda: hessians(nn.Dense(4), {}, []), TypeError, "neither from transform"),
+    ],
+)
+def test_what_cannot_be_done_says_why(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+# Hessians -------------------------------------------------------------------------------------------------------------
+
+
+def test_hessians_of_a_converted_model():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.DenseGeneral((4, 8), name="heads")(x)
+            return nn.DenseGeneral(8, axis=(-2, -1), name="out")(x)
+
+    x = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    model = convert_to_tcfp(Model(), "tensorwise", x, include=INCLUDE)
+    params = Model().init(jax.random.key(1), x)["params"]
+    found = hessians(model, params, [x, (2 * x,)])
+    heads = Model().apply({"params": params}, x, capture_intermediates=True)[1]["intermediates"]["heads"]["__call__"][0]
+    rows, inner = x.reshape(-1, 16), (heads - params["heads"]["bias"]).reshape(-1, 32)
+    assert set(found) == {"heads/kernel", "out/kernel"}
+    np.testing.assert_allclose(found["heads/kernel"], 5 * rows.T @ rows, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(found["out/kernel"], 5 * inner.T @ inner, rtol=1e-5, atol=1e-4)  # biases are zeros
+
+
+def test_hessians_of_loops_branches_and_experts():
+    def call(params, x, wide):
+        step = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        x, _ = jax.lax.scan(step, x, params["layers"])
+        x = jax.lax.cond(wide, lambda x: x @ params["branch"].T, lambda x: x, x)
+        return jnp.einsum("emk,ekn->emn", jnp.stack([x, -2 * x]), params["own"])
+
+    key = jax.random.key(0)
+    shapes = dict(layers=(3, 8, 8), branch=(8, 8), own=(2, 8, 4))
+    params = {name: jax.random.normal(key, shape) / 3 for name, shape in shapes.items()}
+    low = transform(call, "tensorwise", include=INCLUDE)
+    x = jax.random.normal(jax.random.key(1), (5, 8))
+    found = hessians(low, params, [(x, jnp.array(True))])
+    for layer in range(3):
+        np.testing.assert_allclose(found["layers"][layer], x.T @ x, rtol=1e-5, atol=1e-5)
+        x = jnp.tanh(x @ params["layers"][layer])
+    np.testing.assert_allclose(found["branch"], x.T @ x, rtol=1e-5, atol=1e-5)
+    x = x @ params["branch"].T
+    np.testing.assert_allclose(found["own"], jnp.stack([x.T @ x, 4 * x.T @ x]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_multiplies_by_itself_is_named():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="seen")(TCFPDense(8, recipe="tensorwise", name="own")(x))
+
+    x = jnp.ones((2, 8))
+    model = convert_to_tcfp(Own(), "tensorwise", x, include=INCLUDE)
+    params = Own().init(jax.random.key(0), x)["params"]
+    with pytest.raises(ValueError, match="no product of own/kernel is seen; write the layer in Flax's own"):
+        hessians(model, params, [x])
+    with pytest.raises(ValueError, match="batches is empty"):
+        hessians(model, params, [])
+
+
+def test_a_model_multiplies_by_the_codes_that_were_chosen():
+    """Linen's kernel `[k, n]`, and one that is read transposed."""
+
+    def call(params, x):
+        return (x @ params["first"]) @ params["second"].T
+
+    key = jax.random.key(0)
+    params = {"first": jax.random.normal(key, (16, 8)), "second": jax.random.normal(key, (4, 8))}
+    x = jax.random.normal(jax.random.key(1), (32, 16)) * (1 / jnp.arange(1.0, 17.0))
+    low = transform(call, "nvfp4", include=INCLUDE)
+    weights, moments = find_weights(low, params, x), hessians(low, params, [x])
+    served = quantize_params(params, weights)
+    chosen = choose_codes(served, params, weights, lambda path, w: gptq(w, moments[path], scales="search"))
+    first = gptq(params["first"].T, moments["first"], scales="search").dequantize().T
+    second = gptq(params["second"], moments["second"], scales="search").dequantize()
+    shapes = jax.eval_shape(lambda: params)
+    made = low(shapes, x, stored=chosen["tcfp"])
+    np.testing.assert_allclose(made, (x @ first).astype(x.dtype) @ second.T, rtol=0.02, atol=0.05)
+    wrong = lambda stored: float(jnp.square(low(shapes, x, stored=stored["tcfp"]) - call(params, x)).sum())
+    assert wrong(chosen) < 0.8 * wrong(served)
+    with pytest.raises(ValueError, match=r"first is stored with .* use one format"):
+        choose_codes(served, params, weights, lambda path, w: quantize_fp4(w, Fp4("mxfp4")))
+    with pytest.raises(ValueError, match="no stored weight is FP4"):
+        choose_codes({"params": {}, "tcfp": {}}, params, weights, quantize_fp4)
