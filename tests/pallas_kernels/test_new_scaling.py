@@ -14,8 +14,7 @@ from pallas_kernels.matmul import api as matmul
 from pallas_kernels.matmul import reference as product
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as rounding
-from tcfp_jax import recipes
-from tcfp_jax.recipes import Single
+from tcfp_jax.recipes import Single, definition
 from tcfp_jax.weights.quantization import quantize_weight
 
 
@@ -48,7 +47,7 @@ class Tenth:
 def known(monkeypatch):
     monkeypatch.setitem(quantize.IMPLEMENTATIONS, Tenth, (Implementation("xla", rounding.quantize),))
     monkeypatch.setitem(matmul.IMPLEMENTATIONS, Tenth, (Implementation("xla", product.matmul),))
-    monkeypatch.setattr(recipes, "Scaling", recipes.Scaling | Tenth)
+    monkeypatch.setattr(definition, "Scaling", definition.Scaling | Tenth)
 
 
 def test_a_new_scaling_is_stored_multiplied_and_trained(known):
