@@ -99,7 +99,31 @@ def compiled_for_users(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark `slow` the cases of a parametrized test that `slow_except` does not name.
+
+    Raises:
+      UsageError: no case of a test has such a name, so that a case that was renamed does not vanish unseen.
+    """
+    kept: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("slow_except")
+        if marker is None:
+            continue
+        case = item.callspec.id  # type: ignore[attr-defined]
+        kept.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(case)
+        if case not in marker.args:
+            item.add_marker(pytest.mark.slow)
+    # A case that was asked for by its own name leaves the others out.
+    if not any("[" in argument for argument in config.args):
+        for test, missing in kept.items():
+            if missing:
+                raise pytest.UsageError(f"{test} has no case {sorted(missing)}; slow_except names cases by their ids")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow_cases(config, items)
     # Long files first, and in a file the optimized tests first, so that compilation changes at most twice in each.
     rank = {name: i for i, name in enumerate(LONGEST)}
     place = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}

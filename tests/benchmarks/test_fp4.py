@@ -6,6 +6,7 @@ from benchmarks import common, fp4
 from pallas_kernels.operands import Fp4
 
 
+@pytest.mark.slow
 def test_a_smoke_run_checks_and_times_every_product(tmp_path):
     rows = common.main(fp4.NAME, ["--smoke", "--out", str(tmp_path)])
     assert [row.part for row in rows] == ["decode"] * 3 + ["prefill"] * 3 + ["dgrad"] * 2

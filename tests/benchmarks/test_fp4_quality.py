@@ -17,6 +17,7 @@ def smoke(tmp_path_factory):
     return out, fp4_quality.main(["--smoke", "--out", str(out), "--methods", ",".join(NAMES)])
 
 
+@pytest.mark.slow
 def test_rows_are_of_one_model_and_a_search_leaves_less_noise(smoke):
     out, rows = smoke
     base, nearest, search = rows

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import common, fsdp
 
 
+@pytest.mark.slow
 def test_a_smoke_run_splits_the_state_over_two_devices(tmp_path):
     options = ["--smoke", "--out", str(tmp_path), "--parts", "mlp", "--recipes", "tensorwise", "--devices", "2"]
     rows = common.main(fsdp.NAME, options)

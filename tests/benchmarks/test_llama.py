@@ -76,6 +76,7 @@ def smoke(tmp_path_factory):
     return out, rows
 
 
+@pytest.mark.slow
 def test_a_smoke_run_writes_a_table(smoke):
     out, rows = smoke
     assert [row.recipe for row in rows] == ["bf16", "tensorwise"]
@@ -110,6 +111,7 @@ def test_bad_names_are_errors():
         llama.main(["--smoke", "--recipes", "tensorwize"])
 
 
+@pytest.mark.slow
 def test_a_large_run_compares_losses_on_text(tmp_path):
     rows = large.main(["--smoke", "--out", str(tmp_path), "--bf16-layers", "1"])
     assert [(row.recipe, row.layers, len(row.losses)) for row in rows] == [("bf16", 1, 20), ("stored", 2, 20)]

@@ -25,6 +25,7 @@ def smoke(tmp_path_factory):
         return out, train_step.main(["--smoke", "--out", str(out)])
 
 
+@pytest.mark.slow
 def test_every_part_has_every_recipe(smoke):
     rows = smoke[1]
     gradients = [name for name in VARIANTS if name not in train_step.KEPT]

@@ -155,6 +155,7 @@ def test_norms_of_recipes_that_scale_rows_are_left_alone():
     assert parts_of(normed, "rowwise")[0] == [] and len(parts_of(normed, "tcfp12")[0]) == 1
 
 
+@pytest.mark.slow_except("gated-tensorwise", "normed-blockwise")
 @pytest.mark.parametrize(
     ("function", "recipe"),
     [
@@ -203,6 +204,7 @@ def test_gradients_of_unusual_programs(function):
         assert is_close(exact, got, 24)
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("turned", [False, True])
 def test_weights_without_a_float_copy(turned):
     """Stored kernels, one of them the other way around, are read by the products around a part."""

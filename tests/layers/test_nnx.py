@@ -218,6 +218,7 @@ class MLP(flax_nnx.Module):
         return self.down(flax_nnx.relu(self.up(x)))
 
 
+@pytest.mark.slow_except("tensorwise")
 @pytest.mark.optimized
 @pytest.mark.parametrize("recipe", ["tcfp12", "tensorwise", "blockwise"])
 def test_a_step_is_that_of_the_model_written_by_hand(recipe):

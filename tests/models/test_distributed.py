@@ -67,6 +67,7 @@ def on_mesh(name):
     return trained(CONFIGS[name], make_mesh(parse_mesh(MESHES[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mesh_has_the_losses_of_one_device(name):
     (_, expected), (state, losses) = on_one_device(name), on_mesh(name)
@@ -83,6 +84,7 @@ def test_a_mesh_has_the_losses_of_one_device(name):
     assert not whole and not jax.tree.leaves(kernel)[0].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_checkpoint_of_a_mesh_is_restored_on_another(tmp_path, name):
     """Also with the rests of a save that was interrupted, which are not the newest checkpoint."""
@@ -163,6 +165,7 @@ def restored_on(mesh, out, config):
         return directory.restore(training.init(config, mesh))[0]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_continues(tmp_path):
     """Started as by SLURM: the first process writes and prints, and the losses are those of one device."""
     out = tmp_path / "run"
@@ -190,6 +193,7 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path):
     assert losses[0] < expected[0] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lost", "by"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "silent"])
 def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, lost, by):
     """Lost within a save: the one that is killed closes its connections, the one that is silent is missed later."""
@@ -219,6 +223,7 @@ def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, l
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_processes_with_other_settings_end_before_the_first_step(tmp_path):
     two = start_two(tmp_path / "run", "--steps=6", each=(("--seed=0",), ("--seed=1", "--learning-rate=0.5")))
     for status, _, errors in finish(two):

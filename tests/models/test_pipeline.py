@@ -53,6 +53,7 @@ def gradients_of(model):
     return loss
 
 
+@pytest.mark.slow_except("shape0-config0-bf16-bfloat16-float")
 @pytest.mark.parametrize(
     ("shape", "config", "recipe", "dtype", "weights"),
     [
@@ -86,6 +87,7 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(shape, config, recipe
             assert gradient.sharding.shard_shape(gradient.shape)[0] == config.layers // shape[0], path
 
 
+@pytest.mark.slow
 def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does():
     model = pipeline(2, recipe="tcfp12_single")
     unsplit = families.learner(TINY, model.recipe, "float32").model
@@ -110,6 +112,7 @@ def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
+@pytest.mark.slow
 def test_only_activations_travel_between_stages():
     """What a stage sends to the next one is one microbatch, and no array of layers is ever brought together."""
     model = pipeline(2, recipe="tcfp12_single")

@@ -77,6 +77,7 @@ def final_state(path, config=CONFIG):
         return directory.restore(train.init(config))[0]
 
 
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_learns(name, whole_run):
     _, result = whole_run(name)
@@ -101,6 +102,7 @@ def test_recipes_share_initial_weights_and_batches():
     assert not same_bits(states[0].params, other.params)
 
 
+@pytest.mark.slow_except("stored-between checkpoints")
 @pytest.mark.parametrize(
     ("name", "saves"),
     [
@@ -339,6 +341,7 @@ class TestCommand:
         assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
         assert not Path("new").exists()
 
+    @pytest.mark.slow
     def test_a_llama_reads_a_folder_and_continues_with_no_other_text(self, monkeypatch, capsys):
         monkeypatch.setitem(LLAMAS, "micro-llama", MICRO_LLAMA)
         Path("book").mkdir()

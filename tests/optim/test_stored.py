@@ -166,6 +166,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow_except("boxes", "nnx by hand")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_is_multiplied_and_differentiated_as_with_float_parameters(name):
     apply, params, weights = MODELS[name]()
@@ -203,6 +204,7 @@ def test_weights_of_a_model_are_stored_inside_the_jit_that_makes_them():
     assert all(kernel.backward.scale.shape == (3,) and kernel.nbytes < 2.1 * 3 * 16 * 32 for kernel in kernels)
 
 
+@pytest.mark.slow_except("stochastic-tcfp12", "feedback-tcfp12_single")
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12", "tcfp12_fast", "tcfp12_blockwise", "residual_activation"])
 @pytest.mark.parametrize("remainder", ["stochastic", "feedback", "dropped"])
 def test_storage_is_a_choice_apart_from_the_recipe(recipe, remainder):
@@ -241,6 +243,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_except("adamw", "partition")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optax_transformation_composes(name):
     tx = OPTIMIZERS[name]()

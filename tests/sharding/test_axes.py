@@ -227,6 +227,7 @@ def of_linen(model, x):
     return both, [P("a"), P("a"), *specs], [x, c, *leaves]
 
 
+@pytest.mark.slow_except("Dense")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_linen(name):
     model, x, _ = LAYERS[name]
@@ -236,6 +237,7 @@ def test_layers_of_linen(name):
     check(function, placed, *arguments, exact=False)
 
 
+@pytest.mark.slow_except("None-tensorwise", "triton-rowwise")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "tcfp12", "tcfp12_single", "bf16"])
 @pytest.mark.parametrize("backend", [None, "triton"])
 def test_recipes(recipe, backend):
@@ -257,6 +259,7 @@ NNX = {
 }
 
 
+@pytest.mark.slow_except("Linear")
 @pytest.mark.parametrize("name", NNX)
 def test_layers_of_nnx(name):
     make, x = NNX[name]

@@ -239,6 +239,7 @@ def trained(kind, sizes):
     return run(grads, *run(grads, *first)), placed
 
 
+@pytest.mark.slow_except("stored-(4, 2)", "error feedback-(2, 4)")
 @pytest.mark.optimized
 @pytest.mark.parametrize(("kind", "sizes"), MESHES, ids=str)
 def test_a_step_keeps_shardings_and_no_mesh_changes_a_bit(kind, sizes):
