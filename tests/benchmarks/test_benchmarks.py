@@ -143,6 +143,7 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     tuning.load.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypatch):
     committed = tuning.load()["NVIDIA H200"]
     ops = {op: [(e.shape, e.variant) for e in entries] for op, entries in committed.items()}

@@ -240,6 +240,7 @@ def test_what_is_not_finite_stays_visible():
     assert all(np.isnan(np.asarray(gradients[name], np.float32)).any() for name in ("gate", "up", "down"))
 
 
+@pytest.mark.slow
 def test_parts_of_a_llama_in_float32_change_nothing(monkeypatch):
     """As on a GPU where every kernel is the fastest, computed by their definitions: nothing is rounded in between."""
     fastest = lambda table, *asked: (Verdict("triton", None), Verdict("xla", "triton comes first"))

@@ -220,6 +220,7 @@ def test_rows_are_those_of_one_device(times):
     assert "at 2048x128x64" in parts.converted[0].reason
 
 
+@pytest.mark.slow
 def test_models_convert_what_pays_in_a_step_of_theirs(times):
     size = GPTConfig(layers=1, width=64, heads=2, context=64)
     recipe = tcfp_jax.recipe("tensorwise")

@@ -47,6 +47,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow_except("gpt2")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_model_converts_and_trains(name):

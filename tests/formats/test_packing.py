@@ -64,6 +64,7 @@ def random_program(seed):
     return made, shape, str(random.choice(["float32", "bfloat16", "float16"]))
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("start", range(4))
 def test_unpack_is_the_cast_on_random_draws(start):
     """200 of (datatype, shape, axis, dtype, values)."""

@@ -38,6 +38,7 @@ def test_tcfp12_of_the_catalog_is_the_packed_format():
     assert tcfp12() == formats.tcfp12 and formats.tcfp12.bits_per_value((8, 320)) == 12.5
 
 
+@pytest.mark.slow_except("32-linear")
 @pytest.mark.parametrize("block, residual", [(32, "linear"), (64, "nf4")])
 def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     made = tcfp12(block, residual)
@@ -63,6 +64,7 @@ def test_the_bytes_are_the_same():
         assert np.asarray(mine).tobytes() == np.asarray(packed).tobytes()
 
 
+@pytest.mark.slow
 def test_where_the_two_differ_by_design():
     """docs/formats.md lists these: NaN and inf, and float32 subnormals."""
     x = jnp.ones((1, 64)).at[0, 4].set(-448.0)

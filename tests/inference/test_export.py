@@ -323,6 +323,7 @@ def llama():
     return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
 
 
+@pytest.mark.slow
 def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
     tensors = to_huggingface(llama, CONFIG, Fp4(), jnp.float32)
     assert "lm_head.weight" in tensors and len(tensors) == 3 + 2 * 9

@@ -114,6 +114,7 @@ def test_it_is_causal():
     assert not jnp.array_equal(before[:, 10:], after[:, 10:])
 
 
+@pytest.mark.slow
 def test_remat_keeps_less_and_computes_the_same():
     kept, found = {}, {}
     for remat in ("block", "products", "none"):
@@ -182,6 +183,7 @@ class Twin(nn.Module):
         return nn.RMSNorm(epsilon=c.norm_eps, name="final_norm")(x) @ embedding.embedding.T
 
 
+@pytest.mark.slow
 def test_a_converted_llama_is_one_written_by_hand():
     learner, (exact, variables) = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"), llama()
     outputs_and_gradients = lambda model: jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
@@ -340,6 +342,7 @@ def test_a_backward_pass_of_losses_holds_no_logits():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 def test_a_converted_head_multiplies_by_the_recipe_in_losses(monkeypatch):
     monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 8)
     model, variables = llama(UNTIED, remat="block")

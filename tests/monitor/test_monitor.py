@@ -41,6 +41,7 @@ def numbers(x, q):
     return np.abs(x).max(), np.mean((x != 0) & (q == 0)), 0.0, decibels(x, q)
 
 
+@pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "residual_activation", "bf16"])
 def test_readings_are_those_of_the_operands(name):
     recipe = tcfp_jax.recipe(name)
@@ -90,6 +91,7 @@ def test_loops_and_branches_have_entries_of_their_own():
     assert np.isfinite(readings["yes"]["g"].amax) and np.isnan([*readings["no"]["g"], *readings["no"]["x"]]).all()
 
 
+@pytest.mark.slow
 def test_vmap_puts_an_axis_in_front():
     multiply = functools.partial(tcfp_jax.matmul, recipe="tensorwise")
     params, x = {"experts": W}, jnp.stack([X, 2 * X])

@@ -54,6 +54,7 @@ def test_mean_of_a_still_weight_converges(name):
     assert float(jnp.sqrt(jnp.mean((seen.mean(0) - W) ** 2))) <= 0.01 * float(one_step)
 
 
+@pytest.mark.slow_except("float8_e5m2")
 @pytest.mark.optimized
 @pytest.mark.parametrize("error_dtype", ["float32", "bfloat16", "float8_e5m2"])
 def test_moving_weight_stays_at_60_decibels(error_dtype):

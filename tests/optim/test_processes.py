@@ -63,6 +63,7 @@ def main(address: str, process: int, path: Path) -> None:
     path.write_bytes(pickle.dumps(bytes_of_parts(train(place))))
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_two_processes_have_the_bits_of_one(tmp_path):
     with socket.socket() as free:

@@ -76,6 +76,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_except("MultiSteps-float32")
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "name, dtype",
@@ -88,6 +89,7 @@ def test_fifty_steps_without_a_false_alarm(name, dtype):
     checked(params, state)  # with concrete arrays
 
 
+@pytest.mark.slow_except("AxisType.Explicit")
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_steps_without_a_false_alarm(kind):
