@@ -408,6 +408,7 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
         survey(MLP(), X)
 
 
+@pytest.mark.slow_except("DenseGeneral-TCFPDenseGeneral0", "Einsum-TCFPEinsum2")
 @pytest.mark.parametrize(
     "theirs, mine",
     [

@@ -262,6 +262,7 @@ def test_parts_of_a_llama_in_float32_change_nothing(monkeypatch):
         assert is_close(exact, got, 90)  # a norm's sums are added in another order
 
 
+@pytest.mark.slow_except("scan")
 @pytest.mark.parametrize("around", ["checkpoint", "vmap", "scan"])
 def test_under_transformations(around):
     params, x = draw()

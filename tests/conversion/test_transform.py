@@ -173,6 +173,7 @@ def test_the_two_forms_of_a_shared_weight_are_told_apart():
     assert "quantized at each use" in str(report)
 
 
+@pytest.mark.slow_except("tcfp12_fast-2")
 @pytest.mark.parametrize("recipe, gathered", [("tensorwise", 1), ("tcfp12_fast", 2), ("rowwise", 0)])
 def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(recipe, gathered):
     mesh = mesh_of(2, names=("data",))

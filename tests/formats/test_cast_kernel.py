@@ -28,6 +28,7 @@ def awkward(exponents, dtype):
     return jnp.asarray(x).astype(dtype)
 
 
+@pytest.mark.slow_except("mxint4", "e1m6b1_e32")
 @pytest.mark.parametrize("name", SERVED[::2])
 def test_blocks_are_the_definition(name):
     dtype = ("float32", "bfloat16")[SERVED.index(name) % 4 // 2]

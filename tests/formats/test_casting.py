@@ -48,6 +48,7 @@ def test_values_of_a_number_come_back(name):
     assert all(same(got, line) for got in jax.jit(every, compiler_options=QUICK)(line))
 
 
+@pytest.mark.slow_except("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_input_dtypes(dtype):
     wide = jax.random.normal(jax.random.key(0), (8, 64)).astype(dtype)
@@ -72,6 +73,7 @@ def between(x, spec):
     return np.where(line[above] > x, line[np.maximum(above - 1, 0)], line[above]), line[above]
 
 
+@pytest.mark.slow_except("e4m3fn", "int5")
 @pytest.mark.parametrize("code", ["e2m1f", "e4m3fn", "e5m2", "int5", "uint4", "e3m4b4inuz", "e5m2b120"])
 def test_round_modes(code):
     spec = number(code)
@@ -91,6 +93,7 @@ def test_round_modes(code):
     assert np.all(steps % 2 == 0)
 
 
+@pytest.mark.slow_except("5", "7")
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
 def test_stochastic_rounding_is_unbiased(bits):
     """Within 4 standard errors at each point over the whole range, and in the mean of a format's points."""
@@ -161,6 +164,7 @@ def random_blocks(count):
     return x.astype(np.float32)
 
 
+@pytest.mark.slow_except("mxfp8e4", "mxfp6e2")
 @pytest.mark.parametrize("name", MX)
 def test_mx_blocks_are_those_of_exact_arithmetic(name):
     blocks = random_blocks(100_000)  # for each of five formats: 500,000 in all

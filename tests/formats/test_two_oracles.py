@@ -50,6 +50,7 @@ def matrices(shape, block):
     yield "the largest values", huge * random.choice([-1, 1], shape).astype(np.float32)
 
 
+@pytest.mark.slow_except("float8_e4m3fn-32-square", "float8_e5m2-32-square")
 @pytest.mark.parametrize("tile", ["vector", "square"])
 @pytest.mark.parametrize("block", [32, 64, 128])
 @every_dtype

@@ -37,6 +37,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow_except("without bias", "batch", "one row")
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_parameters_give_equal_bits(name):
     by_name, make = PAIRS[name]

@@ -30,6 +30,7 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.slow_except("...k,nk->...n-x_shape1-shape1", "bek,nke->bne-x_shape5-shape5")
 @pytest.mark.parametrize(
     "equation, x_shape, shape",
     [
@@ -67,6 +68,7 @@ def test_layers_describe_what_an_equation_would():
     assert axes_product(4, (1, 3), (0,), 1) == parse("btek,btkn->ben", 4)
 
 
+@pytest.mark.slow_except("(2, 48, 80)-tcfp12_blockwise", "(2, 48, 80)-tensorwise")
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("shape", [(48, 80), (2, 48, 80)], ids=str)
 def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):

@@ -61,6 +61,7 @@ def test_dtype_is_that_of_the_result_and_never_of_the_kernel():
     assert y.dtype == jnp.bfloat16 and jnp.array_equal(y, expected)  # the bias is zero
 
 
+@pytest.mark.slow_except("tcfp12_fast")
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_stored_kernel_is_used(recipe):
     network = Network(recipe)
@@ -98,6 +99,7 @@ def train(network, recipe, steps=8, **options):
     return losses, params, opt_state
 
 
+@pytest.mark.slow_except("tensorwise")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_learns_and_repeats_bit_for_bit(recipe):
     losses, *state = train(Network(recipe), recipe)

@@ -102,6 +102,7 @@ def test_a_gpt_converts_in_place_trains_and_comes_back():
     assert jax.tree.structure(flax_nnx.state(model)) == jax.tree.structure(flax_nnx.state(float_model))
 
 
+@pytest.mark.slow_except("linear")
 @pytest.mark.parametrize(
     "theirs, mine",
     [

@@ -134,6 +134,7 @@ def model_of(kind):
     return lambda params, stored, x: model.apply({"params": params, "tcfp": stored}, x), PARAMS, find_weights(model, X)
 
 
+@pytest.mark.slow_except("by hand-float", "by hand-stored")
 @pytest.mark.parametrize("weights", ["float", "stored"])
 @pytest.mark.parametrize("kind", ["by hand", "plain", "nnx"])
 def test_layers_of_all_kinds(kind, weights):

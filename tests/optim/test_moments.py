@@ -93,6 +93,7 @@ TRANSFORMATIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("adamw", "momentum", "lion", "rmsprop")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_any_transformation(name):
     make, expected = TRANSFORMATIONS[name]

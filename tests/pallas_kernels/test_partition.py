@@ -62,6 +62,7 @@ def close(got, x, w, bias=0.0):
     return np.all(np.abs(np.asarray(got, np.float64) - (a @ b.T + np.asarray(bias, np.float64))) <= bound)
 
 
+@pytest.mark.slow_except("x_spec2-w_spec2-expected2", "x_spec3-w_spec3-expected3")
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "expected"),
     [
@@ -81,6 +82,7 @@ def test_products_move_what_their_sums_need(put, x_spec, w_spec, expected):
     assert close(compiled(x, w), *operands(), bias)
 
 
+@pytest.mark.slow_except("split4-out4-expected4", "b-out6-expected6")
 @pytest.mark.parametrize(
     ("split", "out", "expected"),
     [
@@ -116,6 +118,7 @@ def test_products_of_blocks_move_what_their_sums_need(put, x_spec, w_spec, expec
     assert close(compiled(put(x, x_spec), put(w, w_spec)), x, w)
 
 
+@pytest.mark.slow_except("spec1")
 @pytest.mark.optimized
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))])
 def test_quantizers_with_one_scale_move_one_number(put, spec):
@@ -128,6 +131,7 @@ def test_quantizers_with_one_scale_move_one_number(put, spec):
     assert same_bits(compiled(w, error), jax.jit(functools.partial(call, backend="xla"))(w, error))
 
 
+@pytest.mark.slow_except("spec2-square")
 @pytest.mark.optimized
 @pytest.mark.parametrize("spec, tile", [(P("a"), "square"), (P("a", "b"), "vector"), (P(None, ("a", "b")), "square")])
 def test_quantizers_with_blocks_move_nothing(put, spec, tile):
@@ -138,6 +142,7 @@ def test_quantizers_with_blocks_move_nothing(put, spec, tile):
     assert same_bits(compiled(x), jax.jit(functools.partial(call, backend="xla"))(x))
 
 
+@pytest.mark.slow_except("P('a', 'b')-rows", "P('a', 'b')-both")
 @pytest.mark.optimized
 @pytest.mark.parametrize("orientation", ["rows", "both"])
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b"))], ids=str)

@@ -35,6 +35,7 @@ def log_ratio_of_gain(x, gain):
     return (x - jnp.max(x, axis=-1, keepdims=True)) * (jnp.log(gain) / jnp.mean(jnp.log(gain)))
 
 
+@pytest.mark.slow_except("gemma-(21, 96)-bfloat16-xla", "layer-(12, 64)-float32-xla", "layer-(12, 64)-float32-triton")
 @backends
 @pytest.mark.parametrize(
     "name, shape, dtype",
@@ -62,6 +63,7 @@ def test_without_what_is_carried_and_with_vectors_of_their_own_dtype(backend):
     assert agree(got, expected("layer", x, vectors, dy, jnp.zeros_like(carried)))
 
 
+@pytest.mark.slow_except("float32-xla")
 @backends
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_carried_arrives_unchanged(backend, dtype):
@@ -70,6 +72,7 @@ def test_what_is_carried_arrives_unchanged(backend, dtype):
     assert same_bits(dx, carried) and not np.any(dgain)
 
 
+@pytest.mark.slow_except("4-24-ahead", "2-40-now")
 @pytest.mark.parametrize("loads", ["ahead", "now"])
 @pytest.mark.parametrize("rows, m", [(1, 7), (4, 24), (4, 23), (2, 40)])
 def test_programs_of_several_steps(rows, m, loads, monkeypatch):
@@ -106,6 +109,7 @@ def test_what_lies_outside_has_no_part(function, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_except("nan-xla", "inf-xla", "inf-triton")
 @backends
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_what_is_not_finite_stays_in_its_row_and_its_sums(backend, bad):
@@ -120,6 +124,7 @@ def test_what_is_not_finite_stays_in_its_row_and_its_sums(backend, bad):
     assert all(np.array_equal(~np.isfinite(s), np.arange(48) == 5) for s in (dgain, dbias))
 
 
+@pytest.mark.slow_except("(2, 3, 48)-xla", "(48,)-xla")
 @backends
 @pytest.mark.parametrize("shape", [(2, 3, 48), (48,)], ids=str)
 def test_leading_axes_are_rows(backend, shape):
@@ -138,6 +143,7 @@ def test_under_vmap_each_element_has_its_own_sums(backend):
         assert agree(one, expected("rms", x[i], vectors, dy[i], carried[i]))
 
 
+@pytest.mark.slow_except("P(('a', 'b'),)")
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P(None, "b")], ids=str)
 def test_under_a_mesh_only_sums_cross_devices(spec):
     mesh = mesh_of(2, 4)

@@ -53,7 +53,15 @@ def test_report_is_what_an_independent_count_finds(subject):
         assert program(fn, params, *inputs) == before
 
 
-@pytest.mark.slow_except("flax lm1b", "transformers gpt2", "transformers vit", "linen scan and remat", "linen convnet", "nnx scan and remat", "nnx tied, Embed subclass")
+@pytest.mark.slow_except(
+    "flax lm1b",
+    "transformers gpt2",
+    "transformers vit",
+    "linen scan and remat",
+    "linen convnet",
+    "nnx scan and remat",
+    "nnx tied, Embed subclass",
+)
 def test_trains_as_float_does(subject):
     made = subject.make()
     with made.context():
@@ -75,7 +83,9 @@ def test_trains_without_float_weights(subject):
     assert in_low[-1] <= in_float[-1] + 0.05 * (in_float[0] - in_float[-1]), (in_float[0], in_float[-1], in_low[-1])
 
 
-@pytest.mark.slow_except("flax lm1b, tied", "transformers gpt2", "transformers vit", "linen scan on axis 1", "linen experts by einsum")
+@pytest.mark.slow_except(
+    "flax lm1b, tied", "transformers gpt2", "transformers vit", "linen scan on axis 1", "linen experts by einsum"
+)
 def test_serves_stored_weights_alone(subject):
     if subject.kind == "nnx":
         pytest.skip("an NNX model loads stored weights in place: tests/test_inference.py")
