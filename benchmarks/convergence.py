@@ -337,16 +337,14 @@ def configure(options: argparse.Namespace) -> Config:
 
 def _asked(options: argparse.Namespace, model: str, forks: bool) -> Config:
     size = size_of(model)
-    usual = {
-        "learning_rate": preset(model).learning_rate if model in model_names() else Config.learning_rate,
-        "base_steps": Config.base_steps if forks else 0,
-        "steps": _USUAL_STEPS[options.protocol],
-    }
-    given = {name: usual[name] if getattr(options, name) is None else getattr(options, name) for name in usual}
+    rate = preset(model).learning_rate if model in model_names() else Config.learning_rate
+    given = lambda name, usual: usual if getattr(options, name) is None else getattr(options, name)
     return Config(
         model, size, batch=options.batch, sequence=min(Config.sequence, size.context),
-        warmup_steps=options.warmup_steps, steps_per_call=options.steps_per_call, digits_steps=options.digits_steps,
-        **given,
+        learning_rate=given("learning_rate", rate), warmup_steps=options.warmup_steps,
+        base_steps=given("base_steps", Config.base_steps if forks else 0),
+        steps=given("steps", _USUAL_STEPS[options.protocol]), steps_per_call=options.steps_per_call,
+        digits_steps=options.digits_steps,
     )  # fmt: skip
 
 

@@ -56,15 +56,21 @@ def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout
         variant = VARIANTS[name]
         run, start = train_config(config, variant), start_fork(config, variant)
         state, _ = jax.eval_shape(start, base, key)
-        found, before = [start.lower(base, key)], phase_at(run, config.base_steps)
-        for phase in dict.fromkeys((before, last_phase(config, variant))):
-            if (phase, variant.remainder, variant.gradient_dtype) in begun:
-                continue
-            begun.add((phase, variant.remainder, variant.gradient_dtype))
-            state = jax.eval_shape(functools.partial(switched, before, phase), state)
-            found.append(steps_of(config, phase, variant.remainder).lower(state, text, batch_key(run)))
-            found.append(lower_evaluation(phase, state, heldout_bytes))
-        return found
+        before, last = phase_at(run, config.base_steps), last_phase(config, variant)
+        ended = jax.eval_shape(functools.partial(switched, before, last), state)
+        wanted: dict[Any, Any] = {
+            start: lambda: start.lower(base, key),
+            **{
+                (phase, variant.remainder, variant.gradient_dtype): functools.partial(
+                    steps_of(config, phase, variant.remainder).lower, found, text, batch_key(run)
+                )
+                for phase, found in ((before, state), (last, ended))
+            },
+            (last, variant.remainder, "evaluation"): lambda: lower_evaluation(last, ended, heldout_bytes),
+        }
+        missing = [lower for program, lower in wanted.items() if program not in begun]
+        begun.update(wanted)
+        return [lower() for lower in missing]
 
     def compile_one(name: str) -> None:
         with one_at_a_time:

@@ -24,6 +24,7 @@ from models.training import B1, B2, TrainState, jittered, layouts, make_optimize
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.paths import path_names
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.training import Remainder, is_stored
 
 Task = Literal["text", "digits"]
@@ -108,7 +109,8 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
       ValueError: the variant finishes with a recipe that reads another kind of stored weights, which the message
         names; its last part is less than half a dispatch or all of the run; or the model has no such ends.
     """
-    total, call, schedule = config.base_steps + config.steps, config.steps_per_call, ()
+    total, call = config.base_steps + config.steps, config.steps_per_call
+    schedule: tuple[tuple[float, str | Recipe], ...] = ()
     if variant.finish is not None:
         part, later = variant.finish
         before = call * round((1 - part) * config.steps / call)
@@ -159,13 +161,18 @@ def steps_of(config: Config, phase: TrainConfig, remainder: str) -> Any:
     return jax.jit(steps, donate_argnums=0)
 
 
-@functools.cache
 def start_fork(config: Config, variant: Variant) -> Any:
     """The jitted function of a base's state and a key that gives the state in which a variant starts, and its noise.
 
-    The noise is of each stored kernel, by path: squares of what storing lost, over those of the kernel.
+    The noise is of each stored kernel, by path: squares of what storing lost, over those of the kernel. Variants that
+    differ in how they go on have one function.
     """
-    run = phase_at(train_config(config, variant), config.base_steps)
+    return _start(config, dataclasses.replace(variant, finish=None, batches="same"))
+
+
+@functools.cache
+def _start(config: Config, variant: Variant) -> Any:
+    run = train_config(config, variant)
     # The optimizer is made before the trace: it holds a key, and outlives the trace.
     optimizer = _optimizer(config, run, variant.remainder)
 
