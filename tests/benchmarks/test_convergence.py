@@ -45,6 +45,12 @@ def content_of(out, name=FORK):
     return json.loads((out / common.device_slug() / f"{name}.json").read_text())
 
 
+def config_of(smoke):
+    """The settings of the smoke run, whose programs are compiled."""
+    before = content_of(smoke[0])["config"]
+    return dataclasses.replace(convergence._smoke(NAMES_OF_SMOKE, True), text=before["text"], jax=before["jax"])
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """(folder of results, rows) of forks."""
@@ -116,10 +122,7 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
 
 def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     out, rows = smoke
-    config = dataclasses.replace(
-        convergence._smoke(NAMES_OF_SMOKE, True), **{n: content_of(out)["config"][n] for n in ("text", "jax")},
-        bases=str(tmp_path),
-    )  # fmt: skip
+    config = dataclasses.replace(config_of(smoke), bases=str(tmp_path))
     corpus, variant = convergence._corpus((), config.text_bytes), VARIANTS[LATE]
     text = jnp.asarray(corpus.train)
     base = fork_runs.train_base(
@@ -211,11 +214,12 @@ def test_the_table_of_variants_is_whole():
 
 
 @pytest.mark.parametrize("name", ["stored", "stored_float32_moments"])
-def test_a_fork_has_the_moments_of_its_base(name):
-    base = jax.eval_shape(lambda: init(fork_training.train_config(TINY, VARIANTS[BASELINE])))
+def test_a_fork_has_the_moments_of_its_base(smoke, name):
+    config = config_of(smoke)
+    base = jax.eval_shape(lambda: init(fork_training.train_config(config, VARIANTS[BASELINE])))
     rng = np.random.default_rng(0)
     base = jax.tree.map(lambda leaf: jnp.asarray(np.square(rng.standard_normal(leaf.shape)).astype(leaf.dtype)), base)
-    state, noise = fork_training.start_fork(TINY, VARIANTS[name])(base, jax.random.key(0))
+    state, noise = fork_training.start_fork(config, VARIANTS[name])(base, jax.random.key(0))
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
     (adam,) = filter(is_adam, jax.tree.leaves(base.opt_state, is_leaf=is_adam))
     assert state.opt_state.count == adam.count
