@@ -10,6 +10,8 @@ A benchmark is a module of this package with
     show(rows)                 prints them
     table(result)              the Markdown of docs/measurements.md, from the JSON
     plot(figure, result)       a picture of the same, if there is one
+    json_name(options)         the name of its JSON, where its options choose one, and
+    command_of(json_name)      the command that writes it
 
 and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, `<device>` a slug of JAX's name for the
 chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
@@ -108,8 +110,9 @@ def main(name: str, arguments: list[str] | None = None) -> list[Any]:
     header = make_header()
     rows: list[Any] = []
     for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):
-        options.path = result_path(chosen, options)
-        rows += _run(importlib.import_module(f"benchmarks.{chosen}"), header, options)
+        module = importlib.import_module(f"benchmarks.{chosen}")
+        options.path = result_path(module.json_name(options) if hasattr(module, "json_name") else chosen, options)
+        rows += _run(module, header, options)
     return rows
 
 
@@ -186,11 +189,6 @@ class Result:
         source = f"library {h['library']}" if "library" in h else f"sources {h['sources']}"
         age = "" if h.get("library") == library_digest() else AGE
         return f"{h['device']}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
-
-    @property
-    def caption(self) -> str:
-        """The command and its origin."""
-        return f"*`python -m benchmarks.{self.name} --json`: {self.origin}.*"
 
     def distinct(self, *fields: str) -> list[Any]:
         """The values of a field, or of several, in the order of the rows."""

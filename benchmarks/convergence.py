@@ -1,174 +1,117 @@
-"""Held-out loss of recipes and their variants against BF16, paired by seed: same initial weights, same batches.
+"""Held-out loss of ways to train against BF16, as forks of one BF16 run or as pairs of runs from scratch.
 
-    python -m benchmarks.convergence --json --seeds 3 --budget-seconds 500
-    python -m benchmarks.convergence --json --resume --recipes bf16,tcfp12 --seeds 8
+    python -m benchmarks.convergence --protocol fork --json --budget-seconds 500
+    python -m benchmarks.convergence --protocol fork --json --budget-seconds 500 --resume     # until none is left
+    python -m benchmarks.convergence --protocol fork --json --model llama-124m --variants default,storage
+    python -m benchmarks.convergence --protocol scratch --json                                # a small GPT, and digits
+    python -m benchmarks.convergence --protocol scratch --json --model 8x512 --steps 16000 --variants tensorwise
 
-The perplexity ratio of a run is `exp(held-out loss - BF16's held-out loss of the same seed)`. Single runs prove
-nothing: `bf16_rerun` is BF16 again with its initial weights perturbed by one part in a million, which shows how far
-rounding alone moves a run (without the perturbation a run repeats bit for bit). JSON is written after every run, and
-`--resume` keeps its rows.
+fork: a base trains in BF16 with float32 weights and AdamW, at a constant rate after a warm-up. Each fork continues from
+its weights and float32 moments with the same batches, and a rate that falls linearly to zero; a fork with stored
+weights stores these, and rounds these moments once. scratch: runs of one seed have the same initial weights and
+batches, and a rate that falls to zero. The ratio of a run is `exp(held-out loss - that of BF16's run)`, from the same
+base, or of the same seed. Forks have a hundred times less noise; `bf16_rerun`, BF16 with weights perturbed by one part
+in a million, and `bf16_other_batches` show what is left of it.
+
+The text is the source of every installed package and of Python's library, so machines with other packages train on
+another text, or that of `--data`. JSON is written after every run, and `--resume` keeps its rows. Bases are kept in a
+folder, because cuDNN's attention repeats no run bit for bit: forks are compared where their base is the same, and a
+base that is gone is trained again, with BF16's fork. A run that the budget stops is kept there, too, and continued. All
+programs are compiled first, several at once, and kept beside the bases.
 """
 
 import argparse
 import dataclasses
 import functools
 import math
-import statistics
+import re
 import time
+import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from benchmarks import common, digits
-from benchmarks.common import Result, markdown_table
-from models.gpt import MODELS, GPTConfig
-from models.train import RunResult, TrainConfig, corpus_of, preset
-from models.train import run as train
-from tcfp_jax.recipes import Recipe, recipe
+from benchmarks.convergence_tables import (
+    Row,
+    curve,
+    late_switches,
+    plot,
+    ratios_of,
+    read_row,
+    summarize,
+    table,
+)
+from benchmarks.fork_runs import (
+    Base,
+    OutOfTimeError,
+    advance,
+    compile_forks,
+    kept_run,
+    last_tenth,
+    train_base,
+)
+from benchmarks.fork_training import TASKS, Config, last_phase, start_fork, train_config
+from benchmarks.memory import bytes_of_kernels
+from benchmarks.variants import BASELINE, GROUPS, VARIANTS, chosen_of
+from models.data import load_data
+from models.families import ModelConfig, model_config, model_names
+from models.gpt import GPTConfig
+from models.settings import preset
+from models.text import Corpus, load_installed
+from models.train import keep_programs
+from models.training import check_text, evaluate, init
+
+__all__ = ["Config", "Row", "plot", "ratios_of", "summarize", "table"]
 
 NAME = "convergence"
-Task = Literal["gpt", "digits"]
-Run = tuple[Task, str, int]  # task, name of the variant, seed
-TASKS: tuple[Task, ...] = ("gpt", "digits")
-BASELINE, RERUN = "bf16", "bf16_rerun"
-RERUN_JITTER = 1e-6
-CURVE_POINTS = 50
-
-VARIANTS: dict[str, Recipe] = {
-    BASELINE: recipe("bf16"),
-    RERUN: recipe("bf16"),
-    "tcfp12": recipe("tcfp12"),
-    "tcfp12_fast": recipe("tcfp12_fast"),
-    "tensorwise": recipe("tensorwise"),
-    "tcfp12_no_feedback": recipe("tcfp12", remainder="dropped"),
-    "tcfp12_srr": recipe("tcfp12", remainder="stochastic"),
-    "tcfp12_gradients_e5m2": recipe("tcfp12", gradient="float8_e5m2"),
-    "tcfp12_gradients_e4m3": recipe("tcfp12", gradient="float8_e4m3fn"),
-    "tcfp12_wgrad_fp8": recipe("tcfp12", wgrad="full"),
-    "tcfp12_wgrad_bf16": recipe("tcfp12", wgrad="bf16"),
-    "tcfp12_fast_no_feedback": recipe("tcfp12_fast", remainder="dropped"),
-    "tcfp12_fast_gradients_e5m2": recipe("tcfp12_fast", gradient="float8_e5m2"),
-    "tcfp12_fast_gradients_e4m3": recipe("tcfp12_fast", gradient="float8_e4m3fn"),
-    "tensorwise_gradients_e4m3": recipe("tensorwise", gradient="float8_e4m3fn"),
-}
-for _base in ("tcfp12", "tcfp12_fast"):
-    for _kind in ("fast", "full"):
-        _in_fp8 = [how for how in ("forward", "dgrad", "wgrad") if getattr(recipe(_base), how) != "bf16"]
-        VARIANTS[f"{_base}_{_kind}_accumulation"] = recipe(_base, **dict.fromkeys(_in_fp8, _kind))
-DEFAULT_RECIPES = (BASELINE, RERUN, "tcfp12", "tcfp12_fast", "tensorwise", "tcfp12_no_feedback", "tcfp12_srr")
+PROTOCOLS = ("fork", "scratch")
+_USUAL_MODEL = {"fork": "12x768", "scratch": "small"}
+_USUAL_STEPS = {"fork": Config.steps, "scratch": 1000}
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a run was asked for; runs of other `settings` are not comparable, so `--resume` refuses them.
+def measure_text(
+    config: Config, name: str, base: Base, corpus: Corpus, text: jax.Array, deadline: float = math.inf
+) -> Row:
+    """Train a variant from a base to a rate of zero, and evaluate.
 
-    Attributes:
-      model, steps: of the GPT task.
-      learning_rate, final_fraction: its peak, and the part of it where the schedule ends.
-      heldout_windows: windows of its evaluation.
-      digits_steps: of the digits task.
-      rerun_jitter: relative deviation of the perturbation of `bf16_rerun`.
-      text: first digits of the digest of the GPT's text, which is this machine's standard library.
-      jax: version.
-      overrides: other fields of `models.train.TrainConfig`, of a smoke run.
-      runs, budget_seconds: what is wanted, and when no run starts any more.
-      resume: the JSON whose runs are kept.
+    Raises:
+      OutOfTimeError: the deadline came first; what was trained is kept.
     """
-
-    model: str = "small"
-    steps: int = 1000
-    learning_rate: float = preset("small").learning_rate
-    final_fraction: float = preset("small").final_fraction
-    heldout_windows: int = 1024
-    digits_steps: int = 400
-    rerun_jitter: float = RERUN_JITTER
-    text: str = ""
-    jax: str = jax.__version__
-    overrides: dict[str, Any] = field(default_factory=dict, compare=False)
-    runs: tuple[Run, ...] = field(default=(), compare=False)
-    budget_seconds: float = field(default=math.inf, compare=False)
-    resume: str | None = field(default=None, compare=False)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the numbers of a run depend on."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run.
-
-    Attributes:
-      train_loss: mean over the last tenth of the steps, nats; per byte for the GPT.
-      heldout_loss, heldout_perplexity: nats and its exponential, with the products of training.
-      heldout_loss_bf16: of the same trained parameters with BF16 products.
-      accuracy: of the digits task.
-      curve: training loss, averaged over fiftieths of the run.
-      recipe: the Python expression of it; older files have its fields.
-      library: digest of the libraries at that run, see `benchmarks.common.Header`; None in older files.
-    """
-
-    task: Task
-    name: str
-    seed: int
-    train_loss: float
-    heldout_loss: float
-    heldout_perplexity: float
-    heldout_loss_bf16: float
-    accuracy: float | None
-    seconds: float
-    curve: list[float]
-    recipe: str | dict[str, Any]
-    library: str | None = None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Perplexity ratios to BF16 of one variant on one task, over the seeds that both have run."""
-
-    task: Task
-    name: str
-    seeds: int
-    mean_ratio: float
-    min_ratio: float
-    max_ratio: float
-    standard_error: float
-    mean_ratio_bf16: float
-    mean_heldout_loss: float
-    mean_train_loss: float
-
-
-def measure_one(task: Task, name: str, seed: int, config: Config) -> Row:
-    """Train and evaluate one variant."""
-    started, chosen = time.perf_counter(), VARIANTS[name]
-    got: digits.DigitsResult | RunResult
-    jitter = config.rerun_jitter if name == RERUN else 0.0
-    if task == "digits":
-        got = digits.run(digits.DigitsConfig(chosen, steps=config.digits_steps, seed=seed, initial_jitter=jitter))
-        accuracy: float | None = got.heldout_accuracy
-    else:
-        run = dataclasses.replace(_train_config(config), recipe=chosen, seed=seed, initial_jitter=jitter)
-        got, accuracy = train(run), None
-    losses, heldout = got.train_loss, got.heldout_loss
+    started, variant = time.perf_counter(), VARIANTS[name]
+    kept = kept_run(config, name, base, corpus.digest)
+    state, noise = start_fork(config, variant)(base.state, jax.random.key(base.seed))
+    bytes_per_weight = bytes_of_kernels(state)
+    state, losses, milliseconds = advance(config, variant, base.seed, state, text, kept, deadline)
+    run, heldout = last_phase(config, variant, base.seed), jnp.asarray(corpus.heldout)
+    trained, in_bf16 = (evaluate(run, state, heldout, products) for products in ("trained", "bf16"))
+    kept.remove()
+    worst = max(noise, key=lambda path: float(noise[path])) if noise else None
     return Row(
-        task=task,
-        name=name,
-        seed=seed,
-        train_loss=float(np.mean(losses[-max(1, len(losses) // 10) :])),
-        heldout_loss=heldout,
-        heldout_perplexity=math.exp(heldout) if heldout < 700 else math.inf,
-        heldout_loss_bf16=got.heldout_loss_bf16,
-        accuracy=accuracy,
-        seconds=time.perf_counter() - started,
-        curve=[float(part.mean()) for part in np.array_split(losses, min(CURVE_POINTS, len(losses)))],
-        recipe=repr(chosen),
-        library=_library(),
-    )
+        task="text", name=name, seed=base.seed, base=base.name, train_loss=last_tenth(losses), heldout_loss=trained,
+        heldout_loss_bf16=in_bf16, accuracy=None, bytes_per_weight=bytes_per_weight, worst_leaf=worst,
+        worst_leaf_db=None if worst is None else -10 * math.log10(float(noise[worst])),
+        milliseconds=milliseconds if math.isfinite(milliseconds) else None, seconds=time.perf_counter() - started,
+        curve=curve(losses), variant=repr(variant), library=_library(),
+    )  # fmt: skip
+
+
+def measure_digits(config: Config, name: str, seed: int) -> Row:
+    """Train the MLP of digits, and evaluate."""
+    started, variant = time.perf_counter(), VARIANTS[name]
+    got = digits.run(
+        digits.DigitsConfig(
+            variant.recipe, steps=config.digits_steps, seed=seed, initial_jitter=variant.perturbation
+        )
+    )  # fmt: skip
+    return Row(
+        task="digits", name=name, seed=seed, base=f"seed-{seed}", train_loss=last_tenth(got.train_loss.tolist()),
+        heldout_loss=got.heldout_loss, heldout_loss_bf16=got.heldout_loss_bf16, accuracy=got.heldout_accuracy,
+        bytes_per_weight=None, worst_leaf=None, worst_leaf_db=None, milliseconds=None,
+        seconds=time.perf_counter() - started, curve=curve(got.train_loss), variant=repr(variant), library=_library(),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -177,196 +120,252 @@ def _library() -> str:
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """The runs that are kept, then the wanted ones that they lack, until the budget is spent."""
+    """The rows that are kept, then the wanted runs that they lack, base after base, until the budget is spent.
+
+    Raises:
+      RuntimeError: a run failed; the others were done first.
+    """
+    started = time.perf_counter()
+    deadline = started + config.budget_seconds
     kept = [] if config.resume is None else read_rows(Path(config.resume), config)
     yield from kept
     done = {(row.task, row.name, row.seed) for row in kept}
-    wanted = [run for run in config.runs if run not in done]
-    started, longest = time.perf_counter(), 0.0
-    for index, run in enumerate(wanted):
-        if time.perf_counter() - started + longest > config.budget_seconds:
-            print(f"budget of {config.budget_seconds:g} s: {len(wanted) - index} of {len(wanted)} runs left undone")
-            break
-        row = measure_one(*run, config)
-        longest = max(longest, row.seconds)
-        print(f"{run[0]} {run[1]} seed {run[2]}: held-out {row.heldout_loss:.4f}, {row.seconds:.1f} s", flush=True)
-        yield row
-
-
-def _train_config(config: Config) -> TrainConfig:
-    base = preset(
-        config.model, steps=config.steps, heldout_windows=config.heldout_windows,
-        learning_rate=config.learning_rate, final_fraction=config.final_fraction,
-    )  # fmt: skip
-    return dataclasses.replace(base, **config.overrides)
-
-
-def summarize(rows: list[Row]) -> list[Summary]:
-    """Paired ratios of every variant that shares a seed with the baseline, in the order of `VARIANTS`.
-
-    `mean_ratio_bf16` has the variant's parameters evaluated with BF16 products.
-    """
-    baseline = {(row.task, row.seed): row.heldout_loss for row in rows if row.name == BASELINE}
-    found = []
-    for task in TASKS:
-        for name in VARIANTS:
-            paired = [r for r in rows if (r.task, r.name) == (task, name) and (r.task, r.seed) in baseline]
-            if not paired:
+    # Seeds outermost, so that whatever the budget stops, the finished seeds are complete pairs.
+    undone = [
+        (task, seed, [name for name in config.variants if _has(task, name) and (task, name, seed) not in done])
+        for seed in config.seeds
+        for task in config.tasks
+    ]
+    failed: list[str] = []
+    corpus = _corpus(config.data, config.text_bytes)
+    names = [name for name in VARIANTS if any(task == "text" and name in wanted for task, _, wanted in undone)]
+    if names and time.perf_counter() < deadline:
+        compile_forks(config, list(dict.fromkeys((BASELINE, *names))), len(corpus.train), len(corpus.heldout))
+        print(f"compiled after {time.perf_counter() - started:.1f} s", flush=True)
+    try:
+        for task, seed, wanted in undone:
+            if not wanted or time.perf_counter() > deadline:
                 continue
-            ratios = [perplexity_ratio(row.heldout_loss, baseline[row.task, row.seed]) for row in paired]
-            in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.task, row.seed]) for row in paired]
-            error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-            found.append(
-                Summary(
-                    task=task, name=name, seeds=len(ratios), mean_ratio=statistics.fmean(ratios),
-                    min_ratio=min(ratios), max_ratio=max(ratios), standard_error=error,
-                    mean_ratio_bf16=statistics.fmean(in_bf16),
-                    mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
-                    mean_train_loss=statistics.fmean(row.train_loss for row in paired),
-                )
-            )  # fmt: skip
-    return found
+            base = None
+            if task == "text":
+                base = train_base(config, seed, _on_device(config.data, config.text_bytes), corpus.digest, deadline)
+                if BASELINE not in wanted and not any((r.name, r.base) == (BASELINE, base.name) for r in kept):
+                    wanted.insert(0, BASELINE)  # of a base that was trained again
+            while wanted and time.perf_counter() < deadline:
+                row = _attempt(config, wanted[0], seed, base, corpus, deadline, failed)
+                wanted.pop(0)
+                if row is not None:
+                    yield row
+    except OutOfTimeError as stopped:
+        print(f"out of time: {stopped}", flush=True)
+    if left := [f"{name} of seed {seed}" for task, seed, wanted in undone for name in wanted]:
+        print(f"budget of {config.budget_seconds:g} s: {len(left)} runs left undone: {', '.join(left)}")
+    if failed:
+        raise RuntimeError(f"{len(failed)} runs failed, see above: {', '.join(failed)}")
 
 
-def perplexity_ratio(loss: float, baseline: float) -> float:
-    """`exp(loss - baseline)`; inf where one of them is not finite: a run that diverged must not look good.
+def _has(task: str, name: str) -> bool:
+    """Whether a task has a variant: digits have those of float weights that are a recipe and nothing else."""
+    return task == "text" or VARIANTS[name].trains_digits
 
-    >>> perplexity_ratio(1.0, 1.0), perplexity_ratio(math.nan, 1.0)
-    (1.0, inf)
-    """
-    return math.exp(loss - baseline) if math.isfinite(loss) and math.isfinite(baseline) else math.inf
+
+def _attempt(
+    config: Config, name: str, seed: int, base: Base | None, corpus: Corpus, deadline: float, failed: list[str]
+) -> Row | None:
+    """A run; one that fails is reported and noted, so that the others still run."""
+    try:
+        if base is None:
+            row = measure_digits(config, name, seed)
+        else:
+            row = measure_text(config, name, base, corpus, _on_device(config.data, config.text_bytes), deadline)
+    except OutOfTimeError as stopped:
+        raise OutOfTimeError(f"{name}, seed {seed}: {stopped}") from stopped
+    except Exception:
+        traceback.print_exc()
+        failed.append(f"{name} of seed {seed}")
+        return None
+    print(f"{row.task}, {name}, seed {seed}: held-out {row.heldout_loss:.5f}, {row.seconds:.1f} s", flush=True)
+    return row
+
+
+@functools.lru_cache(maxsize=2)
+def _corpus(data: tuple[str, ...], byte_limit: int) -> Corpus:
+    return load_data(data, byte_limit=byte_limit) if data else load_installed(byte_limit=byte_limit)
+
+
+@functools.lru_cache(maxsize=1)
+def _on_device(data: tuple[str, ...], byte_limit: int) -> jax.Array:
+    return jnp.asarray(_corpus(data, byte_limit).train)
 
 
 def read_rows(path: Path, config: Config) -> list[Row]:
-    """Rows of an earlier run with the same settings, of recipes that are still the same; none if there is no file.
+    """Rows of an earlier run with the same settings, of variants that are still the same; none if there is no file.
 
     Raises:
       ValueError: the file is of other settings.
     """
     rows = map(read_row, common.rows_to_resume(path, config.settings))
-    return [row for row in rows if row.name in VARIANTS and row.recipe == repr(VARIANTS[row.name])]
+    return [row for row in rows if row.name in VARIANTS and row.variant == repr(VARIANTS[row.name])]
 
 
-def read_row(row: dict[str, Any]) -> Row:
-    """A row of JSON, which holds losses that were not finite as null; fields that rows no longer have are dropped."""
-    losses = ("train_loss", "heldout_loss", "heldout_perplexity", "heldout_loss_bf16")
-    diverged = {name: math.nan for name in losses if row[name] is None}
-    known = {field.name for field in dataclasses.fields(Row)}
-    return Row(**{**{name: value for name, value in row.items() if name in known}, **diverged})
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Variants, tasks, seeds, sizes, and when to stop."""
-    parser.add_argument("--recipes", default=",".join(DEFAULT_RECIPES), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--tasks", default="gpt,digits", help="gpt, digits or both (default)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    """Protocol, variants, seeds, sizes, and when to stop."""
+    parser.add_argument(
+        "--protocol", choices=PROTOCOLS, required=True, help="forks of a BF16 run, or runs from scratch"
+    )
+    parser.add_argument(
+        "--variants", default="default",
+        help=f"groups of {', '.join(GROUPS)}, and names of {', '.join(VARIANTS)}; {BASELINE} is always one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", default=None,
+        help=f"of {', '.join(model_names())}, or 12x768, a GPT of 12 layers of width 768 in heads of 64 (default: "
+        f"{_USUAL_MODEL['fork']} to fork, {_USUAL_MODEL['scratch']} from scratch)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="PATH", help="text (default: installed Python sources)"
+    )
+    parser.add_argument(
+        "--tasks", default=None, help="text, digits or both (default: both of the small GPT, else text)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many bases, or pairs of runs (default: 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
-    parser.add_argument("--steps", type=int, default=Config.steps, help=f"of the GPT (default: {Config.steps})")
-    parser.add_argument("--learning-rate", type=float, default=None, help="of the GPT (default: the model's own)")
-    parser.add_argument("--final-fraction", type=float, default=None, help="of it, at the last step")
-    parser.add_argument("--digits-steps", type=int, default=Config.digits_steps, help="of the MLP")
-    parser.add_argument("--model", choices=list(MODELS), default=Config.model, help=f"(default: {Config.model})")
-    parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
-    parser.add_argument("--resume", action="store_true", help="keep the runs in the JSON file and do those it lacks")
+    parser.add_argument("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
+    parser.add_argument("--base-steps", type=int, default=None, help="before forks (default: 1000)")
+    for name in ("batch", "warmup_steps", "steps_per_call", "digits_steps"):
+        option, default = "--" + name.replace("_", "-"), getattr(Config, name)
+        parser.add_argument(option, type=int, default=default, help=f"(default: {default})")
+    parser.add_argument(
+        "--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)"
+    )
+    parser.add_argument("--budget-seconds", type=float, default=math.inf, help="stop then, and keep what was begun")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the JSON file and do those it lacks")
+    parser.add_argument(
+        "--bases", type=Path, default=None,
+        help="folder of bases, stopped runs and compiled programs (default: one of the model in runs/convergence)",
+    )  # fmt: skip
+
+
+def json_name(options: argparse.Namespace) -> str:
+    """The name of a run's JSON: "convergence", "convergence-fork", or behind either another model's.
+
+    >>> json_name(argparse.Namespace(protocol="fork", model="llama-124m", smoke=False))
+    'convergence-fork-llama-124m'
+    """
+    parts = [NAME] + ["fork"] * (options.protocol == "fork")
+    other = options.model not in (None, _USUAL_MODEL[options.protocol]) and not options.smoke
+    return "-".join(parts + [str(options.model)] * other)
+
+
+def command_of(name: str) -> str:
+    """The command that writes a JSON of this name, the reverse of `json_name`.
+
+    >>> command_of("convergence-fork-llama-124m")
+    'python -m benchmarks.convergence --protocol fork --model llama-124m --json'
+    """
+    rest = name.removeprefix(NAME).removeprefix("-")
+    protocol = "fork" if rest.split("-")[0] == "fork" else "scratch"
+    model = rest.removeprefix("fork").removeprefix("-")
+    return f"python -m benchmarks.{NAME} --protocol {protocol} {f'--model {model} ' if model else ''}--json"
+
+
+def size_of(model: str) -> ModelConfig:
+    """The sizes of a model by its name, or by layers and width, with attention as fast as the device has it.
+
+    Raises:
+      ValueError: neither.
+
+    >>> size_of("2x128").heads
+    2
+    """
+    own = re.fullmatch(r"(\d+)x(\d+)", model)
+    if own:
+        layers, width = int(own[1]), int(own[2])
+        if width % 64:
+            raise ValueError(f"--model {model}: heads have 64 values, and {width} is no multiple; choose another width")
+        size: ModelConfig = GPTConfig(layers=layers, width=width, heads=width // 64, context=1024)
+    elif model in model_names():
+        size = model_config(model)
+    else:
+        raise ValueError(f"--model {model} is unknown; use one of {model_names()}, or layers and width, as 12x768")
+    on_gpu = jax.default_backend() == "gpu" and isinstance(size, GPTConfig) and size.context >= 1024
+    return dataclasses.replace(size, attention="cudnn") if on_gpu else size
 
 
 def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown names; no baseline; or nothing to resume.
+      ValueError: unknown names; a variant that the model or the steps do not have; a text shorter than a window; base
+        steps of runs from scratch; or nothing to resume.
     """
     if options.resume and options.path is None:
         raise ValueError("--resume continues a JSON file, so it needs --json or --out")
-    names = common.chosen_of("recipes", options.recipes, tuple(VARIANTS))
-    tasks = common.chosen_of("tasks", options.tasks, TASKS)
+    names, forks = chosen_of(options.variants), options.protocol == "fork"
+    if options.base_steps is not None and (options.base_steps > 0) != forks:
+        raise ValueError(
+            f"--base-steps {options.base_steps} with --protocol {options.protocol}: forks have a base of one step or "
+            "more, and runs from scratch none; leave it, or choose the other protocol"
+        )
+    model = options.model or _USUAL_MODEL[options.protocol]
+    config = _smoke(names, forks) if options.smoke else _asked(options, model, forks)
+    usual = "text" if forks or model != _USUAL_MODEL["scratch"] else "text,digits"
+    tasks = common.chosen_of("tasks", options.tasks or usual, TASKS)
+    if forks and "digits" in tasks:
+        raise ValueError(
+            f"--tasks {options.tasks} with --protocol fork: digits are learned from scratch alone; drop them"
+        )
+    bases = options.bases or common.ROOT / "runs" / NAME / model
     if options.smoke:
-        names, options.seeds, micro = (BASELINE, "tcfp12"), 1, GPTConfig(layers=1, width=32, heads=2, context=32)
-        overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
-        config = Config(model="tiny", steps=4, heldout_windows=8, digits_steps=20, overrides=overrides)
-    else:
-        usual, given = preset(options.model), ("learning_rate", "final_fraction")
-        rates = {n: getattr(usual if getattr(options, n) is None else options, n) for n in given}
-        config = Config(model=options.model, steps=options.steps, digits_steps=options.digits_steps, **rates)
-    if BASELINE not in names and not options.resume:
-        raise ValueError(f"--recipes must contain {BASELINE}, to which the others are compared, or --resume a file")
-    # Seeds outermost, so that whatever the budget stops, the finished seeds are complete pairs.
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    runs = tuple((task, name, seed) for seed in seeds for task in tasks for name in names)
+        options.seeds, bases = 1, options.bases or options.out / "bases"
+    if jax.default_backend() == "gpu":
+        keep_programs(bases)
+    runs = [train_config(config, VARIANTS[name]) for name in names]
+    corpus = _corpus(tuple(options.data), config.text_bytes)
+    for part, text in (("training", corpus.train), ("held-out", corpus.heldout)):
+        check_text(part, text, runs[0])
     return dataclasses.replace(
-        config, text=corpus_of(_train_config(config)).digest[:12], runs=runs, budget_seconds=options.budget_seconds,
-        resume=str(options.path) if options.resume else None,
+        config, text=corpus.digest[:12], text_read=len(corpus.train) + len(corpus.heldout), data=tuple(options.data),
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: init(runs[0])).params)),
+        variants=names, tasks=tasks, seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
+        bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
+    )  # fmt: skip
+
+
+def _asked(options: argparse.Namespace, model: str, forks: bool) -> Config:
+    size = size_of(model)
+    rate = preset(model).learning_rate if model in model_names() else Config.learning_rate
+    given = lambda name, usual: usual if getattr(options, name) is None else getattr(options, name)
+    return Config(
+        model, size, batch=options.batch, sequence=min(Config.sequence, size.context),
+        learning_rate=given("learning_rate", rate), warmup_steps=options.warmup_steps,
+        base_steps=given("base_steps", Config.base_steps if forks else 0),
+        steps=given("steps", _USUAL_STEPS[options.protocol]), steps_per_call=options.steps_per_call,
+        digits_steps=options.digits_steps,
+    )  # fmt: skip
+
+
+def _smoke(names: tuple[str, ...], forks: bool) -> Config:
+    layers = 1 + max(sum((VARIANTS[name].ends or (0, 0, ""))[:2]) for name in names)
+    return Config(
+        f"{layers}x128", GPTConfig(layers=layers, width=128, heads=2, context=32), batch=2, sequence=32, warmup_steps=2,
+        base_steps=4 if forks else 0, steps=10, steps_per_call=1, heldout_windows=4, digits_steps=20,
+        text_bytes=1_000_000,
     )  # fmt: skip
 
 
 def show(rows: list[Row]) -> None:
     """Print what the rows say of each variant."""
-    columns = ("name", "task", "seeds", "mean_ratio", "min_ratio", "max_ratio", "standard_error", "mean_ratio_bf16")
-    common.print_rows(summarize(rows), *columns, "mean_heldout_loss", "mean_train_loss")
-
-
-def summaries(result: Result) -> dict[tuple[str, str], Summary]:
-    """What a JSON says of each task and variant."""
-    rows = [read_row(row) for row in result.rows if row["name"] in VARIANTS]
-    return {(s.task, s.name): s for s in summarize(rows)}
-
-
-def table(result: Result) -> str:
-    """A line a variant, a column a task."""
-    found, config = summaries(result), result.config
-    tasks = [task for task in TASKS if any(key[0] == task for key in found)]
-    names = [name for name in VARIANTS if any((task, name) in found for task in tasks)]
-    lines = [[f"`{name}`", *(_cell(found.get((task, name))) for task in tasks)] for name in names]
-    last = config["learning_rate"] * config["final_fraction"]
-    titles = {
-        "gpt": f"GPT `{config['model']}`, {config['steps']} steps, rate {config['learning_rate']:g} to {last:g}",
-        "digits": f"MLP, {config['digits_steps']} steps of digits",
-    }
-    return (
-        f"{markdown_table(['held-out perplexity over BF16', *(titles[task] for task in tasks)], lines)}\n\n"
-        f"`{RERUN}` is BF16 with its initial weights perturbed by {config['rerun_jitter']:g}."
-    )
-
-
-def _cell(summary: Summary | None) -> str:
-    if summary is None:
-        return "–"
-    if not math.isfinite(summary.mean_ratio):
-        return f"diverged ({summary.seeds})"
-    if summary.name == BASELINE:
-        return f"1 ({summary.mean_heldout_loss:.4f} nats, {summary.seeds})"
-    spread = f"{summary.min_ratio:.4f} to {summary.max_ratio:.4f}, {summary.seeds}"
-    return f"{ratio_of(summary)} ({spread}); {summary.mean_ratio_bf16:.4f}"
-
-
-def ratio_of(summary: Summary) -> str:
-    """The mean and its standard error."""
-    return f"{summary.mean_ratio:.4f} ± {summary.standard_error:.4f}"
-
-
-def plot(figure: Any, result: Result) -> None:
-    """A panel a task, a line of dots a variant: one dot a seed, a bar at the mean."""
-    rows, found = [read_row(row) for row in result.rows if row["name"] in VARIANTS], summaries(result)
-    tasks = list(dict.fromkeys(task for task, _ in found))
-    names = [name for name in VARIANTS if name != BASELINE and any((task, name) in found for task in tasks)]
-    baseline = {(row.task, row.seed): row.heldout_loss for row in rows if row.name == BASELINE}
-    figure.set_size_inches(4.2 + 3.4 * len(tasks), 1.4 + 0.36 * len(names))
-    for axes, task in zip(np.atleast_1d(figure.subplots(1, len(tasks), sharey=True)), tasks, strict=True):
-        for i, name in enumerate(names):
-            paired = [row for row in rows if (row.task, row.name) == (task, name) and (task, row.seed) in baseline]
-            ratios = np.exp([row.heldout_loss - baseline[row.task, row.seed] for row in paired])
-            color = "C7" if name == RERUN else "C0"
-            axes.plot(ratios, np.full(len(ratios), i), "o", color=color, alpha=0.5, markersize=4)
-            if len(ratios):
-                axes.plot([ratios.mean()], [i], "|", color=color, markersize=14, markeredgewidth=2)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(names)), names, fontsize=9)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.locator_params(axis="x", nbins=6)
-        axes.set_title({"gpt": "GPT on real text", "digits": "MLP on digits"}[task], fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
-    figure.suptitle("Held-out perplexity over that of BF16 with the same seed; the bar is the mean", fontsize=10)
+    columns = ("name", "task", "pairs", "mean_ratio", "min_ratio", "max_ratio", "standard_error", "mean_ratio_bf16")
+    common.print_rows(summarize(rows), *columns, "bytes_per_weight", "milliseconds")
+    if late := late_switches(rows):
+        common.print_rows(late, "name", "part", "gap", "left", "closed", "longer")
+    for row in rows:
+        if row.worst_leaf_db is not None and row.worst_leaf_db < 60:
+            print(f"{row.name}, seed {row.seed}: {row.worst_leaf} is stored with {row.worst_leaf_db:.1f} dB")
 
 
 main = functools.partial(common.main, NAME)

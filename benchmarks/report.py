@@ -17,15 +17,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, forks, large, memory, plan, recipes, train_step
+from benchmarks import convergence, large, memory, plan, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
+from benchmarks.variants import BASELINE, RECOMMENDED
 from tcfp_jax.recipes import recipe
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
+# Forks and pairs from scratch, each of a model; the first two are README's, in this order of preference.
+FORKS = ("convergence-fork-llama-124m", "convergence-fork")
+LEARNED = ("convergence", "convergence-llama-124m", *FORKS)
 BENCHMARKS = (
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", "convergence", "forks", "adamw", "scan", "casts", "fp4", "plan",
+    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "plan",
 )  # fmt: skip
 # Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
 RUNS = ("llama-1b", "llama-1b-others", "llama-124m-measured", "llama-gpt2-measured")
@@ -69,33 +73,33 @@ def render_section(name: str, results: Path = RESULTS) -> str:
         return choose(results)
     if name not in (*BENCHMARKS, *RUNS):
         raise ValueError(f"a page has a section {name!r} that no benchmark fills; use {CHOOSE} or one of {BENCHMARKS}")
-    result = read_result(name, results)
+    result, module = read_result(name, results), benchmark(name)
+    command = f"`{module.command_of(name) if hasattr(module, 'command_of') else f'python -m benchmarks.{name} --json'}`"
     if result is None:
-        return f"*No numbers yet: `python -m benchmarks.{name} --json` writes them.*\n"
-    if name in RUNS:
-        return f"{benchmark(name).table(result)}\n\n*`{name}.json`: {result.origin}.*\n"
-    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if hasattr(benchmark(name), "plot") else ""
-    return f"{benchmark(name).table(result)}\n{picture}\n{result.caption}\n"
+        return f"*No numbers yet: {command} writes them.*\n"
+    source = command if name in BENCHMARKS else f"`{name}.json`"
+    drawn = name in BENCHMARKS and hasattr(module, "plot")
+    picture = f"\n![{name}]({PLOTS.name}/{name}.png)\n" if drawn else ""
+    return f"{module.table(result)}\n{picture}\n*{source}: {result.origin}.*\n"
 
 
 def choose(results: Path = RESULTS) -> str:
     """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
     # Every recipe of one run: ratios of several runs would compare the baselines, too.
-    names = (recipes.NAME, convergence.NAME, forks.NAME, recipes.STORED_RUN)
-    timed, trained, forked, stored = found = [read_result(name, results) for name in names]
-    ratios = convergence.summaries(trained) if trained else {}
-    of_forks = forks.ratios_of(forked) if forked else {}
+    forked = next((found for found in (read_result(name, results) for name in FORKS) if found is not None), None)
+    names = (recipes.NAME, convergence.NAME, recipes.STORED_RUN)
+    timed, trained, stored = (read_result(name, results) for name in names)
+    ratios = convergence.ratios_of(trained) if trained else {}
+    of_forks = convergence.ratios_of(forked) if forked else {}
     speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
     if speeds[recipes.STORED] == "–" and stored is not None:
         speeds[recipes.STORED] = f"{_speed(recipes.STORED, stored)}³"
     lines = []
     for name, when in USE_IT_WHEN.items():
-        summary = ratios.get(("gpt", name))
-        perplexity = "–" if summary is None else convergence.ratio_of(summary)
-        if name == recipes.STORED and forks.RECOMMENDED in of_forks:
-            perplexity = f"{of_forks[forks.RECOMMENDED]}²"
+        fork = RECOMMENDED if name == recipes.STORED else name
+        perplexity = f"{of_forks[fork]}²" if fork in of_forks else ratios.get(name, "–")
         state = f"{memory.bytes_per_weight(recipe(name), stored=name == recipes.STORED):.4g}"
-        lines.append([f"`{name}`", speeds[name], state, "1" if name == convergence.BASELINE else perplexity, when])
+        lines.append([f"`{name}`", speeds[name], state, "1" if name == BASELINE else perplexity, when])
     titles = ["recipe", "speed over BF16", "bytes of state per weight", "held-out perplexity over BF16", "use it when"]
     shape = None if timed is None else timed.rows[0]["shape"]
     text = [
@@ -110,7 +114,9 @@ def choose(results: Path = RESULTS) -> str:
     ]
     whole = read_result(large.NAME, results)
     text += [] if whole is None else [large.sentence(whole)]
-    origins = " ".join(f"`{result.name}`: {result.origin}." for result in (*found, whole) if result is not None)
+    origins = " ".join(
+        f"`{result.name}`: {result.origin}." for result in (timed, trained, forked, stored, whole) if result is not None
+    )
     return f"{markdown_table(titles, lines, last='left')}\n\n{' '.join(text)}\n\n*{origins}*\n"
 
 

@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("repeatable")
 
 # Files that take longest. `--dist loadfile` hands out whole files: the long ones first, or one ends alone.
 LONGEST = (
-    "test_wild", "test_adamw", "test_moments", "test_forks", "test_stored", "test_benchmarks", "test_train",
+    "test_wild", "test_adamw", "test_moments", "test_convergence", "test_stored", "test_benchmarks", "test_train",
     "test_house", "test_kernels", "test_tcfp12", "test_gemm", "test_train_step", "test_scaled_recipes",
     "test_conversion", "test_models", "test_linen", "test_readme", "test_nnx", "test_distributed", "test_pipeline",
     "test_axes", "test_state", "test_collectives",

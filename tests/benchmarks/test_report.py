@@ -135,7 +135,10 @@ def test_the_pages_agree_with_the_committed_numbers():
     assert report.find_differences() == []
 
 
-@pytest.mark.parametrize("name", ["common", "memory", "report", "shapes", "casts", "timing"])
+@pytest.mark.parametrize(
+    "name",
+    ["common", "memory", "report", "shapes", "casts", "timing", "convergence", "convergence_tables", "variants", "eco"],
+)
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
