@@ -1,6 +1,7 @@
 """Benchmarks run, check what they measure, and never overwrite committed numbers."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -29,28 +30,34 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import Key
 from tcfp_jax.recipes import recipe
 
-SMOKES = {
-    "gemm": ["--measure", "products,quantizers"], "scaled_products": [], "skip_residual": [], "quality": [],
-    "memory": [],
-}  # fmt: skip
+SMOKES = ("gemm", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """(folder of results, rows by benchmark) of one smoke run of those that need no model of their own."""
+    """The folder of results and a function of a name: the rows of one smoke run of that benchmark."""
     out = tmp_path_factory.mktemp("results")
-    return out, {name: common.main(name, ["--smoke", "--out", str(out), *more]) for name, more in SMOKES.items()}
+
+    @functools.cache
+    def run(name):
+        # `benchmarks.gemm` runs others beside it, each of which is asked for alone here.
+        more = ["--measure", "products"] if name == "gemm" else []
+        return common.main(name, ["--smoke", "--out", str(out), *more])
+
+    return out, run
 
 
-@pytest.mark.parametrize("name", [*SMOKES, "quantizers"])
+@pytest.mark.slow_except("gemm")
+@pytest.mark.parametrize("name", SMOKES)
 def test_smoke_rows_are_finite_and_written(smoke, name):
-    out, rows = smoke
+    out, run = smoke
+    rows = run(name)
     content = json.loads((out / common.device_slug() / f"{name}.json").read_text())
     assert content["benchmark"] == name
     assert content["header"]["jax"] == jax.__version__
     assert content["header"]["library"] == common.library_digest()
     module = report.benchmark(name)
-    expected = [dataclasses.asdict(r) for r in rows.get(name, rows["gemm"]) if isinstance(r, module.Row)]
+    expected = [dataclasses.asdict(r) for r in rows if isinstance(r, module.Row)]
     assert content["rows"] == json.loads(json.dumps(expected)) != []
     for row in content["rows"]:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, int | float))
@@ -67,8 +74,9 @@ def test_every_benchmark_has_the_same_shape(name):
     assert all(callable(getattr(module, part)) for part in ("configure", "measure", "show", "table", "main"))
 
 
+@pytest.mark.slow
 def test_quality_finds_what_theory_says(smoke):
-    rows = {(row.question, row.name): row for row in smoke[1]["quality"] if row.distribution == "gaussian"}
+    rows = {(row.question, row.name): row for row in smoke[1]("quality") if row.distribution == "gaussian"}
     assert rows["format", "hi+lo"].snr_db > 63.9
     assert rows["format", "hi+lo"].bits == pytest.approx(16, abs=0.01)
     assert rows["format", "TCFP-12 linear"].bits == pytest.approx(12.5, abs=0.01)
@@ -110,15 +118,18 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
         GemmShape.parse("8x16")
 
 
+@pytest.mark.slow
 def test_skipping_is_measured_where_residuals_are_zero(smoke):
-    rows = {row.kind: row for row in smoke[1]["skip_residual"]}
+    rows = {row.kind: row for row in smoke[1]("skip_residual")}
     assert list(rows) == ["bf16", "all blocks", "nonzero blocks"]
     assert {row.skipped for row in rows.values()} == {0.5}
     assert rows["all blocks"].speed_over_all == rows["bf16"].speed_over_bf16 == 1
     assert rows["nonzero blocks"].bound_used <= 1
 
 
+@pytest.mark.slow
 def test_quantizers_are_compared_before_they_are_timed(smoke):
+    smoke[1]("quantizers")
     content = json.loads((smoke[0] / common.device_slug() / "quantizers.json").read_text())
     assert {row["backend"] for row in content["rows"]} == {"xla", "triton"}
     assert all(row["terabytes_per_second"] > 0 for row in content["rows"])
@@ -198,8 +209,9 @@ def test_timing_states_its_timer_and_spread():
     assert taken.timer == ("CUPTI kernel time" if jax.default_backend() == "gpu" else "wall clock")
 
 
+@pytest.mark.slow
 def test_memory_counts_the_parts(smoke):
-    rows = {row.name: row for row in smoke[1]["memory"] if row.kind == "measured"}
+    rows = {row.name: row for row in smoke[1]("memory") if row.kind == "measured"}
     assert rows["BF16"].bytes_per_weight == 12
     for name, per_weight in {"float32": 20, "bfloat16": 18, "float8_e5m2": 17}.items():
         assert rows[f"tcfp12, error {name}"].bytes_per_weight == pytest.approx(per_weight, abs=0.01)
@@ -208,9 +220,9 @@ def test_memory_counts_the_parts(smoke):
         assert rows[f"stored, 8-bit moments{name}"].bytes_per_weight == pytest.approx(per_weight, abs=1e-3)
     assert rows["stored, float32 moments"].bytes_per_weight == pytest.approx(10, abs=1e-3)
     assert len({row.parameters for row in rows.values() if row.kind == "measured"}) == 1
-    arithmetic = [row for row in smoke[1]["memory"] if row.kind == "arithmetic" and row.name == "BF16"]
+    arithmetic = [row for row in smoke[1]("memory") if row.kind == "arithmetic" and row.name == "BF16"]
     assert [row.state_bytes for row in arithmetic] == [12 * 10**9 * billions for billions in memory.BILLIONS]
-    stored = [row for row in smoke[1]["memory"] if row.kind == "arithmetic" and row.name == "stored, 8-bit moments"]
+    stored = [row for row in smoke[1]("memory") if row.kind == "arithmetic" and row.name == "stored, 8-bit moments"]
     assert [row.state_bytes / row.parameters for row in stored] == pytest.approx([4 + 2 / 128] * 5, abs=1e-3)
     assert memory.bytes_per_weight(memory.SETTINGS[1].recipe) == pytest.approx(20, abs=0.01)
 
@@ -222,6 +234,7 @@ def test_digits_are_learned():
     assert np.array_equal(result.train_loss, again.train_loss)
 
 
+@pytest.mark.slow
 def test_scan_compares_both_forms(tmp_path):
     rows = scan.main(["--smoke", "--out", str(tmp_path)])
     assert [(row.recipe, row.form) for row in rows] == [(r, f) for r in scan.RECIPES for f in ("unrolled", "scan")]

@@ -174,9 +174,13 @@ class TestQuantize:
     @pytest.mark.parametrize(
         "scaling, dtype, x_dtype",
         [
-            *((scaling, dtype, "bfloat16") for scaling in ROWS for dtype in LARGEST),
+            *(
+                pytest.param(scaling, dtype, "bfloat16", marks=pytest.mark.slow)
+                for scaling in ROWS
+                for dtype in LARGEST
+            ),
             (Row("pow2"), E4M3, "float32"),
-            (Row("float32"), E4M3, "float16"),
+            pytest.param(Row("float32"), E4M3, "float16", marks=pytest.mark.slow),
         ],
         ids=str,
     )
@@ -341,6 +345,7 @@ class TestDualQuantize:
             assert same_bits(got, expected)
 
     @pytest.mark.optimized
+    @pytest.mark.slow
     def test_transformations_change_no_bit_of_the_reference(self):
         """With an error and with random bits; single operations, too."""
         bits = jnp.asarray(self.BITS[:64, :32])
