@@ -1,19 +1,42 @@
 """The suite itself: `-m gpu` works with one device, and what a machine was expected to show is shown."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
 from tests import compile_for_h200 as h200
-from tests.conftest import asks_for_gpu, no_meshes
+from tests.conftest import asks_for_gpu, mark_slow_cases, no_meshes
 
 
 @pytest.mark.parametrize(
     "expression, asked",
     [("gpu", True), ("gpu and not slow", True), ("not slow and gpu", True), ("not gpu", False), ("not (gpu)", False),
-     ("", False), ("optimized", False)],
+     ("not gpu and not slow", False), ("slow", False), ("", False), ("optimized", False)],
 )  # fmt: skip
 def test_the_gpu_is_used_where_it_is_asked_for(expression, asked):
     assert asks_for_gpu(expression) is asked
+
+
+class _Case:
+    """A collected case of a test with `slow_except("small")`."""
+
+    def __init__(self, name):
+        self.callspec, self.nodeid = SimpleNamespace(id=name), f"test_file.py::test_it[{name}]"
+        self.marks = [pytest.mark.slow_except("small")]
+        self.add_marker = self.marks.append
+
+    def get_closest_marker(self, name):
+        return next((mark.mark for mark in self.marks if mark.name == name), None)
+
+
+def test_cases_are_slow_but_for_those_that_are_named():
+    cases, config = [_Case("small"), _Case("large")], SimpleNamespace(args=["tests"])
+    mark_slow_cases(config, cases)
+    assert [case.get_closest_marker("slow") is not None for case in cases] == [False, True]
+    with pytest.raises(pytest.UsageError, match=r"no case \['small'\]"):
+        mark_slow_cases(config, [_Case("renamed")])
+    mark_slow_cases(SimpleNamespace(args=["test_file.py::test_it[large]"]), [_Case("large")])
 
 
 def test_no_file_needs_devices_to_be_collected():
