@@ -144,8 +144,10 @@ def quantize(
     # Otherwise XLA finds the maximum of all x in a pass of its own, and keeps what a rotation gives.
     amax, lost, x = lax.optimization_barrier((amax, lost, x))
     x = jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32)
-    magnitude = jnp.abs(x)
-    magnitude = jnp.where(magnitude < TINY, 0, magnitude)  # as casts read subnormals
+    # Subnormals are zero, as casts read them: by integers, because XLA writes what `where` compares to memory.
+    magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    magnitude &= -jnp.minimum(magnitude >> MANTISSA_BITS, 1)
+    magnitude = lax.bitcast_convert_type(magnitude, jnp.float32)
     whole, mode, covers = jnp.max(amax), MODES[rule], rounding == "stochastic"
     if rounding == "eden":
         outer = scale_choice.choose_scale(whole, _EDEN_LARGEST * _EDEN_TOP, _FLOAT32)

@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tcfp_jax
 from tcfp_jax import formats
 from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.formats import nvfp4_values
+from tcfp_jax.formats.nvfp4_values import Nvfp4Values
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import TCFPLinear
-from tcfp_jax.products import fp4_rounding, fp4_training
-from tcfp_jax.products.fp4_rounding import Fp4Values
+from tcfp_jax.products import fp4_training
 from tcfp_jax.recipes import Fp4Training, Single, recipe
 from tests.helpers import variables_of
 
@@ -67,7 +68,7 @@ def test_products_are_those_of_their_dequantized_operands(name, monkeypatch):
 
     @jax.jit
     def watch(x, w, g):
-        _, saved = fp4_training._forward(recipe(name), x, w, fp4_rounding.words_of(KEY))
+        _, saved = fp4_training._forward(recipe(name), x, w, fp4_training.words_of(KEY))
         fp4_training._backward(recipe(name), saved, g)
         return tuple(seen)
 
@@ -90,13 +91,13 @@ def test_fp8_products_of_fold_exact_operands_are_their_bf16_products():
 @pytest.mark.parametrize("name", ["nvfp4_training", "quartet2"])
 def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
     def exact(x, axes, rule, rounding, words, blocks, group):
-        return Fp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
+        return Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
 
-    monkeypatch.setattr(fp4_rounding, "quantize", exact)
-    monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Fp4Values(w, jnp.float32(1)))
+    monkeypatch.setattr(nvfp4_values, "quantize", exact)
+    monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Nvfp4Values(w, jnp.float32(1)))
     x, w, g = operands(128, 32, 32)
     both = lambda x, w, g: fp4_training._backward(
-        recipe(name), fp4_training._forward(recipe(name), x, w, fp4_rounding.words_of(KEY))[1], g
+        recipe(name), fp4_training._forward(recipe(name), x, w, fp4_training.words_of(KEY))[1], g
     )
     dx, dw, _ = jax.jit(both)(x, w, g)
     np.testing.assert_allclose(dw, x.T @ g, atol=1e-4)
@@ -117,7 +118,7 @@ def test_gradients_are_unbiased(name):
     if name == "nvfp4_training":
         wanted = g @ formats.cast(w, formats.nvfp4s).T, x.T @ g
     else:
-        forward = jax.jit(fp4_rounding.along, static_argnums=(1, 2))
+        forward = jax.jit(nvfp4_values.along, static_argnums=(1, 2))
         halves = [forward(operand, axis, "four_over_six").dequantize() for operand, axis in ((x, -1), (w, 0))]
         wanted = g @ halves[1].T, halves[0].T @ g
     for got, want in zip(drawn[1:], wanted, strict=True):
