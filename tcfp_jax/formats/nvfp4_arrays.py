@@ -97,7 +97,7 @@ def exact_share(scales: jax.Array) -> jax.Array:
 
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
-    FP8 tensor cores multiply such tiles without rounding. All tiles of "fold_exact" are exact; zeros are, and NaN is not.
+    FP8 tensor cores multiply such tiles without rounding. All of "fold_exact" are such; zeros are, and NaN is not.
 
     Args:
       scales: float8_e4m3fn of any shape, not empty.

@@ -2,15 +2,15 @@
 
     x ~ values * outer,   values = E2M1 * scale          16 values share an E4M3 scale, all of x the float32 outer
 
-`values` have at most 6 significant bits, so they are exact in BF16. They are what `parts.quantize` defines, bit for bit,
-to nearest and stochastically, by every rule of `scale_choice`; `tests/formats/test_nvfp4_values.py` compares the two.
+`values` have at most 6 significant bits, so they are exact in BF16. They are what `parts.quantize` defines, to nearest
+and stochastically, by every rule of `scale_choice`, bit for bit: `tests/formats/test_nvfp4_values.py` compares the two.
 What is done to each value is written as comparisons with multiples of its block's scale: differences of nearby floats
 are exact, so nothing is divided, and XLA fuses all of it into the pass that writes the values. NaN and inf make their
 block NaN; a cast saturates inf.
 
-"eden" is MS-EDEN (Panferov et al. 2026, "Quartet II"), which no cast has: values are rounded to nearest, with steps that
-are best for normal values, and scales are then corrected by <x, x> / <x, rounded x> of what was rotated together and
-rounded stochastically, so that the expectation over rotations is x.
+"eden" is MS-EDEN (Panferov et al. 2026, "Quartet II"), which no cast has: values are rounded to nearest, with steps
+that are best for normal values, and scales are then corrected by <x, x> / <x, rounded x> of what was rotated together
+and rounded stochastically, so that the expectation over rotations is x.
 """
 
 import functools

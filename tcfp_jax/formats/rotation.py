@@ -3,6 +3,7 @@
 `rotate` defines them; `rotate_arrays` has the same sums in the same order where values lie in arrays of their own, and
 `rotate_by_product` leaves the order to a matrix product.
 """
+
 import functools
 import math
 from typing import Any, Literal

@@ -24,8 +24,8 @@ candidates each tile takes the one that leaves the smallest sum of squared error
                                                   clipped by more than "max" may clip
 
 256 leaves room above the tile of the largest value for amax / 4, whose scale is 384, and for the candidates above 256;
-448 would not. FP8 tensor cores have one factor for a whole operand, so its scales must lie within E4M3's range together:
-twelve binades, 2**-3 to 384. A tile that is more than 2**11 below the tensor's largest gets the scale 2**-3.
+448 would not. FP8 tensor cores have one factor for a whole operand, so its products must lie within E4M3's range
+together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets 2**-3.
 
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
 step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,

@@ -200,7 +200,9 @@ def _again(numbers: Any, quantized: Callable[[jax.Array], Nvfp4Values]) -> Nvfp4
     return Nvfp4Values(found.values, found.outer * numbers.outer)
 
 
-def _multiply(a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any) -> jax.Array:
+def _multiply(
+    a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any
+) -> jax.Array:
     """The product of dequantized operands over an axis of each, summed in float32."""
     if how == "bf16":
         return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
