@@ -12,21 +12,23 @@ import safetensors as peer
 import safetensors.numpy as peer_numpy
 
 import tcfp_jax
-from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.huggingface import FUSED, from_huggingface, llama_config, llama_dict, to_huggingface
 from models.llama import Llama, LlamaConfig
 from pallas_kernels.operands import Block, Fp4, Operand, Row, Tensor
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.inference import safetensors
+from tcfp_jax.inference import choose_codes, quantize_params, safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import divisor_of, quantize_together
 from tcfp_jax.weights.fp4 import quantize_fp4
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
+from tests.helpers import same_bits
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
 NAME = "model.layers.0.mlp.down_proj"
+TOKENS = np.arange(8)[None] * 31 % 256
 
 
 def matrix(n=32, k=64, seed=0, amax=None):
@@ -323,6 +325,14 @@ def llama():
     return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
 
 
+@pytest.fixture(scope="module")
+def served_llama():
+    """(a Llama that multiplies in FP4, its weights)."""
+    with jax.numpy_dtype_promotion("standard"):
+        model = convert_to_tcfp(Llama(CONFIG), "nvfp4", TOKENS, include=("linear", "small"))
+        return model, find_weights(model)
+
+
 def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
     tensors = to_huggingface(llama, CONFIG, Fp4(), jnp.float32)
     assert "lm_head.weight" in tensors and len(tensors) == 3 + 2 * 9
@@ -351,15 +361,40 @@ def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), floats, llama))
 
 
-def test_a_folder_serves_in_a_converted_model(tmp_path, llama):
+def test_variables_that_serve_go_out_if_their_families_share_a_scale(tmp_path, llama, served_llama):
+    """One call makes them so: the file is that of the floats, and whoever did without is told which call it is."""
+    _, weights = served_llama
+    served = quantize_params(llama, weights, fused=FUSED)
+    save_compressed(tmp_path / "served", to_huggingface(served, CONFIG, dtype=jnp.float32))
+    save_compressed(tmp_path / "floats", to_huggingface(llama, CONFIG, Fp4(), jnp.float32))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("served", "floats")]
+    assert files[0] == files[1]
+    apart = quantize_params(llama, weights)
+    with pytest.raises(
+        ValueError, match=r"has outer=.* name your layers in fused= of quantize_params and choose_codes"
+    ):
+        save_compressed(tmp_path / "apart", to_huggingface(apart, CONFIG))
+    layers = lambda variables, name: variables["tcfp"]["layers"][name]["kernel"].forward
+    for name in ("output", "down"):  # nothing else changes
+        assert same_bits(layers(served, name), layers(apart, name))
+    chosen = choose_codes(
+        apart, llama, weights, lambda path, w: quantize_fp4(w, Fp4(rule="four_over_six")), fused=FUSED
+    )
+    for family in FUSED:
+        assert len({layers(chosen, name).outer.tobytes() for name in family}) == 1
+        assert layers(chosen, family[0]).values.shape == layers(apart, family[0]).values.shape
+    with pytest.raises(ValueError, match=r"fused has \('q', 'k'\), but the FP4 weights are"):
+        quantize_params(llama, weights, fused=[("q", "k")])
+
+
+def test_a_folder_serves_in_a_converted_model(tmp_path, llama, served_llama):
     """The codes of the file are what the products read; MXFP4's are tried beside Transformers' model."""
     save_compressed(tmp_path, to_huggingface(llama, CONFIG, Fp4(), jnp.float32), config=llama_dict(CONFIG))
     tensors, config = load_compressed(tmp_path)
-    tokens = jnp.arange(8)[None] * 31 % 256
-    plain = Llama(llama_config(config))
-    model = convert_to_tcfp(plain, "nvfp4", tokens, include=("linear", "small"))
-    served, apply = from_huggingface(tensors, CONFIG), jax.jit(plain.apply)
-    assert set(paths.entries(served["tcfp"])) == set(find_weights(model))
+    tokens, (model, weights) = TOKENS, served_llama
+    assert llama_config(config) == CONFIG
+    served, apply = from_huggingface(tensors, CONFIG), jax.jit(Llama(CONFIG).apply)
+    assert set(paths.entries(served["tcfp"])) == set(weights)
     floats = {n: t.forward.dequantize() if isinstance(t, Stored) else t for n, t in tensors.items()}
     wanted = np.asarray(apply(from_huggingface(floats, CONFIG), tokens))
     # The plain model rounds number * scale * outer to bfloat16 once; W4A16 does not.
