@@ -52,21 +52,25 @@ def test_the_kernel_has_the_bits_of_the_definition(rule, options):
 @pytest.mark.parametrize(("tile", "shape"), [("vector", (5, 50)), ("square", (40, 36))])
 def test_arrays_hold_the_cast(tile, shape):
     x = jnp.asarray(np.random.default_rng(1).standard_normal(shape), jnp.float32)
-    made = quantize_nvfp4(x, rule="four_over_six", tile=tile)
+    datatype = formats.nvfp4 if tile == "vector" else formats.nvfp4s
+    both = lambda x: (
+        quantize_nvfp4(x, rule="four_over_six", tile=tile), formats.cast(x, datatype, scalemode="four_over_six")
+    )  # fmt: skip
+    made, expected = jax.jit(both, compiler_options=QUICK)(x)
     rows = shape[0] if tile == "vector" else -(-shape[0] // 16)
     assert made.codes.shape == (shape[0], shape[1] // 2) and made.scales.shape == (rows, -(-shape[1] // 16))
     scales = jnp.repeat(made.scales.astype(jnp.float32), 16, 1)[:, : shape[1]]
     scales = scales if tile == "vector" else jnp.repeat(scales, 16, 0)[: shape[0]]
     nibbles = jnp.stack([made.codes & 15, made.codes >> 4], -1).reshape(shape).astype(jnp.uint32)
-    datatype = formats.nvfp4 if tile == "vector" else formats.nvfp4s
-    expected = formats.cast(x, datatype, scalemode="four_over_six")
     assert same(decode(nibbles, number("e2m1f")) * (scales * made.outer), expected)
 
 
 def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
+    drawn = jax.jit(lambda x, key: quantize_nvfp4(x, amax=jnp.inf, key=key), compiler_options=QUICK)
     x = awkward("float32")
-    assert jnp.isnan(quantize_nvfp4(x, amax=jnp.inf).outer)
-    first, second = (quantize_nvfp4(x, key=counter.keys(seed)).codes for seed in (1, 2))
+    assert jnp.isnan(drawn(x, counter.keys(1)).outer)
+    drawn = jax.jit(lambda x, key: quantize_nvfp4(x, key=key), compiler_options=QUICK)
+    first, second = (drawn(x, counter.keys(seed)).codes for seed in (1, 2))
     assert (first != second).mean() > 0.05
     # A device that holds the lower half knows where it begins: the index of its first tile is 128.
     starts, shapes = jnp.asarray([32, 0], jnp.uint32), ((32, 4), (64, 4))
