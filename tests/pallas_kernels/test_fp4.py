@@ -26,19 +26,21 @@ quick = functools.partial(jax.jit, compiler_options=QUICK)
 multiply = quick(fp4_matmul, static_argnames=("contracts", "activation", "out_dtype"))
 
 
-@quick
-def _all_quantized(w):
-    """For each scaling of whole and of short blocks (the operand, what it stands for, the format library's cast)."""
-    of = lambda w, s: (made := quantize_fp4(w, s), made.dequantize(), formats.cast(w, datatype_of(s)))
-    return {(scaling, k): of(w[:, :k], scaling) for scaling in SCALINGS for k in (K, 36)}
+KINDS = [(scaling, k) for scaling in SCALINGS for k in (K, 36)]  # whole blocks, and short ones
+RANDOM = np.random.default_rng(0)
+W, X = (jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in ((N, K), (2, 3, K)))
 
 
 @functools.cache
+def _quantized():
+    """Of each of `KINDS` the operand, what it stands for, and the format library's cast."""
+    of = lambda w, s: (made := quantize_fp4(w, s), made.dequantize(), formats.cast(w, datatype_of(s)))
+    return quick(lambda w: [of(w[:, :k], scaling) for scaling, k in KINDS])(W)
+
+
 def operands(scaling, k=K):
-    rng = np.random.default_rng(0)
-    w, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((N, K), (2, 3, K)))
-    made = _all_quantized(w)[scaling, k]
-    return made[0], x[..., :k].astype(jnp.bfloat16), made[1:]
+    made = _quantized()[KINDS.index((scaling, k))]
+    return made[0], X[..., :k].astype(jnp.bfloat16), made[1:]
 
 
 def test_codes_are_those_of_ml_dtypes():
