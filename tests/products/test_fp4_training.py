@@ -32,23 +32,23 @@ def operands(m=32, k=48, n=32, dtype=jnp.float32):
     return x.at[3, 7].set(20), w / 7, g * jnp.exp(jax.random.normal(jax.random.key(9), (m, 1), dtype))
 
 
-along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3))
-squares = jax.jit(nvfp4_values.squares, static_argnums=1)
+# Each quantizer is compiled once for all tests, in the place of all products that are made of them.
+along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3), compiler_options=QUICK)
+squares = jax.jit(nvfp4_values.squares, static_argnums=1, compiler_options=QUICK)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quantizers_are_programs():
-    """Each quantizer is compiled once for all tests, in the place of all products that are made of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp4_training, "along", along)
-        patch.setattr(fp4_training, "squares", squares)
-        yield
-
-
-def products(how, x, w, g, key=None):
+def rule(how, x, w, g, key=None):
     """(y, dx, dw) by the rule of `tcfp_jax.matmul`, without the program that it would make of them."""
     y, saved = fp4_training._forward(how, x, w, None if key is None else fp4_training.words_of(key))
     return y, *fp4_training._backward(how, saved, g)[:2]
+
+
+def products(how, x, w, g, key=None):
+    """The same with compiled quantizers, which no other program can hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp4_training, "along", along)
+        patch.setattr(fp4_training, "squares", squares)
+        return rule(how, x, w, g, key)
 
 
 def assert_product(got, a, b):
@@ -99,10 +99,9 @@ def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
         return Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
 
     monkeypatch.setattr(nvfp4_values, "quantize", exact)
-    monkeypatch.setattr(fp4_training, "along", nvfp4_values.along)
     monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Nvfp4Values(w, jnp.float32(1)))
     x, w, g = operands(128, 32, 32)
-    _, dx, dw = jax.jit(functools.partial(products, recipe(name)), compiler_options=QUICK)(x, w, g, KEY)
+    _, dx, dw = jax.jit(functools.partial(rule, recipe(name)), compiler_options=QUICK)(x, w, g, KEY)
     np.testing.assert_allclose(dw, x.T @ g, atol=1e-4)
     np.testing.assert_allclose(dx, g @ w.T, atol=1e-4)
 
@@ -176,7 +175,7 @@ def test_vmap_and_meshes_are_the_same_products():
         np.testing.assert_allclose(one, both[1], rtol=1e-5, atol=1e-4)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
-    on_two = jax.jit(functools.partial(products, how), compiler_options=QUICK)(split(x), w, split(g), KEY)
+    on_two = jax.jit(functools.partial(rule, how), compiler_options=QUICK)(split(x), w, split(g), KEY)
     for one, both in zip(products(how, x, w, g, KEY), on_two, strict=True):
         np.testing.assert_allclose(one, both, rtol=1e-5, atol=1e-4)
 
@@ -219,7 +218,7 @@ def test_recipes_cannot_contradict_themselves(build, message):
 
 @functools.cache
 def program(how):
-    return str(jax.make_jaxpr(functools.partial(products, how))(*operands(32, 32, 32), KEY))
+    return str(jax.make_jaxpr(functools.partial(rule, how))(*operands(32, 32, 32), KEY))
 
 
 @pytest.mark.parametrize(
