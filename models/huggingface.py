@@ -30,8 +30,8 @@ PROJECTIONS = {
     **{ours: f"mlp.{theirs}" for ours, theirs in _MLP.items()},
 }
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-# Multiplied as one matrix by engines, so quantized as one.
-_TOGETHER = (("query", "key", "value"), ("output",), ("gate", "up"), ("down",))
+# Multiplied as one matrix by engines, so quantized as one, here and by `quantize_params(..., fused=FUSED)`.
+FUSED = (("query", "key", "value"), ("gate", "up"))
 _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 # Scales by which an engine may round activations and its cache, which stay bfloat16 here.
 _OF_ACTIVATIONS = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
@@ -90,7 +90,7 @@ def to_huggingface(
     """The tensors of a Llama by the names that Transformers gives them.
 
     Args:
-      variables: float parameters, or `{"params": ..., "tcfp": ...}` of `tcfp_jax.inference.quantize_params`.
+      variables: float parameters, or `{"params": ..., "tcfp": ...}` of `quantize_params(..., fused=FUSED)`.
       config: of the model.
       scaling: quantizes the float matrices of the layers, q with k and v, gate with up.
       dtype: of what stays float.
@@ -108,7 +108,7 @@ def to_huggingface(
         head = find(stored, ["head", "kernel"])
         tensors[_HEAD] = params["head"]["kernel"].T if head is None else head.for_forward("hi")
     matrices: dict[str, Any] = {}
-    for group in _TOGETHER:
+    for group in (*FUSED, ("output",), ("down",)):
         held = {name: find(stored, ["layers", name, "kernel"]) for name in group}
         floats = {n: jnp.swapaxes(layers[n]["kernel"], -1, -2) for n, weight in held.items() if weight is None}
         if scaling is not None and len(floats) < len(group):

@@ -21,8 +21,8 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
 def _in_fp8(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     """The product on FP8 tensor cores: a weight whose codes times scales are E4M3 numbers, unpacked once.
 
-    The largest of them, 6 * 448, is brought into E4M3's range by 2**-3. Numbers below 2**-3, which is 2**-14 of the
-    largest, are E4M3's subnormals then, and round.
+    2**-3 brings the largest of them, 6 * 384, into E4M3's range. The format library's scales of "fold_exact" begin at
+    2**-3, where the smallest number still is E4M3's; of codes that were made otherwise, smaller ones round.
     """
     n, _ = w.shape
     outer = jnp.float32(1) if w.outer is None else w.outer

@@ -28,7 +28,7 @@ Rule = Literal["amax", "four_over_six", "fold_exact"]
 Shape = Literal["vector", "square"]
 Key = tuple[jax.Array, jax.Array]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
-_MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
+MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
 
 
 class Nvfp4(NamedTuple):
@@ -97,8 +97,7 @@ def exact_share(scales: jax.Array) -> jax.Array:
 
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
-    FP8 tensor cores multiply such tiles without rounding. Scales of "fold_exact" are exact from 2**-11 of the largest
-    one's binade on; zeros are exact, and NaN is not.
+    FP8 tensor cores multiply such tiles without rounding. All of "fold_exact" are such; zeros are, and NaN is not.
 
     Args:
       scales: float8_e4m3fn of any shape, not empty.
@@ -134,7 +133,7 @@ def define(
     if signs is not None:
         x = rotate(x.astype(jnp.float32), SIDE, signs=signs)
     datatype = _DATATYPES[tile]
-    modes = Modes("even" if key is None else "stochastic", _MODES[rule])
+    modes = Modes("even" if key is None else "stochastic", MODES[rule])
     random = None if key is None else bits_of(x.shape, *key)
     given = None if amax is None else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
     parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
@@ -175,7 +174,7 @@ def _in_one_pass(
     x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, interpret: bool
 ) -> Nvfp4:
     rounding: Literal["even", "stochastic"] = "even" if key is None else "stochastic"
-    options = Options(_MODES[rule], rounding, "none" if signs is None else "hadamard")
+    options = Options(MODES[rule], rounding, "none" if signs is None else "hadamard")
     if amax is None and signs is None:
         bits = float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)
         found = jnp.max(scale_choice.finite_magnitude(bits))

@@ -24,8 +24,8 @@ from tcfp_jax.formats.nvfp4_tiles import (
     Portable,
     Scalars,
     quantized,
-    rotated,
 )
+from tcfp_jax.formats.rotation import rotate_arrays
 
 TILES = 128
 WARPS = 4
@@ -105,7 +105,7 @@ def _compute(
 ) -> list[jax.Array]:
     """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, or their largest magnitudes."""
     if options.rotation == "hadamard":
-        x = rotated(x, scalars.signs)
+        x = rotate_arrays(x, scalars.signs)
     if output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
     parts, factor = quantized(options, do, scalars, x, first)

@@ -29,7 +29,8 @@ from tcfp_jax.formats.scales import ScaleMode
 SIDE = 16
 _LIFTED = -9  # the exponent of the tensor's scale
 _VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
-_LARGEST_CODE, _LARGEST_FOLDED_CODE = 0x7E, 0x7C
+_LARGEST_CODE = 0x7E
+_LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
 
@@ -216,16 +217,6 @@ class Scalars(NamedTuple):
         return Scalars(wide(0), wide(1), wide(2), divisors, (read(_WORDS - 2), read(_WORDS - 1)), signs)
 
 
-def rotated(x: list[jax.Array], signs: list[jax.Array]) -> list[jax.Array]:
-    """`rotation.rotate` of 16 values: the same sums in the same order."""
-    x = [value * sign for value, sign in zip(x, signs, strict=True)]
-    half = 1
-    while half < SIDE:
-        x = [x[i] + x[i + half] if not i & half else x[i - half] - x[i] for i in range(SIDE)]
-        half *= 2
-    return [value * jnp.float32(1 / 4) for value in x]
-
-
 def largest(values: list[jax.Array]) -> jax.Array:
     """Of several arrays, elementwise."""
     return functools.reduce(jnp.maximum, values)
@@ -295,9 +286,10 @@ def _scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.A
     amax = do.largest_finite(x)
     covering = options.rule == "fold_exact" or options.rounding == "stochastic"
     round_scale = _covering_code if covering else _code
+    least = _LEAST_FOLDED_CODE if options.rule == "fold_exact" else 1
     found = []
     for value, divisor in scalars.divisors:
-        code = jnp.clip(round_scale(do, amax, divisor, _SCALE), 1, _LARGEST_CODE)
+        code = jnp.clip(round_scale(do, amax, divisor, _SCALE), least, _LARGEST_CODE)
         # Under a tensor of zeros nothing has a scale.
         found.append(jnp.where((amax >= value * jnp.float32(NEGLIGIBLE)) & (value > 0), code, 0))
     if options.rule != "fold_exact":
@@ -309,10 +301,9 @@ def _scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.A
 
 
 def _folded(code: jax.Array) -> jax.Array:
-    """The smallest E4M3 code not below `code` whose mantissa is 1, 1.25 or 1.5."""
-    normal = (code + 1) & ~1
-    normal = normal + jnp.where((normal & 6) == 6, 2, 0)
-    return jnp.minimum(jnp.where(code < 8, jnp.where(code == 7, 8, code), normal), _LARGEST_FOLDED_CODE)
+    """The smallest E4M3 code not below `code`, 0 or a normal number's, whose mantissa is 1, 1.25 or 1.5."""
+    even = (code + 1) & ~1
+    return jnp.minimum(even + jnp.where((even & 6) == 6, 2, 0), _LARGEST_FOLDED_CODE)
 
 
 def _code(do: Portable, x: jax.Array, divisor: Divisor, number: tuple[int, int]) -> jax.Array:

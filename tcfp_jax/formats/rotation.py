@@ -1,10 +1,17 @@
-"""Hadamard rotations: an orthonormal mix of neighbours that spreads outliers before a cast and can be undone."""
+"""Hadamard rotations: an orthonormal mix of neighbours that spreads outliers before a cast and can be undone.
 
+`rotate` defines them; `rotate_arrays` has the same sums in the same order where values lie in arrays of their own, and
+`rotate_by_product` leaves the order to a matrix product.
+"""
+
+import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 Direction = Literal["forward", "inverse"]
@@ -56,6 +63,42 @@ def rotate(
     groups = rows.reshape(*rows.shape[:-1], -1, size)
     groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
     return jnp.moveaxis(groups.reshape(rows.shape), -1, dim).astype(array.dtype)
+
+
+def rotate_arrays(values: list[jax.Array], signs: list[jax.Array]) -> list[jax.Array]:
+    """`rotate` of as many values, each in an array of its own, float32: the same bits.
+
+    >>> [float(value) for value in rotate_arrays([jnp.float32(4), *[jnp.float32(0)] * 3], [jnp.float32(1)] * 4)]
+    [2.0, 2.0, 2.0, 2.0]
+    """
+    values, half = [value * sign for value, sign in zip(values, signs, strict=True)], 1
+    while half < len(values):
+        values = [values[i ^ half] - v if i & half else v + values[i ^ half] for i, v in enumerate(values)]
+        half *= 2
+    return [value * jnp.float32(1 / math.sqrt(len(values))) for value in values]
+
+
+def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
+    """`rotate` along the first or the last axis as a product with a matrix, float32: sums in an order of its own.
+
+    >>> rotate_by_product(jnp.array([[4.0, 0.0, 0.0, 0.0]]), jnp.ones(4), 1).tolist()
+    [[2.0, 2.0, 2.0, 2.0]]
+    """
+    size, shape = signs.shape[0], x.shape
+    sylvester = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * int(math.log2(size)))
+    matrix = jnp.asarray(sylvester) * signs[:, None]
+    # 1 and -1 are exact in BF16, and so is what BF16 products add up in float32.
+    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    options: Any = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    if axis == 0:
+        groups = x.reshape(shape[0] // size, size, -1).astype(dtype)
+        # One matrix for each group, so that what it gives lies as x does.
+        matrices = jnp.broadcast_to(matrix.T.astype(dtype), (len(groups), size, size))
+        turned = jnp.matmul(matrices, groups, **options)
+    else:
+        groups = x.reshape(*shape[:-1], -1, size).astype(dtype)
+        turned = jnp.einsum("...i,ij->...j", groups, matrix.astype(dtype), **options)
+    return turned.reshape(shape) * jnp.float32(1 / math.sqrt(size))
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

@@ -18,10 +18,14 @@ candidates each tile takes the one that leaves the smallest sum of squared error
     "max"            tensor = amax / (6 * 448)    a / 6
     "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so that a tile of large values may
                                                   gain by ending at 4 (Cook et al. 2025, "Four Over Six")
-    "fold_exact"     tensor = amax / (6 * 256)    of the scales 1, 1.25 and 1.5 times a power of two the smallest that
-                                                  is not below a / 6.375, and the next two: their products with E2M1
-                                                  are E4M3 numbers, see `exact_share`; nothing is clipped by
-                                                  more than "max" may clip
+    "fold_exact"     tensor = amax / (6 * 256)    of the scales 1, 1.25 and 1.5 times a power of two, from 2**-3 on, the
+                                                  smallest that is not below a / 6.375, and the next two: products
+                                                  with E2M1, over 2**3, are E4M3 numbers, see `exact_share`; nothing is
+                                                  clipped by more than "max" may clip
+
+256 leaves room above the tile of the largest value for amax / 4, whose scale is 384, and for the candidates above 256;
+448 would not. FP8 tensor cores have one factor for a whole operand, so its products must lie within E4M3's range
+together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets 2**-3.
 
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
 step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
@@ -47,7 +51,7 @@ _MANTISSA = HIDDEN - 1
 _STEPS_OF_ERROR = 256.0
 # Of E4M3: the largest scale whose candidates for "four_over_six" and "fold_exact" are scales, too.
 _LARGEST_BELOW = 256.0
-LARGEST_FOLDED = 384.0
+LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
 # The largest quotient that a scale rounded to the nearest E4M3 leaves: 6 times 1 + 1/16.
 CLIPPED_FROM = 6.375
 # What a tile's scale is below this, before it is rounded, is zero: no value of the tile is anything else.
@@ -170,26 +174,26 @@ def tile_scales(
         return round_scale(jnp.where(quotient < NEGLIGIBLE, jnp.float32(0), quotient), scale, mode)
 
     if rule == "fold_exact":
-        first = _folded(over(largest if covers else CLIPPED_FROM, "up"), scale)
-        second = _next_folded(first, scale)
-        return [first] if covers else [first, second, _next_folded(second, scale)]
+        first = _folded(over(largest if covers else CLIPPED_FROM, "up"))
+        second = _next_folded(first)
+        return [first] if covers else [first, second, _next_folded(second)]
     first = over(largest, "up" if covers else "even")
     return [first, over(4.0, "even")] if rule == "four_over_six" and not covers else [first]
 
 
-def _folded(value: jax.Array, scale: NumberSpec) -> jax.Array:
-    """The smallest number with a mantissa of 1, 1.25 or 1.5 that is not below `value`, a scale; 0 stays 0."""
+def _folded(value: jax.Array) -> jax.Array:
+    """The smallest scale of "fold_exact" that is not below `value`; 0 stays 0, and what is above all is the largest."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     mantissa, quarter = bits & _MANTISSA, HIDDEN >> 2
     up = jnp.where(mantissa > 2 * quarter, HIDDEN, jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0))
-    return jnp.minimum(lax.bitcast_convert_type(bits - mantissa + up, jnp.float32), jnp.float32(LARGEST_FOLDED))
+    found = lax.bitcast_convert_type(bits - mantissa + up, jnp.float32)
+    return jnp.where(value > 0, jnp.clip(found, LEAST_FOLDED, LARGEST_FOLDED), jnp.float32(0))
 
 
-def _next_folded(value: jax.Array, scale: NumberSpec) -> jax.Array:
+def _next_folded(value: jax.Array) -> jax.Array:
     """The one above it; 0 stays 0, and the largest stays the largest."""
     binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
-    step = jnp.maximum(binade * jnp.float32(2.0**-scale.mbits), jnp.float32(scale.smallest_subnormal))
-    return jnp.where(value > 0, _folded(value + step, scale), value)
+    return _folded(value + binade * jnp.float32(0.125))
 
 
 def score(units: jax.Array, value: jax.Array, factor: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -19,14 +19,14 @@ from jax import lax
 from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, round_scale
+from tcfp_jax.formats.scale_choice import CLIPPED_FROM, LEAST_FOLDED, round_scale
 
 Scales = Literal["rule", "search"]
 LARGEST = 6.0  # of E2M1
 _SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
 _E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
-# Mantissas 1, 1.25 and 1.5: times any E2M1 number they are E4M3 numbers.
-_FOLDS = np.array([math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
+# Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
+_FOLDS = np.array([value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 
 

@@ -5,12 +5,10 @@ served = quantize_params(params, find_weights(model))                # of recipe
 served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from pallas_kernels.operands import Fp4, Operand
@@ -18,8 +16,8 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models
 from tcfp_jax.conversion.observation import second_moments
 from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.inference.shared_scales import families, store_together
 from tcfp_jax.linen import switched_off
-from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 
@@ -85,6 +83,8 @@ def choose_codes(
     params: Any,
     weights: Mapping[str, Weight],
     choose: Callable[[str, jax.Array], Operand],
+    *,
+    fused: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """Variables of `quantize_params` with the codes of every FP4 weight chosen by a function of one's own.
 
@@ -97,9 +97,10 @@ def choose_codes(
       choose: of a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
         `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`; the format and tile of the result are those
         of the recipe.
+      fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
 
     Raises:
-      ValueError: no weight is FP4, k of one is odd, or a chosen operand does not fit.
+      ValueError: no weight is FP4, k of one is odd, a chosen operand does not fit, or a group that is not there.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.inference import quantize_params, search_scales
@@ -117,27 +118,9 @@ def choose_codes(
     if not packed:
         raise ValueError('no stored weight is FP4; quantize_params(params, weights) of recipe("nvfp4") makes such')
     chosen: dict[str, Any] = {}
-    for path, one in stored.items():
-        paths.put(
-            chosen, path.split("/"), _chosen(path, one, leaves[path], weights[path], choose) if path in packed else one
-        )
+    made = dict(stored)
+    for family in families(packed, fused):
+        made |= store_together(family, leaves, weights, choose)
+    for path, one in made.items():
+        paths.put(chosen, path.split("/"), one)
     return {**served, "tcfp": chosen}
-
-
-def _chosen(path: str, one: Stored, leaf: Any, weight: Weight, choose: Callable[[str, jax.Array], Operand]) -> Stored:
-    matrix = matrix_of(leaf, weight.layout)
-    w = (matrix if weight.layout.transposed else matrix.swapaxes(-1, -2)).astype(jnp.float32)
-    if w.shape[-1] % 2:
-        raise ValueError(
-            f"{path} contracts k={w.shape[-1]} values, which is odd; its codes are those of the rule alone"
-        )
-    made, scaling = choose(path, w), one.scaling
-    assert isinstance(scaling, Fp4), "the caller looked"
-    if not isinstance(made.scaling, Fp4) or (made.scaling.format, made.scaling.tile) != (scaling.format, scaling.tile):
-        raise ValueError(
-            f"{path} is stored with {scaling}, but its codes were chosen with {made.scaling}; use one format"
-        )
-    if made.shape != w.shape:
-        raise ValueError(f"the codes chosen for {path} are of {list(made.shape)}, but it is {list(w.shape)}")
-    made = dataclasses.replace(made, scaling=scaling)
-    return Stored(None, made) if weight.layout.transposed else Stored(made, None)

@@ -58,7 +58,7 @@ def save_compressed(
       config: of the model, as Transformers has it; `quantization_config` is added.
       ignore: modules that are linear and stay float. Matrices among `tensors` that are not quantized are added.
       fused: groups of modules that an engine multiplies as one matrix. Their members must be stored alike, with one
-        `outer`, as `quantize_together` makes them.
+        `outer`, as `quantize_params(..., fused=...)` and `quantize_together` make them.
       activations: "float8" asks engines to round what FP8 weights multiply to E4M3, one scale for each token.
 
     Raises:

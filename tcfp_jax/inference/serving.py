@@ -7,7 +7,7 @@ restored(loaded, find_weights(model))                   # what orbax loads witho
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,15 +15,16 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
+from tcfp_jax.inference.shared_scales import families, store_together
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
 from tcfp_jax.weights.stored import Stored
 
@@ -31,7 +32,11 @@ Storage = Literal["recipe", "packed"]
 
 
 def quantize_params(
-    params: Any, recipe: Recipe | str | Mapping[str, Weight], *, storage: Storage = "recipe"
+    params: Any,
+    recipe: Recipe | str | Mapping[str, Weight],
+    *,
+    storage: Storage = "recipe",
+    fused: Sequence[Sequence[str]] = (),
 ) -> dict[str, Any]:
     """The variables of a model whose kernels are stored quantized: `{"params": ..., "tcfp": ...}`.
 
@@ -47,9 +52,13 @@ def quantize_params(
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
       storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
         the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once.
+      fused: groups of names of layers that other engines multiply as one matrix, such as
+        `[("query", "key", "value"), ("gate", "up")]`: FP4 weights of a group under one parent are quantized as one, so
+        that they share the scale of their scales, as files of `save_compressed` must have it.
 
     Raises:
-      ValueError: an unknown `storage`, a recipe that does not quantize weights, or no weight among the parameters.
+      ValueError: an unknown `storage`, a recipe that does not quantize weights, no weight among the parameters, or a
+        group of `fused` that no FP4 weight belongs to.
 
     >>> import jax.numpy as jnp
     >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")
@@ -65,6 +74,8 @@ def quantize_params(
         raise ValueError('the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")')
     if storage == "recipe":
         quantized = layer_state(jax.jit(error_feedback(chosen).init)(params))
+    if fused:
+        _share(quantized, params, chosen, fused)
     looked_up = {path for path, weight in chosen.items() if weight.float_reads == "lookup"} if mapped else set()
     entries, _ = jax.tree_util.tree_flatten_with_path(params)
     rest: dict[str, Any] = {}
@@ -82,6 +93,18 @@ def quantize_params(
             served = jax.jit(quantize_tcfp12)(leaf) if storage == "packed" else dataclasses.replace(node, sample=None)
             paths.put(quantized, names, served)
     return {"params": rest, "tcfp": quantized}
+
+
+def _share(quantized: dict[str, Any], params: Any, recipe: Any, fused: Sequence[Sequence[str]]) -> None:
+    """Quantize the FP4 weights of each group as one, in place."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {paths.join(*paths.path_names(path)): leaf for path, leaf in entries}
+    fp4 = [path for path, one in paths.entries(quantized).items() if isinstance(one.scaling, Fp4)]
+    weights = recipe if isinstance(recipe, Mapping) else dict.fromkeys(fp4, Weight(recipe, Layout((0,), (1,))))
+    for family in families(fp4, fused):
+        if len(family) > 1:
+            for path, one in store_together(family, leaves, weights).items():
+                paths.put(quantized, path.split("/"), one)
 
 
 def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:

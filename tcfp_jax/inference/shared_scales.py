@@ -4,8 +4,10 @@ Engines multiply q, k and v, or gate and up, as one matrix with one global scale
 a file has and multiplies every part by it, in silence, so parts that were quantized apart come out wrong.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,10 @@ import numpy as np
 
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
+from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.stored import Stored
 
 # Layers that engines multiply as one matrix, by the last part of the names of their modules.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -22,12 +27,15 @@ LARGEST = float(np.finfo(np.float16).max)
 _LARGEST_CODE = 6.0
 
 
-def quantize_together(weights: Mapping[str, jax.Array], scaling: Scaling) -> dict[str, Operand]:
+def quantize_together(
+    weights: Mapping[str, jax.Array], scaling: Scaling, quantize: Callable[[jax.Array], Operand] | None = None
+) -> dict[str, Operand]:
     """Weights that are multiplied as one matrix, quantized as one, so that what a whole matrix shares is the same.
 
     Args:
       weights: real floats `[..., n, k]` of any n, contracted along k.
       scaling: `Fp4(...)`, or an FP8 scaling of `pallas_kernels.operands`.
+      quantize: of all rows, `[..., n, k]`, in place of the scaling's own rule.
 
     Returns:
       Operands by the same names. NVFP4 operands have one `outer`, and FP8 operands of `Tensor()` one scale.
@@ -46,9 +54,88 @@ def quantize_together(weights: Mapping[str, jax.Array], scaling: Scaling) -> dic
     side = _side(scaling)
     if any(n % side for n in rows[:-1]):
         raise ValueError(f"the weights are {shapes}, and {scaling} would lie across two of them; use vectors")
-    whole = _quantized(scaling, *weights.values())
+    whole = (
+        quantize(jnp.concatenate(list(weights.values()), -2)) if quantize else _quantized(scaling, *weights.values())
+    )
     ends = np.cumsum(rows)
     return {name: _rows(whole, end - n, end, side) for name, n, end in zip(weights, rows, ends, strict=True)}
+
+
+def families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The paths of weights that are multiplied as one matrix, in lists; each of the others in a list of its own.
+
+    Args:
+      weights: paths such as "layers/query/kernel".
+      fused: groups of names of layers, or of weights, under one parent.
+
+    Raises:
+      ValueError: no weight is called by any name of a group.
+
+    >>> families(["a/q/kernel", "a/k/kernel", "a/o/kernel", "b/q/kernel"], [("q", "k")])
+    [['a/q/kernel', 'a/k/kernel'], ['a/o/kernel'], ['b/q/kernel']]
+    """
+    found: dict[Any, list[str]] = {}
+    met = set()
+    for path in weights:
+        parts = path.split("/")
+        places = [
+            (group, at) for group in map(tuple, fused) for at in (1, 2) if at <= len(parts) and parts[-at] in group
+        ]
+        if places:
+            group, at = places[0]
+            met.add(group)
+            # Beside each other are those whose paths differ in this name alone.
+            found.setdefault((group, *parts[:-at], "", *parts[len(parts) - at + 1 :]), []).append(path)
+        else:
+            found[path] = [path]
+    if missing := [group for group in map(tuple, fused) if group not in met]:
+        raise ValueError(
+            f"fused has {missing[0]}, but the FP4 weights are {list(weights)[:8]}; use names of their layers"
+        )
+    return list(found.values())
+
+
+def store_together(
+    family: Sequence[str],
+    leaves: Mapping[str, jax.Array],
+    weights: Mapping[str, Weight],
+    choose: Callable[[str, jax.Array], Operand] | None = None,
+) -> dict[str, Stored]:
+    """FP4 weights of a family, stored with one `outer`.
+
+    Args:
+      family: their paths.
+      leaves: float parameters, by path.
+      weights: what is known of each, by path.
+      choose: of the first path and a float32 matrix, or stack of matrices, of all rows; None is the recipe's rule.
+
+    Raises:
+      ValueError: an odd k, recipes that differ, a chosen operand that does not fit; what `quantize_together` raises.
+    """
+    first, scaling = family[0], weights[family[0]].recipe.scaling
+    if other := [path for path in family if weights[path].recipe.scaling != scaling]:
+        raise ValueError(f"{first} is stored with {scaling} and {other[0]} otherwise; give them one recipe")
+    turned = {path: weights[path].layout.transposed for path in family}
+    matrices = {path: matrix_of(leaves[path], weights[path].layout).astype(jnp.float32) for path in family}
+    matrices = {path: w if turned[path] else w.swapaxes(-1, -2) for path, w in matrices.items()}
+    k = matrices[first].shape[-1]
+    if k % 2:
+        raise ValueError(f"{first} contracts k={k} values, which is odd; its codes are those of the rule alone")
+
+    def chosen(w: jax.Array) -> Operand:
+        assert choose is not None, "the rule quantizes otherwise"
+        made = choose(first, w)
+        formats = [(one.format, one.tile) if isinstance(one, Fp4) else one for one in (made.scaling, scaling)]
+        if formats[0] != formats[1]:
+            raise ValueError(
+                f"{first} is stored with {scaling}, but its codes were chosen with {made.scaling}; use one format"
+            )
+        if made.shape != w.shape:
+            raise ValueError(f"the codes chosen for {first} are of {list(made.shape)}, but it is {list(w.shape)}")
+        return dataclasses.replace(made, scaling=scaling)
+
+    made = quantize_together(matrices, scaling, None if choose is None else chosen)
+    return {path: Stored(None, one) if turned[path] else Stored(one, None) for path, one in made.items()}
 
 
 def _side(scaling: Scaling) -> int:
@@ -169,6 +256,7 @@ def check_fused(
                 if shared.get(sibling, shared.get(name)) != shared.get(name):
                     raise ValueError(
                         f"{name} has outer={shared[name]:.9g} and {sibling} {shared[sibling]:.9g}, but engines "
-                        f"multiply {list(group)} as one matrix with one global scale; quantize them with "
-                        "quantize_together, or pass fused=() for an engine that does not"
+                        f"multiply {list(group)} as one matrix with one global scale; quantize them as one: name your "
+                        "layers in fused= of quantize_params and choose_codes, or call quantize_together; or pass "
+                        "fused=() here for an engine that does not"
                     )

@@ -4,10 +4,11 @@
     dgrad     dx[m, k] = g_q[m, n]  W_q[k, n]ᵀ     along n
     wgrad     dW[k, n] = x_q[m, k]ᵀ g_q[m, n]      along the tokens m
 
-No chip but Blackwell multiplies FP4. Here every operand is quantized as it would be there and dequantized exactly: a
-value times its block's scale is a BF16 number (and under "fold_exact" scales an E4M3 number), products of such numbers
-are exact in float32, and the two tensor scales multiply the float32 sum. So a product is that of the dequantized
-operands, but for the order in which float32 adds. Nothing is packed: this trains as FP4 does, not as fast.
+No chip but Blackwell multiplies FP4. Here every operand is quantized as it would be there, by the format library
+(`formats.nvfp4_values`), and dequantized exactly: a value times its block's scale is a BF16 number (and under
+"fold_exact" scales an E4M3 number times 2**3), products of such numbers are exact in float32, and the two tensor scales
+multiply the float32 sum. So a product is that of the dequantized operands, but for the order in which float32 adds.
+Nothing is packed: this trains as FP4 does, not as fast.
 
 What a recipe (`tcfp_jax.recipes.Fp4Training`) does, and what its source does otherwise:
 
@@ -40,15 +41,42 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.counter import bits_of, keys
 from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Tensor
-from tcfp_jax.products.fp4_rounding import Fp4Values, along, signs, squares, stream, words_of
+from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along, squares
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.recipes import Fp4Training, Product, Recipe
 
 # The streams of a product's bits.
 _SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
+# Brings the largest value of "fold_exact" scales, 6 * 384, into E4M3's range, and the smallest to its last digit.
+_IN_E4M3 = 2.0**-3
+
+
+def words_of(key: jax.Array) -> jax.Array:
+    """A random key, typed or not, as one array of words from which streams of bits are made.
+
+    >>> words_of(jax.random.key(3)).shape
+    (2,)
+    """
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return (jax.random.key_data(key) if typed else key).astype(jnp.uint32).reshape(-1)
+
+
+def stream(words: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """The key words of one of a product's streams of bits."""
+    return keys(*(words[i] for i in range(words.shape[0])), number)
+
+
+def signs(words: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
+    """Random signs, float32 1 or -1.
+
+    >>> sorted(set(signs(stream(words_of(jax.random.key(0)), 1), 64).tolist()))
+    [-1.0, 1.0]
+    """
+    return 1.0 - 2.0 * (bits_of((size,), *words) >> 31).astype(jnp.float32)
 
 
 def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -164,26 +192,29 @@ def _bits(words: jax.Array | None, number: int) -> Any:
     return None if words is None else stream(words, number)
 
 
-def _again(numbers: Any, quantized: Callable[[jax.Array], Fp4Values]) -> Fp4Values:
+def _again(numbers: Any, quantized: Callable[[jax.Array], Nvfp4Values]) -> Nvfp4Values:
     """Numbers of the forward pass, quantized again; a tensor scale that they have is kept apart."""
-    if not isinstance(numbers, Fp4Values):
+    if not isinstance(numbers, Nvfp4Values):
         return quantized(numbers)
     found = quantized(numbers.values)
-    return Fp4Values(found.values, found.outer * numbers.outer)
+    return Nvfp4Values(found.values, found.outer * numbers.outer)
 
 
-def _multiply(a: Fp4Values, b: Fp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any) -> jax.Array:
+def _multiply(
+    a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any
+) -> jax.Array:
     """The product of dequantized operands over an axis of each, summed in float32."""
     if how == "bf16":
         return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
     # Exact: fold-exact scales keep values within E4M3. They are written as they lie, in one byte each, and then turned:
     # XLA would turn what is rotated, in float32.
     lying = [Layout(tuple(range(operand.values.ndim))) for operand in (a, b)]
-    written = with_layout_constraint([operand.values.astype(jnp.float8_e4m3fn) for operand in (a, b)], lying)
+    folded = [(operand.values * jnp.bfloat16(_IN_E4M3)).astype(jnp.float8_e4m3fn) for operand in (a, b)]
+    written = with_layout_constraint(folded, lying)
     left, right = (jnp.moveaxis(values, axis, -1) for values, axis in zip(written, axes, strict=True))
     options: Any = dict(out_dtype=dtype, accumulation=how, backend=recipe.backend)
-    one_scale = Tensor("float32")
-    return multiply(Operand(left, a.outer, scaling=one_scale), Operand(right, b.outer, scaling=one_scale), **options)
+    operand = lambda values, outer: Operand(values, outer / jnp.float32(_IN_E4M3), scaling=Tensor("float32"))
+    return multiply(operand(left, a.outer), operand(right, b.outer), **options)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """Folders that other engines read, byte by byte and without torch: what is written, read and refused."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -12,21 +13,25 @@ import safetensors as peer
 import safetensors.numpy as peer_numpy
 
 import tcfp_jax
-from models.huggingface import from_huggingface, llama_config, llama_dict, to_huggingface
+from models.huggingface import FUSED, from_huggingface, llama_config, llama_dict, to_huggingface
 from models.llama import Llama, LlamaConfig
 from pallas_kernels.operands import Block, Fp4, Operand, Row, Tensor
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.inference import safetensors
+from tcfp_jax.formats import quantize_nvfp4
+from tcfp_jax.inference import choose_codes, quantize_params, safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import divisor_of, quantize_together
 from tcfp_jax.weights.fp4 import quantize_fp4
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
+from tests.formats_oracles import QUICK
+from tests.helpers import same_bits, variables_of
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
 NAME = "model.layers.0.mlp.down_proj"
+TOKENS = np.arange(8)[None] * 31 % 256
 
 
 def matrix(n=32, k=64, seed=0, amax=None):
@@ -34,9 +39,26 @@ def matrix(n=32, k=64, seed=0, amax=None):
     return jnp.asarray(w if amax is None else w * np.float32(amax / abs(w).max()))
 
 
+# A program for each scaling, where every operation would be one.
+quick = functools.partial(jax.jit, compiler_options=QUICK)
+dequantized = quick(lambda operand: operand.dequantize())
+quantized = quick(quantize_fp4, static_argnums=1)
+
+
+def codes(*shape, scaling=Fp4()):
+    """An operand of zeros, which nothing computes."""
+    scale = np.ones(scaling.scale_shape(shape), scaling.scale_dtype)
+    outer = np.float32(0.5) if scaling.has_outer else None
+    return Operand(np.zeros((*shape[:-1], shape[-1] // 2), np.uint8), scale, scaling=scaling, outer=outer)
+
+
 def blank(n):
-    values, scale = jnp.zeros((n, 32), jnp.uint8), jnp.ones((n, 4), jnp.float8_e4m3fn)
-    return Stored(Operand(values, scale, scaling=Fp4(), outer=jnp.float32(0.5)), None)
+    return Stored(codes(n, 64), None)
+
+
+def with_nan():
+    made = codes(32, 64)
+    return dataclasses.replace(made, scale=np.full_like(made.scale, np.nan))
 
 
 def saved(folder, operand, **options):
@@ -68,9 +90,7 @@ def decoded(entries):
     return values * np.repeat(scales, values.shape[1] // scales.shape[1], 1)
 
 
-FP4 = [
-    Fp4(), Fp4(tile="square"), Fp4(rule="one_level"), Fp4("mxfp4"), Fp4("mxfp4", tile="square"),
-]  # fmt: skip
+FP4 = [Fp4(), Fp4(tile="square"), Fp4(rule="one_level"), Fp4("mxfp4")]
 FP8 = [Tensor(), Tensor("float32"), Row(), Block(32)]
 
 
@@ -78,7 +98,7 @@ FP8 = [Tensor(), Tensor("float32"), Row(), Block(32)]
 def test_a_weight_is_written_as_the_format_says_and_read_as_it_was(tmp_path, scaling):
     operand = quantize_together({"w": matrix()}, scaling)["w"]
     entries = saved(tmp_path, operand)
-    wanted = np.asarray(operand.dequantize())
+    wanted = np.asarray(dequantized(operand))
     # number * (scale / global) and number * (scale * outer): the two roundings of an outer and of its inverse.
     np.testing.assert_allclose(decoded(entries), wanted, rtol=2**-22)
     if operand.outer is None or float(operand.outer) == 1:
@@ -92,7 +112,7 @@ def test_a_weight_is_written_as_the_format_says_and_read_as_it_was(tmp_path, sca
     if getattr(scaling, "tile", "") == "square" and isinstance(scaling, Fp4):
         scaling = Fp4(scaling.format)  # a file has a scale for each vector
     assert back.scaling == scaling
-    np.testing.assert_allclose(np.asarray(back.dequantize()).T, wanted, rtol=2**-22)
+    np.testing.assert_allclose(np.asarray(dequantized(back)).T, wanted, rtol=2**-22)
     group = config["quantization_config"]["config_groups"]["group_0"]
     assert group["targets"] == ["Linear"] and group["weights"]["num_bits"] == (4 if isinstance(scaling, Fp4) else 8)
     again = tmp_path / "again"
@@ -101,10 +121,10 @@ def test_a_weight_is_written_as_the_format_says_and_read_as_it_was(tmp_path, sca
 
 
 def test_of_split_weights_the_larger_half_is_written(tmp_path):
-    stored = quantize_weight(matrix().T, tcfp_jax.recipe("tcfp12"))[0]
+    stored = quick(lambda w: quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0])(matrix().T)
     assert stored.has_residual
     forward = stored.for_forward("hi")
-    np.testing.assert_array_equal(decoded(saved(tmp_path, stored)), np.asarray(forward.dequantize()))
+    np.testing.assert_array_equal(decoded(saved(tmp_path, stored)), dequantized(forward))
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["format"] == "float-quantized" and config["config_groups"]["group_0"]["input_activations"] is None
     saved(tmp_path, stored, activations="float8")
@@ -114,16 +134,22 @@ def test_of_split_weights_the_larger_half_is_written(tmp_path):
 
 def test_weights_that_are_multiplied_as_one_share_one_scale(tmp_path):
     parts = {name: matrix(n, 32, seed) * 10.0**seed for seed, (name, n) in enumerate([("q", 32), ("k", 16), ("v", 16)])}
-    together = quantize_together(parts, Fp4())
-    whole = quantize_fp4(jnp.concatenate(list(parts.values())), Fp4())
-    joined = np.concatenate([np.asarray(w.dequantize()) for w in together.values()])
-    np.testing.assert_array_equal(joined, np.asarray(whole.dequantize()))
+
+    @quick
+    def all_of(parts):
+        whole = quantize_fp4(jnp.concatenate(list(parts.values())), Fp4())
+        stacks = {name: jnp.stack([w, 2 * w]) for name, w in parts.items()}
+        eight = quantize_together(parts, Tensor())
+        made = [quantize_together(parts, Fp4()), quantize_together(stacks, Fp4())]
+        values = [[one.dequantize() for one in tree.values()] for tree in made]
+        return made[0], whole.dequantize(), values, [one.scale for one in eight.values()], tcfp_jax.quantize(parts["v"])
+
+    together, whole, (joined, stacked), scales, largest = all_of(parts)
+    np.testing.assert_array_equal(np.concatenate(joined), whole)
     assert len({float(w.outer) for w in together.values()}) == 1
-    stacks = quantize_together({name: jnp.stack([w, 2 * w]) for name, w in parts.items()}, Fp4())
-    for name, w in stacks.items():
-        np.testing.assert_array_equal(np.asarray(w.dequantize()[0]), np.asarray(together[name].dequantize()))
-    scales = quantize_together(parts, Tensor())
-    assert scales["q"].scale == scales["k"].scale == tcfp_jax.quantize(parts["v"]).scale
+    for alone, stack in zip(joined, stacked, strict=True):
+        np.testing.assert_array_equal(stack[0], alone)
+    assert scales[0] == scales[1] == largest.scale
     names = {name: f"model.layers.0.self_attn.{name}_proj.weight" for name in parts}
     save_compressed(tmp_path, {names[name]: w for name, w in together.items()})
     apart = {names[n]: dataclasses.replace(w, outer=w.outer * 2**i) for i, (n, w) in enumerate(together.items())}
@@ -154,13 +180,13 @@ def inverted(arrays):
 
 @pytest.mark.parametrize("amax", [0.02, 1.0, 100.0])
 def test_an_inverted_global_scale_is_detected(tmp_path, amax):
-    operand = quantize_fp4(matrix(amax=amax))
+    operand = quantized(matrix(amax=amax))
     saved(tmp_path, operand)
     change(tmp_path, inverted)
     with pytest.raises(ValueError, match=r"largest value is 6 \* \d+ / .*beyond 65504.*inverted.*multiplier"):
         load_compressed(tmp_path)
     back = load_compressed(tmp_path, global_scale="multiplier")[0][f"{NAME}.weight"]
-    np.testing.assert_allclose(np.asarray(back.dequantize()).T, np.asarray(operand.dequantize()), rtol=2**-22)
+    np.testing.assert_allclose(np.asarray(dequantized(back)).T, np.asarray(dequantized(operand)), rtol=2**-22)
     change(tmp_path, inverted)
     with pytest.raises(ValueError, match=r"inverted.*global_scale=\"divisor\""):
         load_compressed(tmp_path, global_scale="multiplier")
@@ -169,15 +195,15 @@ def test_an_inverted_global_scale_is_detected(tmp_path, amax):
 
 @pytest.mark.parametrize("amax", [1e-20, 1e-3, 5e3, 65e3])
 def test_right_global_scales_are_never_taken_for_inverted(tmp_path, amax):
-    saved(tmp_path, quantize_fp4(matrix(amax=amax)))
+    saved(tmp_path, quantized(matrix(amax=amax)))
     load_compressed(tmp_path)
 
 
 def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
-    big = quantize_fp4(matrix(amax=1e6))
+    big = quantized(matrix(amax=1e6))
     with pytest.raises(ValueError, match="inverted"):
         saved(tmp_path, big)
-    three = {f"{NAME}.weight": big, **{f"layer.{i}.weight": quantize_fp4(matrix(seed=i)) for i in (1, 2)}}
+    three = {f"{NAME}.weight": big, **{f"layer.{i}.weight": quantized(matrix(seed=i)) for i in (1, 2)}}
     save_compressed(tmp_path, three)
     load_compressed(tmp_path)
     change(tmp_path, inverted)
@@ -197,24 +223,28 @@ def test_the_divisor_gives_the_outer_back():
             divisor_of("w", np.float32(outer))
 
 
+def in_vectors():
+    return Operand(np.ones((4, 32), jnp.float8_e4m3fn), np.ones((4, 1), np.uint8), scaling=Block(32, "vector"))
+
+
 def e5m2():
     return Operand(jnp.ones((4, 32), jnp.float8_e5m2), jnp.float32(1))
 
 
-W = {f"{NAME}.weight": lambda: quantize_fp4(matrix())}
+W = {f"{NAME}.weight": lambda: codes(32, 64)}
 
 
 @pytest.mark.parametrize(
     ("tensors", "options", "error", "message"),
     [
         ({"a.weight": lambda: matrix()}, {}, ValueError, "none of .* is quantized"),
-        ({"a": lambda: quantize_fp4(matrix())}, {}, ValueError, "does not end in .weight"),
-        ({"a.weight": lambda: quantize_fp4(matrix()[None])}, {}, ValueError, "is a stack"),
-        ({"a.weight": lambda: quantize_fp4(matrix(4, 24))}, {}, ValueError, "k=24.*blocks of 16"),
-        ({"a.weight": lambda: quantize_fp4(matrix(4, 48), Fp4("mxfp4"))}, {}, ValueError, "k=48.*blocks of 32"),
-        ({"a.weight": lambda: quantize_fp4(matrix().at[0, 0].set(jnp.nan))}, {}, ValueError, "NaN|finite"),
+        ({"a": lambda: codes(4, 32)}, {}, ValueError, "does not end in .weight"),
+        ({"a.weight": lambda: codes(1, 4, 32)}, {}, ValueError, "is a stack"),
+        ({"a.weight": lambda: codes(4, 24)}, {}, ValueError, "k=24.*blocks of 16"),
+        ({"a.weight": lambda: codes(4, 48, scaling=Fp4("mxfp4"))}, {}, ValueError, "k=48.*blocks of 32"),
+        ({"a.weight": with_nan}, {}, ValueError, "NaN|finite"),
         ({"a.weight": e5m2}, {}, TypeError, "float8_e5m2.*float8_e4m3fn"),
-        ({"a.weight": lambda: tcfp_jax.quantize(matrix(), block=32)}, {}, TypeError, "square"),
+        ({"a.weight": in_vectors}, {}, TypeError, "square"),
         (W, dict(ignore=[NAME]), ValueError, "which is quantized"),
         (W, dict(activations="float8"), ValueError, "FP8 weights"),
         (W, dict(activations="int8"), ValueError, "unknown"),
@@ -259,14 +289,14 @@ def halved(arrays):
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, changed, message):
-    saved(tmp_path, quantize_fp4(matrix()))
+    saved(tmp_path, codes(32, 64))
     changed(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_compressed(tmp_path)
 
 
 def test_a_model_in_several_files_and_several_formats(tmp_path):
-    tensors = {"a.weight": quantize_fp4(matrix()), "b.weight": tcfp_jax.quantize(matrix()), "c.weight": matrix()}
+    tensors = {"a.weight": codes(32, 64), "b.weight": quick(tcfp_jax.quantize)(matrix()), "c.weight": matrix()}
     save_compressed(tmp_path, tensors)
     found = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head", "c"]
@@ -320,12 +350,25 @@ def _standard_promotion():
 
 @pytest.fixture(scope="module")
 def llama():
-    return jax.jit(Llama(CONFIG, "float32").init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    return variables_of(Llama(CONFIG, "float32"), jnp.zeros((1, 4), jnp.int32))["params"]
 
 
-@pytest.mark.slow
-def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
-    tensors = to_huggingface(llama, CONFIG, Fp4(), jnp.float32)
+@pytest.fixture(scope="module")
+def served_llama():
+    """(a Llama that multiplies in FP4, its weights)."""
+    with jax.numpy_dtype_promotion("standard"):
+        model = convert_to_tcfp(Llama(CONFIG), "nvfp4", TOKENS, include=("linear", "small"))
+        return model, find_weights(model)
+
+
+@pytest.fixture(scope="module")
+def exported(llama):
+    with jax.numpy_dtype_promotion("standard"):
+        return to_huggingface(llama, CONFIG, Fp4(), jnp.float32)
+
+
+def test_a_llama_goes_out_and_comes_back(tmp_path, llama, exported):
+    tensors = dict(exported)
     assert "lm_head.weight" in tensors and len(tensors) == 3 + 2 * 9
     save_compressed(tmp_path, tensors, config=llama_dict(CONFIG))
     found, config = load_compressed(tmp_path)
@@ -352,19 +395,51 @@ def test_a_llama_goes_out_and_comes_back(tmp_path, llama):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), floats, llama))
 
 
-def test_a_folder_serves_in_a_converted_model(tmp_path, llama):
+def test_variables_that_serve_go_out_if_their_families_share_a_scale(tmp_path, llama, served_llama):
+    """One call makes them so, and whoever did without is told which call it is."""
+    names = ("query", "key", "value")
+    weights = {path: weight for path, weight in served_llama[1].items() if path.split("/")[1] in names}
+    layers = lambda variables: {n: variables["tcfp"]["layers"][n]["kernel"].forward for n in names}
+    served, apart = (quantize_params(llama, weights, fused=fused) for fused in (FUSED[:1], ()))
+    floats = {n: jnp.swapaxes(llama["layers"][n]["kernel"], -1, -2) for n in names}
+    amax = jnp.max(jnp.stack([jnp.abs(w).max((1, 2)) for w in floats.values()]), 0)
+    expected = quick(lambda tree: jax.tree.map(jax.vmap(lambda w, top: quantize_nvfp4(w, amax=top)),
+                                               tree, dict.fromkeys(names, amax)))(floats)  # fmt: skip
+    for name, one in layers(served).items():
+        assert same_bits(tuple(expected[name]), (one.values, one.scale, one.outer))
+    save_compressed(tmp_path / "served", to_huggingface(served, CONFIG))
+    with pytest.raises(
+        ValueError, match=r"has outer=.* name your layers in fused= of quantize_params and choose_codes"
+    ):
+        save_compressed(tmp_path / "apart", to_huggingface(apart, CONFIG))
+
+    asked = []
+
+    def choose(path, w):
+        asked.append((path, w.shape))
+        made = jax.tree.map(lambda leaf: np.stack([leaf] * 2), blank(w.shape[-2]).forward)
+        return dataclasses.replace(made, outer=np.float32([0.5, 0.25]))
+
+    chosen = choose_codes(apart, llama, weights, choose, fused=[names])
+    assert asked == [("layers/key/kernel", (2, 128, 64))]
+    assert [one.values.shape for one in layers(chosen).values()] == [(2, 64, 32), (2, 32, 32), (2, 32, 32)]
+    save_compressed(tmp_path / "chosen", to_huggingface(chosen, CONFIG))
+    with pytest.raises(ValueError, match=r"fused has \('q', 'k'\), but the FP4 weights are"):
+        quantize_params(llama, weights, fused=[("q", "k")])
+
+
+def test_a_folder_serves_in_a_converted_model(tmp_path, llama, exported, served_llama):
     """The codes of the file are what the products read; MXFP4's are tried beside Transformers' model."""
-    save_compressed(tmp_path, to_huggingface(llama, CONFIG, Fp4(), jnp.float32), config=llama_dict(CONFIG))
+    save_compressed(tmp_path, exported, config=llama_dict(CONFIG))
     tensors, config = load_compressed(tmp_path)
-    tokens = jnp.arange(8)[None] * 31 % 256
-    plain = Llama(llama_config(config))
-    model = convert_to_tcfp(plain, "nvfp4", tokens, include=("linear", "small"))
-    served, apply = from_huggingface(tensors, CONFIG), jax.jit(plain.apply)
-    assert set(paths.entries(served["tcfp"])) == set(find_weights(model))
-    floats = {n: t.forward.dequantize() if isinstance(t, Stored) else t for n, t in tensors.items()}
+    tokens, (model, weights) = TOKENS, served_llama
+    assert llama_config(config) == CONFIG
+    served, apply = from_huggingface(tensors, CONFIG), quick(Llama(CONFIG).apply)
+    assert set(paths.entries(served["tcfp"])) == set(weights)
+    floats = {n: dequantized(t.forward) if isinstance(t, Stored) else t for n, t in tensors.items()}
     wanted = np.asarray(apply(from_huggingface(floats, CONFIG), tokens))
     # The plain model rounds number * scale * outer to bfloat16 once; W4A16 does not.
-    np.testing.assert_allclose(np.asarray(jax.jit(model.apply)(served, tokens)), wanted, atol=0.05 * wanted.std())
+    np.testing.assert_allclose(np.asarray(quick(model.apply)(served, tokens)), wanted, atol=0.05 * wanted.std())
     low = np.asarray(apply({"params": llama}, tokens))
     assert abs(low - wanted).max() > 0.1 * wanted.std()
 

@@ -42,25 +42,33 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.parametrize("config", [CONFIG, STORED], ids=["float", "stored"])
-def test_a_run_that_switches_is_observed_and_resumed(tmp_path, config):
-    every = 1 if config is STORED else 0
-    config = dataclasses.replace(config, steps=4, steps_per_call=1, monitor=every, final_fraction=0.5)
-    out, part = tmp_path / "whole", tmp_path / "part"
-    result = run(config, out=out, checkpoint_every=2)
-    assert list(result.reports) == [1, 2, 3, 4] * every
-    assert result.reports == read_reports(out / "metrics.jsonl")
-    assert read_config(out) == dataclasses.replace(config, dtype="float32")
+# Moments of 8 bits are most of a step's program, and nothing here reads them.
+SHORT = dict(steps=4, steps_per_call=1, final_fraction=0.5, moments="float32")
+
+
+def test_a_run_that_switches_is_observed_and_its_last_block_has_its_own_recipe(tmp_path):
+    two = dict(model=dataclasses.replace(MICRO, layers=2), ends=(0, 1, "bf16"))
+    result = run(dataclasses.replace(STORED, monitor=1, **two, **SHORT), out=tmp_path)
+    assert list(result.reports) == [1, 2, 3, 4] and result.reports == read_reports(tmp_path / "metrics.jsonl")
     for step, report in result.reports.items():
-        for weight in report.values():
-            assert 25 < weight["x"]["snr"] < 36 if step <= 2 else weight["x"]["snr"] > 45
+        assert {path.split("/")[0] for path in report} >= {"block_0", "block_1"}
+        for path, weight in report.items():
+            low = step <= 2 and not path.startswith("block_1")
+            assert 25 < weight["x"]["snr"] < 36 if low else weight["x"]["snr"] > 45
+            if path.startswith("block_1"):  # its weights are floats
+                continue
             assert 0 <= weight["stale"] <= 1 and weight["g"]["amax"] > 0
             if step > 1:  # the first rate is 0
                 assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(1, abs=0.1)
-    if every:
-        plot_reports(out / "monitor.png", result.reports, title="micro")
-        assert (out / "monitor.png").stat().st_size > 10_000
+    plot_reports(tmp_path / "monitor.png", result.reports, title="micro")
+    assert (tmp_path / "monitor.png").stat().st_size > 10_000
 
+
+def test_a_run_that_switches_is_resumed_before_it_does(tmp_path):
+    config = dataclasses.replace(CONFIG, monitor=0, recipe="tensorwise", **SHORT)
+    out, part = tmp_path / "whole", tmp_path / "part"
+    result = run(config, out=out, checkpoint_every=2)
+    assert not result.reports and read_config(out) == dataclasses.replace(config, dtype="float32")
     shutil.copytree(out, part)
     shutil.rmtree(part / "checkpoints" / "4")  # of step 2, before the switch, is left
     resumed = run(config, out=part, resume="allowed", checkpoint_every=2)
@@ -92,28 +100,19 @@ def test_a_stack_of_layers_goes_on_with_the_other_recipe(weights, later):
 
 @pytest.mark.parametrize("weights", ["float", "stored"])
 def test_first_and_last_blocks_have_their_own_recipe(weights):
-    three = dataclasses.replace(MICRO, layers=3)
     config = dataclasses.replace(
-        STORED if weights == "stored" else CONFIG,
-        model=three,
-        ends=(1, 1, "bf16"),
-        recipe_schedule=(),
-        steps_per_call=1,
-    )
-    state: TrainState = init(config)
+        STORED if weights == "stored" else CONFIG, model=dataclasses.replace(MICRO, layers=3), ends=(1, 1, "bf16"),
+        recipe_schedule=(), steps_per_call=1,
+    )  # fmt: skip
+    state: TrainState = jax.eval_shape(lambda: init(config))
     kinds = [is_stored(state.params[f"block_{layer}"]["qkv"]["kernel"]) for layer in range(3)]
     assert kinds == [False, weights == "stored", False]
-    text, key = jnp.arange(1000, dtype=jnp.uint8), batch_key(config)
-    if weights == "stored":
-        after, *_ = jax.eval_shape(make_monitored_step(config, 2), state, text, key)
-        assert jax.tree.structure(after) == jax.tree.structure(state)
+    if weights == "float":
+        assert list(tcfp_jax.layer_state(state.opt_state)) == ["block_1"]
         return
-    state, losses, report = make_monitored_step(config, 2)(state, text, key)
-    assert losses.shape == (2,) and int(state.step) == 2
-    snr = [float(report[f"block_{layer}/qkv/kernel"]["x"]["snr"]) for layer in range(3)]
-    assert all(0 < float(weight["moved"]) <= 1 for path, weight in report.items() if "moved" in weight)
-    assert snr[0] > 45 and snr[2] > 45 and 25 < snr[1] < 36
-    assert list(tcfp_jax.layer_state(state.opt_state)) == ["block_1"]
+    text = jax.ShapeDtypeStruct((1000,), jnp.uint8)
+    after, *_ = jax.eval_shape(make_monitored_step(config, 2), state, text, batch_key(config))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 SCHEDULE = "recipe_schedule"

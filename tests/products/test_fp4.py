@@ -19,6 +19,7 @@ from tcfp_jax.products.contraction import contract, parse
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import of_operand
+from tests.formats_oracles import QUICK
 from tests.helpers import mesh_of, same_bits
 
 ONE_LEVEL = recipe("nvfp4", rule="one_level")
@@ -32,6 +33,10 @@ def normal(*shape, seed=0):
 
 
 X, W = normal(2, 3, K), normal(K, N, seed=1)
+# A program for each recipe and shape, where every operation would be one.
+quick = functools.partial(jax.jit, compiler_options=QUICK)
+packed_by = quick(pack_fp4, static_argnums=1)
+multiply = quick(fp4_matmul, static_argnames=("recipe", "activation"))
 
 
 def float64_of(operand):
@@ -55,28 +60,33 @@ def rounded(x):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "squares"])
 def test_products_and_gradients_are_those_of_the_dequantized_weight(name):
     chosen = RECIPES[name]
-    packed = pack_fp4(W, chosen)
+    packed = packed_by(W, chosen)
     exact = float64_of(packed.forward).T
-    np.testing.assert_allclose(packed.dequantize(), exact, rtol=1e-6)
 
-    @jax.jit
+    @quick
     def both(x, w):
         y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=chosen), x, w)
         return y, pull(jnp.cos(y))
 
+    @quick
+    def of_codes(x, packed, y):
+        again, pull = jax.vjp(lambda x: fp4_matmul(x, packed), x)
+        return again, pull(jnp.cos(y))[0], packed.dequantize()
+
     y, (dx, dw) = both(X, W)
+    again, pulled, dequantized = of_codes(X, packed, y)
+    np.testing.assert_allclose(dequantized, exact, rtol=1e-6)
     g = rounded(jnp.cos(y))
     np.testing.assert_allclose(y, rounded(X) @ exact, rtol=0, atol=2e-5)
     np.testing.assert_allclose(dx, g @ exact.T, rtol=0, atol=2e-5)
     np.testing.assert_allclose(dw, np.einsum("abk,abn->kn", rounded(X), g), rtol=0, atol=2e-5)  # straight through
-    assert same_bits(fp4_matmul(X, packed), fp4_matmul(X, W, recipe=chosen))
-    pulled = jax.vjp(lambda x: fp4_matmul(x, packed), X)[1](jnp.cos(y))[0]
+    assert same_bits(again, y)
     np.testing.assert_allclose(pulled, dx, rtol=0, atol=1e-5)
 
 
 def test_the_one_level_rule_is_the_seeds():
     """Scales are amax / 6 rounded to E4M3, values x / scale rounded to E2M1; nothing scales the scales."""
-    codes = pack_fp4(W, ONE_LEVEL).forward
+    codes = packed_by(W, ONE_LEVEL).forward
     blocks = np.asarray(W.T, np.float32).reshape(N, -1, 16)
     scale = jnp.asarray(np.abs(blocks).max(-1) / np.float32(6)).astype(jnp.float8_e4m3fn)
     assert same_bits(codes.scale, scale) and float(codes.outer) == 1.0
@@ -89,33 +99,39 @@ def test_the_one_level_rule_is_the_seeds():
 def test_any_size_without_padding_at_the_caller(name, shape):
     k, n = shape
     x, w = normal(4, k), normal(k, n, seed=2)
-    exact = float64_of(pack_fp4(w, RECIPES[name]).forward).T[:k]
-    loss = lambda x, w: jnp.sum(fp4_matmul(x, w, recipe=RECIPES[name]))
-    np.testing.assert_allclose(fp4_matmul(x, w, recipe=RECIPES[name]), rounded(x) @ exact, rtol=0, atol=2e-5)
-    dx, dw = jax.grad(loss, (0, 1))(x, w)
+
+    @quick
+    def run(x, w):
+        y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=RECIPES[name]), x, w)
+        return y, *pull(jnp.ones_like(y)), pack_fp4(w, RECIPES[name])
+
+    y, dx, dw, packed = run(x, w)
+    exact = float64_of(packed.forward).T[:k]
+    np.testing.assert_allclose(y, rounded(x) @ exact, rtol=0, atol=2e-5)
     np.testing.assert_allclose(dx, np.broadcast_to(exact.sum(1), (4, k)), rtol=0, atol=2e-5)
     assert dw.shape == (k, n)
 
 
 def test_activations_of_eight_bits_and_fp8_gradients():
-    exact = rounded(X) @ float64_of(pack_fp4(W).forward).T
+    exact = rounded(X) @ float64_of(packed_by(W, RECIPES["nvfp4"]).forward).T
     largest = np.abs(exact).max()
-    errors = np.abs(fp4_matmul(X, W, activation="float8_e4m3fn") - exact)
+    errors = np.abs(multiply(X, W, activation="float8_e4m3fn") - exact)
     assert 1e-4 * largest < errors.max() < 0.05 * largest
     eight = recipe("nvfp4", dgrad="full", wgrad="full")
     loss = lambda x, w, how: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=how)))
-    for a, b in zip(*(jax.grad(loss, (0, 1))(X, W, how) for how in (eight, "nvfp4")), strict=True):
+    both = quick(lambda x, w: [jax.grad(loss, (0, 1))(x, w, how) for how in (eight, "nvfp4")])
+    for a, b in zip(*both(X, W), strict=True):
         assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
 
 
 def test_linear_and_vmap():
     bias = normal(N, seed=3)
-    y = fp4_linear(X[0], W, bias)
-    assert same_bits(y, fp4_matmul(X[0], W) + bias)
-    assert fp4_linear(X[0, 0], W, bias).shape == (N,)
-    many = jax.vmap(fp4_matmul)(X, jnp.stack([W, 2 * W]))
-    np.testing.assert_allclose(many[0], fp4_matmul(X[0], W), rtol=1e-6)
-    assert fp4_matmul(X.astype(jnp.bfloat16), W).dtype == jnp.bfloat16
+    y, plain = quick(fp4_linear)(X[0], W, bias), multiply(X[0], W)
+    assert same_bits(y, plain + bias)
+    assert jax.eval_shape(fp4_linear, X[0, 0], W, bias).shape == (N,)
+    many = quick(jax.vmap(fp4_matmul))(X, jnp.stack([W, 2 * W]))
+    np.testing.assert_allclose(many[0], plain, rtol=1e-6)
+    assert jax.eval_shape(fp4_matmul, X.astype(jnp.bfloat16), W).dtype == jnp.bfloat16
     with pytest.raises(ValueError, match=re.escape("bias has shape [3]")):
         fp4_linear(X, W, jnp.ones(3))
 
@@ -142,28 +158,34 @@ def test_bad_values_stay_in_their_block(name):
     block = RECIPES[name].scaling.block
     w[:block, [0, 1]] = 0
     w[5, 1:6] = 1e-30, 1e4, np.nan, np.inf, -np.inf
-    found = np.asarray(pack_fp4(jnp.asarray(w), name).dequantize())
+    found = np.asarray(packed_by(jnp.asarray(w), RECIPES[name]).dequantize())
     assert (found[:block, 0] == 0).all() and np.abs(found[5, 1]) < 1e-3 and np.abs(found[5, 2] - 1e4) < 2e3
     assert np.isnan(found[:block, 3:6]).all() and np.isfinite(np.delete(found, [3, 4, 5], 1)).all()
-    y = np.asarray(fp4_matmul(X, jnp.asarray(w), recipe=name))
+    y = np.asarray(multiply(X, jnp.asarray(w), recipe=RECIPES[name]))
     assert np.isnan(y[..., 3:6]).all() and np.isfinite(np.delete(y, [3, 4, 5], -1)).all()
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_scale_that_is_nan_loses_nothing(name):
-    packed = pack_fp4(W, name)
+    packed = packed_by(W, RECIPES[name])
     code = jax.lax.bitcast_convert_type(packed.forward.scale, jnp.uint8).at[5, 0].set(255)
     scale = jax.lax.bitcast_convert_type(code, packed.forward.scale.dtype)
     broken = of_operand(jax.tree.map(lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward))
-    lost = np.isnan(fp4_matmul(X, broken))
+
+    @quick
+    def run(x, broken):
+        y, pull = jax.vjp(lambda x: fp4_matmul(x, broken), x)
+        return y, pull(jnp.ones_like(y))[0]
+
+    y, dx = run(X, broken)
+    lost = np.isnan(y)
     assert lost[..., 5].all() and not np.delete(lost, 5, -1).any()
-    dx = jax.vjp(lambda x: fp4_matmul(x, broken), X)[1](jnp.ones((2, 3, N)))[0]
     block = packed.scaling.block
     assert np.isnan(dx[..., :block]).all() and not np.isnan(dx[..., block:]).any()
 
 
 def test_packed_codes_have_no_gradient():
-    packed = pack_fp4(W)
+    packed = packed_by(W, RECIPES["nvfp4"])
     loss = lambda w: jnp.sum(fp4_matmul(X, w))
     for differentiate in (lambda w: jax.vjp(loss, w), jax.grad(loss, allow_int=True), tcfp_jax.grad(loss)):
         with pytest.raises(TypeError, match=r'LoRA.*recipe\("nvfp4"\)'):
@@ -231,26 +253,31 @@ def test_error_feedback_packs_along_what_is_contracted(layout, k):
     kernel = W[:k].T if contraction.layout.transposed else W[:k]
     how = recipe("nvfp4", remainder="feedback")
     tx = tcfp_jax.error_feedback({"kernel": Weight(how, contraction.layout)}, error_dtype="float8_e5m2")
-    state = jax.jit(tx.init)({"kernel": kernel})
-    _, state = jax.jit(tx.update)({"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel})
+    state = quick(tx.init)({"kernel": kernel})
+    _, state = quick(tx.update)({"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel})
     stored = tcfp_jax.layer_state(state)["kernel"]
     codes = stored.backward if contraction.layout.transposed else stored.forward
     assert codes.shape == (N, k + k % 2) and state.errors["kernel"].shape == kernel.shape
     x = X[0, :, :k]
-    run = functools.partial(contract, contraction, x, recipe=how, quantized=stored)
-    y = run(kernel)
+
+    @quick
+    def run(x, kernel, stored):
+        product = functools.partial(contract, contraction, x, recipe=how, quantized=stored)
+        return product(kernel), product(None, shape=kernel.shape)
+
+    y, without = run(x, kernel, stored)
     np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T[:k], rtol=0, atol=2e-5)
-    assert same_bits(run(None, shape=kernel.shape), y)
+    assert same_bits(without, y)
 
 
 def test_error_feedback_brings_the_mean_to_the_weight():
     tx = tcfp_jax.error_feedback(recipe("nvfp4", remainder="feedback"))
     params = {"kernel": W}
-    state, total, step = tx.init(params), 0, jax.jit(tx.update)
+    state, total, step = quick(tx.init)(params), 0, quick(tx.update)
     for _ in range(16):
         total = total + tcfp_jax.layer_state(state)["kernel"].dequantize()
         state = step({"kernel": jnp.zeros_like(W)}, state, params)[1]
-    once = np.abs(pack_fp4(W).dequantize() - W).mean()
+    once = np.abs(packed_by(W, RECIPES["nvfp4"]).dequantize() - W).mean()
     assert np.abs(total / 16 - W).mean() < once / 4
 
 
@@ -274,9 +301,9 @@ def test_a_state_of_codes_lies_as_its_kernel_does():
         state_shardings(place(P(None, "tensor")), squares)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind):
-    mesh = mesh_of(2, 2, names=("fsdp", "tensor"), axis_type=kind)
+@pytest.fixture(scope="module")
+def stepped():
+    """(a transformation, its first state, a step, x, the step on one device)."""
     tx = tcfp_jax.error_feedback("nvfp4")
 
     def step(params, state, x):
@@ -286,14 +313,20 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind):
         updates = jax.tree.map(lambda g: -0.1 * g, dw)
         return dx, *tx.update(updates, state, params)
 
-    x = X.reshape(-1, K)[:4]
-    alone = jax.jit(step)({"kernel": W}, tx.init({"kernel": W}), x)
+    x, state = X.reshape(-1, K)[:4], quick(tx.init)({"kernel": W})
+    return tx, state, step, x, quick(step)({"kernel": W}, state, x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
+def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped):
+    mesh = mesh_of(2, 2, names=("fsdp", "tensor"), axis_type=kind)
+    tx, state, step, x, alone = stepped
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, P("fsdp", "tensor"))
         params = {"kernel": jax.device_put(W, where)}
         shape = jax.eval_shape(tx.init, {"kernel": W})
-        state = jax.device_put(tx.init({"kernel": W}), state_shardings({"kernel": where}, shape))
-        split = jax.jit(step)(params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
+        state = jax.device_put(state, state_shardings({"kernel": where}, shape))
+        split = quick(step)(params, state, jax.device_put(x, NamedSharding(mesh, P("fsdp"))))
     np.testing.assert_allclose(split[0], alone[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(split[1]["kernel"], alone[1]["kernel"], rtol=0, atol=1e-5)
     found, expected = (tcfp_jax.layer_state(made[2])["kernel"].forward for made in (split, alone))

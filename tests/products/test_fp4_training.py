@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from tcfp_jax import formats
 from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.formats import nvfp4_values
+from tcfp_jax.formats.nvfp4_values import Nvfp4Values
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.nnx import TCFPLinear
-from tcfp_jax.products import fp4_rounding, fp4_training
-from tcfp_jax.products.fp4_rounding import Fp4Values
+from tcfp_jax.products import fp4_training
 from tcfp_jax.recipes import Fp4Training, Single, recipe
+from tests.formats_oracles import QUICK
 from tests.helpers import variables_of
 
 KEY = jax.random.key(3)
@@ -31,11 +32,23 @@ def operands(m=32, k=48, n=32, dtype=jnp.float32):
     return x.at[3, 7].set(20), w / 7, g * jnp.exp(jax.random.normal(jax.random.key(9), (m, 1), dtype))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# Each quantizer is compiled once for all tests, in the place of all products that are made of them.
+along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3), compiler_options=QUICK)
+squares = jax.jit(nvfp4_values.squares, static_argnums=1, compiler_options=QUICK)
+
+
+def rule(how, x, w, g, key=None):
+    """(y, dx, dw) by the rule of `tcfp_jax.matmul`, without the program that it would make of them."""
+    y, saved = fp4_training._forward(how, x, w, None if key is None else fp4_training.words_of(key))
+    return y, *fp4_training._backward(how, saved, g)[:2]
+
+
 def products(how, x, w, g, key=None):
-    """(y, dx, dw)."""
-    y, vjp = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=how, key=key), x, w)
-    return y, *vjp(g)
+    """The same with compiled quantizers, which no other program can hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp4_training, "along", along)
+        patch.setattr(fp4_training, "squares", squares)
+        return rule(how, x, w, g, key)
 
 
 def assert_product(got, a, b):
@@ -46,13 +59,12 @@ def assert_product(got, a, b):
 
 
 def test_products_are_those_of_the_format_librarys_values():
-    x, w, g = operands(20, 37, 25)
+    (m, k, n), (x, w, g) = (20, 37, 25), operands(20, 37, 25)
     y, dx, dw = products(PLAIN, x, w, g)
-    rows, in_squares = (jax.jit(functools.partial(formats.cast, datatype=t)) for t in (formats.nvfp4, formats.nvfp4s))
-    squares = np.asarray(in_squares(w))
-    assert_product(y, rows(x), squares)
-    assert_product(dx, rows(g), squares.T)
-    assert_product(dw, rows(x.T), rows(g.T).T)
+    w_q, of = squares(w, "amax").dequantize()[:k, :n], lambda x, axis: along(x, axis, "amax").dequantize()
+    assert_product(y, of(x, -1)[:, :k], w_q)
+    assert_product(dx, of(g, -1)[:, :n], w_q.T)
+    assert_product(dw, of(x, 0)[:m].T, of(g, 0)[:m])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,16 +77,10 @@ def test_products_are_those_of_their_dequantized_operands(name, monkeypatch):
                      a.outer, b.outer, out))  # fmt: skip
         return out
 
-    @jax.jit
-    def watch(x, w, g):
-        _, saved = fp4_training._forward(recipe(name), x, w, fp4_rounding.words_of(KEY))
-        fp4_training._backward(recipe(name), saved, g)
-        return tuple(seen)
-
     monkeypatch.setattr(fp4_training, "_multiply", watched)
-    found = watch(*operands(32, 32, 32))
-    assert len(found) == 3
-    for a, b, of_a, of_b, out in found:
+    products(recipe(name), *operands(32, 32, 32), KEY)
+    assert len(seen) == 3
+    for a, b, of_a, of_b, out in seen:
         assert a.dtype == jnp.bfloat16
         assert_product(out, np.asarray(a, np.float64) * float(of_a), np.asarray(b, np.float64).T * float(of_b))
 
@@ -90,35 +96,33 @@ def test_fp8_products_of_fold_exact_operands_are_their_bf16_products():
 @pytest.mark.parametrize("name", ["nvfp4_training", "quartet2"])
 def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
     def exact(x, axes, rule, rounding, words, blocks, group):
-        return Fp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
+        return Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
 
-    monkeypatch.setattr(fp4_rounding, "quantize", exact)
-    monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Fp4Values(w, jnp.float32(1)))
+    monkeypatch.setattr(nvfp4_values, "quantize", exact)
+    monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Nvfp4Values(w, jnp.float32(1)))
     x, w, g = operands(128, 32, 32)
-    both = lambda x, w, g: fp4_training._backward(
-        recipe(name), fp4_training._forward(recipe(name), x, w, fp4_rounding.words_of(KEY))[1], g
-    )
-    dx, dw, _ = jax.jit(both)(x, w, g)
+    _, dx, dw = jax.jit(functools.partial(rule, recipe(name)), compiler_options=QUICK)(x, w, g, KEY)
     np.testing.assert_allclose(dw, x.T @ g, atol=1e-4)
     np.testing.assert_allclose(dx, g @ w.T, atol=1e-4)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def many(how, x, w, g, keys):
-    return jax.vmap(lambda key: products(how, x, w, g, key))(keys)
+@functools.cache
+def many(how):
+    """(keys, products of each)."""
+    keys = jax.random.split(KEY, 256)
+    return keys, jax.vmap(lambda key: products(how, *operands(32, 32, 32), key))(keys)
 
 
 @pytest.mark.parametrize("name", ["nvfp4_training", "quartet2"])
 def test_gradients_are_unbiased(name):
     x, w, g = operands(32, 32, 32)
     how = recipe(name) if name == "nvfp4_training" else recipe(name, hadamard=32)
-    drawn = [np.asarray(part, np.float64) for part in many(how, x, w, g, jax.random.split(KEY, 256))]
+    drawn = [np.asarray(part, np.float64) for part in many(how)[1]]
     assert (drawn[0] == drawn[0][0]).all()  # the forward pass draws nothing
     if name == "nvfp4_training":
-        wanted = g @ formats.cast(w, formats.nvfp4s).T, x.T @ g
+        wanted = g @ squares(w, "amax").dequantize().T, x.T @ g
     else:
-        forward = jax.jit(fp4_rounding.along, static_argnums=(1, 2))
-        halves = [forward(operand, axis, "four_over_six").dequantize() for operand, axis in ((x, -1), (w, 0))]
+        halves = [along(operand, axis, "four_over_six").dequantize() for operand, axis in ((x, -1), (w, 0))]
         wanted = g @ halves[1].T, halves[0].T @ g
     for got, want in zip(drawn[1:], wanted, strict=True):
         noise = np.linalg.norm(got - got.mean(0), axis=(1, 2)).mean()
@@ -131,7 +135,7 @@ def test_rounding_gradients_to_nearest_is_biased():  # the control
     x, w, g = operands(32, 32, 32)
     first, other = (products(PLAIN, x, w, g, key)[1] for key in jax.random.split(KEY))
     np.testing.assert_array_equal(first, other)
-    want = g @ formats.cast(w, formats.nvfp4s).T
+    want = g @ squares(w, "amax").dequantize().T
     assert float(jnp.linalg.norm(first - want)) > 0.05 * float(jnp.linalg.norm(want))
 
 
@@ -152,36 +156,36 @@ def test_remat_and_scan_draw_the_same_bits_and_every_step_others():
     x, w, g = operands(32, 32, 32)
     how = recipe("nvfp4_training", activation_rounding="stochastic")  # forward and backward draw
     loss = lambda w, key: (tcfp_jax.matmul(x, w, recipe=how, key=key) * g).sum()
-    alone = jax.jit(jax.value_and_grad(loss))
     steps = lambda w: jax.lax.scan(
         lambda w, i: (w, jax.value_and_grad(jax.checkpoint(loss))(w, jax.random.fold_in(KEY, i))), w, jnp.arange(3)
     )[1]
-    losses, gradients = jax.jit(steps)(w)
+    losses, gradients = jax.jit(steps, compiler_options=QUICK)(w)
     for i in range(3):
-        value, gradient = alone(w, jax.random.fold_in(KEY, i))
-        np.testing.assert_allclose(losses[i], value, rtol=1e-5)
+        y, _, gradient = products(how, x, w, g, jax.random.fold_in(KEY, i))
+        np.testing.assert_allclose(losses[i], (y * g).sum(), rtol=1e-5)
         np.testing.assert_allclose(gradients[i], gradient, rtol=1e-4, atol=1e-4)
     assert float(jnp.abs(gradients[0] - gradients[1]).max()) > 0.1 and len(set(losses.tolist())) == 3
 
 
 def test_vmap_and_meshes_are_the_same_products():
     x, w, g = operands(32, 32, 32)
-    keys = jax.random.split(KEY, 2)
-    stacked = many(recipe("nvfp4_training"), x, w, g, keys)
-    for one, both in zip(products(recipe("nvfp4_training"), x, w, g, keys[1]), stacked, strict=True):
+    how = recipe("nvfp4_training")
+    keys, drawn = many(how)
+    for one, both in zip(products(how, x, w, g, keys[1]), drawn, strict=True):
         np.testing.assert_allclose(one, both[1], rtol=1e-5, atol=1e-4)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
-    on_two = products(recipe("nvfp4_training"), split(x), w, split(g), KEY)
-    for one, both in zip(products(recipe("nvfp4_training"), x, w, g, KEY), on_two, strict=True):
+    on_two = jax.jit(functools.partial(rule, how), compiler_options=QUICK)(split(x), w, split(g), KEY)
+    for one, both in zip(products(how, x, w, g, KEY), on_two, strict=True):
         np.testing.assert_allclose(one, both, rtol=1e-5, atol=1e-4)
 
 
 def test_layers_take_keys_from_rngs():
     x = operands(32, 32, 32)[0]
-    model = nn.Sequential([TCFPDense(32, recipe="nvfp4_training"), TCFPDense(32, recipe="nvfp4_training")])
+    how = recipe("nvfp4_training", rotation="none", forward_operands="bf16")
+    model = nn.Sequential([TCFPDense(32, recipe=how), TCFPDense(32, recipe=how)])
     variables = model.init(KEY, x)
-    loss = jax.jit(lambda v, key: jnp.square(model.apply(v, x, rngs={"tcfp": key})).sum())
+    loss = lambda v, key: jnp.square(model.apply(v, x, rngs={"tcfp": key})).sum()
     first, again, other = (jax.grad(loss)(variables, jax.random.key(i)) for i in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     kernel = lambda tree, layer=0: np.asarray(tree["params"][f"layers_{layer}"]["kernel"])
@@ -189,8 +193,8 @@ def test_layers_take_keys_from_rngs():
     with pytest.raises(ValueError, match=r'rngs=\{"tcfp": key\}'):
         jax.grad(lambda v: model.apply(v, x).sum())(variables)
 
-    layer = TCFPLinear(32, 32, recipe="nvfp4_training", rngs=nnx.Rngs(0))
-    gradient = nnx.jit(lambda layer: nnx.grad(lambda layer: jnp.square(layer(x)).sum())(layer).kernel[...])
+    layer = TCFPLinear(32, 32, recipe=how, rngs=nnx.Rngs(0))
+    gradient = lambda layer: nnx.grad(lambda layer: jnp.square(layer(x)).sum())(layer).kernel[...]
     assert (np.asarray(gradient(layer)) != np.asarray(gradient(layer))).any()  # each call has a key of its own
 
 
@@ -212,6 +216,11 @@ def test_recipes_cannot_contradict_themselves(build, message):
         build()
 
 
+@functools.cache
+def program(how):
+    return str(jax.make_jaxpr(functools.partial(rule, how))(*operands(32, 32, 32), KEY))
+
+
 @pytest.mark.parametrize(
     ("base", "choice"),
     [
@@ -225,7 +234,6 @@ def test_recipes_cannot_contradict_themselves(build, message):
     ],
 )  # fmt: skip
 def test_every_choice_changes_the_program(base, choice):
-    program = lambda how: str(jax.make_jaxpr(functools.partial(products.__wrapped__, how))(*operands(32, 32, 32), KEY))
     assert program(recipe(base)) != program(recipe(base, **choice))
 
 
@@ -245,7 +253,7 @@ def test_converted_models_draw_by_place_and_turn():
     model = convert_to_tcfp(Scanned(), "nvfp4_training", x, include=("linear", "small", "head"))
     variables = variables_of(Scanned(), x)
     loss = lambda v, key: jnp.square(model.apply(v, x, rngs=None if key is None else {"tcfp": key})).sum()
-    gradient = jax.jit(jax.grad(loss))
+    gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)
     first, again, other = (jax.tree.leaves(gradient(variables, jax.random.key(i)))[-1] for i in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (np.asarray(first) != np.asarray(other)).any(axis=(1, 2)).all()
@@ -255,5 +263,6 @@ def test_converted_models_draw_by_place_and_turn():
 
 def test_a_stored_weight_is_refused():
     x, w, _ = operands(32, 32, 32)
+    multiply = lambda x, w: tcfp_jax.matmul(x, tcfp_jax.quantize(w.T), recipe="nvfp4_training", key=KEY)
     with pytest.raises(ValueError, match="multiplies float weights"):
-        tcfp_jax.matmul(x, tcfp_jax.quantize(w.T), recipe="nvfp4_training", key=KEY)
+        jax.eval_shape(multiply, x, w)

@@ -1,0 +1,284 @@
+"""NVFP4 as numbers, which training multiplies: rounded and dequantized in as few passes over memory as XLA can.
+
+    x ~ values * outer,   values = E2M1 * scale          16 values share an E4M3 scale, all of x the float32 outer
+
+`values` have at most 6 significant bits, so they are exact in BF16. They are what `parts.quantize` defines, to nearest
+and stochastically, by every rule of `scale_choice`, bit for bit: `tests/formats/test_nvfp4_values.py` compares the two.
+What is done to each value is written as comparisons with multiples of its block's scale: differences of nearby floats
+are exact, so nothing is divided, and XLA fuses all of it into the pass that writes the values. NaN and inf make their
+block NaN; a cast saturates inf.
+
+"eden" is MS-EDEN (Panferov et al. 2026, "Quartet II"), which no cast has: values are rounded to nearest, with steps
+that are best for normal values, and scales are then corrected by <x, x> / <x, rounded x> of what was rotated together
+and rounded stochastically, so that the expectation over rotations is x.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.counter import bits_of
+from tcfp_jax.formats import float_bits, scale_choice
+from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
+from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_arrays import MODES, Key, Rule
+from tcfp_jax.formats.rotation import rotate_arrays, rotate_by_product
+
+BLOCK = 16
+_LARGEST = 6.0  # of E2M1
+_E4M3, _FLOAT32 = number("e4m3fn"), number("float32")
+# The best step of nearest rounding for normal values is smaller than amax / 6, and corrections need room above the
+# scales (Panferov et al. 2026, section 4 and their code).
+_EDEN_LARGEST = _LARGEST / (17 / 16 * 0.93)
+_EDEN_TOP = 256.0
+
+Rounding = Literal["nearest", "stochastic", "eden"]
+
+
+class Nvfp4Values(NamedTuple):
+    """`values * outer`: bfloat16 of any shape, each an E2M1 number times an E4M3 scale, and a float32 scalar."""
+
+    values: jax.Array
+    outer: jax.Array
+
+    def dequantize(self) -> jax.Array:
+        """What they stand for, float32."""
+        return self.values.astype(jnp.float32) * self.outer
+
+
+def along(
+    x: jax.Array,
+    axis: int,
+    rule: Rule,
+    rounding: Rounding = "nearest",
+    key: Key | None = None,
+    signs: jax.Array | None = None,
+) -> Nvfp4Values:
+    """X in blocks of 16 along an axis, the first or the last, rotated along it before where there are signs.
+
+    Args:
+      x: real floats, bfloat16 and float32.
+      axis: the first or the last.
+      rule: how blocks find their scales; "eden" has a rule of its own.
+      rounding: of values to nearest even, or stochastically with scales that cover; or "eden".
+      key: two words of `pallas_kernels.counter.keys` for the random bits of "stochastic" and "eden".
+      signs: `[size]` of 1 and -1, for a rotation of every `size` values, a multiple of 16.
+
+    Returns:
+      `Nvfp4Values` of the shape of x, the axis filled with zeros up to whole blocks and rotations.
+
+    >>> along(jnp.ones((2, 20)), -1, "amax").values.shape
+    (2, 32)
+    """
+    size = BLOCK if signs is None else signs.shape[0]
+    short = -x.shape[axis] % size
+    if short:
+        x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
+    shape, first = x.shape, axis % x.ndim == 0
+    place = 0 if first else x.ndim - 1
+
+    apart = signs is not None and first and size == BLOCK  # as the rows of a block then are
+    if signs is not None and not apart:
+        x = rotate_by_product(x, signs, place)
+
+    def blocks(x: jax.Array) -> Sequence[jax.Array]:
+        whole = x.reshape((-1, BLOCK, *shape[1:]) if first else (*shape[:-1], -1, BLOCK))
+        if not apart:
+            return (whole,)
+        # Row by row: XLA would write what a rotation gives to memory before it finds its maxima.
+        rows = [lax.slice_in_dim(whole, i, i + 1, axis=1).astype(jnp.float32) for i in range(BLOCK)]
+        assert signs is not None, "only what is rotated is taken apart"
+        return rotate_arrays(rows, list(signs))
+
+    found = quantize(x, (place + 1,), rule, rounding, key, blocks, (place, size // BLOCK))
+    return found._replace(values=found.values.reshape(shape))
+
+
+def squares(w: jax.Array, rule: Rule) -> Nvfp4Values:
+    """A matrix in squares of 16 x 16, filled with zeros up to whole ones, rounded to nearest.
+
+    >>> squares(jnp.ones((20, 3)), "amax").values.shape
+    (32, 16)
+    """
+    padded = jnp.pad(w, [(0, -size % BLOCK) for size in w.shape])
+    rows, columns = padded.shape
+    blocks = lambda w: (w.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),)
+    found = quantize(padded, (1, 3), rule, blocks=blocks)
+    return found._replace(values=found.values.reshape(padded.shape))
+
+
+def quantize(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    rule: Rule,
+    rounding: Rounding = "nearest",
+    key: Key | None = None,
+    blocks: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: (x,),
+    group: tuple[int, int] = (0, 1),
+) -> Nvfp4Values:
+    """X as NVFP4.
+
+    Args:
+      x: real floats, bfloat16 and float32.
+      axes: those along which a block extends.
+      rule: how blocks find their scales.
+      rounding: of values, or "eden", of corrected scales.
+      key: of the random bits, for "stochastic" and "eden"; the bits of a value depend on its index.
+      blocks: of x, what is quantized, in parts along the first of `axes`. It is computed twice, because a pass over x
+        that computes it costs less than one over what it gives.
+      group: for "eden", the axis and number of consecutive blocks that were rotated together.
+
+    Returns:
+      `Nvfp4Values` of the shape of all blocks. A NaN or inf in x makes its block NaN.
+
+    >>> quantize(jnp.arange(16.0)[None] - 6, (1,), "amax").dequantize()[0, :8].round(2).tolist()
+    [-6.0, -4.5, -4.5, -3.0, -2.25, -0.75, 0.0, 0.75]
+    """
+    bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
+    amax = _largest([scale_choice.finite_magnitude(part) for part in bits], axes)
+    lost = _largest(bits, axes) >= INFINITY
+    # Otherwise XLA finds the maximum of all x in a pass of its own, and keeps what a rotation gives.
+    amax, lost, x = lax.optimization_barrier((amax, lost, x))
+    x = jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32)
+    # Subnormals are zero, as casts read them: by integers, because XLA writes what `where` compares to memory.
+    magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    magnitude &= -jnp.minimum(magnitude >> MANTISSA_BITS, 1)
+    magnitude = lax.bitcast_convert_type(magnitude, jnp.float32)
+    whole, mode, covers = jnp.max(amax), MODES[rule], rounding == "stochastic"
+    if rounding == "eden":
+        outer = scale_choice.choose_scale(whole, _EDEN_LARGEST * _EDEN_TOP, _FLOAT32)
+        (scale,) = scale_choice.tile_scales(amax, outer, _EDEN_LARGEST, _E4M3, "max", False)
+        units = _nearest(magnitude, _divisor(scale, outer))
+        scale = _corrected(scale, _divisor(scale, outer) * units, magnitude, axes, group, key)
+    else:
+        outer = scale_choice.choose_outer(whole, _LARGEST, _E4M3, _FLOAT32, mode)
+        scales = scale_choice.tile_scales(amax, outer, _LARGEST, _E4M3, mode, covers)
+        scale = scales[0] if len(scales) == 1 else _best(magnitude, scales, outer, axes)
+        if covers:
+            assert key is not None, "stochastic rounding has random bits"
+            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key))
+        else:
+            units = _nearest(magnitude, _divisor(scale, outer))
+    scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
+    return Nvfp4Values((jnp.copysign(units, x) * scale).astype(jnp.bfloat16), outer.reshape(()))
+
+
+def _largest(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
+    return functools.reduce(jnp.maximum, [jnp.max(part, axis=axes, keepdims=True) for part in parts])
+
+
+# Scales ---------------------------------------------------------------------------------------------------------------
+
+
+def _product(scale: jax.Array, outer: jax.Array) -> jax.Array:
+    """What a block's values are multiplied by; subnormals are zero, as in `parts`."""
+    product = scale * outer
+    return jnp.where(product < TINY, 0, product)
+
+
+def _divisor(scale: jax.Array, outer: jax.Array) -> jax.Array:
+    """What a block's values are divided by; where that is zero, more than any of its values."""
+    product = _product(scale, outer)
+    return jnp.where(product > 0, product, jnp.float32(2.0**120))
+
+
+def _best(magnitude: jax.Array, scales: list[jax.Array], outer: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Of each block the scale that leaves the smallest error, the first where they are equal."""
+
+    def error(scale: jax.Array) -> jax.Array:
+        one = float_bits.to_bits(jnp.float32(1))
+        inverse = float_bits.divide(one, lax.bitcast_convert_type(_product(scale, outer), jnp.int32))
+        units = _nearest(magnitude, _divisor(scale, outer))
+        return scale_choice.score(magnitude * inverse, units, scale, axes)
+
+    best, least = scales[0], error(scales[0])
+    for scale in scales[1:]:
+        other = error(scale)
+        best, least = jnp.where(other < least, scale, best), jnp.minimum(other, least)
+    return best
+
+
+def _corrected(
+    scale: jax.Array,
+    rounded: jax.Array,
+    magnitude: jax.Array,
+    axes: tuple[int, ...],
+    group: tuple[int, int],
+    key: Key | None,
+) -> jax.Array:
+    """Scales times <x, x> / <x, rounded x> of what was rotated together, rounded stochastically to E4M3 (MS-EDEN)."""
+    assert key is not None, "scales are rounded with random bits"
+    axis, count = group
+
+    def summed(products: jax.Array) -> jax.Array:
+        blocks = jnp.sum(products, axis=axes, keepdims=True)
+        apart = blocks.reshape(*blocks.shape[:axis], -1, count, *blocks.shape[axis + 1 :])
+        sums = jnp.sum(apart, axis=axis + 1, keepdims=True)
+        return jnp.broadcast_to(sums, apart.shape).reshape(blocks.shape)
+
+    whole, along = summed(magnitude * magnitude), summed(magnitude * rounded)
+    wanted = scale * jnp.where(along > 0, whole / jnp.where(along > 0, along, 1), 1)
+    wanted = jnp.minimum(wanted, jnp.float32(_E4M3.max))
+    return float_bits.round_to_grid(wanted, scale_choice.grid_of(_E4M3), "stochastic", bits_of(scale.shape, *key))
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+# E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A difference of two floats within a factor of two of each other is exact, and
+# others have the right sign, so each comparison below is that of the real numbers.
+
+
+def _nearest(m: jax.Array, f: jax.Array) -> jax.Array:
+    """The E2M1 number nearest to m / f, ties to even, at most 6."""
+    one, two, four = m - f, m - 2 * f, m - 4 * f
+    step = lambda up, size: jnp.where(up, jnp.float32(size), 0)
+    units = step(m > 0.25 * f, 0.5) + step(one >= -0.25 * f, 0.5) + step(one > 0.25 * f, 0.5)
+    units += step(two >= -0.25 * f, 0.5) + step(two > 0.5 * f, 1)
+    return units + step(four >= -0.5 * f, 1) + step(four > f, 2)
+
+
+def _stochastic(m: jax.Array, f: jax.Array, random: jax.Array) -> jax.Array:
+    """One of the two E2M1 numbers around m / f, by distance, at most 6; 0 where f is.
+
+    As `float_bits.round_to_grid` has it, the upper one where a random number of 24 bits, k * 2**-24, is below
+    (m / f - lower) / step for the quotient that is rounded to odd. Its last digit is k's bit of value `last`, so that a
+    k that ends at an odd digit is as good as the even one above it, and there equal ones are below, too.
+    """
+    # Without f's exponent no product leaves float32's range; a quotient that does is zero in casts, too.
+    exponent = (lax.bitcast_convert_type(f, jnp.int32) >> MANTISSA_BITS) - 127
+    power = jnp.where(f < TINY, 0, float_bits.power_of_two(-exponent))
+    m, f = m * power, jnp.where(f < TINY, 1, f * power)
+    half, one, two, four = 0.5 * f, m - f, m - 2 * f, m - 4 * f
+    lower, rest, step = jnp.where(four < 0, 3.0, 4.0), jnp.where(four < 0, two - f, four), jnp.where(four < 0, 1.0, 2.0)
+    for below, value, beyond, size in (
+        (two < f, 2.0, two, 1.0), (two < 0, 1.5, one - half, 0.5), (one < half, 1.0, one, 0.5),
+        (one < 0, 0.5, m - half, 0.5), (m < half, 0.0, m, 0.5),
+    ):  # fmt: skip
+        lower, rest, step = jnp.where(below, value, lower), jnp.where(below, beyond, rest), jnp.where(below, size, step)
+    k = random >> 8
+    last, shorter = jnp.uint32(4), jnp.uint32(3)
+    for below, digit in ((one < 0, 2), (m < half, 1), (m < 0.5 * half, 0)):
+        last = jnp.where(below, jnp.uint32(digit), last)
+        shorter = jnp.where(below, jnp.uint32(max(digit - 1, 0)), shorter)
+    odd = k & last
+    product, error = _exact_product(_halves((k & ~shorter) + odd), step * f * jnp.float32(2.0**-24))
+    over = rest - product
+    return lower + jnp.where(jnp.where(odd > 0, over >= error, over > error), step, 0)
+
+
+def _halves(k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(high, low) floats of integers up to 2**24, in twelve bits each. Conversions are slow on a GPU; this has none."""
+    small = lambda k: lax.bitcast_convert_type(k | jnp.uint32(0x4B000000), jnp.float32) - jnp.float32(2.0**23)
+    return small(k >> 12) * jnp.float32(2.0**12), small(k & 0xFFF)
+
+
+def _exact_product(a: tuple[jax.Array, jax.Array], b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(product, error) whose sum is a * b, `a` in halves (Dekker 1971): every other product here is exact."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(b, jnp.int32) & jnp.int32(-(1 << 12)), jnp.float32)
+    low = b - high
+    # abs keeps the compiler from fusing this product with a difference, without rounding it.
+    product = jnp.abs((a[0] + a[1]) * b)
+    return product, ((a[0] * high - product) + a[0] * low + a[1] * high) + a[1] * low

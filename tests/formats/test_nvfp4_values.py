@@ -1,0 +1,144 @@
+"""NVFP4 as numbers: the definition's bits in every mode; MS-EDEN over turns; rotations; which bits are drawn."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.counter import bits_of, keys
+from tcfp_jax import formats
+from tcfp_jax.formats import float_bits, nvfp4_values
+from tcfp_jax.formats.float_bits import Grid, to_bits
+from tcfp_jax.formats.nvfp4_arrays import MODES
+from tcfp_jax.formats.nvfp4_values import BLOCK
+from tcfp_jax.formats.parts import layout_of, quantize
+from tcfp_jax.formats.rounding import Modes
+from tests.formats_oracles import QUICK, same
+
+KEY = keys(7)
+DATATYPES = {
+    "last": formats.nvfp4, "first": formats.datatype("e2m1f", "e4m3fn_t16d0_float32"), "squares": formats.nvfp4s
+}  # fmt: skip
+PRODUCTS = np.unique(np.outer([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn)))
+along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3), compiler_options=QUICK)
+
+
+def wild(spread, shape=(32, 64)):
+    """Values of many magnitudes, with ties, a block of zeros, an outlier and a NaN."""
+    random = np.random.default_rng(0)
+    x = np.float32(random.standard_normal(shape) * np.exp(spread * random.standard_normal(shape)))
+    x[5, :32], x[5, 0] = np.arange(32) / 4 - 4, 6
+    x[16:, 48:], x[4, 5], x[9, 9], x[11, 3] = 0, 1e4, np.nan, 1e-39
+    return jnp.asarray(x)
+
+
+def both(x, place, rule, rounding):
+    """(values, outer) of this module and of the definition."""
+    drawn = bits_of(x.shape, *KEY) if rounding == "stochastic" else None
+    modes = Modes("even" if drawn is None else "stochastic", MODES[rule])
+    parts = quantize(to_bits(x), DATATYPES[place], modes, drawn)
+    values = layout_of(x.shape, DATATYPES[place]).join(parts.value * parts.scale)
+    if place == "squares":
+        found = nvfp4_values.squares(x, rule)
+    else:
+        found = nvfp4_values.along(x, {"last": -1, "first": 0}[place], rule, rounding, KEY)
+    return found, (values, parts.outer)
+
+
+@pytest.mark.parametrize(
+    ("place", "modes"),
+    [
+        ("last", [(rule, rounding) for rule in MODES for rounding in ("nearest", "stochastic")]),
+        ("first", [("four_over_six", "nearest"), ("amax", "stochastic")]),  # what differs is where values lie
+        ("squares", [("amax", "nearest"), ("fold_exact", "nearest")]),
+    ],
+    ids=DATATYPES,
+)
+def test_values_are_the_definitions_bit_for_bit(place, modes):
+    run = jax.jit(lambda x: {mode: both(x, place, *mode) for mode in modes}, compiler_options=QUICK)
+    for spread in (0.0, 2.0, 9.0):
+        for mode, (found, (values, outer)) in run(wild(spread)).items():
+            assert found.values.dtype == jnp.bfloat16 and float(found.outer) == float(outer), mode
+            assert same(found.values, values), (mode, spread)
+            if mode[0] == "fold_exact":  # over 2**3 all are E4M3 numbers
+                folded = np.asarray(found.values, np.float32) / 8
+                assert same(folded.astype(jnp.float8_e4m3fn), folded)
+
+
+def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_bit():
+    """Random numbers next to the one that decides, and quotients with few digits, which it may equal."""
+    random, count = np.random.default_rng(0), 1 << 17
+    f = np.float32(random.integers(1 << 23, 1 << 24, count) * 2.0 ** random.integers(-60, 40, count))
+    f[::2] = np.exp2(np.frexp(f[::2])[1])
+    q = random.uniform(0, 6.2, count) * 2.0 ** -random.integers(0, 6, count)
+    few = 2.0 ** random.integers(1, 23, count)
+    m = np.float32(np.where(random.integers(0, 2, count), q, np.round(q * few) / few) * f)
+    exact = m.astype(np.float64) / f
+    steps = exact / 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(exact, 1e-9))), 0) - 1)
+    k = np.floor((steps % 1) * 2**24) + random.integers(-6, 7, count)
+    drawn = np.uint32(np.clip(k, 0, 2**24 - 1)) << 8 | random.integers(0, 256, count).astype(np.uint32)
+
+    @jax.jit
+    def run(m, f, drawn):
+        units = float_bits.divide_to_odd(to_bits(m), to_bits(f), 23)
+        expected = jnp.minimum(float_bits.round_to_grid(units, Grid(0, 1, 6.0), "stochastic", drawn), 6)
+        return expected, nvfp4_values._stochastic(m, f, drawn)
+
+    assert same(*run(m, f, drawn))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])
+def test_bad_input_is_loud_in_its_block_alone(value):
+    x = jnp.ones((2, 32)).at[0, 3].set(value)
+    got = np.asarray(along(x, -1, "amax").dequantize())
+    assert np.isnan(got[0, :16]).all() == (not np.isfinite(value)) and np.isfinite(got[:, 16:]).all()
+    np.testing.assert_allclose(got[1], 1 if value != 1e38 else 0, atol=1e-6)
+    assert (np.asarray(along(jnp.zeros((2, 32)), -1, "amax").dequantize()) == 0).all()
+
+
+def test_eden_is_unbiased_over_rotations_and_has_less_noise():
+    x = jax.random.normal(jax.random.key(6), (4, 128)) * jnp.exp(jax.random.normal(jax.random.key(8), (4, 128)))
+
+    def drawn(seed, rounding):
+        turn = 1.0 - 2.0 * (bits_of((128,), *keys(seed, 0)) >> 31).astype(jnp.float32)
+        q = nvfp4_values.along(x, -1, "amax", rounding, keys(seed, 1), turn).dequantize()
+        return jax.vmap(lambda row: formats.rotate(row, 128, signs=turn, direction="inverse"))(q)
+
+    squares, count = {}, 400
+    for rounding in ("eden", "stochastic"):
+        many = jax.jit(jax.vmap(functools.partial(drawn, rounding=rounding)))(jnp.arange(count, dtype=jnp.uint32))
+        many = np.asarray(many, np.float64)
+        error = many.std(0) / np.sqrt(count)
+        scaled = (many.mean(0) - np.asarray(x)) / error
+        assert np.abs(scaled.mean()) < 0.3 and 0.7 < scaled.std() < 1.3  # as of a mean without bias
+        squares[rounding] = np.square(error).sum()
+    assert squares["eden"] < 0.55 * squares["stochastic"]
+
+
+def test_edens_values_are_codes_times_scales():
+    values = np.asarray(along(wild(9.0), -1, "four_over_six", "eden", KEY).values, np.float32)
+    assert np.isin(np.abs(values[~np.isnan(values)]), PRODUCTS.astype(np.float32)).all()
+    assert np.isnan(values[9, :16]).all() and np.isnan(values).sum() == BLOCK  # no other block
+    assert (values[20, 48:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "dtype"), [(0, 16, "float32"), (0, 32, "bfloat16"), (-1, 16, "float32"), (-1, 128, "bfloat16")]
+)
+def test_rotations_are_the_format_librarys(axis, size, dtype, monkeypatch):
+    keep = lambda x, axes, *rest: nvfp4_values.Nvfp4Values(
+        jnp.concatenate(rest[3](x), axis=axes[0]).astype(jnp.float32), jnp.float32(1)
+    )
+    monkeypatch.setattr(nvfp4_values, "quantize", keep)
+    x = jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)
+    turn = np.where(np.arange(size) % 3, 1.0, -1.0).astype(np.float32)
+    run = lambda x, turn: (
+        nvfp4_values.along(x, axis, "amax", signs=turn).values,
+        formats.rotate(x.astype(jnp.float32), size, signs=turn, dim=axis),
+    )
+    got, want = jax.jit(run, compiler_options=QUICK)(x, turn)
+    if axis == 0 and size == BLOCK:
+        assert same(got, want)
+    np.testing.assert_allclose(got, want, atol=1e-5)
