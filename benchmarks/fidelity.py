@@ -5,21 +5,24 @@
 
 The reference is the same model in float32 with products of the highest precision. A product "alone" gets the inputs x,
 the weight and the gradient g of its result as the reference has them, so that its three results (forward, dgrad, wgrad)
-have its own error and nobody else's. The "whole" gradient is that of a training step, all products and activations as
-the recipe and `dtype` say, so that errors add up through the model.
+have its own error and nobody else's. The "whole" gradient is that of a training step, with products as the recipe and
+activations as `dtype` say, so that errors add up through the model.
 
-    SNR = 10 log10(sum r^2 / sum (v - r)^2)        cosine = sum r v / sqrt(sum r^2 sum v^2)        r: the reference
+    SNR = 10 log10(sum r^2 / sum (v - r)^2)      cosine = sum r v / sqrt(sum r^2 sum v^2)      r: the reference
 
-A run is judged by a mean over many steps: the SNR of the gradient's mean over some batches tells how much of the error
-such a mean takes away, and how much stays. Each batch has random bits of its own, for recipes that draw some.
+A run follows the mean of many gradients: the SNR of the mean over some batches says how much of the error such a mean
+takes away. Recipes that draw random bits draw others for each batch. A base trains in BF16 first, or is read from what
+`models.train --export` wrote.
 """
 
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,14 +32,265 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import tcfp_jax
 from benchmarks import common
-from benchmarks.capture import Operands, captured, measure_products
 from benchmarks.common import Result, markdown_table
+from benchmarks.gradients import (
+    Agreement,
+    Programs,
+    Reference,
+    compare_alone,
+    compare_whole,
+    compiled,
+    place_of,
+    refer,
+)
 from models import ComputeDtype
-from models.families import FAMILIES, family_of, learner, model_names
+from models.families import ModelConfig, model_names
+from models.llama import LlamaConfig
 from models.settings import TrainConfig, preset
-from models.train import corpus_of
-from models.training import TrainState, batch_key, init, loss_function, make_train_step, product_key, windows
-from tcfp_jax import paths
+from models.train import corpus_of, keep_programs
+from models.training import batch_key, init, make_train_step, windows
 from tcfp_jax.recipes import NAMES, recipe
+
+NAME = "fidelity"
+Product = Literal["forward", "dgrad", "wgrad"]
+PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+STORED: dict[str, Any] = dict(weights="stored", moments="8bit")
+# Fields of a run by name: every named recipe beside float weights, and what forks say is worth a row.
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: dict(recipe=name) for name in NAMES},
+    "tensorwise_e4m3": dict(recipe=recipe("tensorwise", gradient=E4M3)),
+    "stored": dict(recipe="tcfp12_single", **STORED),
+    "stored_e5m2": dict(recipe=recipe("tcfp12_single", gradient=E5M2), **STORED),
+    "stored_dual_forward": dict(recipe=recipe("tcfp12_single", forward_weight="hi+lo"), **STORED),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run.
+
+    Attributes:
+      model: a name of `models.families`, or a size.
+      base_steps: in BF16, at the model's own rate; none with `start`, unless asked for.
+      start: float parameters as `models.train --export` writes them, or None for random ones.
+      batch, sequence: of the base, and of the batches whose gradients are compared.
+      batches: how many of these.
+      alone: windows of the first of them whose operands are captured for products alone.
+      dtype: of activations.
+      ways: of `WAYS`.
+      data: as of `models.train`.
+    """
+
+    model: str | ModelConfig = "llama-124m"
+    base_steps: int = 1000
+    start: str | None = None
+    batch: int = 16
+    sequence: int = 1024
+    batches: int = 4
+    alone: int = 8
+    dtype: ComputeDtype = "bfloat16"
+    ways: tuple[str, ...] = tuple(WAYS)
+    data: tuple[str, ...] = ()
+    seed: int = 0
+
+
+CPU = Config("llama-tiny", base_steps=300, sequence=128)
+# One shape of matrices, so that a product is compiled once.
+SMOKE = Config(
+    LlamaConfig(layers=2, width=128, heads=2, kv_heads=2, hidden=128, context=32), base_steps=20, batch=4, sequence=32,
+    batches=2, alone=4, ways=("bf16", "tensorwise", "tcfp12", "stored"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to train, against the reference.
+
+    Attributes:
+      loss: what it adds to the mean loss of the batches, nats.
+      snr_db, cosine: of the whole gradient, over all batches and parameters.
+      mean_snr_db: of the mean of the batches' whole gradients.
+      whole: of each matrix's part of the whole gradient, over all batches: (SNR, cosine) by kind and layer, "qkv 3".
+      alone: of forward, dgrad and wgrad of each product alone, in this order.
+      seconds: of its measurement, compilation not included.
+      way: the fields of the run, as Python.
+    """
+
+    name: str
+    loss: float
+    snr_db: float
+    cosine: float
+    mean_snr_db: float
+    whole: dict[str, Agreement]
+    alone: dict[str, tuple[Agreement, ...]]
+    seconds: float
+    way: str
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+def measure(config: Config) -> Iterator[Row]:
+    """The base, the reference, and each way against it.
+
+    Raises:
+      RuntimeError: a way failed; the others were done first.
+    """
+    reference = refer(_run(config), *_base(config), config.alone)
+    runs, failed = {name: _run(config, **WAYS[name]) for name in config.ways}, []
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        programs = {name: compiled(run, reference, pool) for name, run in runs.items()}
+        for name, run in runs.items():
+            try:
+                yield _measured(run, name, reference, programs.pop(name))
+            except Exception:
+                traceback.print_exc()
+                failed.append(name)
+    if failed:
+        raise RuntimeError(f"{len(failed)} ways failed, see above: {', '.join(failed)}")
+
+
+def _run(config: Config, **fields: Any) -> TrainConfig:
+    return preset(
+        config.model, **fields, steps=max(1, config.base_steps), batch=config.batch, sequence=config.sequence,
+        dtype=config.dtype, data=config.data, seed=config.seed,
+    )  # fmt: skip
+
+
+def _base(config: Config) -> tuple[Any, tuple[jax.Array, ...]]:
+    """(trained parameters, the batches that would come next)."""
+    run = _run(config, recipe="bf16", start=config.start)
+    text, key, state, losses = jnp.asarray(corpus_of(run).train), batch_key(run), init(run), np.zeros(1)
+    for step in range(0, config.base_steps, run.steps_per_call):
+        state, found = make_train_step(run, min(run.steps_per_call, config.base_steps - step))(state, text, key)
+        losses = np.asarray(found)
+    print(f"base: {config.base_steps} steps in BF16, training loss {losses.mean():.4f} nats", flush=True)
+    later = [state._replace(step=state.step + i) for i in range(config.batches)]
+    take = jax.jit(functools.partial(windows, run))
+    return state.params, tuple(take(state, text, key) for state in later)
+
+
+def _measured(run: TrainConfig, name: str, reference: Reference, programs: Programs) -> Row:
+    key, started = jax.random.fold_in(jax.random.key(run.seed), 1), time.perf_counter()
+    whole, alone = compare_whole(run, reference, programs, key), compare_alone(reference, programs, key)
+    snr_db, cosine = whole.gradient
+    print(f"{name}: whole gradient {snr_db:.1f} dB", flush=True)
+    return Row(
+        name, whole.loss, snr_db, cosine, whole.mean[0], whole.matrices, alone, time.perf_counter() - started,
+        repr(WAYS[name]),
+    )  # fmt: skip
+
+
+# The command and its tables -------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The model, its checkpoint, and the ways."""
+    parser.add_argument("--model", choices=model_names(), help="size (default: llama-124m on a GPU, else llama-tiny)")
+    parser.add_argument("--base-steps", type=int, help="of the base in BF16 (default: 1000 on a GPU; 0 with --start)")
+    parser.add_argument("--start", metavar="NPZ", help="float parameters of the model, as models.train --export writes")
+    parser.add_argument("--data", nargs="+", default=None, help="as of models.train")
+    parser.add_argument("--batches", type=int, help=f"whose gradients are compared (default: {Config.batches})")
+    parser.add_argument("--recipes", help=f"of {', '.join(WAYS)} (default: all)")
+
+
+def configure(options: argparse.Namespace) -> Config:
+    """The settings of a command line.
+
+    Raises:
+      ValueError: unknown recipes, no batch, or negative steps.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    config = SMOKE if options.smoke else Config() if on_gpu else CPU
+    if options.start is not None:
+        config = dataclasses.replace(config, start=options.start, base_steps=0)
+    names = ("model", "base_steps", "batches")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    config = dataclasses.replace(config, **given, data=tuple(options.data or ()))
+    if options.recipes:
+        config = dataclasses.replace(config, ways=common.chosen_of("recipes", options.recipes, tuple(WAYS)))
+    if config.batches < 1 or config.base_steps < 0:
+        raise ValueError(
+            f"--batches {config.batches} and --base-steps {config.base_steps}: gradients need a batch, and a base has "
+            "no negative number of steps; raise them"
+        )
+    if on_gpu:
+        keep_programs(common.ROOT / "runs" / NAME)
+    return config
+
+
+def show(rows: list[Row]) -> None:
+    """Print a line a way."""
+    titles = ["way", "loss", "whole, dB", "cosine", "mean, dB", "worst matrix", *PRODUCTS]
+    common.print_table(titles, [_line(dataclasses.asdict(row)) for row in rows])
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    worst = min(row["whole"], key=lambda name: _known(row["whole"][name][0]))
+    medians = [_median(row, product) for product in PRODUCTS]
+    return [
+        f"`{row['name']}`", f"{_known(row['loss']):+.5f}", f"{_known(row['snr_db']):.1f}",
+        f"{_known(row['cosine']):.5f}", f"{_known(row['mean_snr_db']):.1f}",
+        f"{_known(row['whole'][worst][0]):.1f} ({worst})", *(f"{value:.1f}" for value in medians),
+    ]  # fmt: skip
+
+
+def _known(value: float | None) -> float:
+    """JSON has null for what is not finite."""
+    return math.nan if value is None else value
+
+
+def _median(row: Mapping[str, Any], product: Product, kind: str | None = None) -> float:
+    found = [of[PRODUCTS.index(product)][0] for name, of in row["alone"].items() if kind in (None, place_of(name)[1])]
+    return statistics.median(map(_known, found))
+
+
+def table(result: Result) -> str:
+    """A line a way: the whole gradient, and products alone; then the products by kind of matrix."""
+    config, rows = result.config, result.rows
+    kinds = list(dict.fromkeys(place_of(name)[1] for name in rows[0]["alone"]))
+    titles = ["", "loss, nats", "whole gradient, dB", "cosine", f"mean of {config['batches']}, dB", "worst matrix, dB"]
+    by_kind = [
+        [f"`{row['name']}`", *(" · ".join(f"{_median(row, p, kind):.1f}" for p in PRODUCTS) for kind in kinds)]
+        for row in rows
+    ]
+    base = f"read from {config['start']} and " if config["start"] else ""
+    model = config["model"] if isinstance(config["model"], str) else "A tiny Llama"
+    return (
+        f"{markdown_table([*titles, *PRODUCTS], list(map(_line, rows)))}\n\n"
+        f"{model}, {base}trained for {config['base_steps']} steps of {config['batch']} × {config['sequence']} tokens "
+        f"in BF16, with {config['dtype']} activations. The loss is what the recipe adds to that of float32. The whole "
+        f"gradient is compared over {config['batches']} batches, and then the mean of theirs. The last three columns "
+        "are medians over all matrices, each product alone; here by kind of matrix, forward · dgrad · wgrad, in dB:\n\n"
+        f"{markdown_table(['', *kinds], by_kind)}"
+    )
+
+
+def plot(figure: Any, result: Result) -> None:
+    """Heat maps over layers and ways: the whole gradient, and each product alone; medians over kinds of matrices."""
+    names = [row["name"] for row in result.rows]
+    layers = sorted({place_of(name)[0] for name in result.rows[0]["alone"]})
+    picks: dict[str, Callable[[Any, str], float]] = {"whole gradient": lambda row, name: row["whole"][name][0]}
+    for i, product in enumerate(PRODUCTS):
+        picks[f"{product} alone"] = lambda row, name, i=i: row["alone"][name][i][0]
+    figure.set_size_inches(4 + 0.9 * len(layers), 1.5 + 0.5 * len(names))
+    for axes, (title, pick) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, picks.items(), strict=True):
+        of = lambda row, layer, pick=pick: statistics.median(
+            _known(pick(row, name)) for name in row["alone"] if place_of(name)[0] == layer
+        )
+        values = np.array([[of(row, layer) for layer in layers] for row in result.rows], np.float64)
+        image = axes.pcolormesh([*range(len(layers) + 1)], [*range(len(names) + 1)], values, cmap="viridis")
+        figure.colorbar(image, ax=axes).ax.tick_params(labelsize=7)
+        axes.set_yticks([i + 0.5 for i in range(len(names))], names, fontsize=7)
+        axes.set_xticks([i + 0.5 for i in range(len(layers))], [str(layer) for layer in layers], fontsize=7)
+        axes.set_title(f"{title}, dB", fontsize=9)
+        axes.set_ylim(len(names), 0)
+    figure.supxlabel("layer", fontsize=9)
+
+
+main = functools.partial(common.main, NAME)
+
+if __name__ == "__main__":
+    common.command(NAME)

@@ -98,9 +98,9 @@ def operands(run: Transformed, *args: Any) -> dict[str, Operands]:
 
     >>> from tcfp_jax.conversion.transform import transform
     >>> loss = lambda params, x: jnp.sum((x @ params["w"]) ** 2)
-    >>> low = transform(loss, "tensorwise", include=("linear", "small", "head"))
-    >>> [found.tolist() for found in operands(low, {"w": jnp.ones((2, 1))}, jnp.array([[1.0, 2.0]]))["w"]]
-    [[[1.0, 2.0]], [[6.0]]]
+    >>> low = transform(loss, "tensorwise", include=("linear", "small"))
+    >>> [found.tolist() for found in operands(low, {"w": jnp.ones((2, 2))}, jnp.array([[1.0, 2.0]]))["w"]]
+    [[[1.0, 2.0]], [[6.0, 6.0]]]
     """
     found = run.examine(*args)
     zeros: dict[str, Operands] = {}
