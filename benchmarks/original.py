@@ -71,7 +71,7 @@ MEANINGS = {
     FAKE: "fake quantization: E4M3 weights and activations, BF16 products",
 }
 WHY = (
-    "Plain FP8 does not diverge here: the scale of every tensor is found anew at every use, so that casts clip nothing, "
+    "Plain FP8 does not diverge here: scales of tensors are found anew at every use, so that casts clip nothing, "
     "products add in float32, and the parameters that the optimizer updates are float32. A step loses the rounding of "
     "its operands and nothing of its update."
 )
@@ -176,7 +176,7 @@ def table(result: Result) -> str:
     return (
         f"{pairs.table(found, MEANINGS, 'held-out perplexity over BF16')}\n\n"
         f"GPT `{config['model']}`, {config['steps']} steps; means over seeds ± standard error."
-        + (f" {WHY}" if PLAIN <= trained else "")
+        + (f" {WHY}" if trained >= PLAIN else "")
     )
 
 
