@@ -32,24 +32,28 @@ DIGITS = np.array(
 
 def render(key: jax.Array, label: jax.Array) -> jax.Array:
     """One image of a digit, uint8 `[32, 32]`."""
-    keys = jax.random.split(key, 6)
-    turn, wide, high, shear, right, down, width, soft = jax.random.uniform(keys[0], (8,))
+    # Two draws for all: they are most of what a CPU compiles.
+    moves, noise = jnp.split(
+        jax.random.normal(key, (STROKES.size + 2 * CLUTTER + SIZE * SIZE,)), [STROKES.size + 2 * CLUTTER]
+    )
+    turn, wide, high, shear, right, down, width, soft, black, *places = jax.random.uniform(
+        jax.random.fold_in(key, 1), (9 + 2 * CLUTTER,)
+    )
     angle = (turn - 0.5) * (jnp.pi / 3)
-    rotation = jnp.stack([jnp.cos(angle), -jnp.sin(angle), jnp.sin(angle), jnp.cos(angle)]).reshape(2, 2)
-    stretch = jnp.stack([0.45 + 0.35 * wide, 0.6 * (shear - 0.5), jnp.zeros(()), 0.45 + 0.35 * high]).reshape(2, 2)
+    rotation = (jnp.cos(angle), -jnp.sin(angle)), (jnp.sin(angle), jnp.cos(angle))
+    stretch = (0.45 + 0.35 * wide, 0.6 * (shear - 0.5)), (0.0, 0.45 + 0.35 * high)
     place = 0.3 * jnp.stack([right - 0.5, down - 0.5])
     # Written out: products of two by two are no work for tensor cores, whose rounding would move pixels.
-    turned = lambda ends, m: jnp.stack([ends[..., 0] * m[i, 0] + ends[..., 1] * m[i, 1] for i in (0, 1)], -1)
-    ends = STROKES + 0.08 * jax.random.normal(keys[1], STROKES.shape)
+    turned = lambda ends, m: jnp.stack([ends[..., 0] * m[i][0] + ends[..., 1] * m[i][1] for i in (0, 1)], -1)
+    ends = STROKES + 0.08 * moves[: STROKES.size].reshape(STROKES.shape)
     ends = turned(turned(ends, stretch), rotation) + place
-    begin = jax.random.uniform(keys[2], (CLUTTER, 1, 2), minval=-1.0, maxval=1.0)
-    clutter = jnp.concatenate([begin, begin + 0.2 * jax.random.normal(keys[3], begin.shape)], 1)
+    begin = 2 * jnp.stack(places).reshape(CLUTTER, 1, 2) - 1
+    clutter = jnp.concatenate([begin, begin + 0.2 * moves[STROKES.size :].reshape(begin.shape)], 1)
     ends = jnp.concatenate([ends, clutter])
     drawn = jnp.concatenate([jnp.asarray(DIGITS)[label], jnp.ones(CLUTTER, bool)])
     distance = jnp.min(jnp.where(drawn[:, None, None], _distances(ends), jnp.inf), axis=0)
     ink = jax.nn.sigmoid((0.06 + 0.08 * width - distance) / (0.02 + 0.04 * soft))
-    ink = jnp.where(jax.random.bernoulli(keys[4]), ink, 1 - ink)
-    shown = 0.25 + 0.5 * ink + NOISE * jax.random.normal(keys[5], ink.shape)
+    shown = 0.25 + 0.5 * jnp.where(black < 0.5, ink, 1 - ink) + NOISE * noise.reshape(ink.shape)
     return jnp.round(255 * jnp.clip(shown, 0, 1)).astype(jnp.uint8)
 
 
