@@ -23,7 +23,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -153,8 +153,9 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def _run(config: Config, **fields: Any) -> TrainConfig:
+    model: Any = config.model
     return preset(
-        config.model, **fields, steps=max(1, config.base_steps), batch=config.batch, sequence=config.sequence,
+        model, **fields, steps=max(1, config.base_steps), batch=config.batch, sequence=config.sequence,
         dtype=config.dtype, data=config.data, seed=config.seed,
     )  # fmt: skip
 
@@ -272,15 +273,10 @@ def plot(figure: Any, result: Result) -> None:
     """Heat maps over layers and ways: the whole gradient, and each product alone; medians over kinds of matrices."""
     names = [row["name"] for row in result.rows]
     layers = sorted({place_of(name)[0] for name in result.rows[0]["alone"]})
-    picks: dict[str, Callable[[Any, str], float]] = {"whole gradient": lambda row, name: row["whole"][name][0]}
-    for i, product in enumerate(PRODUCTS):
-        picks[f"{product} alone"] = lambda row, name, i=i: row["alone"][name][i][0]
+    titles = ("whole gradient", *(f"{product} alone" for product in PRODUCTS))
     figure.set_size_inches(4 + 0.9 * len(layers), 1.5 + 0.5 * len(names))
-    for axes, (title, pick) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, picks.items(), strict=True):
-        of = lambda row, layer, pick=pick: statistics.median(
-            _known(pick(row, name)) for name in row["alone"] if place_of(name)[0] == layer
-        )
-        values = np.array([[of(row, layer) for layer in layers] for row in result.rows], np.float64)
+    for axes, title in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, titles, strict=True):
+        values = np.array([[_middle(row, layer, title) for layer in layers] for row in result.rows], np.float64)
         image = axes.pcolormesh([*range(len(layers) + 1)], [*range(len(names) + 1)], values, cmap="viridis")
         figure.colorbar(image, ax=axes).ax.tick_params(labelsize=7)
         axes.set_yticks([i + 0.5 for i in range(len(names))], names, fontsize=7)
@@ -288,6 +284,17 @@ def plot(figure: Any, result: Result) -> None:
         axes.set_title(f"{title}, dB", fontsize=9)
         axes.set_ylim(len(names), 0)
     figure.supxlabel("layer", fontsize=9)
+
+
+def _middle(row: Mapping[str, Any], layer: int, title: str) -> float:
+    """The median over the matrices of a layer of what a panel shows."""
+    product = title.split()[0]
+    of = {
+        name: row["alone"][name][PRODUCTS.index(product)] if product in PRODUCTS else row["whole"][name]
+        for name in row["alone"]
+        if place_of(name)[0] == layer
+    }
+    return statistics.median(_known(snr_db) for snr_db, _ in of.values())
 
 
 main = functools.partial(common.main, NAME)

@@ -45,7 +45,7 @@ def render(key: jax.Array, label: jax.Array) -> jax.Array:
     place = 0.3 * jnp.stack([right - 0.5, down - 0.5])
     # Written out: products of two by two are no work for tensor cores, whose rounding would move pixels.
     turned = lambda ends, m: jnp.stack([ends[..., 0] * m[i][0] + ends[..., 1] * m[i][1] for i in (0, 1)], -1)
-    ends = STROKES + 0.08 * moves[: STROKES.size].reshape(STROKES.shape)
+    ends = jnp.asarray(STROKES) + 0.08 * moves[: STROKES.size].reshape(STROKES.shape)
     ends = turned(turned(ends, stretch), rotation) + place
     begin = 2 * jnp.stack(places).reshape(CLUTTER, 1, 2) - 1
     clutter = jnp.concatenate([begin, begin + 0.2 * moves[STROKES.size :].reshape(begin.shape)], 1)

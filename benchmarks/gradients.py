@@ -55,7 +55,11 @@ class Reference:
 def refer(run: TrainConfig, params: Any, batches: tuple[jax.Array, ...], alone: int) -> Reference:
     """Gradients of the model in float32, and operands of its products of so many windows of the first batch."""
     model = FAMILIES[family_of(run.size)].plain(run.size, "float32")
-    loss: Any = lambda params, tokens: model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:]).mean()
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        of_tokens: Any = model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:])
+        return of_tokens.mean()
+
     gradient = _exactly(jax.value_and_grad(loss))
     found = [gradient(params, batch) for batch in batches]
     captured: dict[str, Operands] = _exactly(functools.partial(operands, transform(loss, _ANY_RECIPE, rules=RULES)))(

@@ -64,7 +64,7 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(pairs.Config):
     """Settings of a run.
 
@@ -196,8 +196,8 @@ def _program(config: Config, name: str) -> Callable[..., Any]:
         quantized, floats = tcfp_jax.layer_state(opt_state), params
         if variant.weights == "stored":
             floats = tcfp_jax.dequantize(params)
-        trained = lambda given: losses_of(params, quantized, *given, None)
-        baseline = lambda given: losses_of(floats, {}, *given, None, in_bf16)[0]
+        trained = lambda given: losses_of(params, quantized, given[0], given[1], None)
+        baseline = lambda given: losses_of(floats, {}, given[0], given[1], None, in_bf16)[0]
         found, accuracy = jax.lax.map(trained, heldout)
         return losses, found.mean(), jax.lax.map(baseline, heldout).mean(), accuracy.mean()
 

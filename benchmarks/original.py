@@ -77,7 +77,7 @@ WHY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(pairs.Config):
     """Settings of a run.
 
@@ -158,7 +158,7 @@ def configure(options: argparse.Namespace) -> Config:
         options.seeds, options.recipes = 1, options.recipes or ",".join((BASELINE, "tcfp12", FAKE))
         micro = GPTConfig(layers=1, width=32, heads=2, context=32)
         overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
-        config = Config("tiny", steps=4, heldout_windows=8, overrides=overrides)
+        config = Config(model="tiny", steps=4, heldout_windows=8, overrides=overrides)
     wanted = pairs.wanted_of(options, VARIANTS)
     text = corpus_of(train_config(config, BASELINE, 0)).digest[:12]
     return dataclasses.replace(config, text=text, wanted=wanted)

@@ -61,7 +61,7 @@ class Wanted:
     resume: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """What every benchmark of pairs is asked for; its own fields are those that numbers depend on."""
 
