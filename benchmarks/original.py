@@ -27,7 +27,7 @@ from benchmarks.common import Result
 from benchmarks.pairs import BASELINE, RERUN, Row
 from models.gpt import GPTConfig
 from models.settings import TrainConfig, preset
-from models.train import corpus_of, run
+from models.train import corpus_of, keep_programs, run
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe, recipe
@@ -159,6 +159,8 @@ def configure(options: argparse.Namespace) -> Config:
         micro = GPTConfig(layers=1, width=32, heads=2, context=32)
         overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
         config = Config(model="tiny", steps=4, heldout_windows=8, overrides=overrides)
+    if jax.default_backend() == "gpu":  # most of a first run is compilation
+        keep_programs(common.ROOT / "runs" / NAME)
     wanted = pairs.wanted_of(options, VARIANTS)
     text = corpus_of(train_config(config, BASELINE, 0)).digest[:12]
     return dataclasses.replace(config, text=text, wanted=wanted)

@@ -95,7 +95,8 @@ def test_images_are_those_of_their_key():
 def test_a_vision_transformer_is_converted_and_its_run_is_a_program(name):
     config = images.Config(layers=1, width=32, heads=1, patch=16, steps=4, batch=8, heldout=1)
     drawn = jax.eval_shape(lambda key: glyphs.draw_images(key, 4, 8), jax.random.key(0))
-    losses, *judged = jax.eval_shape(images._program(config, name), jax.random.key(0), drawn, drawn)
+    program = images._program(config, images.VARIANTS[name])
+    losses, *judged = jax.eval_shape(program, jax.random.key(0), 0.0, drawn, drawn)
     assert losses.shape == (4,) and [value.shape for value in judged] == [(), (), ()]
     assert dataclasses.replace(config, wanted=pairs.Wanted(("bf16",), (3,))) == config  # what is wanted is no setting
 
