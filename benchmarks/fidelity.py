@@ -10,9 +10,10 @@ activations as `dtype` say, so that errors add up through the model.
 
     SNR = 10 log10(sum r^2 / sum (v - r)^2)      cosine = sum r v / sqrt(sum r^2 sum v^2)      r: the reference
 
-A run follows the mean of many gradients: the SNR of the mean over some batches says how much of the error such a mean
-takes away. Recipes that draw random bits draw others for each batch. A base trains in BF16 first, or is read from what
-`models.train --export` wrote.
+A run follows the mean of many gradients. A mean takes away what is random in their errors, as it does with the noise of
+batches, and keeps what is common to all: so the SNR of the mean of some batches is shown, and the share of the error's
+energy that they have in common. Recipes that draw random bits draw others for each batch. A base trains in BF16 first,
+or is read from what `models.train --export` wrote.
 """
 
 import argparse
@@ -112,6 +113,7 @@ class Row:
       loss: what it adds to the mean loss of the batches, nats.
       snr_db, cosine: of the whole gradient, over all batches and parameters.
       mean_snr_db: of the mean of the batches' whole gradients.
+      common: the share of the error's energy that is the same in every batch.
       whole: of each matrix's part of the whole gradient, over all batches: (SNR, cosine) by kind and layer, "qkv 3".
       alone: of forward, dgrad and wgrad of each product alone, in this order.
       seconds: of its measurement, compilation not included.
@@ -123,6 +125,7 @@ class Row:
     snr_db: float
     cosine: float
     mean_snr_db: float
+    common: float
     whole: dict[str, Agreement]
     alone: dict[str, tuple[Agreement, ...]]
     seconds: float
@@ -179,8 +182,8 @@ def _measured(run: TrainConfig, name: str, reference: Reference, programs: Progr
     snr_db, cosine = whole.gradient
     print(f"{name}: whole gradient {snr_db:.1f} dB", flush=True)
     return Row(
-        name, whole.loss, snr_db, cosine, whole.mean[0], whole.matrices, alone, time.perf_counter() - started,
-        repr(WAYS[name]),
+        name, whole.loss, snr_db, cosine, whole.mean[0], whole.common, whole.matrices, alone,
+        time.perf_counter() - started, repr(WAYS[name]),
     )  # fmt: skip
 
 
@@ -224,18 +227,22 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print a line a way."""
-    titles = ["way", "loss", "whole, dB", "cosine", "mean, dB", "worst matrix", *PRODUCTS]
+    titles = ["way", "loss", "whole, dB", "cosine", "mean, dB", "in common", "worst matrix", *PRODUCTS]
     common.print_table(titles, [_line(dataclasses.asdict(row)) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
     worst = min(row["whole"], key=lambda name: _known(row["whole"][name][0]))
     medians = [_median(row, product) for product in PRODUCTS]
+    numbers = {"loss": "+.5f", "snr_db": ".1f", "cosine": ".5f", "mean_snr_db": ".1f", "common": ".0%"}
     return [
-        f"`{row['name']}`", f"{_known(row['loss']):+.5f}", f"{_known(row['snr_db']):.1f}",
-        f"{_known(row['cosine']):.5f}", f"{_known(row['mean_snr_db']):.1f}",
-        f"{_known(row['whole'][worst][0]):.1f} ({worst})", *(f"{value:.1f}" for value in medians),
+        f"`{row['name']}`", *(_cell(row[name], spec) for name, spec in numbers.items()),
+        f"{_cell(row['whole'][worst][0], '.1f')} ({worst})", *(_cell(value, ".1f") for value in medians),
     ]  # fmt: skip
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return "–" if math.isnan(_known(value)) else format(value, spec)
 
 
 def _known(value: float | None) -> float:
@@ -252,19 +259,21 @@ def table(result: Result) -> str:
     """A line a way: the whole gradient, and products alone; then the products by kind of matrix."""
     config, rows = result.config, result.rows
     kinds = list(dict.fromkeys(place_of(name)[1] for name in rows[0]["alone"]))
-    titles = ["", "loss, nats", "whole gradient, dB", "cosine", f"mean of {config['batches']}, dB", "worst matrix, dB"]
+    titles = ["", "loss, nats", "whole gradient, dB", "cosine", f"mean of {config['batches']}, dB"]
+    titles += ["error in common", "worst matrix, dB"]
     by_kind = [
         [f"`{row['name']}`", *(" · ".join(f"{_median(row, p, kind):.1f}" for p in PRODUCTS) for kind in kinds)]
         for row in rows
     ]
     base = f"read from {config['start']} and " if config["start"] else ""
-    model = config["model"] if isinstance(config["model"], str) else "A tiny Llama"
+    model = f"`{config['model']}`" if isinstance(config["model"], str) else f"{config['model']['layers']} layers"
     return (
         f"{markdown_table([*titles, *PRODUCTS], list(map(_line, rows)))}\n\n"
         f"{model}, {base}trained for {config['base_steps']} steps of {config['batch']} × {config['sequence']} tokens "
         f"in BF16, with {config['dtype']} activations. The loss is what the recipe adds to that of float32. The whole "
-        f"gradient is compared over {config['batches']} batches, and then the mean of theirs. The last three columns "
-        "are medians over all matrices, each product alone; here by kind of matrix, forward · dgrad · wgrad, in dB:\n\n"
+        f"gradient is compared over {config['batches']} batches, and then the mean of theirs; the error in common is "
+        "the share of the error's energy that is the same in every batch. The last three columns are medians over all "
+        "matrices, each product alone; here by kind of matrix, forward · dgrad · wgrad, in dB:\n\n"
         f"{markdown_table(['', *kinds], by_kind)}"
     )
 

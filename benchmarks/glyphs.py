@@ -2,7 +2,7 @@
 
 An image is a function of its random key, rendered in one program for all who read it, so that every run of a seed sees
 the same bits. Classes are the digits; each image draws a rotation, two sizes, a shear and a place, moves the ends of
-its strokes, is white on black or black on white, and has three strokes that belong to nothing, and noise.
+its strokes, is white on black or black on white, and has two strokes that belong to nothing, and noise.
 """
 
 import functools
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 SIZE, CLASSES = 32, 10
-CLUTTER = 3
-NOISE = 0.15  # of pixels in [0, 1], standard deviation
+CLUTTER = 2
+NOISE = 0.1  # of pixels in [0, 1], standard deviation
 # Ends of the seven strokes of a digit, in a box from -1 to 1: top, middle and bottom, then left and right halves.
 STROKES = np.array(
     [
@@ -39,13 +39,13 @@ def render(key: jax.Array, label: jax.Array) -> jax.Array:
     turn, wide, high, shear, right, down, width, soft, black, *places = jax.random.uniform(
         jax.random.fold_in(key, 1), (9 + 2 * CLUTTER,)
     )
-    angle = (turn - 0.5) * (jnp.pi / 3)
+    angle = (turn - 0.5) * (jnp.pi / 4)
     rotation = (jnp.cos(angle), -jnp.sin(angle)), (jnp.sin(angle), jnp.cos(angle))
     stretch = (0.45 + 0.35 * wide, 0.6 * (shear - 0.5)), (0.0, 0.45 + 0.35 * high)
     place = 0.3 * jnp.stack([right - 0.5, down - 0.5])
     # Written out: products of two by two are no work for tensor cores, whose rounding would move pixels.
     turned = lambda ends, m: jnp.stack([ends[..., 0] * m[i][0] + ends[..., 1] * m[i][1] for i in (0, 1)], -1)
-    ends = jnp.asarray(STROKES) + 0.08 * moves[: STROKES.size].reshape(STROKES.shape)
+    ends = jnp.asarray(STROKES) + 0.06 * moves[: STROKES.size].reshape(STROKES.shape)
     ends = turned(turned(ends, stretch), rotation) + place
     begin = 2 * jnp.stack(places).reshape(CLUTTER, 1, 2) - 1
     clutter = jnp.concatenate([begin, begin + 0.2 * moves[STROKES.size :].reshape(begin.shape)], 1)

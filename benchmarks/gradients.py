@@ -214,12 +214,15 @@ class Whole(NamedTuple):
       loss: what the way adds to it, mean over the batches.
       gradient: of all batches and parameters.
       mean: of the mean of the batches' gradients.
+      common: the share of the error's energy that is the same in every batch: 0 of errors that are random over batches,
+        1 of one that a mean over batches keeps; NaN of a single batch.
       matrices: of each matrix, over all batches, by name.
     """
 
     loss: float
     gradient: Agreement
     mean: Agreement
+    common: float
     matrices: dict[str, Agreement]
 
 
@@ -227,7 +230,7 @@ def compare_whole(run: TrainConfig, reference: Reference, programs: Programs, ke
     """Compare the gradients of the model."""
     program, stacks = programs[None].result(), reference.stacks
     compare = jax.jit(functools.partial(_compared, stacks))
-    everything = lambda sums: agreement(np.sum([np.reshape(one, (-1, 3)).sum(0) for one in sums.values()], axis=0))
+    everything = lambda sums: np.sum([np.reshape(one, (-1, 3)).sum(0) for one in sums.values()], axis=0)
     params = jax.jit(functools.partial(_weights_of, run))(reference.params, key)
     more: list[float] = []
     sums: dict[str, np.ndarray] = {}
@@ -238,14 +241,24 @@ def compare_whole(run: TrainConfig, reference: Reference, programs: Programs, ke
         for path, one in compare(exact, found).items():
             sums[path] = sums.get(path, 0.0) + np.asarray(one, np.float64)
         totals = (exact, found) if totals is None else _added(totals, (exact, found))
-    of_mean = {path: np.asarray(one, np.float64) for path, one in compare(*totals).items()}
+    single, added = everything(sums), everything({p: np.asarray(v, np.float64) for p, v in compare(*totals).items()})
     matrices = {
         name: agreement(sums[path][place])
         for path, count in stacks.items()
         for name, place in matrices_of(path, sums[path].shape[:count]).items()
     }
     ordered = {name: matrices[name] for name in reference.matrices}
-    return Whole(statistics.fmean(more), everything(sums), everything(of_mean), ordered)
+    common = common_share(float(single[1]), float(added[1]), len(more))
+    return Whole(statistics.fmean(more), agreement(single), agreement(added), common, ordered)
+
+
+def common_share(single: float, added: float, count: int) -> float:
+    """Of so many errors, with the sum of their energies and the energy of their sum, the share that all have.
+
+    >>> common_share(2.0, 2.0, 2), common_share(2.0, 4.0, 2)
+    (0.0, 1.0)
+    """
+    return (added / single - 1) / (count - 1) if count > 1 and single else math.nan
 
 
 def compare_alone(reference: Reference, programs: Programs, key: jax.Array) -> dict[str, tuple[Agreement, ...]]:

@@ -79,7 +79,7 @@ class Config(pairs.Config):
     width: int = 256
     heads: int = 4
     patch: int = 4
-    steps: int = 2000
+    steps: int = 3000
     batch: int = 256
     learning_rate: float = 1e-3
     heldout: int = 64

@@ -37,6 +37,14 @@ def test_agreement_is_that_of_the_values():
     assert np.isnan(agreement((1.0, math.nan, 1.0))).all()
 
 
+def test_what_errors_have_in_common():
+    same, own = RNG.standard_normal(10_000), RNG.standard_normal((4, 10_000))
+    errors = same + own
+    share = gradients.common_share(np.sum(errors**2), np.sum(errors.sum(0) ** 2), 4)
+    assert share == pytest.approx(0.5, abs=0.05)
+    assert math.isnan(gradients.common_share(1.0, 1.0, 1))
+
+
 def test_matrices_are_named_by_kind_and_layer():
     assert matrices_of("block_11/mlp_in/kernel", ()) == {"mlp_in 11": ()}
     assert matrices_of("layers/up/kernel", (2,)) == {"up 0": (0,), "up 1": (1,)}
@@ -60,7 +68,8 @@ def test_products_alone_have_the_errors_of_their_operands(pool):
 
 def test_a_model_is_compared_as_a_whole_and_layer_by_layer(pool, tmp_path):
     run = preset(SIZE, recipe="bf16", batch=2, sequence=8, dtype="float32")
-    batches = tuple(jnp.asarray(RNG.integers(0, 256, (2, 9)), jnp.int32) for _ in range(2))
+    drawn = np.random.default_rng(1).integers(0, 256, (2, 2, 9))
+    batches = tuple(jnp.asarray(windows, jnp.int32) for windows in drawn)
     params, key = filled(jax.eval_shape(lambda: init(run)).params), jax.random.key(0)
     reference = refer(run, params, batches, alone=1)
     kinds = ("query", "key", "value", "output", "gate", "up", "down")
@@ -72,9 +81,11 @@ def test_a_model_is_compared_as_a_whole_and_layer_by_layer(pool, tmp_path):
     whole, alone = compare_whole(run, reference, programs, key), compare_alone(reference, programs, key)
     assert abs(whole.loss) < 1e-3
     assert min(snr_db for snr_db, _ in (whole.gradient, whole.mean, *whole.matrices.values())) > 30
-    assert all(snr_db > 45 for one in alone.values() for snr_db, _ in one)
+    assert all(snr_db > 40 for one in alone.values() for snr_db, _ in one)
 
-    row = fidelity.Row("bf16", whole.loss, *whole.gradient, whole.mean[0], whole.matrices, alone, 1.0, "")
+    row = fidelity.Row(
+        "bf16", whole.loss, *whole.gradient, whole.mean[0], whole.common, whole.matrices, alone, 1.0, ""
+    )  # fmt: skip
     config = dataclasses.replace(fidelity.SMOKE, model=SIZE)
     path = tmp_path / common.device_slug() / "fidelity.json"
     common.write_result(path, "fidelity", common.make_header(), config, [row, row])
