@@ -24,7 +24,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -142,17 +142,26 @@ def measure(config: Config) -> Iterator[Row]:
       RuntimeError: a way failed; the others were done first.
     """
     reference = refer(_run(config), *_base(config), config.alone)
-    runs, failed = {name: _run(config, **WAYS[name]) for name in config.ways}, []
+    runs: dict[str, TrainConfig] = {name: _run(config, **WAYS[name]) for name in config.ways}
+    failed: list[str] = []
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-        programs = {name: compiled(run, reference, pool) for name, run in runs.items()}
+        programs = {name: _attempt(failed, name, compiled, run, reference, pool) for name, run in runs.items()}
         for name, run in runs.items():
-            try:
-                yield _measured(run, name, reference, programs.pop(name))
-            except Exception:
-                traceback.print_exc()
-                failed.append(name)
+            if programs[name] is not None:
+                row = _attempt(failed, name, _measured, run, name, reference, programs.pop(name))
+                yield from (row,) if row is not None else ()
     if failed:
         raise RuntimeError(f"{len(failed)} ways failed, see above: {', '.join(failed)}")
+
+
+def _attempt(failed: list[str], name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The result; or None of a way that fails, which is reported and noted, so that the others are still compared."""
+    try:
+        return function(*args)
+    except Exception:
+        traceback.print_exc()
+        failed.append(name)
+        return None
 
 
 def _run(config: Config, **fields: Any) -> TrainConfig:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +93,13 @@ class Summary:
 
 
 def runs(config: Config, variants: Mapping[str, Any], measure_one: Callable[[str, int], Row]) -> Iterator[Row]:
-    """The rows that are kept, then the wanted ones that they lack, seed after seed, until the budget is spent."""
+    """The rows that are kept, then the wanted ones that they lack, seed after seed, until the budget is spent.
+
+    Raises:
+      RuntimeError: a variant failed; it was not tried with another seed, and the others were done first.
+    """
     wanted, started, longest = config.wanted, time.perf_counter(), 0.0
+    failed: set[str] = set()
     kept = [] if wanted.resume is None else read_rows(Path(wanted.resume), config.settings, variants)
     yield from kept
     done = {(row.name, row.seed) for row in kept}
@@ -102,12 +108,21 @@ def runs(config: Config, variants: Mapping[str, Any], measure_one: Callable[[str
     for number, (name, seed) in enumerate(left):
         if time.perf_counter() - started + longest > wanted.budget_seconds:
             print(f"budget of {wanted.budget_seconds:g} s: {len(left) - number} of {len(left)} runs left undone")
-            return
-        row = measure_one(name, seed)
+            break
+        if name in failed:
+            continue
+        try:
+            row = measure_one(name, seed)
+        except Exception:
+            traceback.print_exc()
+            failed.add(name)
+            continue
         longest = max(longest, row.seconds)
         accuracy = "" if row.accuracy is None else f", accuracy {row.accuracy:.4f}"
         print(f"{name}, seed {seed}: held-out {row.heldout_loss:.5f}{accuracy}, {row.seconds:.1f} s", flush=True)
         yield row
+    if failed:
+        raise RuntimeError(f"{len(failed)} variants failed, see above: {', '.join(sorted(failed))}")
 
 
 def read_rows(path: Path, settings: dict[str, Any], variants: Mapping[str, Any]) -> list[Row]:

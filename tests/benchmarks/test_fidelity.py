@@ -97,6 +97,21 @@ def test_a_model_is_compared_as_a_whole_and_layer_by_layer(pool, tmp_path):
     assert report.read_source(picture)
 
 
+def test_a_way_that_fails_leaves_the_others_their_rows(monkeypatch):
+    def measured(run, name, *rest):
+        if name == "tensorwise":
+            raise ArithmeticError("not today")
+        return name
+
+    for name in ("_base", "refer", "compiled"):
+        monkeypatch.setattr(fidelity, name, lambda *args: ())
+    monkeypatch.setattr(fidelity, "_measured", measured)
+    rows = fidelity.measure(dataclasses.replace(fidelity.SMOKE, ways=("bf16", "tensorwise", "tcfp12")))
+    assert [next(rows), next(rows)] == ["bf16", "tcfp12"]
+    with pytest.raises(RuntimeError, match="1 ways failed, see above: tensorwise"):
+        next(rows)
+
+
 def test_wrong_requests_are_refused(tmp_path):
     for arguments, message in ((["--recipes", "tcfp13"], "unknown"), (["--batches", "0"], "need a batch")):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """Runs paired by seed: the original's comparison, and images; no model is trained here."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -54,6 +55,20 @@ def test_runs_stop_at_their_budget_and_resume(tmp_path, monkeypatch, capsys):
     for message, wrong in {"tcfp13": ["--recipes", "tcfp13"], "must contain bf16": ["--recipes", "fp8"]}.items():
         with pytest.raises(ValueError, match=message):
             original.main(wrong)
+
+
+def test_a_variant_that_fails_leaves_the_others_their_runs():
+    def measure_one(name, seed):
+        if name == "abd":
+            raise ArithmeticError("not today")
+        return row(name, seed, 1.0)
+
+    config = original.Config(wanted=pairs.Wanted((BASELINE, "abd", "srr"), (0, 1)))
+    rows = pairs.runs(config, original.VARIANTS, measure_one)
+    found = [(made.name, made.seed) for made in itertools.islice(rows, 4)]
+    assert found == [(name, seed) for seed in (0, 1) for name in (BASELINE, "srr")]
+    with pytest.raises(RuntimeError, match="1 variants failed, see above: abd"):
+        next(rows)
 
 
 def test_a_plain_fp8_that_diverges_is_not_explained_away(tmp_path):
