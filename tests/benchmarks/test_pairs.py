@@ -106,7 +106,7 @@ def test_images_are_those_of_their_key():
     assert not np.array_equal(drawn[0], drawn[1]) and 20 < np.std(drawn) < 100
 
 
-@pytest.mark.parametrize("name", ["tcfp12_fast", "stored"])
+@pytest.mark.parametrize("name", ["stored"])
 def test_a_vision_transformer_is_converted_and_its_run_is_a_program(name):
     config = images.Config(layers=1, width=32, heads=1, patch=16, steps=4, batch=8, heldout=1)
     drawn = jax.eval_shape(lambda key: glyphs.draw_images(key, 4, 8), jax.random.key(0))
