@@ -28,6 +28,7 @@ CHOOSE = "choose"
 FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEARNED = ("convergence", "convergence-llama-124m", *FORKS)
 BENCHMARKS = (
+    "fidelity", "original", "images",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
     "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "plan",
 )  # fmt: skip

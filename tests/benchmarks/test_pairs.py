@@ -1,0 +1,124 @@
+"""Runs paired by seed: the original's comparison, and images; no model is trained here."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from benchmarks import common, glyphs, images, original, pairs, report
+from benchmarks.pairs import BASELINE
+from tcfp_jax import formats
+from tcfp_jax.conversion import convert_to_tcfp, survey
+from tcfp_jax.linen import TCFPDense
+from tests.helpers import decibels
+
+
+def row(name, seed, loss, *, variants=original.VARIANTS):
+    return pairs.Row(name, seed, loss, loss, loss, None, 1.0, repr(variants[name]), "")
+
+
+def test_ratios_are_of_one_seed():
+    runs = [(BASELINE, 0, 1.0), (BASELINE, 1, 2.0), ("fp8", 0, 1.1), ("fp8", 1, 1.9), ("fp8", 2, 9.0)]
+    rows = [row(*run) for run in runs]
+    baseline, fp8 = pairs.summarize(rows, tuple(original.VARIANTS))
+    assert (baseline.mean_ratio, baseline.standard_error, fp8.seeds) == (1, 0, 2)  # of seed 2 there is no baseline
+    assert (fp8.min_ratio, fp8.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
+    diverged = pairs.summarize([*rows, row("abd", 0, math.nan), row("abd", 1, 2.0)], ("abd",))
+    assert diverged[0].mean_ratio == math.inf and math.isnan(diverged[0].standard_error)
+
+
+def test_runs_stop_at_their_budget_and_resume(tmp_path, monkeypatch, capsys):
+    losses = {BASELINE: 1.0, "fp8": 1.1, "fp8_e4m3": 1.2}
+    monkeypatch.setattr(original, "measure_one", lambda config, name, seed: row(name, seed, losses[name] + seed))
+    command = ["--smoke", "--out", str(tmp_path), "--recipes"]
+    first = original.main([*command, f"{BASELINE},fp8"])
+    assert [(r.name, r.seed) for r in first] == [(BASELINE, 0), ("fp8", 0)]
+    assert original.main([*command, "fp8_e4m3", "--resume", "--budget-seconds", "-1"]) == first
+    assert "1 of 1 runs left undone" in capsys.readouterr().out
+    assert len(original.main([*command, "fp8_e4m3,fp8", "--resume"])) == 3
+    page = report.render_section("original", tmp_path)
+    assert "| plain FP8, E4M3 gradients | 1.2214 |" in page and original.WHY in page
+    # A variant that is another one now is not kept, and other settings are refused.
+    monkeypatch.setitem(original.VARIANTS, "fp8", original.VARIANTS["tcfp12"])
+    path = tmp_path / common.device_slug() / "original.json"
+    settings = json.loads(path.read_text())["config"]
+    settings = {name: settings[name] for name in original.Config().settings}
+    assert [r.name for r in pairs.read_rows(path, settings, original.VARIANTS)] == [BASELINE, "fp8_e4m3"]
+    with pytest.raises(ValueError, match="drop --resume"):
+        pairs.read_rows(path, original.Config().settings, original.VARIANTS)
+    for message, wrong in {"tcfp13": ["--recipes", "tcfp13"], "must contain bf16": ["--recipes", "fp8"]}.items():
+        with pytest.raises(ValueError, match=message):
+            original.main(wrong)
+
+
+def test_a_variant_that_fails_leaves_the_others_their_runs():
+    def measure_one(name, seed):
+        if name == "abd":
+            raise ArithmeticError("not today")
+        return row(name, seed, 1.0)
+
+    config = original.Config(wanted=pairs.Wanted((BASELINE, "abd", "srr"), (0, 1)))
+    rows = pairs.runs(config, original.VARIANTS, measure_one)
+    found = [(made.name, made.seed) for made in itertools.islice(rows, 4)]
+    assert found == [(name, seed) for seed in (0, 1) for name in (BASELINE, "srr")]
+    with pytest.raises(RuntimeError, match="1 variants failed, see above: abd"):
+        next(rows)
+
+
+def test_a_plain_fp8_that_diverges_is_not_explained_away(tmp_path):
+    rows = [row(BASELINE, 0, 1.0), row("fp8", 0, math.nan), row("fp8_e4m3", 0, 1.0)]
+    path = tmp_path / "cpu" / "original.json"
+    common.write_result(path, "original", common.make_header(), original.Config(), rows)
+    page = report.render_section("original", tmp_path)
+    assert "diverged" in page and original.WHY not in page
+
+
+def test_fake_quantization_rounds_weights_and_activations_alone():
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((64, 32), (32, 32), (64, 32)))
+    params = {"params": {"kernel": w, "bias": jnp.ones(32)}}
+    q = lambda v: formats.cast(v, original.FP8, scalemode="ceil")
+
+    def of(recipe):
+        layer = TCFPDense(32, recipe=recipe, dtype=jnp.float32)
+        with nn.intercept_methods(original.fake_quantized):
+            return jax.vjp(layer.apply, params, x)
+
+    y, back = of(original.FAKE_RECIPE)
+    dparams, dx = back(g)
+    np.testing.assert_allclose(y, q(x) @ q(w) + 1, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, g @ q(w).T, rtol=1e-5, atol=1e-5)  # gradients are not rounded
+    np.testing.assert_allclose(dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4)
+    assert 27 < decibels(x @ w, y - 1) < 30
+    assert decibels(x @ w, of(original.VARIANTS[BASELINE])[0] - 1) > 50  # layers of others are left alone
+
+
+def test_images_are_those_of_their_key():
+    (drawn, labels), (again, same) = (glyphs.draw_images(jax.random.key(0), 2, 16) for _ in range(2))
+    assert np.array_equal(drawn, again) and np.array_equal(labels, same)
+    assert drawn.shape == (2, 16, 32, 32) and drawn.dtype == jnp.uint8 and len(np.unique(labels)) > 5
+    assert not np.array_equal(drawn[0], drawn[1]) and 20 < np.std(drawn) < 100
+
+
+@pytest.mark.parametrize("name", ["stored"])
+def test_a_vision_transformer_is_converted_and_its_run_is_a_program(name):
+    config = images.Config(layers=1, width=32, heads=1, patch=16, steps=4, batch=8, heldout=1)
+    drawn = jax.eval_shape(lambda key: glyphs.draw_images(key, 4, 8), jax.random.key(0))
+    program = images._program(config, images.VARIANTS[name])
+    losses, *judged = jax.eval_shape(program, jax.random.key(0), 0.0, drawn, drawn)
+    assert losses.shape == (4,) and [value.shape for value in judged] == [(), (), ()]
+    assert dataclasses.replace(config, wanted=pairs.Wanted(("bf16",), (3,))) == config  # what is wanted is no setting
+
+
+def test_all_layers_of_a_vision_transformer_are_converted_but_its_classifier():
+    model = images.VisionTransformer(images.Config(layers=1, width=32, heads=1), jnp.float32)
+    shape = jax.ShapeDtypeStruct((2, 32, 32), jnp.uint8)
+    report_of = survey(convert_to_tcfp(model, "tensorwise", shape, include=("linear", "small")))
+    assert len(report_of.converted) == 7  # patches, four of attention, two of the MLP
+    assert [record.weight_path for record in report_of.skipped] == ["classifier/kernel"]
