@@ -117,7 +117,7 @@ def _weights_of(run: TrainConfig, params: Any, key: jax.Array) -> Any:
     if run.weights == "float":
         return params
     weights = learner(run.size, recipe(run.recipe), run.compute_dtype).weights
-    return tcfp_jax.store(params, weights, key=key, gradient_dtype=jnp.bfloat16)
+    return tcfp_jax.store(params, weights, key=key)
 
 
 @functools.cache
@@ -155,7 +155,8 @@ def _alone_of(run: TrainConfig) -> Any:
 
 
 def _bits(run: TrainConfig, key: jax.Array) -> jax.Array | None:
-    return None if recipe(run.recipe).draws == "nothing" else key
+    chosen = recipe(run.recipe)
+    return key if chosen.stochastic or chosen.draws != "nothing" else None
 
 
 def _sums(reference: jax.Array, value: jax.Array, stack: int = 0) -> jax.Array:
