@@ -171,11 +171,12 @@ def _run(config: Config, way: str = BASELINE, start: str | None = None) -> Train
 def _base(config: Config) -> tuple[Any, tuple[jax.Array, ...]]:
     """(trained parameters, the batches that would come next)."""
     run = _run(config, start=config.start)
-    text, key, state, losses = jnp.asarray(corpus_of(run).train), batch_key(run), init(run), np.zeros(1)
+    text, key, state, losses = jnp.asarray(corpus_of(run).train), batch_key(run), init(run), None
     for step in range(0, config.base_steps, run.steps_per_call):
         state, found = make_train_step(run, min(run.steps_per_call, config.base_steps - step))(state, text, key)
         losses = np.asarray(found)
-    print(f"base: {config.base_steps} steps in BF16, training loss {losses.mean():.4f} nats", flush=True)
+    loss = "" if losses is None else f", training loss {losses.mean():.4f} nats"
+    print(f"base: {config.base_steps} steps in BF16{loss}", flush=True)
     later = [state._replace(step=state.step + i) for i in range(config.batches)]
     take = jax.jit(functools.partial(windows, run))
     return state.params, tuple(take(state, text, key) for state in later)
