@@ -141,7 +141,7 @@ def summarize(rows: list[Row]) -> list[Summary]:
                 Summary(
                     task=task, name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
                     mean_ratio=statistics.fmean(values), min_ratio=min(values), max_ratio=max(values),
-                    standard_error=_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
+                    standard_error=standard_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
                     mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
                     milliseconds=min(times) if times else None,
                 )
@@ -149,7 +149,7 @@ def summarize(rows: list[Row]) -> list[Summary]:
     return found
 
 
-def _error(values: list[float]) -> float:
+def standard_error(values: list[float]) -> float:
     """The standard error of the mean; NaN of one value, or of one that is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
@@ -200,7 +200,7 @@ def late_switches(rows: list[Row]) -> list[Late]:
         gap, left, mine, theirs = statistics.fmean(without), statistics.fmean(with_it), times[name], times[plain]
         found.append(
             Late(
-                name, plain, variant.finish[0], gap, _error(without), left, _error(with_it),
+                name, plain, variant.finish[0], gap, standard_error(without), left, standard_error(with_it),
                 closed=(gap - left) / gap if floor < gap < math.inf else math.nan,
                 longer=None if mine is None or theirs is None else mine / theirs - 1,
             )

@@ -45,27 +45,21 @@ from benchmarks.gradients import (
     place_of,
     refer,
 )
+from benchmarks.variants import BASELINE, GROUPS, VARIANTS, Variant, chosen_of
 from models import ComputeDtype
 from models.families import ModelConfig, model_names
 from models.llama import LlamaConfig
 from models.settings import TrainConfig, preset
 from models.train import corpus_of, keep_programs
 from models.training import batch_key, init, make_train_step, windows
-from tcfp_jax.recipes import NAMES, recipe
+from tcfp_jax.recipes import NAMES
 
 NAME = "fidelity"
 Product = Literal["forward", "dgrad", "wgrad"]
 PRODUCTS: tuple[Product, ...] = ("forward", "dgrad", "wgrad")
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-STORED: dict[str, Any] = dict(weights="stored", moments="8bit")
-# Fields of a run by name: every named recipe beside float weights, and what forks say is worth a row.
-WAYS: dict[str, dict[str, Any]] = {
-    **{name: dict(recipe=name) for name in NAMES},
-    "tensorwise_e4m3": dict(recipe=recipe("tensorwise", gradient=E4M3)),
-    "stored": dict(recipe="tcfp12_single", **STORED),
-    "stored_e5m2": dict(recipe=recipe("tcfp12_single", gradient=E5M2), **STORED),
-    "stored_dual_forward": dict(recipe=recipe("tcfp12_single", forward_weight="hi+lo"), **STORED),
-}
+# Of the ways that learning is compared by, those that make one step's gradient what it is.
+WAYS = {name: v for name, v in VARIANTS.items() if v == Variant(v.recipe, v.weights, v.moments)}
+USUAL = (*NAMES, "tensorwise_e4m3", "stored", "stored_e5m2", "stored_dual_forward")
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class Config:
     batches: int = 4
     alone: int = 8
     dtype: ComputeDtype = "bfloat16"
-    ways: tuple[str, ...] = tuple(WAYS)
+    ways: tuple[str, ...] = USUAL
     data: tuple[str, ...] = ()
     seed: int = 0
 
@@ -117,7 +111,7 @@ class Row:
       whole: of each matrix's part of the whole gradient, over all batches: (SNR, cosine) by kind and layer, "qkv 3".
       alone: of forward, dgrad and wgrad of each product alone, in this order.
       seconds: of its measurement, compilation not included.
-      way: the fields of the run, as Python.
+      way: the Python expression of it.
     """
 
     name: str
@@ -142,7 +136,7 @@ def measure(config: Config) -> Iterator[Row]:
       RuntimeError: a way failed; the others were done first.
     """
     reference = refer(_run(config), *_base(config), config.alone)
-    runs: dict[str, TrainConfig] = {name: _run(config, **WAYS[name]) for name in config.ways}
+    runs: dict[str, TrainConfig] = {name: _run(config, name) for name in config.ways}
     failed: list[str] = []
     with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         programs = {name: _attempt(failed, name, compiled, run, reference, pool) for name, run in runs.items()}
@@ -164,22 +158,25 @@ def _attempt(failed: list[str], name: str, function: Callable[..., Any], *args: 
         return None
 
 
-def _run(config: Config, **fields: Any) -> TrainConfig:
+def _run(config: Config, way: str = BASELINE, start: str | None = None) -> TrainConfig:
     model: Any = config.model
+    variant = WAYS[way]
     return preset(
-        model, **fields, steps=max(1, config.base_steps), batch=config.batch, sequence=config.sequence,
-        dtype=config.dtype, data=config.data, seed=config.seed,
+        model, recipe=variant.recipe, weights=variant.weights, moments=variant.moments, start=start,
+        steps=max(1, config.base_steps), batch=config.batch, sequence=config.sequence, dtype=config.dtype,
+        data=config.data, seed=config.seed,
     )  # fmt: skip
 
 
 def _base(config: Config) -> tuple[Any, tuple[jax.Array, ...]]:
     """(trained parameters, the batches that would come next)."""
-    run = _run(config, recipe="bf16", start=config.start)
-    text, key, state, losses = jnp.asarray(corpus_of(run).train), batch_key(run), init(run), np.zeros(1)
+    run = _run(config, start=config.start)
+    text, key, state, losses = jnp.asarray(corpus_of(run).train), batch_key(run), init(run), None
     for step in range(0, config.base_steps, run.steps_per_call):
         state, found = make_train_step(run, min(run.steps_per_call, config.base_steps - step))(state, text, key)
         losses = np.asarray(found)
-    print(f"base: {config.base_steps} steps in BF16, training loss {losses.mean():.4f} nats", flush=True)
+    loss = "" if losses is None else f", training loss {losses.mean():.4f} nats"
+    print(f"base: {config.base_steps} steps in BF16{loss}", flush=True)
     later = [state._replace(step=state.step + i) for i in range(config.batches)]
     take = jax.jit(functools.partial(windows, run))
     return state.params, tuple(take(state, text, key) for state in later)
@@ -206,14 +203,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", metavar="NPZ", help="float parameters of the model, as models.train --export writes")
     parser.add_argument("--data", nargs="+", default=None, help="as of models.train")
     parser.add_argument("--batches", type=int, help=f"whose gradients are compared (default: {Config.batches})")
-    parser.add_argument("--recipes", help=f"of {', '.join(WAYS)} (default: all)")
+    parser.add_argument("--variants", help=f"groups of {', '.join(GROUPS)} or names (default: the named recipes)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown recipes, no batch, or negative steps.
+      ValueError: unknown variants, or such without a gradient of their own, no batch, or negative steps.
     """
     on_gpu = jax.default_backend() == "gpu"
     config = SMOKE if options.smoke else Config() if on_gpu else CPU
@@ -222,8 +219,8 @@ def configure(options: argparse.Namespace) -> Config:
     names = ("model", "base_steps", "batches")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     config = dataclasses.replace(config, **given, data=tuple(options.data or ()))
-    if options.recipes:
-        config = dataclasses.replace(config, ways=common.chosen_of("recipes", options.recipes, tuple(WAYS)))
+    if options.variants:
+        config = dataclasses.replace(config, ways=_ways(options.variants))
     if config.batches < 1 or config.base_steps < 0:
         raise ValueError(
             f"--batches {config.batches} and --base-steps {config.base_steps}: gradients need a batch, and a base has "
@@ -232,6 +229,16 @@ def configure(options: argparse.Namespace) -> Config:
     if on_gpu:
         keep_programs(common.ROOT / "runs" / NAME)
     return config
+
+
+def _ways(text: str) -> tuple[str, ...]:
+    names = chosen_of(text)
+    if others := [name for name in names if name not in WAYS]:
+        raise ValueError(
+            f"--variants has {others}, whose single gradients are those of another one: they differ in what stays from "
+            f"step to step, or in some steps or blocks; use names of {list(WAYS)}"
+        )
+    return names
 
 
 def show(rows: list[Row]) -> None:

@@ -21,7 +21,7 @@ from models.families import FAMILIES, family_of, learner
 from models.settings import TrainConfig
 from models.training import loss_function
 from tcfp_jax import paths
-from tcfp_jax.conversion.observation import Operands, operands
+from tcfp_jax.conversion.observation import operands
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.recipes import recipe
 
@@ -60,18 +60,21 @@ def refer(run: TrainConfig, params: Any, batches: tuple[jax.Array, ...], alone: 
         of_tokens: Any = model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:])
         return of_tokens.mean()
 
-    gradient = _exactly(jax.value_and_grad(loss))
-    found = [gradient(params, batch) for batch in batches]
-    captured: dict[str, Operands] = _exactly(functools.partial(operands, transform(loss, _ANY_RECIPE, rules=RULES)))(
-        params, batches[0][:alone]
-    )
-    leaves, matrices = paths.leaves(params), {}
-    for path, (x, g) in captured.items():
-        for name, place in matrices_of(path, x.shape[:-2]).items():
-            matrices[name] = (x[place], leaves[path][place], g[place])
+    gradient, converted = _exactly(jax.value_and_grad(loss)), transform(loss, _ANY_RECIPE, rules=RULES)
+
+    def capture(params: Any, tokens: jax.Array) -> Any:
+        leaves, captured = paths.leaves(params), {}
+        for path, (x, g) in operands(converted, params, tokens).items():
+            places = matrices_of(path, x.shape[:-2])
+            captured[path] = {name: (x[place], leaves[path][place], g[place]) for name, place in places.items()}
+        return captured
+
+    found, captured = [gradient(params, batch) for batch in batches], _exactly(capture)(params, batches[0][:alone])
+    matrices = {name: given for of_path in captured.values() for name, given in of_path.items()}
+    leaves = paths.leaves(params)
     return Reference(
         params, batches, tuple(float(loss) for loss, _ in found), tuple(paths.leaves(g) for _, g in found),
-        {path: x.ndim - 2 for path, (x, _) in captured.items()},
+        {path: leaves[path].ndim - 2 for path in captured},
         dict(sorted(matrices.items(), key=lambda item: place_of(item[0]))),
     )  # fmt: skip
 
@@ -117,7 +120,7 @@ def _weights_of(run: TrainConfig, params: Any, key: jax.Array) -> Any:
     if run.weights == "float":
         return params
     weights = learner(run.size, recipe(run.recipe), run.compute_dtype).weights
-    return tcfp_jax.store(params, weights, key=key, gradient_dtype=jnp.bfloat16)
+    return tcfp_jax.store(params, weights, key=key)
 
 
 @functools.cache
@@ -155,7 +158,8 @@ def _alone_of(run: TrainConfig) -> Any:
 
 
 def _bits(run: TrainConfig, key: jax.Array) -> jax.Array | None:
-    return None if recipe(run.recipe).draws == "nothing" else key
+    chosen = recipe(run.recipe)
+    return key if chosen.stochastic or chosen.draws != "nothing" else None
 
 
 def _sums(reference: jax.Array, value: jax.Array, stack: int = 0) -> jax.Array:

@@ -15,7 +15,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,45 +24,22 @@ import optax
 from flax import linen as nn
 
 import tcfp_jax
-from benchmarks import common, glyphs, pairs
+from benchmarks import common, glyphs, pairs, variants
 from benchmarks.common import Result, default_dtype
-from benchmarks.pairs import BASELINE, RERUN, Row
+from benchmarks.fork_runs import last_tenth
+from benchmarks.pairs import Row
+from benchmarks.variants import BASELINE, RERUN, Variant
 from models.train import keep_programs
 from models.training import jittered
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.recipes import Recipe, recipe
 
 NAME = "images"
 WARM_UP = 10  # a tenth of the steps
 B2, WEIGHT_DECAY, CLIP_NORM = 0.95, 0.05, 1.0
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How a model trains; stored weights have moments of 8 bits."""
-
-    recipe: Recipe
-    weights: Literal["float", "stored"] = "float"
-
-
-VARIANTS = {
-    BASELINE: Variant(recipe("bf16")),
-    RERUN: Variant(recipe("bf16")),
-    "tensorwise": Variant(recipe("tensorwise")),
-    "tcfp12_fast": Variant(recipe("tcfp12_fast")),
-    "stored": Variant(recipe("tcfp12_single"), "stored"),
-    "nvfp4": Variant(recipe("nvfp4")),
-    "nvfp4_training": Variant(recipe("nvfp4_training")),
-}
-MEANINGS = {
-    BASELINE: "BF16",
-    RERUN: f"BF16, weights perturbed by {pairs.RERUN_JITTER:g}",
-    "tensorwise": "`tensorwise`",
-    "tcfp12_fast": "`tcfp12_fast`",
-    "stored": "**stored: hi + lo alone, 8-bit moments**",
-    "nvfp4": "`nvfp4`: weights of four bits",
-    "nvfp4_training": "`nvfp4_training`: all products of NVFP4 operands, emulated",
-}
+NAMES = (BASELINE, RERUN, "tensorwise", "tcfp12_fast", "stored", "nvfp4", "nvfp4_training")
+VARIANTS = {name: variants.VARIANTS[name] for name in NAMES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +110,15 @@ class VisionTransformer(nn.Module):
 def measure_one(config: Config, name: str, seed: int) -> Row:
     """Train and evaluate one variant."""
     started, key = time.perf_counter(), jax.random.key(seed)
-    jitter = pairs.RERUN_JITTER if name == RERUN else 0.0
-    found = _program(config, VARIANTS[name])(key, jitter, _training_images(config, seed), _heldout_images(config))
-    losses, heldout, in_bf16, accuracy = jax.device_get(found)
+    variant, drawn = VARIANTS[name], (_training_images(config, seed), _heldout_images(config))
+    # BF16 and BF16 of perturbed weights are one program.
+    program = _program(config, dataclasses.replace(variant, perturbation=0.0))
+    found = program(key, variant.perturbation, *drawn)
+    losses, *judged = jax.device_get(found)
+    heldout, in_bf16, accuracy = map(float, judged)
     return Row(
-        name, seed, pairs.last_tenth(np.asarray(losses, np.float64)), float(heldout), float(in_bf16), float(accuracy),
-        time.perf_counter() - started, repr(VARIANTS[name]), _library(),
+        name, seed, last_tenth(np.asarray(losses, np.float64).tolist()), heldout, in_bf16, accuracy,
+        time.perf_counter() - started, repr(variant), _library(),
     )  # fmt: skip
 
 
@@ -183,7 +163,7 @@ def _program(config: Config, variant: Variant) -> Callable[..., Any]:
         params: Any = plain.init(weights_key, jnp.zeros(shape.shape, shape.dtype)[:1])["params"]
         params = jittered(params, perturbation, jitter)  # of zero changes no bit
         if variant.weights == "stored":
-            params = tcfp_jax.store(params, weights, key=rounding, gradient_dtype=jnp.bfloat16)
+            params = tcfp_jax.store(params, weights, key=rounding, gradient_dtype=variant.gradient_dtype)
         optimizer = _optimizer(config, variant, weights, moments)
 
         def step(carry: Any, given: Any) -> tuple[Any, jax.Array]:
@@ -214,7 +194,7 @@ def _optimizer(config: Config, variant: Variant, weights: Any, key: jax.Array) -
     )
     options: Any = dict(b2=B2, weight_decay=WEIGHT_DECAY)
     if variant.weights == "stored":
-        return tcfp_jax.optim.adamw(schedule, **options, moments="8bit", max_norm=CLIP_NORM, key=key)
+        return tcfp_jax.optim.adamw(schedule, **options, moments=variant.moments, max_norm=CLIP_NORM, key=key)
     return optax.chain(
         optax.clip_by_global_norm(CLIP_NORM), optax.adamw(schedule, **options), tcfp_jax.error_feedback(weights)
     )
@@ -247,7 +227,7 @@ def configure(options: argparse.Namespace) -> Config:
         learning_rate=options.learning_rate,
     )  # fmt: skip
     if options.smoke:
-        options.seeds, options.recipes = 1, options.recipes or ",".join((BASELINE, "tensorwise", "stored"))
+        options.seeds, options.variants = 1, options.variants or ",".join((BASELINE, "tensorwise", "stored"))
         config = Config(layers=1, width=32, heads=1, patch=8, steps=6, batch=8, heldout=2)
     if jax.default_backend() == "gpu":  # most of a first run is compilation
         keep_programs(common.ROOT / "runs" / NAME)
@@ -256,13 +236,14 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print what the rows say of each variant."""
-    pairs.show(rows, tuple(VARIANTS))
+    pairs.show(rows, NAMES)
 
 
 def table(result: Result) -> str:
     """A line a variant."""
     config = result.config
-    lines = pairs.table(pairs.summaries(result, tuple(VARIANTS)), MEANINGS, "exp(held-out loss - BF16's)")
+    meanings = {name: f"`{name}`: {variant.meaning}" for name, variant in VARIANTS.items()}
+    lines = pairs.table(pairs.summaries(result, NAMES), meanings, "exp(held-out loss - BF16's)")
     return (
         f"{lines}\n\nA vision Transformer of {config['layers']} layers of width {config['width']} on patches of "
         f"{config['patch']} × {config['patch']}, {config['steps']} steps of {config['batch']} images of "
@@ -274,7 +255,7 @@ def table(result: Result) -> str:
 def plot(figure: Any, result: Result) -> None:
     """A line of dots a variant."""
     title = "exp(held-out loss - that of BF16 with the same seed); the bar is the mean"
-    pairs.plot(figure, result, tuple(VARIANTS), title)
+    pairs.plot(figure, result, NAMES, title)
 
 
 main = functools.partial(common.main, NAME)

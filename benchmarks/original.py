@@ -24,7 +24,9 @@ from flax import linen as nn
 
 from benchmarks import common, pairs
 from benchmarks.common import Result
-from benchmarks.pairs import BASELINE, RERUN, Row
+from benchmarks.fork_runs import last_tenth
+from benchmarks.pairs import Row
+from benchmarks.variants import BASELINE, RERUN, RERUN_JITTER
 from models.gpt import GPTConfig
 from models.settings import TrainConfig, preset
 from models.train import corpus_of, keep_programs, run
@@ -56,7 +58,7 @@ VARIANTS: dict[str, Recipe] = {
 }
 MEANINGS = {
     BASELINE: "BF16",
-    RERUN: f"BF16, weights perturbed by {pairs.RERUN_JITTER:g}",
+    RERUN: f"BF16, weights perturbed by {RERUN_JITTER:g}",
     "tcfp12": "**TCFP-12**, the flags as the original has them",
     "no_error_feedback": "TCFP-12, `error_feedback=False`",
     "srr": "TCFP-12, `srr=True` in the place of error feedback",
@@ -115,7 +117,7 @@ def fake_quantized(
 def train_config(config: Config, name: str, seed: int) -> TrainConfig:
     """The run of a variant."""
     base = preset(config.model, steps=config.steps, heldout_windows=config.heldout_windows)
-    jitter = pairs.RERUN_JITTER if name == RERUN else 0.0
+    jitter = RERUN_JITTER if name == RERUN else 0.0
     own: Any = dict(recipe=VARIANTS[name], seed=seed, initial_jitter=jitter)
     return dataclasses.replace(base, **config.overrides, **own)
 
@@ -126,7 +128,7 @@ def measure_one(config: Config, name: str, seed: int) -> Row:
     with nn.intercept_methods(fake_quantized):
         found = run(train_config(config, name, seed))
     return Row(
-        name, seed, pairs.last_tenth(found.train_loss), found.heldout_loss, found.heldout_loss_bf16, None,
+        name, seed, last_tenth(list(found.train_loss)), found.heldout_loss, found.heldout_loss_bf16, None,
         time.perf_counter() - started, repr(VARIANTS[name]), _library(),
     )  # fmt: skip
 
@@ -155,7 +157,7 @@ def configure(options: argparse.Namespace) -> Config:
     """
     config = Config(steps=options.steps)
     if options.smoke:
-        options.seeds, options.recipes = 1, options.recipes or ",".join((BASELINE, "tcfp12", FAKE))
+        options.seeds, options.variants = 1, options.variants or ",".join((BASELINE, "tcfp12", FAKE))
         micro = GPTConfig(layers=1, width=32, heads=2, context=32)
         overrides = {"model": micro, "batch": 2, "sequence": 32, "corpus_bytes": 1_000_000, "steps_per_call": 2}
         config = Config(model="tiny", steps=4, heldout_windows=8, overrides=overrides)

@@ -1,8 +1,9 @@
 """Whole runs from scratch, paired by seed: done in turn within a budget, and compared with the baseline of their seed.
 
 A run and its baseline have the same initial weights and batches. Their ratio is `exp(loss - loss of the baseline)` of
-held-out cross-entropies. `RERUN` is the baseline from weights that are perturbed by one part in a million, which shows
-how far rounding alone moves a run. Rows are kept by a benchmark's JSON, and `--resume` does the runs that it lacks.
+held-out cross-entropies. `bf16_rerun` is the baseline from weights that are perturbed by one part in a million, which
+shows how far rounding alone moves a run. Rows are kept by a benchmark's JSON, and `--resume` does the runs that it
+lacks.
 """
 
 import argparse
@@ -20,8 +21,9 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Result, markdown_table
+from benchmarks.convergence_tables import perplexity_ratio, standard_error
+from benchmarks.variants import BASELINE, RERUN
 
-BASELINE, RERUN, RERUN_JITTER = "bf16", "bf16_rerun", 1e-6
 LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 
 
@@ -140,24 +142,6 @@ def read_row(row: Mapping[str, Any]) -> Row:
     return Row(**{**row, **{name: math.nan for name in LOSSES if row[name] is None}})
 
 
-def last_tenth(losses: np.ndarray) -> float:
-    """The mean over the last tenth of the steps, of one step at least.
-
-    >>> last_tenth(np.arange(20.0))
-    18.5
-    """
-    return float(np.mean(losses[-max(1, len(losses) // 10) :]))
-
-
-def ratio(loss: float, baseline: float) -> float:
-    """`exp(loss - baseline)`; inf where one of them is not finite: a run that diverged must not look good.
-
-    >>> ratio(1.0, 1.0), ratio(math.nan, 1.0)
-    (1.0, inf)
-    """
-    return math.exp(min(700.0, loss - baseline)) if math.isfinite(loss) and math.isfinite(baseline) else math.inf
-
-
 def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
     """Of every name that shares a seed with the baseline, in the order of the names."""
     baseline = {row.seed: row.heldout_loss for row in rows if row.name == BASELINE}
@@ -166,10 +150,9 @@ def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
         paired = [row for row in rows if row.name == name and row.seed in baseline]
         if not paired:
             continue
-        ratios = [ratio(row.heldout_loss, baseline[row.seed]) for row in paired]
-        in_bf16 = [ratio(row.heldout_loss_bf16, baseline[row.seed]) for row in paired]
-        finite = len(ratios) > 1 and all(map(math.isfinite, ratios))
-        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if finite else math.nan
+        ratios = [perplexity_ratio(row.heldout_loss, baseline[row.seed]) for row in paired]
+        in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.seed]) for row in paired]
+        error = standard_error(ratios)
         accuracies = [row.accuracy for row in paired if row.accuracy is not None]
         found.append(
             Summary(
@@ -186,7 +169,7 @@ def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
 
 def add_options(parser: argparse.ArgumentParser, variants: Mapping[str, Any], seeds: int) -> None:
     """Variants, seeds, and when to stop."""
-    parser.add_argument("--recipes", help=f"of {', '.join(variants)} (default: all)")
+    parser.add_argument("--variants", help=f"of {', '.join(variants)} (default: all)")
     parser.add_argument("--seeds", type=int, default=seeds, help=f"how many (default: {seeds})")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
@@ -201,9 +184,9 @@ def wanted_of(options: argparse.Namespace, variants: Mapping[str, Any]) -> Wante
     """
     if options.resume and options.path is None:
         raise ValueError("--resume continues a JSON file, so it needs --json or --out")
-    names = common.chosen_of("recipes", options.recipes, tuple(variants))
+    names = common.chosen_of("variants", options.variants, tuple(variants))
     if BASELINE not in names and not options.resume:
-        raise ValueError(f"--recipes must contain {BASELINE}, to which the others are compared, or --resume a file")
+        raise ValueError(f"--variants must contain {BASELINE}, to which the others are compared, or --resume a file")
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     return Wanted(names, seeds, options.budget_seconds, str(options.path) if options.resume else None)
 

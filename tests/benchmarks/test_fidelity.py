@@ -56,7 +56,7 @@ def test_products_alone_have_the_errors_of_their_operands(pool):
     reference = Reference(None, (), (), (), {}, {"up 0": (x, w, g)})
     found = {}
     for name in ("bf16", "tensorwise", "tcfp12"):
-        run = preset("llama-tiny", **fidelity.WAYS[name])
+        run = fidelity._run(fidelity.CPU, name)
         shapes = gradients._shapes((x, w, g))
         programs = {shapes: pool.submit(gradients._alone_of(run).lower(x, w, g, jax.random.key(0)).compile)}
         found[name] = [snr_db for snr_db, _ in compare_alone(reference, programs, jax.random.key(0))["up 0"]]
@@ -113,6 +113,7 @@ def test_a_way_that_fails_leaves_the_others_their_rows(monkeypatch):
 
 
 def test_wrong_requests_are_refused(tmp_path):
-    for arguments, message in ((["--recipes", "tcfp13"], "unknown"), (["--batches", "0"], "need a batch")):
+    wrong = {"unknown": ["--variants", "tcfp13"], "from step to step": ["--variants", "noise"]}
+    for message, arguments in {**wrong, "need a batch": ["--batches", "0"]}.items():
         with pytest.raises(ValueError, match=message):
             fidelity.main(["--smoke", "--out", str(tmp_path), *arguments])

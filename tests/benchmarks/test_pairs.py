@@ -36,7 +36,7 @@ def test_ratios_are_of_one_seed():
 def test_runs_stop_at_their_budget_and_resume(tmp_path, monkeypatch, capsys):
     losses = {BASELINE: 1.0, "fp8": 1.1, "fp8_e4m3": 1.2}
     monkeypatch.setattr(original, "measure_one", lambda config, name, seed: row(name, seed, losses[name] + seed))
-    command = ["--smoke", "--out", str(tmp_path), "--recipes"]
+    command = ["--smoke", "--out", str(tmp_path), "--variants"]
     first = original.main([*command, f"{BASELINE},fp8"])
     assert [(r.name, r.seed) for r in first] == [(BASELINE, 0), ("fp8", 0)]
     assert original.main([*command, "fp8_e4m3", "--resume", "--budget-seconds", "-1"]) == first
@@ -52,7 +52,7 @@ def test_runs_stop_at_their_budget_and_resume(tmp_path, monkeypatch, capsys):
     assert [r.name for r in pairs.read_rows(path, settings, original.VARIANTS)] == [BASELINE, "fp8_e4m3"]
     with pytest.raises(ValueError, match="drop --resume"):
         pairs.read_rows(path, original.Config().settings, original.VARIANTS)
-    for message, wrong in {"tcfp13": ["--recipes", "tcfp13"], "must contain bf16": ["--recipes", "fp8"]}.items():
+    for message, wrong in {"tcfp13": ["--variants", "tcfp13"], "must contain bf16": ["--variants", "fp8"]}.items():
         with pytest.raises(ValueError, match=message):
             original.main(wrong)
 
