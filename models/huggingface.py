@@ -113,7 +113,7 @@ def to_huggingface(
         floats = {n: jnp.swapaxes(layers[n]["kernel"], -1, -2) for n, weight in held.items() if weight is None}
         if scaling is not None and len(floats) < len(group):
             raise ValueError(f"scaling={scaling}, but {group} are quantized already; leave it out")
-        matrices |= {name: weight.for_forward("hi") for name, weight in held.items() if weight is not None}
+        matrices |= {name: _stack(weight.for_forward("hi")) for name, weight in held.items() if weight is not None}
         matrices |= floats if scaling is None else quantize_together(floats, scaling)
     # On the host, where they go: a slice of a layer on a device would be a program of its own.
     matrices, layers = jax.device_get((matrices, layers))
@@ -123,6 +123,11 @@ def to_huggingface(
         tensors |= {f"{place}.{theirs}.weight": one(matrices[ours]) for ours, theirs in PROJECTIONS.items()}
         tensors |= {f"{place}.{theirs}.weight": one(layers[ours]["scale"]) for ours, theirs in NORMS.items()}
     return {name: t if isinstance(t, Operand) else np.asarray(t).astype(dtype) for name, t in tensors.items()}
+
+
+def _stack(weight: Operand) -> Operand:
+    """A stack of matrices; of a stack of one layer `find_weights` makes a matrix."""
+    return weight if weight.values.ndim == 3 else jax.tree.map(lambda leaf: leaf[None, ...], weight)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
