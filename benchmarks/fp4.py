@@ -5,7 +5,8 @@
 A call multiplies x by copies of the weight one after the other, together above `COLD_BYTES`, which is several times the
 L2 cache of an H200, so that every product reads its weight from memory; BF16's product does the same with its own.
 Times are a product's. "W4A16" multiplies codes times scales by BF16 activations, exactly; "W4A8" by E4M3 activations
-with a scale for each row, on FP8 tensor cores where the rule of the scales is "fold_exact". Every product is checked
+with a scale for each row, which are found in the time that counts, on FP8 tensor cores where the rule of the scales is
+"fold_exact": by XLA, which unpacks the weight, and by the kernel that decodes it in registers. Every product is checked
 against the float64 product of dequantized operands before it is timed.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.mosaic import MOST_ROWS
 from pallas_kernels.operands import Fp4, Operand
@@ -79,48 +81,76 @@ class Row(timing.Timing):
     copies: int
 
 
-# (name, scaling, activation); the last two of many rows alone
-KINDS: tuple[tuple[str, Fp4, Any], ...] = (
-    ("W4A16 nvfp4", Fp4(), "bfloat16"),
-    ("W4A16 mxfp4", Fp4("mxfp4"), "bfloat16"),
-    ("W4A8 nvfp4 fold-exact", Fp4(rule="fold_exact"), "float8_e4m3fn"),
-)
+@dataclass(frozen=True)
+class Kind:
+    """How a weight and activations are rounded, and by what they are multiplied.
+
+    Attributes:
+      scaling, activation: of the product.
+      backend: None for the one that is chosen.
+    """
+
+    scaling: Fp4
+    activation: Any = "bfloat16"
+    backend: Backend | None = None
+
+    def runs(self, part: Part, m: int) -> bool:
+        """Whether it is measured: XLA's product of E4M3 where rows are many, a named kernel where it takes them."""
+        if self.backend == "mosaic":
+            return part == "decode" and m <= MOST_ROWS[self.activation] and jax.default_backend() == "gpu"
+        if part == "dgrad":
+            return self.activation == "bfloat16" and self.scaling.format == "nvfp4"
+        return self.activation == "bfloat16" or m > MOST_ROWS["bfloat16"] // 2
+
+    def ran(self, part: Part, m: int) -> Backend:
+        """The backend that multiplies."""
+        here = self.activation == "bfloat16" and part != "dgrad" and m <= MOST_ROWS["bfloat16"]
+        return self.backend or ("mosaic" if here and jax.default_backend() == "gpu" else "xla")
+
+
+KINDS: dict[str, Kind] = {
+    "W4A16 nvfp4": Kind(Fp4()),
+    "W4A16 mxfp4": Kind(Fp4("mxfp4")),
+    "W4A8 nvfp4 fold-exact": Kind(Fp4(rule="fold_exact"), "float8_e4m3fn", "xla"),
+    "W4A8 nvfp4 fold-exact, kernel": Kind(Fp4(rule="fold_exact"), "float8_e4m3fn", "mosaic"),
+}
 
 
 def measure(config: Config) -> Iterator[Row]:
     """Check and time every product of every part."""
     for part, (k, n), rows in config.cases:
-        weights = _weights(part, k, n, config)
+        weights = _weights(part, (k, n), rows, config)
         for m in rows:
             yield from _products(part, (m, k, n), weights, config)
 
 
-def _weights(part: Part, k: int, n: int, config: Config) -> dict[str, list[Any]]:
-    """Copies of a weight in BF16 and in each form."""
-    key = jax.random.key(config.seed)
+def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config) -> dict[str, list[Any]]:
+    """Copies of a weight in BF16 and in each form that some of these rows multiply."""
+    (k, n), key = shape, jax.random.key(config.seed)
     first = jax.random.normal(key, (n, k), jnp.bfloat16)
 
     def copies(w: Any) -> list[Any]:
         count = max(1, math.ceil(config.cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
         return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
 
-    made = {BASELINE: copies(first)}
-    for name, scaling, activation in KINDS:
-        if (activation == "bfloat16" and scaling.format == "nvfp4") or part != "dgrad":
-            made[name] = copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first))
-    return made
+    @functools.cache
+    def quantized(scaling: Fp4) -> list[Any]:
+        return copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first))
+
+    wanted = {name: kind for name, kind in KINDS.items() if any(kind.runs(part, m) for m in rows)}
+    return {BASELINE: copies(first)} | {name: quantized(kind.scaling) for name, kind in wanted.items()}
 
 
 def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[Any]], config: Config) -> list[Row]:
     m, k, n = sizes
     contracts: Any = "n" if part == "dgrad" else "k"
     x = jax.random.normal(jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16)
-    activations = {name: activation for name, _, activation in KINDS}
 
     def multiply(name: str, x: jax.Array, w: Any) -> jax.Array:
         if name == BASELINE:
             return x @ (w if part == "dgrad" else w.T)
-        return fp4_matmul(x, w, contracts=contracts, activation=activations[name])
+        kind = KINDS[name]
+        return fp4_matmul(x, w, contracts=contracts, activation=kind.activation, backend=kind.backend)
 
     def each(name: str, x: jax.Array, copies: list[Any]) -> list[jax.Array]:
         return [multiply(name, x, w) for w in copies]
@@ -128,8 +158,8 @@ def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[A
     snr: dict[str, float | None] = {}
     candidates: Any = {}
     for name, copies in weights.items():
-        if name.startswith("W4A8") and m <= MOST_ROWS // 2:
-            continue  # activations are nothing of what decoding reads
+        if name != BASELINE and not KINDS[name].runs(part, m):
+            continue
         candidates[name] = jax.jit(functools.partial(each, name)), (x, copies)
         snr[name] = None if name == BASELINE else _checked(name, candidates[name][0](x, copies)[-1], x, copies[0], part)
     timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
@@ -141,17 +171,13 @@ def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[A
         base = timed[BASELINE].median_ms / len(weights[BASELINE])
         rows.append(
             Row(
-                **{**asdict(times), **one}, part=part, kind=name, m=m, k=k, n=n, backend=_backend(name, part, m),
+                **{**asdict(times), **one}, part=part, kind=name, m=m, k=k, n=n,
+                backend="xla" if name == BASELINE else KINDS[name].ran(part, m),
                 speed_over_bf16=base / one["median_ms"], weight_bits=8 * nbytes / (n * k),
                 terabytes_per_second=nbytes / one["median_ms"] / 1e9, snr_db=snr[name], copies=count,
             )
         )  # fmt: skip
     return rows
-
-
-def _backend(name: str, part: Part, m: int) -> str:
-    kernel = name.startswith("W4A16") and part != "dgrad" and m <= MOST_ROWS and jax.default_backend() == "gpu"
-    return "mosaic" if kernel else "xla"
 
 
 def _checked(name: str, y: jax.Array, x: jax.Array, w: Operand, part: Part) -> float:

@@ -13,7 +13,7 @@ from pallas_kernels.fp4_matmul.reference import Activation, Contracts, Options
 from pallas_kernels.operands import Fp4, Operand
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),
+    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
     Implementation("xla", parts.by_xla, key=reference.key),
 )
 
@@ -38,9 +38,12 @@ def fp4_matmul(
       w: an operand with `Fp4` scaling, as `tcfp_jax.weights.fp4.quantize_fp4` makes it.
       contracts: which axis of w is summed over: "k" is the forward product, "n" its input gradient.
       activation: what x is rounded to: "bfloat16" (W4A16; products are exact and their sums float32) or
-        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448.
+        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. With the rule "fold_exact" of the
+        weight it runs on FP8 tensor cores along "k", whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
+      backend: "mosaic" decodes few rows' weights in registers on Hopper. For W4A8, of at most 256 rows and a fold-exact
+        weight, it must be named: that kernel has been compiled for an H200 and has not run on one yet.
 
     Returns:
       `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.

@@ -105,15 +105,15 @@ def _load_scales(context: Any, scales: Any, first_row: Any) -> Any:
     """The 16 scale bytes of each of a thread's rows, r and r + 8, as four words."""
     i32 = ir.IntegerType.get_signless(32)
     thread = mgpu.utils.thread_idx()
-    lane, warp = arith.andi(thread, _constant(31)), arith.andi(arith.shrui(thread, _constant(5)), _constant(3))
-    row = arith.addi(arith.muli(warp, _constant(ROWS_OF_WARP)), arith.shrui(lane, _constant(2)))
+    lane, warp = arith.andi(thread, constant(31)), arith.andi(arith.shrui(thread, constant(5)), constant(3))
+    row = arith.addi(arith.muli(warp, constant(ROWS_OF_WARP)), arith.shrui(lane, constant(2)))
     row = arith.addi(row, first_row.registers.item())
-    address = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(scales)), arith.muli(row, _constant(16)))
+    address = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(scales)), arith.muli(row, constant(16)))
     layout = mgpu.WGStridedFragLayout((128 * WORDS,), WORDS)
     made = []
     for half in range(2):
         text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {8 * 16 * half}];"
-        words = _assembly([i32] * WORDS, [address], text, effects=True)
+        words = assembly([i32] * WORDS, [address], text, effects=True)
         whole = llvm.mlir_undef(ir.VectorType.get((WORDS,), i32))
         for i, word in enumerate(words):
             whole = vector.insert(word, whole, [], [i])
@@ -125,7 +125,7 @@ def _load_scales(context: Any, scales: Any, first_row: Any) -> Any:
 def _decode(form: str, chunk: int, context: Any, codes: Any, table: Any, *words: Any) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    quarter = arith.andi(mgpu.utils.thread_idx(), _constant(3))
+    quarter = arith.andi(mgpu.utils.thread_idx(), constant(3))
     of_table = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(table))
     registers = codes.registers.reshape(-1, 2)[GROUPS * chunk : GROUPS * (chunk + 1)]
     out = np.empty((GROUPS * 4, 2), object)
@@ -133,8 +133,8 @@ def _decode(form: str, chunk: int, context: Any, codes: Any, table: Any, *words:
     for half in range(2):  # a thread has rows r and r + 8
         of_groups = _scales_of(form, words[half].registers.item(), of_table, quarter, chunk)
         for group, scale in enumerate(of_groups):
-            more = [_constant(0x7E807E80)] if form == "mxfp4" else []  # a pair of 2**126
-            four = _assembly([i32] * 4, [_as(i32, registers[group, half]), scale, *more], text)
+            more = [constant(0x7E807E80)] if form == "mxfp4" else []  # a pair of 2**126
+            four = assembly([i32] * 4, [_as(i32, registers[group, half]), scale, *more], text)
             for i, value in enumerate(four):
                 out[4 * group + i, half] = _as(pair, value)
     layout = mgpu.WGMMA_LAYOUT
@@ -150,12 +150,13 @@ def _scales_of(form: str, words: Any, table: Any, quarter: Any, chunk: int) -> l
     bytes_ = vector.extract(words, [], [word])
     if form == "nvfp4":
         # Two blocks a group, the second of which the upper two quarters of the lanes have.
-        bytes_ = arith.shrui(bytes_, arith.muli(arith.shrui(quarter, _constant(1)), _constant(8)))
-    look_up = lambda place: _assembly([i32], [bytes_, table, _constant(0x4440 | place)], _LOOK_UP)[0]
+        bytes_ = arith.shrui(bytes_, arith.muli(arith.shrui(quarter, constant(1)), constant(8)))
+    look_up = lambda place: assembly([i32], [bytes_, table, constant(0x4440 | place)], _LOOK_UP)[0]
     return [look_up(place) for place in places]
 
 
-def _constant(value: int) -> Any:
+def constant(value: int) -> Any:
+    """A word."""
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
@@ -166,7 +167,7 @@ def _as(to: Any, value: Any) -> Any:
     return vector.extract(vector.bitcast(ir.VectorType.get((1,), to), value), [], [0])
 
 
-def _assembly(results: list[Any], operands: list[Any], text: str, *, effects: bool = False) -> list[Any]:
+def assembly(results: list[Any], operands: list[Any], text: str, *, effects: bool = False) -> list[Any]:
     """PTX with results `$0` on and the operands behind them."""
     constraints = ",".join(["=r"] * len(results) + ["r"] * len(operands))
     kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)

@@ -24,21 +24,27 @@ def by_xla(options: Options, x: jax.Array, w: Operand) -> jax.Array:
 
 
 def on_each_device(
-    multiply: Callable[..., jax.Array], options: Options, x: jax.Array, w: Operand, table: Any = None
+    multiply: Callable[..., jax.Array],
+    options: Options,
+    x: jax.Array,
+    w: Operand,
+    more: dict[str, tuple[str, jax.Array]] | None = None,
 ) -> jax.Array:
     """Run `multiply(options, x, w)` on the rows of x, on the part of it and of w that a device has.
 
-    A `table` is a fourth argument, the same on every device: a partitioned function may close over no array.
+    What `multiply` needs beside them is in `more`, by its names: axes as `partition` writes them, m for those of the
+    rows of x, and the array. A partitioned function may close over no array.
     """
     scaling = w.scaling
     assert isinstance(scaling, Fp4), "api checked it"
     (n, k), leading = w.shape, x.shape[:-1]
-    has_outer = w.outer is not None
-    more = [array for array in (None if w.outer is None else w.outer.reshape(1), table) if array is not None]
+    arrays = dict(more or {}) | ({} if w.outer is None else {"outer": ("u", w.outer.reshape(1))})
 
-    def local(x: jax.Array, values: jax.Array, scale: jax.Array, *more: jax.Array, summed_over: Any) -> jax.Array:
-        part = Operand(values, scale, scaling=scaling, outer=more[0][0] if has_outer else None)
-        multiplied = functools.partial(multiply, x=x, w=part, **({} if table is None else dict(table=more[-1])))
+    def local(x: jax.Array, values: jax.Array, scale: jax.Array, *given: jax.Array, summed_over: Any) -> jax.Array:
+        named = dict(zip(arrays, given, strict=True))
+        outer = named.pop("outer")[0] if "outer" in named else None
+        part = Operand(values, scale, scaling=scaling, outer=outer)
+        multiplied = functools.partial(multiply, x=x, w=part, **named)
         asked = dataclasses.replace(options, out_sharding=None)
         if not summed_over:
             return multiplied(asked)
@@ -47,11 +53,13 @@ def on_each_device(
 
     summed, kept = ("k", "n") if options.contracts == "k" else ("n", "k")
     scales = "n j" if scaling.tile == "vector" else "i j"
-    letters = ["u"] * has_outer + ["t"] * (table is not None)
+    letters = [axes for axes, _ in arrays.values()]
     rule = ", ".join([f"m {summed}, n h, {scales}", *letters]) + f" -> m {kept}"
     blocks = {"h": BlocksOf("k", 2, k), "j": BlocksOf("k", scaling.block, k), "i": BlocksOf("n", scaling.block, n)}
     wanted = _wanted(options, x, w)
-    return partitioned(local, rule, blocks, merged={"m": leading}, wanted=wanted)(x, w.values, w.scale, *more)
+    return partitioned(local, rule, blocks, merged={"m": leading}, wanted=wanted)(
+        x, w.values, w.scale, *(array for _, array in arrays.values())
+    )
 
 
 def _wanted(options: Options, x: jax.Array, w: Operand) -> tuple[Any, ...] | None:

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels import fp4, numerics
 from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Fp4, Operand, Quantization, Row
-from pallas_kernels.quantize.reference import quantize as quantize_values
+from pallas_kernels.quantize.reference import quantize
 
 Activation = Literal["bfloat16", "float8_e4m3fn"]
 Contracts = Literal["k", "n"]
@@ -65,11 +65,16 @@ def _of_bytes(scaling: Fp4, scale: jax.Array, n: int) -> jax.Array:
     return jnp.broadcast_to(wide[:, :, None], (*wide.shape, scaling.block // 2)).reshape(n, -1)
 
 
+def quantize_rows(x: jax.Array) -> Operand:
+    """X in E4M3 with a float32 scale for each row, max |x| / 448."""
+    return quantize(Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32")), x, None).rows
+
+
 def round_activation(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array | None]:
     """(x in bfloat16, the float32 scale of each row or None): x itself rounded, or the E4M3 values of its rows."""
     if activation == "bfloat16":
         return x.astype(jnp.bfloat16), None
-    rows = quantize_values(Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32")), x, None).rows
+    rows = quantize_rows(x)
     # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
     return lax.optimization_barrier(rows.values).astype(jnp.bfloat16), rows.scale
 

@@ -6,20 +6,23 @@ import jax.numpy as jnp
 from pallas_kernels.fp4_matmul import reference
 from pallas_kernels.fp4_matmul.reference import Options
 from pallas_kernels.matmul.api import matmul
-from pallas_kernels.operands import Fp4, Operand, Quantization, Row
-from pallas_kernels.quantize.reference import quantize
+from pallas_kernels.operands import Fp4, Operand, Row, Scaling
 
 
 def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores."""
-    folds = isinstance(w.scaling, Fp4) and w.scaling.rule == "fold_exact"
-    if folds and options.activation == "float8_e4m3fn" and options.contracts == "k":
-        return _in_fp8(options, x, w)
+    if folds(w.scaling) and options.activation == "float8_e4m3fn" and options.contracts == "k":
+        return in_fp8(options, reference.quantize_rows(x), w)
     return reference.fp4_matmul(options, x, w)
 
 
-def _in_fp8(options: Options, x: jax.Array, w: Operand) -> jax.Array:
-    """The product on FP8 tensor cores: a weight whose codes times scales are E4M3 numbers, unpacked once.
+def folds(scaling: Scaling) -> bool:
+    """Whether codes times scales are E4M3 numbers."""
+    return isinstance(scaling, Fp4) and scaling.rule == "fold_exact"
+
+
+def in_fp8(options: Options, x: Operand, w: Operand) -> jax.Array:
+    """The product on FP8 tensor cores: x in E4M3, a weight whose codes times scales are such numbers, unpacked once.
 
     2**-3 brings the largest of them, 6 * 384, into E4M3's range. The format library's scales of "fold_exact" begin at
     2**-3, where the smallest number still is E4M3's; of codes that were made otherwise, smaller ones round.
@@ -28,6 +31,4 @@ def _in_fp8(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     outer = jnp.float32(1) if w.outer is None else w.outer
     values = reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)
     of_w = Operand(values, jnp.full(n, 8.0) * outer, scaling=Row("float32"))
-    asked = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
-    of_x = quantize(asked, x, None).rows
-    return matmul(of_x, of_w, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
+    return matmul(x, of_w, out_dtype=options.out_dtype, out_sharding=options.out_sharding)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp4
+from pallas_kernels.fp4_matmul import mosaic, reference
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.weights.fp4 import quantize_fp4
@@ -20,10 +21,14 @@ pytestmark = [
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4")]
 
 
+FOLDS = Fp4(rule="fold_exact")
+in_e4m3 = functools.partial(fp4_matmul, activation="float8_e4m3fn", out_dtype=jnp.float32)
+
+
 @functools.cache
 def operands(scaling, n, k):
     w = jax.random.normal(jax.random.key(0), (n, k))
-    return jax.jit(quantize_fp4, static_argnums=1)(w, scaling), jax.random.normal(jax.random.key(1), (64, k))
+    return jax.jit(quantize_fp4, static_argnums=1)(w, scaling), jax.random.normal(jax.random.key(1), (256, k))
 
 
 def exact(q):
@@ -72,16 +77,79 @@ def test_products_are_those_of_float64(scaling, n, k, m):
 def test_one_row_has_the_same_bits_whatever_else_is_multiplied():
     q, x = operands(Fp4(), 1024, 14336)
     x = x.astype(jnp.bfloat16)
+    x = x[:64]
     all_rows = fp4_matmul(x, q, out_dtype=jnp.float32, backend="mosaic")
     for m in (1, 8, 16, 33):
         np.testing.assert_array_equal(fp4_matmul(x[:m], q, out_dtype=jnp.float32, backend="mosaic"), all_rows[:m])
+
+
+@pytest.mark.parametrize(("n", "first"), [(256, 0), (33792, 256)])
+def test_every_scale_times_every_code_goes_through_the_kernel_in_e4m3(n, first):
+    # Each row has one scale byte and all codes; each of 256 rows of x picks out one value of a step. n decides whether
+    # k is split, and with it which end of the kernel writes.
+    codes = np.tile(np.arange(16, dtype=np.uint8), (n, 32))
+    bytes_ = np.arange(n).astype(np.uint8)
+    scale = jax.lax.bitcast_convert_type(jnp.asarray(np.repeat(bytes_[:, None], 32, axis=1)), jnp.float8_e4m3fn)
+    w = Operand(fp4.pack(jnp.asarray(codes)), scale, scaling=FOLDS, outer=jnp.float32(1))
+    expected = reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)[:256].astype(jnp.float32) * 8
+    expected = np.asarray(jnp.tile(expected, (n // 256, 1)), np.float64)
+    x = jnp.zeros((256, 512), jnp.bfloat16).at[jnp.arange(256), first + jnp.arange(256)].set(1)
+    y = np.asarray(in_e4m3(x, w, backend="mosaic"), np.float64).T
+    broken = np.isnan(expected[:, 0])
+    assert np.isnan(y[broken]).all()
+    # One product in a row, and x is 448 times 1 / 448, a float32.
+    np.testing.assert_allclose(y[~broken], expected[~broken, first : first + 256], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (256, 2048), (384, 1536), (1024, 14336), (33792, 512)])
+@pytest.mark.parametrize("m", [1, 8, 33, 64, 100, 128, 256])
+def test_products_in_e4m3_are_those_of_an_unpacked_weight(n, k, m):
+    q, x = operands(FOLDS, n, k)
+    x = x[:m].astype(jnp.bfloat16)
+    got, by_xla = (np.asarray(in_e4m3(x, q, backend=backend), np.float64) for backend in ("mosaic", "xla"))
+    rows = reference.quantize_rows(x)
+    wide = np.asarray(rows.values.astype(jnp.float32), np.float64) * np.asarray(rows.scale, np.float64)[:, None]
+    w = float(q.outer) * exact(q)
+    expected, size = wide @ w.T, np.abs(wide) @ np.abs(w.T)
+    # The tensor core keeps about 14 bits of each of k / 32 partial sums, which are a small part of `size`.
+    bound = size * 2.0**-11
+    assert (np.abs(got - expected) <= bound).all()
+    assert (np.abs(got - by_xla) <= 2 * bound).all()
+    assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
+
+
+def test_leading_axes_bfloat16_and_squares_in_e4m3():
+    q, x = operands(Fp4(tile="square", rule="fold_exact"), 256, 2048)
+    x = x[:60].astype(jnp.bfloat16)
+    flat = fp4_matmul(x, q, activation="float8_e4m3fn", backend="mosaic")
+    deep = fp4_matmul(x.reshape(3, 20, -1), q, activation="float8_e4m3fn", backend="mosaic")
+    assert flat.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(deep.reshape(60, -1), flat)
+    np.testing.assert_array_equal(flat, in_e4m3(x, q, backend="mosaic").astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 3, 1, 1), (4, 2, 4, 1), (2, 4, 1, 1), (2, 4, 1, 2), (2, 3, 2, 2), (1, 6, 1, 1), (1, 2, 8, 2)], ids=str
+)
+@pytest.mark.parametrize("m", [48, 96])
+def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
+    from pallas_kernels.fp4_matmul.kernel import Config
+
+    warpgroups, stages, splits, cluster = sizes
+    q, x = operands(FOLDS, 1024, 14336)
+    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(warpgroups, stages, splits, cluster)))
+    x = x[:m].astype(jnp.bfloat16)
+    got, expected = np.asarray(run(x, q)), np.asarray(in_e4m3(x, q, backend="xla"))
+    # Errors of sums in about 14 bits, which differ with the splits.
+    assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
 def test_many_rows_are_multiplied_by_an_unpacked_weight(activation):
     scaling = Fp4(rule="fold_exact")
     q, x = operands(scaling, 1024, 512)
-    x = jnp.tile(x, (16, 1)).astype(jnp.bfloat16)
+    x = jnp.tile(x, (4, 1)).astype(jnp.bfloat16)
     got = np.asarray(fp4_matmul(x, q, activation=activation, out_dtype=jnp.float32), np.float64)
     expected = np.asarray(x, np.float64) @ (float(q.outer) * exact(q)).T
     lost = np.linalg.norm(got - expected) / np.linalg.norm(expected)
@@ -91,7 +159,7 @@ def test_many_rows_are_multiplied_by_an_unpacked_weight(activation):
 @pytest.mark.parametrize(
     ("change", "message"),
     [(dict(m=65), "m=65, k=512, n=64 must be at most 64"), (dict(n=48), "n=48"), (dict(k=272), "k=272"),
-     (dict(contracts="n"), "contracts='n'"), (dict(activation="float8_e4m3fn"), "multiplies bfloat16")],
+     (dict(contracts="n"), "contracts='n'"), (dict(activation="float8_e4m3fn"), "multiplies codes times scales")],
 )  # fmt: skip
 def test_what_the_kernel_does_not_take_is_named(change, message):
     sizes = dict(m=8, n=64, k=512) | {name: value for name, value in change.items() if name in "mnk"}

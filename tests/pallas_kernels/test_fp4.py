@@ -11,10 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
+from pallas_kernels.fp4_matmul import decode, decode_fp8, kernel, mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
 from tcfp_jax.weights.fp4 import datatype_of, quantize_fp4
+from tests import ptx
 from tests.formats_oracles import QUICK
 
 SCALINGS = [Fp4(), Fp4(tile="square"), Fp4("mxfp4"), Fp4(rule="one_level")]
@@ -74,6 +76,127 @@ def test_every_scale_times_every_code_is_a_bfloat16():
     for of_blocks in (scales[np.isfinite(scales)], powers):
         exact = np.multiply.outer(of_blocks, fp4.E2M1.astype(np.float64))
         np.testing.assert_array_equal(exact.astype(ml_dtypes.bfloat16).astype(np.float64), exact)
+
+
+def exhaustive(form="nvfp4"):
+    """A weight with each scale byte in a row of its own, and each code at each place of a word."""
+    scaling = Fp4(form)
+    codes = np.tile((np.arange(16)[:, None] + np.arange(16)).reshape(-1) % 16, (256, 2)).astype(np.uint8)
+    scale = np.repeat(np.arange(256, dtype=np.uint8)[:, None], codes.shape[1] // scaling.block, axis=1)
+    outer = jnp.float32(1) if scaling.has_outer else None
+    scale = jnp.asarray(scale.view(scaling.scale_dtype))
+    return Operand(fp4.pack(jnp.asarray(codes)), scale, scaling=scaling, outer=outer), codes
+
+
+def test_decoding_to_e4m3_gives_the_bits_of_the_definition():
+    w, codes = exhaustive()
+    words, rows = np.asarray(w.values).view(np.uint32), decode_fp8.table().reshape(256, 2)
+    low, high = ptx.run(decode_fp8.DECODE, 2, [words, rows[:, :1], rows[:, 1:]])
+    got = np.stack([low, high], -1).view(np.uint8).reshape(w.shape)
+    expected = np.asarray(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).view(np.uint8)
+    scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    broken = np.isnan(scale)
+    assert (got == expected)[~broken].all() and ((got & 127) == 127)[broken].all() and broken.sum() == 2
+    # Nothing saturated, and fold-exact scales made nothing round but what is subnormal.
+    exact = fp4.E2M1[codes] * (scale * np.float32(decode_fp8.FACTOR))[:, None]
+    normal = (np.abs(exact) >= 2.0**-6) & np.isin(np.arange(256) % 8, (0, 2, 4))[:, None]
+    np.testing.assert_array_equal(got.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[normal], exact[normal])
+    assert normal.mean() > 0.25
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_decoding_to_bfloat16_gives_the_definition(form):
+    # The same instructions have run on a GPU: what reads them here is tested by it.
+    w, _ = exhaustive(form)
+    words = np.asarray(w.values).view(np.uint32)
+    scale = decode.table(form)[:, None]
+    more = [np.uint32(0x7E807E80)] if form == "mxfp4" else []
+    pairs = ptx.run(decode._decode_text(form == "mxfp4"), 4, [words, scale, *more])
+    got = np.stack(pairs, -1).view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)  # codes (i, i + 4)
+    got = got.reshape(*words.shape, 4, 2).swapaxes(-1, -2).reshape(w.shape) * decode.FACTOR[form]
+    expected = np.asarray(reference.decode(w), np.float64)
+    ordinary = np.isfinite(expected) & (np.abs(expected) >= 2.0**-117) & (np.abs(expected) < 2.0**125)
+    np.testing.assert_array_equal(got[ordinary], expected[ordinary])
+    assert ordinary.mean() > 0.8
+
+
+def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows, step = 64, decode_fp8.STEP
+    codes, scales = rng.integers(0, 256, (rows, step // 2), np.uint8), rng.integers(0, 120, (rows, 16), np.uint8)
+    # Shared memory: codes as a copy with the widest swizzle lays them down, scales, and the table.
+    units = np.empty((rows, 8, 16), np.uint8)
+    units[np.arange(rows)[:, None], np.arange(8) ^ (np.arange(rows) % 8)[:, None]] = codes.reshape(rows, 8, 16)
+    parts = [units.reshape(-1), scales.reshape(-1), decode_fp8.table().view(np.uint8)]
+    of_codes, of_scales, of_table = np.cumsum([0, *(len(part) for part in parts)])[:3]
+    memory = np.concatenate(parts)
+    run = lambda count, operands, text, effects=False: ptx.run(text, count, operands, memory)
+    monkeypatch.setattr(decode_fp8, "_words", run)
+    monkeypatch.setattr(decode_fp8, "constant", np.uint32)
+
+    thread = np.arange(128)
+    of_scale, of_code = run(2, [thread], decode_fp8.PLACE)
+    words = decode_fp8.scale_words(of_scale, of_scales)
+    # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32": four bytes of k in each of four registers.
+    first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, 4 * (thread % 4)
+    got = np.empty((rows, step), np.uint8)
+    for chunk in range(2):
+        registers = decode_fp8.value_words(chunk, of_code, of_codes, of_table, words)
+        for (part, half), values in np.ndenumerate(registers):
+            k = decode_fp8.CHUNK * chunk + 16 * part + first_k[:, None] + np.arange(4)
+            got[(first_row + 8 * half)[:, None], k] = values[:, None].view(np.uint8).reshape(128, 4)
+    numbers = fp4.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(rows, step)]
+    scale = np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32), 16, axis=1)
+    expected = (numbers * scale * np.float32(decode_fp8.FACTOR)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(got, decode_fp8.permuted(jnp.asarray(expected)))
+
+
+def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, codes = rng.normal(size=(2, 3, 512)).astype(np.float32), rng.integers(0, 256, (64, 256), np.uint8)
+    scales = jnp.asarray(rng.integers(0, 120, (64, 32), np.uint8).view(ml_dtypes.float8_e4m3fn))
+    q = Operand(jnp.asarray(codes), scales, scaling=Fp4(rule="fold_exact"), outer=jnp.float32(0.01))
+    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+
+    def call(config, form, x, codes, scales, table, factors=None, out_dtype=jnp.float32):
+        # What the kernel is defined as, from what it is given.
+        scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
+        w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
+        decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
+        assert x.shape[0] == 16 and table.shape == (2, 256) and (factors is None) == (config.splits > 1)
+        parts = [jnp.split(array, config.splits, axis=1) for array in (decoded, x.astype(jnp.float32))]
+        sums = jnp.stack([w @ x.T for w, x in zip(*parts, strict=True)])
+        return sums if factors is None else (sums[0] * factors).T.astype(out_dtype)
+
+    monkeypatch.setattr(kernel, "call", call)
+    whole, parts = kernel.Config(1, cluster=2), kernel.Config(1, splits=2, cluster=2)
+
+    @jax.jit
+    def both(x, q):
+        expected = unpacked.fp4_matmul(options, x, q)
+        return expected, [mosaic.fp4_matmul(options, x, q, config=config) for config in (whole, parts)]
+
+    expected, products = both(x, q)
+    for got in products:
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "sizes"),
+    [(64, 28672, (4, 4, 1, 1)), (128, 28672, (2, 4, 1, 2)), (256, 28672, (2, 2, 1, 2)), (16, 8192, (4, 4, 4, 1)),
+     (200, 192, (1, 3, 32, 1)), (257, 28672, None), (0, 64, None), (64, 96, None)],
+)  # fmt: skip
+def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
+    options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
+    config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
+    assert (config and (config.warpgroups, config.stages, config.splits, config.cluster)) == sizes
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+def test_registers_that_are_handed_over_exist(warpgroups):
+    # A thread that asks for more than its block was started with waits for ever.
+    even, more = kernel.Config(warpgroups).registers
+    assert kernel._COPYING + warpgroups * more <= (warpgroups + 1) * even <= 512 and even % 8 == more % 8 == 0
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.optimized, pytest.mark.skipif(REASON is not None, reas
 N, K = 2048, 4096
 
 
-def weight(mesh, scaling, axis=None):
-    scale = on(mesh, scaling.scale_shape((N, K)), scaling.scale_dtype, axis)
+def weight(mesh, scaling, axis=None, n=N):
+    scale = on(mesh, scaling.scale_shape((n, K)), scaling.scale_dtype, axis)
     outer = on(mesh, (), jnp.float32) if scaling.has_outer else None
-    return Operand(on(mesh, (N, K // 2), jnp.uint8, axis), scale, scaling=scaling, outer=outer)
+    return Operand(on(mesh, (n, K // 2), jnp.uint8, axis), scale, scaling=scaling, outer=outer)
 
 
 @pytest.mark.parametrize("m", [8, 64])
@@ -33,6 +33,32 @@ def test_decoding_stays_in_registers(form, m, capfd):
     assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
     # What exists beside the weight is of the size of x and of the result.
     assert compiled.temporary_bytes < 4 * (m * K * 2 + m * N * 4 * 4)
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, N), (64, 132 * 256), (256, 132 * 256)])
+def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
+    mesh, scaling = h200s(1), Fp4(rule="fold_exact")
+    multiply = functools.partial(fp4_matmul, activation="float8_e4m3fn", backend="mosaic")
+    compiled = compile_for(mesh, multiply, on(mesh, (m, K), jnp.bfloat16), weight(mesh, scaling, n=n))
+    assert compiled.targets == ["mosaic_gpu_v2"]
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
+    # Where k is whole the kernel writes the product, and what exists beside it is x; parts of k are float32.
+    assert compiled.temporary_bytes < 8 * m * K + (0 if n > N else 32 * 8 * N * 4)
+
+
+def test_what_has_not_run_on_a_gpu_is_not_chosen():
+    mesh, multiply = h200s(1), functools.partial(fp4_matmul, activation="float8_e4m3fn")
+    compiled = compile_for(mesh, multiply, on(mesh, (64, K), jnp.bfloat16), weight(mesh, Fp4(rule="fold_exact")))
+    assert "mosaic_gpu_v2" not in compiled.targets
+
+
+@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4")], ids=str)
+def test_scales_that_are_not_exact_in_e4m3_are_refused(scaling):
+    mesh = h200s(1)
+    multiply = functools.partial(fp4_matmul, activation="float8_e4m3fn", backend="mosaic")
+    with pytest.raises(NotImplementedError, match=r'those of Fp4\(rule="fold_exact"\) alone are exact'):
+        compile_for(mesh, multiply, on(mesh, (64, K), jnp.bfloat16), weight(mesh, scaling))
 
 
 def test_each_device_decodes_its_own_rows_of_the_weight():
