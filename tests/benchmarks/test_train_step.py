@@ -46,6 +46,7 @@ def test_every_part_has_every_recipe(smoke):
             assert row.peak_bytes is None
 
 
+@pytest.mark.slow
 def test_json_is_the_rows(smoke):
     content = json.loads((smoke[0] / common.device_slug() / "train_step.json").read_text())
     assert content["benchmark"] == "train_step"

@@ -255,6 +255,7 @@ def test_learning_rate_zero_changes_no_value():
     assert [(float(q.moved), float(q.edq)) for q in _qualities(state)] == [(0.0, 0.0)] * 2
 
 
+@pytest.mark.slow
 def test_quality_shows_what_rounding_loses():
     _, state = stepped(adamw(1e-2, quality="on"), STORED)
     assert all(float(q.moved) > 0.95 and abs(float(q.edq) - 1) < 0.02 for q in _qualities(state))

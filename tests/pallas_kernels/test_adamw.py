@@ -232,6 +232,7 @@ def test_a_last_block_may_be_short():
         adamw(g, hi, lo, state, rates(), KEY, backend="triton")
 
 
+@pytest.mark.slow_except("xla")
 @pytest.mark.optimized
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_a_stack_under_vmap_and_scan_is_its_matrices(backend):
