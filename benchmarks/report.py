@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, large, memory, plan, recipes, train_step
+from benchmarks import convergence, large, memory, original, plan, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
 from benchmarks.variants import BASELINE, RECOMMENDED
 from tcfp_jax.recipes import recipe
@@ -115,6 +115,8 @@ def choose(results: Path = RESULTS) -> str:
     ]
     whole = read_result(large.NAME, results)
     text += [] if whole is None else [large.sentence(whole)]
+    plain = {**ratios, **of_forks}.get("tensorwise")
+    text += [] if plain in (None, "diverged") else [original.WHY]
     origins = " ".join(
         f"`{result.name}`: {result.origin}." for result in (timed, trained, forked, stored, whole) if result is not None
     )
