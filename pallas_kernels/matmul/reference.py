@@ -17,12 +17,14 @@ a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
@@ -111,7 +113,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
-            product = lax.dot_general(
+            product = _of_matrices(
                 x, w, axes, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
                 preferred_element_type=product_dtype, out_sharding=sharding,
             )  # fmt: skip
@@ -132,6 +134,27 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     if x.values.size == 0 or w.values.size == 0:
         return in_float32(*operands)
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
+
+
+def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.Array:
+    """`lax.dot_general`, with a second row or column of zeros where there is one.
+
+    XLA takes a product with a vector from cuBLASLt, and has no other way to compute what it calls an algorithm of FP8.
+    """
+    ((of_x, of_w), _) = axes
+    (free,) = set(range(w.ndim)) - set(of_w)
+    one_row, one_column = math.prod(x.shape[: x.ndim - len(of_x)]) == 1, w.shape[free] == 1
+    if not (one_row or one_column):
+        return lax.dot_general(x, w, axes, **options)
+    if x.ndim == len(of_x):  # a vector; its product is one as well
+        sharding = options.pop("out_sharding")
+        spec = None if sharding is None else PartitionSpec(None, *getattr(sharding, "spec", sharding))
+        axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
+        return _of_matrices(x[None], w, axes, **options, out_sharding=spec)[0]
+    two = lambda array, axis: lax.concatenate([array, jnp.zeros_like(array)], axis)
+    product = lax.dot_general(two(x, 0) if one_row else x, two(w, free) if one_column else w, axes, **options)
+    product = product[:1] if one_row else product
+    return product[..., :1] if one_column else product
 
 
 def _with_one_contracted(operand: Operand, contracted: int) -> Operand:

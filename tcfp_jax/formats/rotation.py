@@ -28,7 +28,7 @@ def rotate(
     contraction stays what it was; that is how training in NVFP4 rotates the operands of its weight gradients.
 
     Args:
-      x: real floats of any shape; arithmetic is float32.
+      x: real floats of any shape; arithmetic is float32, where subnormal numbers count as zero.
       size: a power of two from 2 to 1024 that divides the axis. For powers of four, 1 / sqrt(size) is exact.
       signs: `[size]` of 1 and -1, or None for all ones.
       dim: the axis, negative or not.
@@ -60,9 +60,9 @@ def rotate(
         raise ValueError(f"size={size} does not divide axis {dim} of shape {array.shape}; use a smaller power of two")
     rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
     flips = _signs(signs, size)
-    groups = rows.reshape(*rows.shape[:-1], -1, size)
+    groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
     groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
-    return jnp.moveaxis(groups.reshape(rows.shape), -1, dim).astype(array.dtype)
+    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
 
 
 def rotate_arrays(values: list[jax.Array], signs: list[jax.Array]) -> list[jax.Array]:
@@ -71,11 +71,11 @@ def rotate_arrays(values: list[jax.Array], signs: list[jax.Array]) -> list[jax.A
     >>> [float(value) for value in rotate_arrays([jnp.float32(4), *[jnp.float32(0)] * 3], [jnp.float32(1)] * 4)]
     [2.0, 2.0, 2.0, 2.0]
     """
-    values, half = [value * sign for value, sign in zip(values, signs, strict=True)], 1
+    values, half = [_flushed(value) * sign for value, sign in zip(values, signs, strict=True)], 1
     while half < len(values):
         values = [values[i ^ half] - v if i & half else v + values[i ^ half] for i, v in enumerate(values)]
         half *= 2
-    return [value * jnp.float32(1 / math.sqrt(len(values))) for value in values]
+    return [_flushed(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
 
 
 def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
@@ -99,6 +99,11 @@ def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
         groups = x.reshape(*shape[:-1], -1, size).astype(dtype)
         turned = jnp.einsum("...i,ij->...j", groups, matrix.astype(dtype), **options)
     return turned.reshape(shape) * jnp.float32(1 / math.sqrt(size))
+
+
+def _flushed(x: jax.Array) -> jax.Array:
+    """Float32 without subnormals, as XLA computes on a CPU: on a GPU they would give zeros signs, and those codes."""
+    return jnp.where(jnp.abs(x) < jnp.float32(2.0**-126), jnp.float32(0), x)
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

@@ -64,6 +64,16 @@ def test_block_scaled_products_stay_in_registers(block, tile, halves, capfd):
     assert stacks and max(map(int, stacks)) <= LARGEST_STACK
 
 
+@pytest.mark.parametrize(("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)])
+def test_products_with_one_row_or_column_reach_fp8_tensor_cores(x, n):
+    mesh = h200s(1)
+    compiled = compile_for(
+        mesh, functools.partial(matmul, backend="xla"), on_once(mesh, x, F8), on_once(mesh, (n, 256), F8)
+    )
+    assert compiled.targets == [CUBLAS_F8]
+    assert f"->bf16[{','.join(map(str, (*x[:-1], n)))}]" in compiled.text.splitlines()[0]
+
+
 @pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
 def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
     mesh = h200s(2, 2)
