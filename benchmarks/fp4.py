@@ -13,7 +13,7 @@ against the float64 product of dequantized operands before it is timed.
 import argparse
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from benchmarks.common import Result, markdown_table
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.mosaic import MOST_ROWS
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4
 from tcfp_jax.weights.fp4 import quantize_fp4
 
 NAME = "fp4"
@@ -120,8 +120,10 @@ def measure(config: Config) -> Iterator[Row]:
     """Check and time every product of every part."""
     for part, (k, n), rows in config.cases:
         weights = _weights(part, (k, n), rows, config)
+        # Gigabytes, which every m is checked with.
+        wide = functools.cache(lambda scaling, found=weights: _dequantized(scaling, found))
         for m in rows:
-            yield from _products(part, (m, k, n), weights, config)
+            yield from _products(part, (m, k, n), weights, wide, config)
 
 
 def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config) -> dict[str, list[Any]]:
@@ -141,7 +143,16 @@ def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: 
     return {BASELINE: copies(first)} | {name: quantized(kind.scaling) for name, kind in wanted.items()}
 
 
-def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[Any]], config: Config) -> list[Row]:
+def _dequantized(scaling: Fp4, weights: dict[str, list[Any]]) -> np.ndarray:
+    """What the weight of these scales stands for, in float64."""
+    name = next(name for name in weights if name != BASELINE and KINDS[name].scaling == scaling)
+    return np.asarray(weights[name][0].dequantize(), np.float64)
+
+
+def _products(
+    part: Part, sizes: tuple[int, int, int], weights: dict[str, list[Any]], wide: Callable[[Fp4], np.ndarray],
+    config: Config,
+) -> list[Row]:  # fmt: skip
     m, k, n = sizes
     contracts: Any = "n" if part == "dgrad" else "k"
     x = jax.random.normal(jax.random.key(1), (m, n if part == "dgrad" else k), jnp.bfloat16)
@@ -161,7 +172,7 @@ def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[A
         if name != BASELINE and not KINDS[name].runs(part, m):
             continue
         candidates[name] = jax.jit(functools.partial(each, name)), (x, copies)
-        snr[name] = None if name == BASELINE else _checked(name, candidates[name][0](x, copies)[-1], x, copies[0], part)
+        snr[name] = None if name == BASELINE else _checked(name, candidates[name][0](x, copies)[-1], x, wide, part)
     timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
     rows = []
     for name, times in timed.items():
@@ -180,11 +191,10 @@ def _products(part: Part, sizes: tuple[int, int, int], weights: dict[str, list[A
     return rows
 
 
-def _checked(name: str, y: jax.Array, x: jax.Array, w: Operand, part: Part) -> float:
+def _checked(name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.ndarray], part: Part) -> float:
     """The SNR of some rows; `ArithmeticError` where it is too low."""
-    wide = np.asarray(w.dequantize(), np.float64)
-    few = slice(None, CHECKED_ROWS)
-    expected = np.asarray(x[few], np.float64) @ (wide if part == "dgrad" else wide.T)
+    few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
+    expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
     lost = float(np.linalg.norm(np.asarray(y[few], np.float64) - expected))
     snr = 20 * math.log10(float(np.linalg.norm(expected)) / max(lost, 1e-300))
     if snr < LEAST_SNR_DB[name.split()[0]]:

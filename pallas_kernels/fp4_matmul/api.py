@@ -13,7 +13,7 @@ from pallas_kernels.fp4_matmul.reference import Activation, Contracts, Options
 from pallas_kernels.operands import Fp4, Operand
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, mosaic.decline, mosaic.configure),
+    Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),
     Implementation("xla", parts.by_xla, key=reference.key),
 )
 
@@ -42,8 +42,8 @@ def fp4_matmul(
         weight it runs on FP8 tensor cores along "k", whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
-      backend: "mosaic" decodes few rows' weights in registers on Hopper. For W4A8, of at most 256 rows and a fold-exact
-        weight, it must be named: that kernel has been compiled for an H200 and has not run on one yet.
+      backend: "mosaic" decodes few rows' weights in registers on Hopper: at most 64 in W4A16, and 256 in W4A8 of a
+        fold-exact weight.
 
     Returns:
       `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.

@@ -1,19 +1,19 @@
 """A product with an FP4 weight on Hopper for few rows of x: bound by the bytes of the weight, which are read once.
 
-    sums[split, n, m] = sum over a part of k of (code[n, k] * scale[n, k]) x[m, k]
-    out[m, n]         = sums[n, m] * factor[m]                                        where k is not split
+    sums[n, m] = sum_k (code[n, k] * scale[n, k]) x[m, k]
+    out[m, n]  = sums[n, m] * factor[m]                            where each block has all of k
 
 The weight is the operand that `wgmma` takes from registers, because nothing else can be decoded without a trip through
 shared memory: the tensor core computes the transposed product, 64 outputs n for every warpgroup and all of m. One
 warpgroup copies codes, scales and x ahead; the others decode (bfloat16: `decode.py`, E4M3: `decode_fp8.py`, as x is)
 and multiply. The rows of x are read by every block, so a block has as many warpgroups as fit, which share them, and
-blocks of a cluster share one copy. Where the tiles of n do not fill the chip, blocks split k and their sums are added
-behind the kernel, in a fixed order.
+blocks of a cluster share one copy. Where tiles of n do not fill the chip evenly, blocks share the steps of all tiles
+("stream-K", Osama et al. 2023): one ends a tile and begins the next, and `added` adds the parts, in a fixed order.
 
 On an H200, 8192 x 28672 with cold weights at m = 16, over BF16's product in the same run: 2.28 with scales converted by
 arithmetic and a wait behind every step, 2.37 with one product in flight, 2.57 with codes placed by a multiplication
-(the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads. What is left: 3.5
-instructions a value, at 62 % of what the integer pipe could do. E4M3 needs 1.9, and has not run on a GPU yet.
+(the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads. Then 112 of 132
+multiprocessors had a tile, and were busy for 72 % of the cycles in which they could issue.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned
 
 ROWS = 64
 BLOCKS = 16
@@ -45,13 +45,14 @@ class Config:
     Attributes:
       warpgroups: that compute, each 64 outputs.
       stages: steps of k that are in flight.
-      splits: parts of k.
+      share: steps of k that a block takes, of one tile or of the end of one and of those behind it; None is all steps
+        of one.
       cluster: blocks along n that share one copy of x.
     """
 
     warpgroups: int = 4
     stages: int = 4
-    splits: int = 1
+    share: int | None = None
     cluster: Literal[1, 2] = 1
 
     @property
@@ -78,6 +79,52 @@ class Config:
         return next(rows for rows in (m // 4, 16, 8) if rows and rows % 8 == 0 and m % rows == 0)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How blocks share the steps of all tiles: block b takes those from `share * b` on.
+
+    Attributes:
+      tiles, steps: how many, and of one.
+      share: how many a block takes; the last one what is left.
+    """
+
+    tiles: int
+    steps: int
+    share: int
+
+    @classmethod
+    def of(cls, config: Config, form: str, n: int, k: int) -> "Shares":
+        """Those of a product."""
+        steps = k // step_of(form)
+        return cls(n // (config.height * config.cluster), steps, config.share or steps)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks."""
+        return -(-self.tiles * self.steps // self.share)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each block has one tile."""
+        return self.share == self.steps
+
+    @property
+    def pieces(self) -> int:
+        """Of how many tiles a block has a part, at most."""
+        return max(_touched(block * self.share, self.share, self.steps) for block in range(self.blocks))
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Of how many blocks a tile is made, at least and at most."""
+        counts = [_touched(tile * self.steps, self.steps, self.share) for tile in range(self.tiles)]
+        return min(counts), max(counts)
+
+
+def _touched(first: int, count: int, size: int) -> int:
+    """How many intervals of a size hold some of `count` steps from the first on."""
+    return (first + count - 1) // size - first // size + 1
+
+
 def call(
     config: Config,
     form: Literal["nvfp4", "mxfp4"],
@@ -88,16 +135,16 @@ def call(
     factors: jax.Array | None = None,
     out_dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """The sums, float32 `[splits, n, m]`, or with factors the product, `[m, n]` in `out_dtype`.
+    """The parts of the sums, float32 `[parts, n, m]`, or with factors the product, `[m, n]` in `out_dtype`.
 
     Sums are still to be multiplied by what the table leaves, `FACTOR` of the module that made it, and by `outer`.
     E4M3 is added in the tensor core's own accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
 
     Args:
-      config: sizes; k is split only without factors.
+      config: sizes; with factors, its blocks have all of k.
       form: the format; "nvfp4" where x is E4M3.
       x: bfloat16 or float8_e4m3fn `[m, k]`, `permuted` by the module of its dtype; m is a multiple of 8 times the
-        cluster, at most 256, k one of `splits * step_of(form)`.
+        cluster, at most 256, k one of `step_of(form)`.
       codes: uint8 `[n, k / 2]`; n is a multiple of 64 times the warpgroups times the cluster.
       scales: their bytes, uint8 `[n, k / block]`.
       table: that of the module.
@@ -105,13 +152,14 @@ def call(
       out_dtype: bfloat16 or float32.
     """
     (m, k), n = x.shape, codes.shape[0]
-    assert factors is None or config.splits == 1, "parts of k are added before they are scaled"
-    sums = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
+    shares = Shares.of(config, form, n, k)
+    assert factors is None or shares.whole, "parts of k are added before they are scaled"
+    sums = jax.ShapeDtypeStruct((max(shares.parts), n, m), jnp.float32)
     return plgpu.kernel(
-        functools.partial(_kernel, config, form, k // (step_of(form) * config.splits)),
+        functools.partial(_kernel, config, form, shares),
         out_type=sums if factors is None else jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(n // (config.height * config.cluster), config.splits),
-        grid_names=("tile", "split"),
+        grid=(shares.blocks,),
+        grid_names=("block",),
         cluster=(config.cluster,),
         cluster_names=("member",),
         num_threads=config.warpgroups + 1,
@@ -121,21 +169,34 @@ def call(
     )(x, codes, scales, table, *([] if factors is None else [factors]))
 
 
+def added(shares: Shares, written: jax.Array) -> jax.Array:
+    """The sums `[n, m]` of what `call` returns without factors."""
+    always, most = shares.parts
+    total = sum(written[1:always], written[0])
+    for i in range(always, most):
+        # Of every value and not of every tile, which would be a kernel of its own.
+        tile = lax.div(lax.broadcasted_iota(jnp.int32, total.shape, 0), written.shape[1] // shares.tiles)
+        there = (lax.div(tile * shares.steps, shares.share) + i) * shares.share < (tile + 1) * shares.steps
+        # What no block wrote is whatever memory held.
+        total += jnp.where(there, written[i], 0)
+    return total
+
+
 def step_of(form: str) -> int:
     """How much of k a step takes: 16 blocks, whose scales are the 16 bytes of a row that are copied at least."""
     return BLOCKS * (16 if form == "nvfp4" else 32)
 
 
-def _kernel(config: Config, form: Any, steps: int, *refs: Any) -> None:
+def _kernel(config: Config, form: Any, shares: Shares, *refs: Any) -> None:
     x_gmem, _, _, table_gmem, *factors_gmem, out_gmem = refs
-    m, step, stages = x_gmem.shape[0], step_of(form), min(config.stages, steps)
+    m, step, stages = x_gmem.shape[0], step_of(form), min(config.stages, shares.share)
     width = CHUNK_BYTES // x_gmem.dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
     released: dict[str, Any] = dict(num_arrivals=config.warpgroups, num_barriers=stages)
     together: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=("member",))
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, refs, smem)
+        block = _Block(config, form, shares, stages, refs, smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -158,7 +219,7 @@ class _Block:
 
     Attributes:
       config, form: of the kernel.
-      steps: of this block's part of k.
+      shares: how blocks share the steps of all tiles.
       stages: buffers of a step.
       gmem: references to global memory: x, codes, scales, table, perhaps factors, and the output.
       smem: buffers and barriers, by the names that `_kernel` gives them.
@@ -166,15 +227,39 @@ class _Block:
 
     config: Config
     form: Any
-    steps: int
+    shares: Shares
     stages: int
     gmem: Any
     smem: dict[str, Any]
 
-    @property
-    def _first_row(self) -> Any:
-        tile = lax.axis_index("tile") * self.config.cluster + lax.axis_index("member")
-        return tile * self.config.height
+    def _own(self) -> tuple[Any, Any]:
+        """The first of this block's steps, and how many they are."""
+        shares, block = self.shares, lax.axis_index("block")
+        if shares.tiles * shares.steps % shares.share == 0:
+            return block * shares.share, shares.share
+        first = block * shares.share
+        return first, lax.min(shares.share, shares.tiles * shares.steps - first)
+
+    def _pieces(self, action: Any) -> None:
+        """Call `action(tile, begin, end)` for each tile that this block has steps of, those from begin to end."""
+        shares, (first, count) = self.shares, self._own()
+        if shares.whole:
+            action(lax.axis_index("block"), 0, shares.steps)
+            return
+        first_tile = lax.div(first, shares.steps)
+
+        @pl.loop(0, shares.pieces)
+        def _each(piece: Any) -> None:
+            start = (first_tile + piece) * shares.steps - first
+            begin, end = lax.max(start, 0), lax.min(start + shares.steps, count)
+
+            @pl.when(begin < end)
+            def _there_are_some() -> None:
+                action(first_tile + piece, begin, end)
+
+    def _rows(self, tile: Any) -> Any:
+        """The first row of n of this block's part of a tile."""
+        return (tile * self.config.cluster + lax.axis_index("member")) * self.config.height
 
     def _hand_over(self, registers: int, action: Any) -> None:
         """Give registers of the threads that copy to those that compute, where an even share is too few."""
@@ -183,48 +268,52 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        x_gmem, codes_gmem, scales_gmem, table_gmem, *_ = self.gmem
-        smem, filled, consumed = self.smem, self.smem["filled"], self.smem["consumed"]
-        step, first_step = step_of(self.form), lax.axis_index("split") * self.steps
-        rows, shared = pl.ds(self._first_row, self.config.height), "member" if self.config.cluster > 1 else None
+        table_gmem, smem = self.gmem[3], self.smem
+        self._hand_over(_COPYING, "decrease")
+        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
+        self._pieces(self._copy)
+        if self.config.cluster > 1:
+            # A block of a cluster must not end while the other still arrives at its barriers.
+            _, count = self._own()
+
+            @pl.loop(lax.max(count, self.stages - 1), count + self.stages)
+            def _empty(k: Any) -> None:
+                plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
+
+    def _copy(self, tile: Any, begin: Any, end: Any) -> None:
+        (x_gmem, codes_gmem, scales_gmem, *_), smem = self.gmem, self.smem
+        step, (first, _) = step_of(self.form), self._own()
+        rows, shared = pl.ds(self._rows(tile), self.config.height), "member" if self.config.cluster > 1 else None
         # (global memory, rows, how many columns a step takes, where to, which blocks share the copy)
         copies = (
             (codes_gmem, rows, step // 2, smem["codes"], None), (scales_gmem, rows, BLOCKS, smem["scales"], None),
             (x_gmem, slice(None), step, smem["x"], shared),
         )  # fmt: skip
-        self._hand_over(_COPYING, "decrease")
-        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
 
-        @pl.loop(0, self.steps)
+        @pl.loop(begin, end)
         def _steps(k: Any) -> None:
-            slot = lax.rem(k, self.stages)
+            slot, of_tile = lax.rem(k, self.stages), first + k - tile * self.shares.steps
 
-            @pl.when(k >= self.stages)
+            @pl.when(k >= self.stages - 1)
             def _wait() -> None:
-                plgpu.barrier_wait(consumed.at[slot])
+                plgpu.barrier_wait(smem["consumed"].at[slot])
 
             for source, at, columns, buffer, axes in copies:
-                block = source.at[at, pl.ds((first_step + k) * columns, columns)]
-                plgpu.copy_gmem_to_smem(block, buffer.at[slot], filled.at[slot], collective_axes=axes)
-
-        if shared is not None:
-            # A block of a cluster must not end while the other still arrives at its barriers.
-            @pl.loop(0, self.stages)
-            def _empty(i: Any) -> None:
-                plgpu.barrier_wait(consumed.at[lax.rem(self.steps + i, self.stages)])
+                block = source.at[at, pl.ds(of_tile * columns, columns)]
+                plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot], collective_axes=axes)
 
     def consume(self) -> None:
         """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
         self._hand_over(self.config.registers[1], "increase")
         plgpu.barrier_wait(self.smem["ready"])
-        pl.run_scoped(self._multiply, plgpu.ACC((ROWS, self.gmem[0].shape[0]), jnp.float32))
+        place, sums = owned.place(self.form), plgpu.ACC((ROWS, self.gmem[0].shape[0]), jnp.float32)
+        self._pieces(lambda *piece: pl.run_scoped(functools.partial(self._multiply, place, *piece), sums))
 
-    def _multiply(self, acc: Any) -> None:
+    def _multiply(self, place: Any, tile: Any, begin: Any, end: Any, acc: Any) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
         step, width = step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
-        place = decode_fp8.place() if x_smem.dtype == jnp.float8_e4m3fn else None
 
-        @pl.loop(0, self.steps)
+        @pl.loop(begin, end)
         def _steps(k: Any) -> None:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
@@ -234,35 +323,40 @@ class _Block:
                 # One product runs while the next operand is decoded; that before has read its registers.
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
-
-                    @pl.when(k > 0)
-                    def _release_before() -> None:
-                        self._release(k - 1)
+                    # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
+                    self._release(k - 1)
 
         plgpu.wgmma_wait(0)
         if self.config.cluster > 1:
-            self._release(self.steps - 1)
-        rows, out_gmem = pl.ds(self._first_row + warpgroup * ROWS, ROWS), self.gmem[-1]
+
+            @pl.when(end == self._own()[1])
+            def _last() -> None:
+                self._release(end - 1)
+
+        rows, out_gmem = pl.ds(self._rows(tile) + warpgroup * ROWS, ROWS), self.gmem[-1]
         if self.smem["out"] is None:
-            out_gmem[lax.axis_index("split"), rows] = acc[...]
+            part = lax.axis_index("block") - lax.div(tile * self.shares.steps, self.shares.share)
+            out_gmem[part, rows] = acc[...]
         else:
             _store(acc[...], self.gmem[-2], self.smem["out"].at[warpgroup], out_gmem, rows)
 
     def _release(self, k: Any) -> None:
-        """Give the buffers of a step back: all threads of a warpgroup do, or two for all of them in a cluster."""
+        """Give the buffers of a step back: all threads of a warpgroup do, or two for all of them in a cluster.
+
+        There is one arrival for step -1, for which `_copy` waits before it fills the last of the buffers at first.
+        """
         if self.config.cluster > 1:
             # They must not speak for warps that still load codes.
             plgpu.inline_mgpu()(lambda context: mgpu.utils.warpgroup_barrier())()
-        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k, self.stages)])
+        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
 
     def _operand(self, slot: Any, first_row: Any, place: Any) -> Any:
         """A function of the chunk: the weight's values as the dtype of x."""
-        codes, scales, table = self.smem["codes"], self.smem["scales"], self.smem["table"]
-        own = pl.ds(first_row, ROWS)
-        if place is not None:
-            return decode_fp8.decode(place, codes.at[slot, own], scales.at[slot, own], table)
-        loaded = plgpu.load(codes.at[slot, own], layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
-        return decode.decode(loaded, scales.at[slot], table, self.form, first_row)
+        own, table = pl.ds(first_row, ROWS), self.smem["table"]
+        codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
+        if self.smem["x"].dtype == jnp.float8_e4m3fn:
+            return decode_fp8.decode(place, codes, scales, table)
+        return decode.decode(self.form, place, codes, scales, table)
 
 
 def _out_buffers(config: Config, m: int, dtype: Any) -> Any:

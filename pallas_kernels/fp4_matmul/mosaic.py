@@ -15,6 +15,7 @@ from pallas_kernels.fp4_matmul.parts import on_each_device
 from pallas_kernels.fp4_matmul.reference import Activation, Options
 from pallas_kernels.hopper.plan import reject_here
 from pallas_kernels.operands import Fp4, Operand, Row
+from pallas_kernels.partition import device_count
 
 # Above it the tensor cores are what a product waits for: XLA unpacks the weight once. On an H200 with 28672 x 8192 the
 # kernel in BF16 took 46 us at m = 16, 62 at 64 and 124 at 128, BF16's product 117, 111 and 120. 256 rows are the most
@@ -22,8 +23,15 @@ from pallas_kernels.operands import Fp4, Operand, Row
 MOST_ROWS: dict[Activation, int] = {"bfloat16": 64, "float8_e4m3fn": 256}
 ROWS = 64
 _SHARED_BYTES = 228_000
-# (warpgroups, cluster), the best guess first: a block reads all of x, which the more outputs share the better.
-_SHAPES: tuple[tuple[int, Literal[1, 2]], ...] = ((4, 1), (2, 2), (2, 1), (1, 1))
+# Up to so many rows, (warpgroups, cluster), the fastest first on an H200 with 28672 x 8192: a block reads all of x,
+# which the more outputs share the better. In E4M3 60 us without a cluster and 64 with one at m = 128, and 126 and 124
+# at 256.
+_SHAPES: dict[int, tuple[tuple[int, Literal[1, 2]], ...]] = {
+    128: ((4, 1), (2, 1), (1, 1)), 256: ((4, 1), (2, 2), (2, 1), (1, 1))
+}  # fmt: skip
+# In E4M3 up to so many rows parts of k are worth writing where tiles fill most of the chip; in BF16 always, so that a
+# row has the same bits whatever else is multiplied.
+_MOST_ROWS_OF_PARTS = 32
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
@@ -51,13 +59,6 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     return None
 
 
-def decline(options: Options, x: jax.Array, w: Operand) -> str | None:
-    """Why this kernel is not chosen unless it is named, or None."""
-    if options.activation == "bfloat16":
-        return None
-    return f'activation={options.activation!r} has not run on a GPU yet; backend="mosaic" asks for it'
-
-
 def _step(scaling: Any) -> int:
     return 16 * scaling.block
 
@@ -70,17 +71,18 @@ def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
     from pallas_kernels.fp4_matmul.kernel import Config
 
     wide = jnp.dtype(options.activation).itemsize
-    for warpgroups, cluster in _SHAPES:
-        if n % (ROWS * warpgroups * cluster) or (cluster > 1 and wide > 1):
+    for warpgroups, cluster in next(shapes for most, shapes in _SHAPES.items() if m <= most):
+        if n % (ROWS * warpgroups * cluster):
             continue
-        tiles, steps = n // (ROWS * warpgroups), k // step
-        # A block has a multiprocessor to itself. As many parts of k as fill the chip once, if steps divide into them.
-        most = max(1, device_cores(132) // tiles)
-        splits = max(count for count in range(1, most + 1) if steps % count == 0)
-        config = Config(warpgroups, splits=splits, cluster=cluster)
+        tiles, steps, places = n // (ROWS * warpgroups * cluster), k // step, max(1, device_cores(132) // cluster)
+        # A block has a multiprocessor to itself. All blocks of one wave share all steps evenly.
+        whole = wide == 1 and m > _MOST_ROWS_OF_PARTS and 2 * tiles > places
+        share = None if whole else -(-tiles * steps // places)
+        config = Config(warpgroups, share=None if share == steps else share, cluster=cluster)
         rows = _padded(m, config)
-        # In E4M3 the kernel writes the product itself where k is whole.
-        of_output = config.piece(rows) * ROWS * warpgroups * options.out_dtype.itemsize if wide == 1 else 0
+        # In E4M3 the kernel writes the product itself where each block has all of k.
+        writes = wide == 1 and config.share is None
+        of_output = config.piece(rows) * ROWS * warpgroups * options.out_dtype.itemsize if writes else 0
         of_stage = config.height * (step // 2 + 16) + rows * step * wide
         stages = min(config.stages, (_SHARED_BYTES - of_output) // of_stage)
         if stages >= 2 and config.holds(rows):
@@ -102,7 +104,7 @@ def configure(options: Options, x: jax.Array, w: Operand) -> Any:
 def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None) -> jax.Array:
     """The product, see `api.fp4_matmul`; a device's part that no sizes fit is multiplied by XLA."""
     # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
-    from pallas_kernels.fp4_matmul import decode, decode_fp8
+    from pallas_kernels.fp4_matmul import decode, decode_fp8, ordered_rows
 
     def chosen_for(x: jax.Array, w: Operand) -> Any:
         return config or choose(options, w.scaling, x.shape[0], *w.shape[::-1])
@@ -111,17 +113,24 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
         chosen = chosen_for(x, w)
         return reference.fp4_matmul(options, x, w) if chosen is None else _in_bfloat16(chosen, options, x, w, table)
 
-    def in_fp8(options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array) -> jax.Array:
-        rows, chosen = Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
-        return unpacked.in_fp8(options, rows, w) if chosen is None else _in_fp8(chosen, options, rows, w, table)
+    def in_fp8(
+        options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array | None = None
+    ) -> jax.Array:
+        rows, chosen = None if scale is None else Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
+        if chosen is None:
+            return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
+        return _in_fp8(chosen, options, rows or x, w, table)
 
     assert isinstance(w.scaling, Fp4), "api checked it"
     if options.activation == "bfloat16":
         table = jnp.asarray(decode.table(w.scaling.format))
         return on_each_device(in_bfloat16, options, x, w, {"table": ("t", table)})
+    arrays = {"table": ("t", jnp.asarray(decode_fp8.table()))}
+    if device_count() == 1 and ordered_rows.serves(x.shape[-1]):
+        return on_each_device(in_fp8, options, x, w, arrays)
     # Rounded before devices have parts of a row, whose scale is found from all of it.
-    rows, table = reference.quantize_rows(x), jnp.asarray(decode_fp8.table())
-    return on_each_device(in_fp8, options, rows.values, w, {"table": ("t", table), "scale": ("m", rows.scale)})
+    rows = reference.quantize_rows(x)
+    return on_each_device(in_fp8, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
 
 
 def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
@@ -131,24 +140,30 @@ def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table:
     assert isinstance(scaling, Fp4), "api checked it"
     m = x.shape[0]
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
-    sums = kernel.call(config, scaling.format, decode.permuted(rows), w.values, _scale_bytes(w), table)
-    out = sum(sums[1:], sums[0])[:, :m].T * decode.FACTOR[scaling.format]
+    ordered = decode.permuted(rows, scaling.format)
+    parts = kernel.call(config, scaling.format, ordered, w.values, _scale_bytes(w), table)
+    sums = kernel.added(kernel.Shares.of(config, scaling.format, *w.shape), parts)
+    out = sums[:, :m].T * decode.FACTOR[scaling.format]
     return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
 
 
-def _in_fp8(config: Any, options: Options, x: Operand, w: Operand, table: jax.Array) -> jax.Array:
-    from pallas_kernels.fp4_matmul import decode_fp8, kernel
+def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array) -> jax.Array:
+    """The product of the rows of x, which may be rounded already."""
+    from pallas_kernels.fp4_matmul import decode_fp8, kernel, ordered_rows
 
-    m = x.shape[0]
-    more = _padded(m, config) - m
-    rows = decode_fp8.permuted(jnp.pad(x.values, ((0, more), (0, 0))))
+    (m, _), outer = x.shape, jnp.float32(1) if w.outer is None else w.outer
+    count = _padded(m, config)
+    if isinstance(x, Operand):
+        rows = decode_fp8.permuted(jnp.pad(x.values, ((0, count - m), (0, 0))))
+        factors = jnp.pad(outer / decode_fp8.FACTOR * x.scale, (0, count - m))
+    else:
+        rows, factors = ordered_rows.ordered(x, count, outer)
     # 256 values are the most that a dimension of a copy has.
     call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), table.reshape(2, 256))
-    factors = reference.scale_sum(jnp.float32(1 / decode_fp8.FACTOR), None, w.outer) * x.scale
-    if config.splits == 1:
-        return call(jnp.pad(factors, (0, more)), options.out_dtype)[:m]
-    sums = call()
-    return (sum(sums[1:], sums[0])[:, :m].T * factors[:, None]).astype(options.out_dtype)
+    shares = kernel.Shares.of(config, "nvfp4", *w.shape)
+    if shares.whole:
+        return call(factors, options.out_dtype)[:m]
+    return (kernel.added(shares, call()).T * factors[:, None]).astype(options.out_dtype)[:m]
 
 
 def _scale_bytes(w: Operand) -> jax.Array:

@@ -194,7 +194,7 @@ def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> 
     def kernel(tops_ref: Any, inverse_ref: Any, scale_ref: Any) -> None:
         i = pl.program_id(0)
         amax = numerics.amax_by_bits(_load(tops_ref, _inside((tiles, n), sides, (0, i))).astype(jnp.float32), 0)
-        scale, inverse = _scale_and_inverse(options, amax, interpret)
+        scale, inverse = scale_and_inverse(options, amax, interpret)
         for ref, x in ((inverse_ref, inverse), (scale_ref, scale)):
             plgpu.store(ref, x, mask=_inside((n,), sides[1:], (i,)))
 
@@ -205,7 +205,7 @@ def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> 
         grid=(pl.cdiv(n, _LINES),),
         in_specs=[pl.BlockSpec(sides, lambda i: (0, i))],
         out_specs=[vector, vector],
-        compiler_params=plgpu.CompilerParams(num_warps=_warps(sides), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps_of(sides), num_stages=1),
         interpret=interpret,
         name="row_scales",
     )(tops)
@@ -224,7 +224,7 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
         i = pl.program_id(0)
         inside = _inside((m, k), sides, (i, 0))
         wide = _load(x_ref, inside).astype(jnp.float32)
-        scale, inverse = _scale_and_inverse(options, numerics.amax_by_bits(wide, 1, keepdims=True), interpret)
+        scale, inverse = scale_and_inverse(options, numerics.amax_by_bits(wide, 1, keepdims=True), interpret)
         plgpu.store(values_ref, multiplied(wide, inverse, interpret).astype(options.dtype), mask=inside)
         plgpu.store(scale_ref, scale.reshape(rows), mask=_inside((m,), (rows,), (i,)))
 
@@ -235,17 +235,19 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
         grid=(pl.cdiv(m, rows),),
         in_specs=[matrix],
         out_specs=[matrix, pl.BlockSpec((rows,), lambda i: (i,))],
-        compiler_params=plgpu.CompilerParams(num_warps=_warps(sides), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps_of(sides), num_stages=1),
         interpret=interpret,
         name="whole_row_quantize",
     )(x)
 
 
-def _warps(sides: tuple[int, int]) -> int:
+def warps_of(sides: tuple[int, int]) -> int:
+    """Warps of a program that holds whole rows."""
     return min(_MOST_WARPS, max(1, sides[0] * sides[1] // (32 * _VALUES_PER_THREAD)))
 
 
-def _scale_and_inverse(options: Quantization, amax: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def scale_and_inverse(options: Quantization, amax: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Those of lines with these largest magnitudes, by the device's exact division."""
     division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
     return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
 

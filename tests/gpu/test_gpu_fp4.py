@@ -61,7 +61,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(64, 512), (256, 2048), (384, 1536), (1024, 14336)])
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (256, 2048), (384, 1536), (1024, 14336), (14336, 2048)])
 @pytest.mark.parametrize("m", [1, 8, 16, 33, 64])
 def test_products_are_those_of_float64(scaling, n, k, m):
     q, x = operands(scaling, n, k)
@@ -129,19 +129,21 @@ def test_leading_axes_bfloat16_and_squares_in_e4m3():
 
 
 @pytest.mark.parametrize(
-    "sizes", [(4, 3, 1, 1), (4, 2, 4, 1), (2, 4, 1, 1), (2, 4, 1, 2), (2, 3, 2, 2), (1, 6, 1, 1), (1, 2, 8, 2)], ids=str
+    "sizes",
+    [(4, 3, None, 1), (4, 2, 14, 1), (2, 4, None, 2), (2, 3, 28, 2), (2, 3, 60, 1), (1, 6, 1, 1), (1, 2, 5, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("m", [48, 96])
 def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
     from pallas_kernels.fp4_matmul.kernel import Config
 
-    warpgroups, stages, splits, cluster = sizes
+    warpgroups, stages, share, cluster = sizes
     q, x = operands(FOLDS, 1024, 14336)
     options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
-    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(warpgroups, stages, splits, cluster)))
+    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(warpgroups, stages, share, cluster)))
     x = x[:m].astype(jnp.bfloat16)
     got, expected = np.asarray(run(x, q)), np.asarray(in_e4m3(x, q, backend="xla"))
-    # Errors of sums in about 14 bits, which differ with the splits.
+    # Errors of sums in about 14 bits, which differ with the parts of k.
     assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
 
 

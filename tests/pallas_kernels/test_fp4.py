@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
-from pallas_kernels.fp4_matmul import decode, decode_fp8, kernel, mosaic, reference, unpacked
+from pallas_kernels.fp4_matmul import decode, decode_fp8, kernel, mosaic, ordered_rows, owned, reference, unpacked
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
@@ -110,8 +110,7 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
     w, _ = exhaustive(form)
     words = np.asarray(w.values).view(np.uint32)
     scale = decode.table(form)[:, None]
-    more = [np.uint32(0x7E807E80)] if form == "mxfp4" else []
-    pairs = ptx.run(decode._decode_text(form == "mxfp4"), 4, [words, scale, *more])
+    pairs = ptx.run(decode.DECODE[form], 4, [words, scale, *map(np.uint32, decode.RESCALE[form])])
     got = np.stack(pairs, -1).view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)  # codes (i, i + 4)
     got = got.reshape(*words.shape, 4, 2).swapaxes(-1, -2).reshape(w.shape) * decode.FACTOR[form]
     expected = np.asarray(reference.decode(w), np.float64)
@@ -120,37 +119,89 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
     assert ordinary.mean() > 0.8
 
 
-def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(monkeypatch):
-    rng = np.random.default_rng(0)
-    rows, step = 64, decode_fp8.STEP
-    codes, scales = rng.integers(0, 256, (rows, step // 2), np.uint8), rng.integers(0, 120, (rows, 16), np.uint8)
-    # Shared memory: codes as a copy with the widest swizzle lays them down, scales, and the table.
-    units = np.empty((rows, 8, 16), np.uint8)
-    units[np.arange(rows)[:, None], np.arange(8) ^ (np.arange(rows) % 8)[:, None]] = codes.reshape(rows, 8, 16)
-    parts = [units.reshape(-1), scales.reshape(-1), decode_fp8.table().view(np.uint8)]
+@pytest.mark.parametrize("kind", ["nvfp4 bfloat16", "mxfp4 bfloat16", "nvfp4 float8_e4m3fn"])
+def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(kind, monkeypatch):
+    form, dtype = kind.split()
+    module, block = (decode if dtype == "bfloat16" else decode_fp8), 16 if form == "nvfp4" else 32
+    table = (decode.table(form) if module is decode else decode_fp8.table()).view(np.uint8)
+    rng, rows, step = np.random.default_rng(0), 64, kernel.step_of(form)
+    codes = rng.integers(0, 256, (rows, step // 2), np.uint8)
+    scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (rows, 16), np.uint8)
+    # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales;
+    # and the table.
+    units = np.empty((rows // 8, step // 256, 8, 8, 16), np.uint8)
+    low = np.arange(8)[:, None]
+    tiles = codes.reshape(rows // 8, 8, step // 256, 8, 16).transpose(0, 2, 1, 3, 4)
+    units[:, :, low, np.arange(8) ^ low] = tiles
+    parts = [units.reshape(-1), scales.reshape(-1), table]
     of_codes, of_scales, of_table = np.cumsum([0, *(len(part) for part in parts)])[:3]
     memory = np.concatenate(parts)
     run = lambda count, operands, text, effects=False: ptx.run(text, count, operands, memory)
-    monkeypatch.setattr(decode_fp8, "_words", run)
-    monkeypatch.setattr(decode_fp8, "constant", np.uint32)
+    monkeypatch.setattr(owned, "words", run)
+    monkeypatch.setattr(owned, "constant", np.uint32)
 
     thread = np.arange(128)
-    of_scale, of_code = run(2, [thread], decode_fp8.PLACE)
-    words = decode_fp8.scale_words(of_scale, of_scales)
-    # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32": four bytes of k in each of four registers.
-    first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, 4 * (thread % 4)
-    got = np.empty((rows, step), np.uint8)
-    for chunk in range(2):
-        registers = decode_fp8.value_words(chunk, of_code, of_codes, of_table, words)
-        for (part, half), values in np.ndenumerate(registers):
-            k = decode_fp8.CHUNK * chunk + 16 * part + first_k[:, None] + np.arange(4)
-            got[(first_row + 8 * half)[:, None], k] = values[:, None].view(np.uint8).reshape(128, 4)
+    of_scale, of_code = run(2, [thread], owned.PLACES[form])
+    words = owned.scale_words(of_scale, of_scales)
+    # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16" and "m64nNk32": four bytes of k in each register.
+    values = 4 // jnp.dtype(dtype).itemsize
+    first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, values * (thread % 4)
+    got = np.empty((rows, step), jnp.dtype(dtype))
+    for chunk in range(step // module.CHUNK):
+        if module is decode:
+            loaded = owned.code_words(form, chunk // 2, of_code, of_codes)
+            registers = decode.value_words(form, chunk, loaded, of_table, words)
+        else:
+            registers = decode_fp8.value_words(chunk, owned.code_words(form, chunk, of_code, of_codes), of_table, words)
+        for (part, half), word in np.ndenumerate(registers):
+            k = module.CHUNK * chunk + 4 * values * part + first_k[:, None] + np.arange(values)
+            got[(first_row + 8 * half)[:, None], k] = word[:, None].view(got.dtype).reshape(128, values)
     numbers = fp4.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(rows, step)]
-    scale = np.repeat(scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32), 16, axis=1)
-    expected = (numbers * scale * np.float32(decode_fp8.FACTOR)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    np.testing.assert_array_equal(got, decode_fp8.permuted(jnp.asarray(expected)))
+    scale = np.repeat(scales.view(Fp4(form).scale_dtype).astype(np.float32), block, axis=1)
+    factor = decode_fp8.FACTOR if module is decode_fp8 else 1 / decode.FACTOR[form]
+    expected = (numbers * scale * np.float32(factor)).astype(dtype)
+    ordered = decode.permuted(jnp.asarray(expected), form) if module is decode else decode_fp8.permuted(expected)
+    np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "steps", "share"),
+    [(112, 32, 28), (56, 16, 7), (4, 56, 2), (1, 1, 1), (3, 5, 4), (7, 3, 5), (256, 32, 63)],
+)
+def test_blocks_share_the_steps_of_all_tiles(tiles, steps, share):
+    shares = kernel.Shares(tiles, steps, share)
+    # Each block writes what it has of a tile behind those that have what comes before.
+    written = np.full((max(shares.parts), tiles, steps), np.nan, np.float32)
+    for block in range(shares.blocks):
+        own = np.arange(block * share, min((block + 1) * share, tiles * steps))
+        assert 0 < len(np.unique(own // steps)) <= shares.pieces
+        for tile in np.unique(own // steps):
+            part = written[block - tile * steps // share, tile]
+            assert np.isnan(part).all()
+            part[:] = np.isin(np.arange(steps), own[own // steps == tile] - tile * steps)
+    assert shares.blocks <= 132 and shares.whole == (share == steps)
+    # Two outputs of a tile, and steps in the place of x's rows: each step is added once.
+    sums = kernel.added(shares, jnp.asarray(np.repeat(written, 2, axis=1)))
+    np.testing.assert_array_equal(sums, np.ones((2 * tiles, steps)))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(("m", "k", "rows"), [(5, 512, 8), (8, 768, 8)])
+def test_ordered_rows_are_those_of_the_definition(m, k, rows, dtype):
+    random = np.random.default_rng(0)
+    x = np.ldexp(random.standard_normal((m, k)), random.integers(-14, 3, (m, 1)))
+    x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
+    x, outer = jnp.asarray(x, jnp.float32).astype(dtype), jnp.float32(0.3)
+    values, factors = jax.jit(ordered_rows.ordered, static_argnums=1)(x, rows, outer)
+    expected = reference.quantize_rows(x)
+    bits = lambda array: np.asarray(array).view(np.uint8)
+    np.testing.assert_array_equal(bits(values[:m]), bits(decode_fp8.permuted(expected.values)))
+    np.testing.assert_array_equal(factors[:m], outer / decode_fp8.FACTOR * expected.scale)
+    assert not bits(values[m:]).any() and np.isfinite(factors[m:]).all()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
     rng = np.random.default_rng(0)
     x, codes = rng.normal(size=(2, 3, 512)).astype(np.float32), rng.integers(0, 256, (64, 256), np.uint8)
@@ -163,13 +214,15 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
         decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
-        assert x.shape[0] == 16 and table.shape == (2, 256) and (factors is None) == (config.splits > 1)
-        parts = [jnp.split(array, config.splits, axis=1) for array in (decoded, x.astype(jnp.float32))]
-        sums = jnp.stack([w @ x.T for w, x in zip(*parts, strict=True)])
-        return sums if factors is None else (sums[0] * factors).T.astype(out_dtype)
+        assert x.shape[0] == 8 and table.shape == (2, 256) and (factors is None) == (config.share is not None)
+        if factors is not None:
+            return ((decoded @ x.astype(jnp.float32).T) * factors).T.astype(out_dtype)
+        # One tile of two steps, of which each of two blocks has one.
+        halves = [jnp.split(array, 2, axis=1) for array in (decoded, x.astype(jnp.float32))]
+        return jnp.stack([w @ x.T for w, x in zip(*halves, strict=True)])
 
     monkeypatch.setattr(kernel, "call", call)
-    whole, parts = kernel.Config(1, cluster=2), kernel.Config(1, splits=2, cluster=2)
+    whole, parts = kernel.Config(1, cluster=1), kernel.Config(1, share=1, cluster=1)
 
     @jax.jit
     def both(x, q):
@@ -183,13 +236,14 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
 
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
-    [(64, 28672, (4, 4, 1, 1)), (128, 28672, (2, 4, 1, 2)), (256, 28672, (2, 2, 1, 2)), (16, 8192, (4, 4, 4, 1)),
-     (200, 192, (1, 3, 32, 1)), (257, 28672, None), (0, 64, None), (64, 96, None)],
+    [(64, 28672, (4, 4, None, 1)), (16, 28672, (4, 4, 28, 1)), (128, 28672, (2, 4, None, 1)),
+     (256, 28672, (2, 2, None, 2)), (16, 8192, (4, 4, 8, 1)), (64, 8192, (4, 4, 8, 1)), (200, 192, (1, 3, 1, 1)),
+     (257, 28672, None), (0, 64, None), (64, 96, None)],
 )  # fmt: skip
 def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
-    assert (config and (config.warpgroups, config.stages, config.splits, config.cluster)) == sizes
+    assert (config and (config.warpgroups, config.stages, config.share, config.cluster)) == sizes
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])

@@ -1,0 +1,123 @@
+"""What a thread of a warpgroup owns of a step: four neighbouring blocks of each of its rows r and r + 8, in PTX.
+
+Within a step the sum over k has no order, so a thread may take whole blocks, and meets each scale once: those of four
+blocks are one word, and their codes units of 16 bytes, which lie where `PLACES` says. `permuted` of `decode.py` and of
+`decode_fp8.py` brings x into the order in which the codes are then multiplied.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+Form = Literal["nvfp4", "mxfp4"]
+
+# Of thread $2 of a warpgroup: $0, where the scales of its first row are, and $1, where its codes are. 16 bytes lie
+# where the lowest bits of their row say, so that the 8 threads that read at a time do so from all banks. A row of NVFP4
+# is 128 bytes of a step, and one of MXFP4 256, the second half of which lies behind 8 rows of the first.
+_PLACE = """{{.reg .b32 row, low, warp, quarter, unit;
+and.b32 quarter, $2, 3;
+shr.u32 low, $2, 2;
+and.b32 low, low, 7;
+shr.u32 warp, $2, 1;
+and.b32 warp, warp, 0x30;
+or.b32 row, warp, low;
+mul.lo.u32 unit, quarter, 4;
+mad.lo.u32 $0, row, 16, unit;
+{unit}
+xor.b32 unit, unit, low;
+mul.lo.u32 unit, unit, 16;
+mad.lo.u32 $1, low, 128, unit;
+mad.lo.u32 $1, warp, {width}, $1;
+{half}}}"""
+PLACES: dict[Form, str] = {
+    "nvfp4": _PLACE.format(unit="mul.lo.u32 unit, quarter, 2;", width=128, half=""),
+    "mxfp4": _PLACE.format(
+        unit="and.b32 unit, quarter, 1;\nmul.lo.u32 unit, unit, 4;", width=256,
+        half="shr.u32 quarter, quarter, 1;\nmad.lo.u32 $1, quarter, 1024, $1;\n",
+    ),
+}  # fmt: skip
+# Rows r and r + 8.
+_LOAD_SCALES = "{.reg .b32 t; add.u32 t, $2, $3; ld.shared.b32 $0, [t]; ld.shared.b32 $1, [t + 128];}"
+# The unit $10 / 16 of a thread's codes: its lowest bits are free in `PLACES`.
+_LOAD_CODES = """{{.reg .b32 t; xor.b32 t, $9, $10; add.u32 t, t, $8;
+ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t];
+ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];
+}}"""
+
+# Two words for each thread, and eight.
+PAIRS = plgpu.Layout.WG_STRIDED((128 * 2,), 2)
+EIGHTS = plgpu.Layout.WG_STRIDED((128 * 8,), 8)
+_SIZES = {PAIRS: 2, EIGHTS: 8}
+
+
+def place(form: Form) -> jax.Array:
+    """Where a thread finds what it decodes, a pair of words: once for all steps."""
+    return in_registers(lambda context: together(words(2, [mgpu.utils.thread_idx()], PLACES[form])))()
+
+
+def in_registers(function: Any, *arguments: Any, layout: Any = PAIRS) -> Any:
+    """A function of arrays and references whose result is words of each thread, made of PTX."""
+    made = plgpu.ShapeDtypeStruct((128 * _SIZES[layout],), jnp.uint32, layout)
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=made)(function)
+
+
+def load_scales(context: Any, scales: Any, place: Any) -> Any:
+    """The scales of a thread's four blocks in a step, a word for each of its rows r and r + 8."""
+    return together(scale_words(apart(place)[0], address(scales)))
+
+
+def scale_words(place: Any, scales: Any) -> list[Any]:
+    """The same from addresses."""
+    return words(2, [scales, place], _LOAD_SCALES, effects=True)
+
+
+def code_words(form: Form, unit: int, place: Any, codes: Any) -> list[Any]:
+    """32 codes of row r, four words, and of row r + 8: those of a unit of 16 bytes."""
+    text = _LOAD_CODES.format(below=1024 if form == "nvfp4" else 2048)
+    return words(8, [codes, place, constant(16 * unit)], text, effects=True)
+
+
+def words(count: int, operands: list[Any], text: str, *, effects: bool = False) -> list[Any]:
+    """PTX with results `$0` on and the operands behind them; without effects it may move, and run once for several."""
+    i32 = ir.IntegerType.get_signless(32)
+    constraints = ",".join(["=r"] * count + ["r"] * len(operands))
+    kind = i32 if count == 1 else llvm.StructType.get_literal([i32] * count)
+    made: Any = llvm.inline_asm(kind, operands, text, constraints, asm_dialect=0, has_side_effects=effects)
+    return [made] if count == 1 else [llvm.extractvalue(i32, made, [i]) for i in range(count)]
+
+
+def together(separate: list[Any]) -> Any:
+    """Words as an array in registers."""
+    count = len(separate)
+    whole = llvm.mlir_undef(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
+    for i, word in enumerate(separate):
+        whole = vector.insert(word, whole, [], [i])
+    layout = mgpu.WGStridedFragLayout((128 * count,), count)
+    return mgpu.FragmentedArray(_registers=np.array([whole], object), _layout=layout, _is_signed=False)
+
+
+def apart(array: Any) -> list[Any]:
+    """The words of such an array."""
+    (whole,) = array.registers.reshape(-1)
+    return [vector.extract(whole, [], [i]) for i in range(whole.type.shape[0])]
+
+
+def address(reference: Any) -> Any:
+    """Of shared memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(reference))
+
+
+def constant(value: int) -> Any:
+    """A word."""
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def as_vector(word: Any, kind: Any) -> Any:
+    """A word as a vector of narrower numbers."""
+    return vector.bitcast(kind, vector.broadcast(ir.VectorType.get((1,), word.type), word))
