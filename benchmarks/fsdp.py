@@ -19,8 +19,9 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jax
@@ -53,6 +54,7 @@ class Config:
       llama: the model.
       llama_tokens: sequences and positions of one device.
       devices: how many, and the one alone that they are compared with.
+      xla_flags: the environment's, which say how XLA hides what travels.
     """
 
     mlp: GemmShape
@@ -63,6 +65,7 @@ class Config:
     devices: tuple[int, ...] = (1, 2)
     rounds: int = 5
     calls: int = 6
+    xla_flags: str = field(default_factory=lambda: os.environ.get("XLA_FLAGS", ""))
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,9 @@ def table(result: Result) -> str:
             else f"A Llama of {size['layers']} layers of width {size['width']}, {tokens} tokens a GPU"
         )
         texts.append(f"{what}, with AdamW.\n\n{markdown_table(titles, lines)}\n")
-    return "\n".join(texts) + "\nTimes are by the wall clock; state and arena are those of one GPU."
+    flags = result.config.get("xla_flags")
+    ran = f" It ran with `XLA_FLAGS={flags}`." if flags else ""
+    return "\n".join(texts) + f"\nTimes are by the wall clock; state and arena are those of one GPU.{ran}"
 
 
 main = functools.partial(common.main, NAME)

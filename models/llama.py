@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
 from models.losses import head_losses
-from models.meshes import split_batch, whole_rows
+from models.meshes import looked_up, split_batch
 
 Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
@@ -200,7 +200,7 @@ class Llama(nn.Module):
         normal, dtype = nn.initializers.normal(INITIAL_DEVIATION), jnp.dtype(self.dtype)
         # Looked up in float32 and rounded afterwards: gradients of a token that comes often are added in float32.
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
-        x = split_batch(jnp.take(whole_rows(embedding.embedding), tokens, axis=0)).astype(dtype)
+        x = looked_up(embedding.embedding, tokens, dtype)
         x, _ = layers_of(config, self.dtype)(x, rotations(positions, config.head_size, config.rope_theta))
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from tcfp_jax.paths import path_names
 
@@ -133,9 +134,15 @@ def batch_parts() -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.axis_names == AXES else 1
 
 
-def whole_rows(table: jax.Array) -> jax.Array:
-    """The same table, `[rows, width]`, as a lookup reads it: gathered along `fsdp`, or the tokens of all would be."""
-    return _constrained(table, P("tensor", None))
+def looked_up(table: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of a table `[rows, width]`, `[*tokens, width]` of a dtype, their batch split by the current mesh.
+
+    Each device looks up its part of the width for the tokens of all along `fsdp`, and what travels is the values that
+    were looked up, not the table: an all-to-all in `dtype`. Its gradient goes the same way back, and is added in the
+    table's dtype where the table lies.
+    """
+    rows = jnp.take(table, _constrained(tokens, P("data")), axis=0).astype(dtype)
+    return split_batch(_constrained(rows, P("data", *[None] * (tokens.ndim - 1), "fsdp")))
 
 
 def everywhere(array: np.ndarray, mesh: Mesh | None) -> jax.Array:

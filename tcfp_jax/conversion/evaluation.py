@@ -64,7 +64,7 @@ class Machine:
                 if isinstance(step, Recipe):
                     of_own: Any = {} if own is None else dict(drawn=own)
                     multiply = functools.partial(self._product, eqn, given, step, **of_own)
-                    outputs = [between.product(number, multiply)]
+                    outputs = [between.product(number, multiply, env)]
                 else:
                     outputs = self._equation(eqn, given, step, own)
                 env.update(zip(eqn.outvars, outputs, strict=True))

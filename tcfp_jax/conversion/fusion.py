@@ -25,7 +25,7 @@ from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.products import norm
 from tcfp_jax.products.activation import Activation, activated, quantize_result
 from tcfp_jax.products.norm import Norm, normed
-from tcfp_jax.products.operands import Ends
+from tcfp_jax.products.operands import Ends, quantize_operand
 from tcfp_jax.recipes import Recipe
 
 # May be done twice: a norm casts x for its sum, and once more for its result.
@@ -285,6 +285,19 @@ def operands_of(jaxpr: Any, recipes: Mapping[int, Recipe], shown: list[bool]) ->
     return found
 
 
+def alike(operands: Mapping[int, Any], recipes: Mapping[int, Recipe]) -> dict[int, tuple[int, ...]]:
+    """Of each converted product that shares its x with others that quantize it alike: all of them.
+
+    It is then quantized once. On one device XLA finds equal quantizations by itself; on several each has an all-reduce
+    of its own amax, and no two of these are equal to XLA.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, var in operands.items():
+        if _quantizes_both(recipes[number]):
+            groups.setdefault((var, _operands(recipes[number])), []).append(number)
+    return {number: tuple(group) for group in groups.values() if len(group) > 1 for number in group}
+
+
 class Between:
     """The parts of one run of a program: what products are given, and what they leave for others."""
 
@@ -295,8 +308,12 @@ class Between:
         self._quantized: dict[int, Any] = {}
         self._copies: dict[int, jax.Array] = {}
         self._carriers: dict[int, Any] = {}
+        self._alike: dict[int, tuple[int, ...]] = {}
+        self._operands: dict[int, Any] = {}
+        self._recipes = recipes
         if recipes and not has_explicit_axes():
             operands = operands_of(jaxpr, recipes, [isinstance(value, Shown) for value in values])
+            self._operands, self._alike = operands, alike(operands, recipes)
             here = (_here(part) for part in find(jaxpr, recipes, operands))
             self._parts = {part.at: part for part in here if part is not None}
             self._norms = {
@@ -304,11 +321,16 @@ class Between:
             }
         self._producers = {number for part in self._parts.values() for number in part.producers}
 
-    def product(self, number: int, multiply: Callable[..., Any]) -> jax.Array:
-        """What a product returns, given what a part has quantized for it."""
+    def product(self, number: int, multiply: Callable[..., Any], env: Mapping[Any, Any]) -> jax.Array:
+        """What a product returns, given what a part, or another product of the same x, has quantized for it."""
         options: dict[str, Any] = {}
         if number in self._copies:
             options["given"] = self._copies[number]
+        if number in self._alike and number not in self._quantized:
+            recipe, x = self._recipes[number], options.get("given", env[self._operands[number]])
+            with jax.named_scope("quantize_x"):
+                quantized = quantize_operand(lax.stop_gradient(x), recipe.activation, recipe)
+            self._quantized.update(dict.fromkeys(self._alike[number], quantized))
         x_quantized = self._quantized.get(number)
         if number not in self._producers:
             return multiply(**options, ends=Ends(x_quantized))

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models.llama import Llama, LlamaConfig
 from pallas_kernels.dispatch import Verdict
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.conversion.fusion import find, find_norms, operands_of
+from tcfp_jax.conversion.fusion import alike, find, find_norms, operands_of
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.products import activation, norm
 from tcfp_jax.recipes import recipe as named_recipe
+from tests.collectives import collectives
+from tests.helpers import mesh_of
 
 ROWS, WIDTH, HIDDEN = 64, 128, 256
 INCLUDE = ("linear", "small")
@@ -280,3 +283,23 @@ def test_under_transformations(around):
         got = jax.jit(jax.grad(total))(params, x)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         assert is_close(a, b, 30)
+
+
+def test_products_of_one_x_quantize_it_once():
+    """On several devices each quantization would have an all-reduce of its own, and XLA would not know them equal."""
+    mesh, (params, x) = mesh_of(2), draw()
+    low = jax.jit(transform(gated, "tensorwise", include=INCLUDE))
+    compiled = low.lower(params, jax.device_put(x, NamedSharding(mesh, PartitionSpec("a")))).compile()
+    amaxes = [part for c in collectives(compiled.as_text()) for part in c.parts if c.operation == "all-reduce"]
+    assert [part.size for part in amaxes] == [1, 1]  # of x, and of what "down" reads
+
+
+def test_what_quantizes_otherwise_shares_nothing():
+    params, x = draw()
+    jaxpr = jax.make_jaxpr(gated)(params, x).jaxpr
+    gate, up, down = (n for n, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    shown = [var.aval.shape != x.shape for var in jaxpr.invars]
+    operands = operands_of(jaxpr, dict.fromkeys((gate, up, down), named_recipe("tensorwise")), shown)
+    of = lambda *names: alike(operands, dict(zip((gate, up, down), map(named_recipe, names), strict=True)))
+    assert of("tensorwise", "tensorwise", "bf16") == dict.fromkeys((gate, up), (gate, up))
+    assert of("tensorwise", "bf16", "tensorwise") == of("rowwise", "rowwise", "rowwise") == {}

@@ -14,16 +14,28 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import processes, running, train, training
 from models.checkpoint import RunDirectory
 from models.llama import LLAMAS, LlamaConfig
-from models.meshes import check_mesh, everywhere, make_mesh, parameter_shardings, parameter_spec, parse_mesh
+from models.meshes import (
+    AXES,
+    BATCH,
+    check_mesh,
+    everywhere,
+    looked_up,
+    make_mesh,
+    parameter_shardings,
+    parameter_spec,
+    parse_mesh,
+)  # fmt: skip
 from models.train import TrainConfig, run
+from tests.collectives import collectives
 from tests.helpers import same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -347,6 +359,29 @@ def test_every_parameter_has_its_place(model):
     places = jax.tree.leaves(parameter_shardings(params, make_mesh({"data": 2, "fsdp": 2, "tensor": 2})))
     for leaf, place in zip(jax.tree.leaves(params), places, strict=True):
         assert (leaf.ndim < 2 or min(leaf.shape) == config.size.layers) or place.spec != P()
+
+
+def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
+    table, tokens = (
+        jax.random.normal(jax.random.key(0), (512, 64)),
+        jax.random.randint(jax.random.key(1), (8, 4), 0, 512),
+    )
+    weights = jax.random.normal(jax.random.key(2), (8, 4, 64))
+    loss = lambda table, look: (weights * look(table)).sum()
+    exact = jax.value_and_grad(loss)(table, lambda table: table[tokens].astype(jnp.bfloat16))
+    mesh = jax.make_mesh((1, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    split = NamedSharding(mesh, P("tensor", "fsdp"))
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            jax.value_and_grad(lambda table, tokens: loss(table, lambda table: looked_up(table, tokens, jnp.bfloat16))),
+            out_shardings=(NamedSharding(mesh, P()), split),
+        )
+        placed = jax.device_put(table, split), jax.device_put(tokens, NamedSharding(mesh, BATCH))
+        compiled = step.lower(*placed).compile()
+        got = compiled(*placed)
+    assert np.allclose(exact[0], got[0], rtol=1e-5) and np.allclose(exact[1], got[1], atol=1e-6)
+    sent = [part for collective in collectives(compiled.as_text()) for part in collective.parts]
+    assert max(part.size for part in sent) <= tokens.size * table.shape[1] < table.size // 4
 
 
 def test_a_parameter_without_a_rule_is_named():
