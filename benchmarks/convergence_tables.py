@@ -150,8 +150,8 @@ def summarize(rows: list[Row]) -> list[Summary]:
 
 
 def standard_error(values: list[float]) -> float:
-    """The standard error of the mean; NaN of one value, or of one that is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    """The standard error of the mean; NaN of two values, which may agree by chance, or of one that is not finite."""
+    if len(values) < 3 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 import types
 
 import jax
@@ -168,13 +169,15 @@ def row(name, seed, base, loss, *, task="text", milliseconds=None):
 
 def test_ratios_are_of_one_base():
     runs = [(BASELINE, 0, "a", 1.0), (BASELINE, 0, "b", 2.0), ("stored", 0, "a", 1.1), ("stored", 1, "b", 1.9)]
-    rows = [row(*run) for run in runs]
+    rows = [row(*run) for run in (*runs, (BASELINE, 3, "d", 1.0), ("stored", 3, "d", 1.0))]
     summarize = convergence_tables.summarize
     more = [row("stored", 2, "c", 9.0), row("stored", 0, "a", 5.0, task="digits")]
     (summary,) = (s for s in summarize([*rows, *more]) if s.name == "stored")
-    assert summary.pairs == 2  # of c, and of digits, there is no baseline
+    assert summary.pairs == 3  # of c, and of digits, there is no baseline
     assert (summary.min_ratio, summary.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
-    assert summary.standard_error == pytest.approx((math.exp(0.1) - math.exp(-0.1)) / 2)
+    found = [math.exp(0.1), math.exp(-0.1), 1.0]
+    assert summary.standard_error == pytest.approx(statistics.stdev(found) / math.sqrt(3))
+    assert math.isnan(convergence_tables.standard_error(found[:2]))  # two may agree by chance
     diverged = summarize([*rows, row(RERUN, 0, "a", math.nan)])
     assert next(s for s in diverged if s.name == RERUN).mean_ratio == math.inf
 

@@ -25,9 +25,9 @@ def row(name, seed, loss, *, variants=original.VARIANTS):
 
 def test_ratios_are_of_one_seed():
     runs = [(BASELINE, 0, 1.0), (BASELINE, 1, 2.0), ("fp8", 0, 1.1), ("fp8", 1, 1.9), ("fp8", 2, 9.0)]
-    rows = [row(*run) for run in runs]
+    rows = [row(*run) for run in (*runs, (BASELINE, 3, 1.0), ("fp8", 3, 1.0))]
     baseline, fp8 = pairs.summarize(rows, tuple(original.VARIANTS))
-    assert (baseline.mean_ratio, baseline.standard_error, fp8.seeds) == (1, 0, 2)  # of seed 2 there is no baseline
+    assert (baseline.mean_ratio, baseline.standard_error, fp8.seeds) == (1, 0, 3)  # of seed 2 there is no baseline
     assert (fp8.min_ratio, fp8.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
     diverged = pairs.summarize([*rows, row("abd", 0, math.nan), row("abd", 1, 2.0)], ("abd",))
     assert diverged[0].mean_ratio == math.inf and math.isnan(diverged[0].standard_error)
