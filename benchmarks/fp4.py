@@ -99,7 +99,7 @@ class Kind:
         if self.backend == "mosaic":
             return part == "decode" and m <= MOST_ROWS[self.activation] and jax.default_backend() == "gpu"
         if part == "dgrad":
-            return self.activation == "bfloat16" and self.scaling.format == "nvfp4"
+            return self.scaling.format == "nvfp4"
         return self.activation == "bfloat16" or m > MOST_ROWS["bfloat16"] // 2
 
     def ran(self, part: Part, m: int) -> Backend:

@@ -39,7 +39,7 @@ def fp4_matmul(
       contracts: which axis of w is summed over: "k" is the forward product, "n" its input gradient.
       activation: what x is rounded to: "bfloat16" (W4A16; products are exact and their sums float32) or
         "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. With the rule "fold_exact" of the
-        weight it runs on FP8 tensor cores along "k", whose sums keep about 14 bits.
+        weight it runs on FP8 tensor cores, whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
       backend: "mosaic" decodes few rows' weights in registers on Hopper: at most 64 in W4A16, and 256 in W4A8 of a

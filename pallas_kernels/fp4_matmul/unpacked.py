@@ -11,7 +11,7 @@ from pallas_kernels.operands import Fp4, Operand, Row, Scaling
 
 def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores."""
-    if folds(w.scaling) and options.activation == "float8_e4m3fn" and options.contracts == "k":
+    if folds(w.scaling) and options.activation == "float8_e4m3fn":
         return in_fp8(options, reference.quantize_rows(x), w)
     return reference.fp4_matmul(options, x, w)
 
@@ -27,8 +27,9 @@ def in_fp8(options: Options, x: Operand, w: Operand) -> jax.Array:
     2**-3 brings the largest of them, 6 * 384, into E4M3's range. The format library's scales of "fold_exact" begin at
     2**-3, where the smallest number still is E4M3's; of codes that were made otherwise, smaller ones round.
     """
-    n, _ = w.shape
     outer = jnp.float32(1) if w.outer is None else w.outer
     values = reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)
-    of_w = Operand(values, jnp.full(n, 8.0) * outer, scaling=Row("float32"))
+    # FP8 tensor cores of Hopper read both operands along what is summed.
+    values = values if options.contracts == "k" else values.T
+    of_w = Operand(values, jnp.full(values.shape[0], 8.0) * outer, scaling=Row("float32"))
     return matmul(x, of_w, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
