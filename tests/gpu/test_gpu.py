@@ -23,7 +23,7 @@ from pallas_kernels.hopper.plan import candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.matmul.api import matmul as matmul_fp8
-from pallas_kernels.operands import Product, Tensor
+from pallas_kernels.operands import Operand, Product, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import float64_of, same_bits
@@ -71,6 +71,18 @@ TRANSFORMS = {
     "vmap": lambda split, w, e: second(jax.vmap(split)(jnp.stack([w, w]), jnp.stack([e, e]))),
     "remat": lambda split, w, e: jax.checkpoint(split)(w, e),
 }
+
+
+@pytest.mark.parametrize(("x", "n"), [((1, 256), 64), ((3, 256), 1), ((256,), 64), ((1, 1, 256), 1)])
+def test_products_with_one_row_or_column(x, n):
+    # XLA has no FP8 algorithm for a product with a vector.
+    draw = lambda shape: jnp.asarray(RNG.standard_normal(shape), jnp.float8_e4m3fn)
+    one = jnp.float32(0.5)
+    x, w = Operand(draw(x), one), Operand(draw((n, 256)), one)
+    got = jax.jit(functools.partial(matmul_fp8, out_dtype=jnp.float32, backend="xla"))(x, w)
+    wide, of_w = (np.asarray(a.values.astype(jnp.float32), np.float64) * 0.5 for a in (x, w))
+    assert got.shape == (*x.values.shape[:-1], n)
+    assert (np.abs(np.asarray(got, np.float64) - wide @ of_w.T) <= 2.0**-11 * (np.abs(wide) @ np.abs(of_w.T))).all()
 
 
 @pytest.mark.parametrize("backend", QUANTIZERS)

@@ -62,7 +62,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form):
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (256, 2048), (384, 1536), (1024, 14336), (14336, 2048)])
-@pytest.mark.parametrize("m", [1, 8, 16, 33, 64])
+@pytest.mark.parametrize("m", [1, 33, 64])
 def test_products_are_those_of_float64(scaling, n, k, m):
     q, x = operands(scaling, n, k)
     x = x[:m].astype(jnp.bfloat16)
@@ -102,7 +102,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel_in_e4m3(n, first):
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (256, 2048), (384, 1536), (1024, 14336), (33792, 512)])
-@pytest.mark.parametrize("m", [1, 8, 33, 64, 100, 128, 256])
+@pytest.mark.parametrize("m", [1, 33, 128, 256])
 def test_products_in_e4m3_are_those_of_an_unpacked_weight(n, k, m):
     q, x = operands(FOLDS, n, k)
     x = x[:m].astype(jnp.bfloat16)
@@ -145,6 +145,32 @@ def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
     got, expected = np.asarray(run(x, q)), np.asarray(in_e4m3(x, q, backend="xla"))
     # Errors of sums in about 14 bits, which differ with the parts of k.
     assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("m", [8, 64])
+def test_the_kernel_writes_the_product_that_xla_makes_of_sums(scaling, m):
+    from pallas_kernels.fp4_matmul.kernel import Config
+
+    q, x = operands(scaling, 512, 2048)
+    x, options = x[:m].astype(jnp.bfloat16), reference.Options(jnp.dtype(jnp.bfloat16))
+    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(4, 2)))
+    sums = fp4_matmul(x, q, out_dtype=jnp.float32, backend="mosaic")
+    # Blocks with all of k and with parts of it add float32 in another order, which may round the other way.
+    np.testing.assert_allclose(
+        run(x, q).astype(jnp.float32), sums, rtol=2.0**-8, atol=1e-5 * float(jnp.abs(sums).max())
+    )
+
+
+@pytest.mark.parametrize("scaling", [FOLDS, Fp4(tile="square", rule="fold_exact")], ids=str)
+def test_the_gradient_of_x_in_e4m3(scaling):
+    q, x = operands(scaling, 256, 2048)
+    g = x[:, :256].astype(jnp.bfloat16)
+    got = np.asarray(in_e4m3(g, q, contracts="n"), np.float64)
+    rows = reference.quantize_rows(g)
+    wide = np.asarray(rows.values.astype(jnp.float32), np.float64) * np.asarray(rows.scale, np.float64)[:, None]
+    w = float(q.outer) * exact(q)
+    assert (np.abs(got - wide @ w) <= (np.abs(wide) @ np.abs(w)) * 2.0**-11).all()
 
 
 @pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
