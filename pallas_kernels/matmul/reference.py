@@ -26,8 +26,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import Key
+from pallas_kernels.dispatch import Key, has_explicit_axes
 from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
+from pallas_kernels.partition import device_count
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -137,23 +138,27 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
 
 
 def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general`, with a second row or column of zeros where there is one.
+    """`lax.dot_general`, with more rows or another column of zeros where a device may have one.
 
     XLA takes a product with a vector from cuBLASLt, and has no other way to compute what it calls an algorithm of FP8.
     """
     ((of_x, of_w), _) = axes
     (free,) = set(range(w.ndim)) - set(of_w)
-    one_row, one_column = math.prod(x.shape[: x.ndim - len(of_x)]) == 1, w.shape[free] == 1
-    if not (one_row or one_column):
-        return lax.dot_general(x, w, axes, **options)
     if x.ndim == len(of_x):  # a vector; its product is one as well
         sharding = options.pop("out_sharding")
         spec = None if sharding is None else PartitionSpec(None, *getattr(sharding, "spec", sharding))
         axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
         return _of_matrices(x[None], w, axes, **options, out_sharding=spec)[0]
-    two = lambda array, axis: lax.concatenate([array, jnp.zeros_like(array)], axis)
-    product = lax.dot_general(two(x, 0) if one_row else x, two(w, free) if one_column else w, axes, **options)
-    product = product[:1] if one_row else product
+    # Where axes are explicit an axis of one row is not split; else how rows are split is not known yet.
+    enough = 2 if has_explicit_axes() else 2 * device_count()
+    few = math.prod(x.shape[: x.ndim - len(of_x)]) < enough
+    count, one_column = x.shape[0], w.shape[free] == 1
+    more = lambda array, axis, size: lax.pad(
+        array, jnp.zeros((), array.dtype), [(0, size if i == axis else 0, 0) for i in range(array.ndim)]
+    )
+    x, w = more(x, 0, enough) if few else x, more(w, free, 1) if one_column else w
+    product = lax.dot_general(x, w, axes, **options)
+    product = product[:count] if few else product
     return product[..., :1] if one_column else product
 
 

@@ -74,6 +74,15 @@ def test_products_with_one_row_or_column_reach_fp8_tensor_cores(x, n):
     assert f"->bf16[{','.join(map(str, (*x[:-1], n)))}]" in compiled.text.splitlines()[0]
 
 
+@pytest.mark.parametrize("x", [(2, 256), (2, 1, 256), (1, 2, 256), (4, 256)])
+def test_a_row_on_each_device_reaches_fp8_tensor_cores(x):
+    mesh = h200s(2)
+    axes = ["a" if size == 2 else None for size in x[:-1]] if 2 in x else ["a"]
+    of_x = on_once(mesh, x, F8, *axes)
+    compiled = compile_for(mesh, functools.partial(matmul, backend="xla"), of_x, on_once(mesh, (64, 256), F8))
+    assert compiled.targets == [CUBLAS_F8]
+
+
 @pytest.mark.parametrize(("x_axes", "w_axes", "sums"), [(("a",), ("b",), 0), (("a", "b"), (None, "b"), 1)])
 def test_block_scaled_products_under_a_mesh_gather_nothing(x_axes, w_axes, sums):
     mesh = h200s(2, 2)
