@@ -121,7 +121,7 @@ def measure(config: Config) -> Iterator[Row]:
     for part, (k, n), rows in config.cases:
         weights = _weights(part, (k, n), rows, config)
         # Gigabytes, which every m is checked with.
-        wide = functools.cache(lambda scaling, found=weights: _dequantized(scaling, found))
+        wide = functools.cache(functools.partial(_dequantized, weights))
         for m in rows:
             yield from _products(part, (m, k, n), weights, wide, config)
 
@@ -143,7 +143,7 @@ def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: 
     return {BASELINE: copies(first)} | {name: quantized(kind.scaling) for name, kind in wanted.items()}
 
 
-def _dequantized(scaling: Fp4, weights: dict[str, list[Any]]) -> np.ndarray:
+def _dequantized(weights: dict[str, list[Any]], scaling: Fp4) -> np.ndarray:
     """What the weight of these scales stands for, in float64."""
     name = next(name for name in weights if name != BASELINE and KINDS[name].scaling == scaling)
     return np.asarray(weights[name][0].dequantize(), np.float64)

@@ -67,8 +67,7 @@ def permuted(x: jax.Array, form: Form) -> jax.Array:
     >>> permuted(jnp.arange(256)[None], "nvfp4")[0, :10].tolist()
     [0, 4, 64, 68, 128, 132, 192, 196, 1, 5]
     """
-    m, k = x.shape
-    step = 256 if form == "nvfp4" else 512
+    (m, k), step = x.shape, owned.step_of(form)
     parts = x.reshape(m, k // step, 4, step // 32, 2, 2, 2)
     return parts.transpose(0, 1, 3, 5, 6, 2, 4).reshape(m, k)
 
@@ -88,14 +87,13 @@ def decode(form: Form, place: jax.Array, codes_ref: Any, scales_ref: Any, table_
     """
     scales = owned.in_registers(owned.load_scales, plgpu.RefType(), owned.PAIRS)(scales_ref, place)
     made = plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, plgpu.Layout.WGMMA)
-    swizzled = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
     loaded: dict[int, Any] = {}
 
     def operand(chunk: int) -> Any:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
             load = functools.partial(_load_codes, form, unit)
-            loaded[unit] = owned.in_registers(load, swizzled, owned.PAIRS, layout=owned.EIGHTS)(codes_ref, place)
+            loaded[unit] = owned.in_registers(load, owned.CODES, owned.PAIRS, layout=owned.EIGHTS)(codes_ref, place)
         run = plgpu.inline_mgpu(arg_types=(owned.EIGHTS, plgpu.RefType(), owned.PAIRS), return_type=made)
         return run(functools.partial(_decode, form, chunk))(loaded[unit], table_ref, scales)
 
@@ -109,13 +107,7 @@ def _load_codes(form: Form, unit: int, context: Any, codes: Any, place: Any) -> 
 def _decode(form: Form, chunk: int, context: Any, codes: Any, table: Any, scales: Any) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     values = value_words(form, chunk, owned.apart(codes), owned.address(table), owned.apart(scales))
-    registers = np.empty(values.shape, object)
-    for at, word in np.ndenumerate(values):
-        registers[at] = owned.as_vector(word, pair)
-    layout = mgpu.WGMMA_LAYOUT
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape((64, CHUNK))), _layout=layout, _is_signed=None
-    )
+    return owned.operand_of(values, pair, mgpu.WGMMA_LAYOUT, CHUNK)
 
 
 def value_words(form: Form, chunk: int, codes: list[Any], table: Any, scales: list[Any]) -> np.ndarray:

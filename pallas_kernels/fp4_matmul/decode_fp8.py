@@ -27,7 +27,7 @@ from pallas_kernels.fp4_matmul import owned
 
 # The largest value, 6 * 448, is in E4M3's range when multiplied by it.
 FACTOR = 2.0**-3
-STEP = 256
+STEP = owned.step_of("nvfp4")
 CHUNK = 128
 
 # $0 and $1, the row of the table at $3 for the byte $4 of the word $2.
@@ -90,10 +90,9 @@ def decode(place: jax.Array, codes_ref: Any, scales_ref: Any, table_ref: Any) ->
     """
     scales = owned.in_registers(owned.load_scales, plgpu.RefType(), owned.PAIRS)(scales_ref, place)
     made = plgpu.ShapeDtypeStruct((64, CHUNK), jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
-    swizzled = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
 
     def operand(chunk: int) -> Any:
-        run = plgpu.inline_mgpu(arg_types=(swizzled, plgpu.RefType(), owned.PAIRS, owned.PAIRS), return_type=made)
+        run = plgpu.inline_mgpu(arg_types=(owned.CODES, plgpu.RefType(), owned.PAIRS, owned.PAIRS), return_type=made)
         return run(functools.partial(_decode, chunk))(codes_ref, table_ref, scales, place)
 
     return operand
@@ -103,13 +102,7 @@ def _decode(chunk: int, context: Any, codes: Any, table: Any, scales: Any, place
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
     loaded = owned.code_words("nvfp4", chunk, owned.apart(place)[1], owned.address(codes))
     values = value_words(chunk, loaded, owned.address(table), owned.apart(scales))
-    registers = np.empty(values.shape, object)
-    for at, word in np.ndenumerate(values):
-        registers[at] = owned.as_vector(word, four)
-    layout = mgpu.WGMMA_LAYOUT_8BIT
-    return mgpu.FragmentedArray(
-        _registers=registers.reshape(layout.registers_shape((64, CHUNK))), _layout=layout, _is_signed=None
-    )
+    return owned.operand_of(values, four, mgpu.WGMMA_LAYOUT_8BIT, CHUNK)
 
 
 def value_words(chunk: int, codes: list[Any], table: Any, scales: list[Any]) -> np.ndarray:

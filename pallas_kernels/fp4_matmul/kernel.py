@@ -32,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp4_matmul import decode, decode_fp8, owned
 
 ROWS = 64
-BLOCKS = 16
 # A row of x in shared memory, the widest swizzle: what is decoded and multiplied at a time.
 CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
@@ -94,9 +93,9 @@ class Shares:
     share: int
 
     @classmethod
-    def of(cls, config: Config, form: str, n: int, k: int) -> "Shares":
+    def of(cls, config: Config, form: owned.Form, n: int, k: int) -> "Shares":
         """Those of a product."""
-        steps = k // step_of(form)
+        steps = k // owned.step_of(form)
         return cls(n // (config.height * config.cluster), steps, config.share or steps)
 
     @property
@@ -128,7 +127,7 @@ def _touched(first: int, count: int, size: int) -> int:
 
 def call(
     config: Config,
-    form: Literal["nvfp4", "mxfp4"],
+    form: owned.Form,
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
@@ -145,7 +144,7 @@ def call(
       config: sizes; with factors, its blocks have all of k.
       form: the format; "nvfp4" where x is E4M3.
       x: bfloat16 or float8_e4m3fn `[m, k]`, `permuted` by the module of its dtype; m is a multiple of 8 times the
-        cluster, at most 256, k one of `step_of(form)`.
+        cluster, at most 256, k one of `owned.step_of(form)`.
       codes: uint8 `[n, k / 2]`; n is a multiple of 64 times the warpgroups times the cluster.
       scales: their bytes, uint8 `[n, k / block]`.
       table: that of the module.
@@ -183,14 +182,9 @@ def added(shares: Shares, written: jax.Array) -> jax.Array:
     return total
 
 
-def step_of(form: str) -> int:
-    """How much of k a step takes: 16 blocks, whose scales are the 16 bytes of a row that are copied at least."""
-    return BLOCKS * (16 if form == "nvfp4" else 32)
-
-
 def _kernel(config: Config, form: Any, shares: Shares, *refs: Any) -> None:
     x_gmem, _, _, table_gmem, *factors_gmem, out_gmem = refs
-    m, step, stages = x_gmem.shape[0], step_of(form), min(config.stages, shares.share)
+    m, step, stages = x_gmem.shape[0], owned.step_of(form), min(config.stages, shares.share)
     width = CHUNK_BYTES // x_gmem.dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
     released: dict[str, Any] = dict(num_arrivals=config.warpgroups, num_barriers=stages)
@@ -203,7 +197,7 @@ def _kernel(config: Config, form: Any, shares: Shares, *refs: Any) -> None:
     pl.run_scoped(
         scope,
         codes=plgpu.SMEM((stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)),
-        scales=plgpu.SMEM((stages, config.height, BLOCKS), jnp.uint8),
+        scales=plgpu.SMEM((stages, config.height, owned.BLOCKS), jnp.uint8),
         x=plgpu.SMEM((stages, m, step), x_gmem.dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
         out=_out_buffers(config, m, out_gmem.dtype) if factors_gmem else None,
@@ -283,11 +277,11 @@ class _Block:
 
     def _copy(self, tile: Any, begin: Any, end: Any) -> None:
         (x_gmem, codes_gmem, scales_gmem, *_), smem = self.gmem, self.smem
-        step, (first, _) = step_of(self.form), self._own()
+        step, (first, _) = owned.step_of(self.form), self._own()
         rows, shared = pl.ds(self._rows(tile), self.config.height), "member" if self.config.cluster > 1 else None
         # (global memory, rows, how many columns a step takes, where to, which blocks share the copy)
         copies = (
-            (codes_gmem, rows, step // 2, smem["codes"], None), (scales_gmem, rows, BLOCKS, smem["scales"], None),
+            (codes_gmem, rows, step // 2, smem["codes"], None), (scales_gmem, rows, owned.BLOCKS, smem["scales"], None),
             (x_gmem, slice(None), step, smem["x"], shared),
         )  # fmt: skip
 
@@ -312,7 +306,7 @@ class _Block:
 
     def _multiply(self, place: Any, tile: Any, begin: Any, end: Any, acc: Any) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
-        step, width = step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
+        step, width = owned.step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
 
         @pl.loop(begin, end)
         def _steps(k: Any) -> None:

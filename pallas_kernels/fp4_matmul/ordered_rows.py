@@ -12,11 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.fp4_matmul import decode_fp8
-from pallas_kernels.operands import Quantization, Row
+from pallas_kernels.fp4_matmul import decode_fp8, reference
 from pallas_kernels.quantize.triton_rows import LONGEST_ROW, multiplied, scale_and_inverse, warps_of
-
-_OPTIONS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
 
 
 def serves(k: int) -> bool:
@@ -49,7 +46,7 @@ def _call(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tupl
         at = jnp.minimum(row, m - 1), decode_fp8.value_at(place)
         found = plgpu.load(x_ref.at[at], mask=mask, other=None if mask is None else 0).astype(jnp.float32)
         wide = jnp.where(row < m, found, 0)
-        scale, inverse = scale_and_inverse(_OPTIONS, numerics.amax_by_bits(wide, 0, keepdims=True), interpret)
+        scale, inverse = scale_and_inverse(reference.ROWS, numerics.amax_by_bits(wide, 0, keepdims=True), interpret)
         values = multiplied(wide, inverse, interpret).astype(values_ref.dtype)
         plgpu.store(values_ref.at[row, place], values, mask=mask)
         factor = outer_ref[...] * jnp.float32(1 / decode_fp8.FACTOR) * scale

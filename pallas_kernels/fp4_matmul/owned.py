@@ -16,6 +16,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 Form = Literal["nvfp4", "mxfp4"]
+# A step has as many, whose scales are the 16 bytes of a row that are copied at least.
+BLOCKS = 16
+# Codes in shared memory, with the widest swizzle.
+CODES = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
 
 # Of thread $2 of a warpgroup: $0, where the scales of its first row are, and $1, where its codes are. 16 bytes lie
 # where the lowest bits of their row say, so that the 8 threads that read at a time do so from all banks. A row of NVFP4
@@ -54,6 +58,11 @@ ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];
 PAIRS = plgpu.Layout.WG_STRIDED((128 * 2,), 2)
 EIGHTS = plgpu.Layout.WG_STRIDED((128 * 8,), 8)
 _SIZES = {PAIRS: 2, EIGHTS: 8}
+
+
+def step_of(form: Form) -> int:
+    """How much of k a step takes."""
+    return BLOCKS * (16 if form == "nvfp4" else 32)
 
 
 def place(form: Form) -> jax.Array:
@@ -118,6 +127,10 @@ def constant(value: int) -> Any:
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def as_vector(word: Any, kind: Any) -> Any:
-    """A word as a vector of narrower numbers."""
-    return vector.bitcast(kind, vector.broadcast(ir.VectorType.get((1,), word.type), word))
+def operand_of(values: np.ndarray, kind: Any, layout: Any, chunk: int) -> Any:
+    """An operand of `wgmma`, 64 rows of a chunk, from words of a thread's values, each a vector of this kind."""
+    registers = np.empty(values.shape, object)
+    for at, word in np.ndenumerate(values):
+        registers[at] = vector.bitcast(kind, vector.broadcast(ir.VectorType.get((1,), word.type), word))
+    registers = registers.reshape(layout.registers_shape((64, chunk)))
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

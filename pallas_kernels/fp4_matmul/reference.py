@@ -65,9 +65,13 @@ def _of_bytes(scaling: Fp4, scale: jax.Array, n: int) -> jax.Array:
     return jnp.broadcast_to(wide[:, :, None], (*wide.shape, scaling.block // 2)).reshape(n, -1)
 
 
+# Of x in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
+ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
+
+
 def quantize_rows(x: jax.Array) -> Operand:
-    """X in E4M3 with a float32 scale for each row, max |x| / 448."""
-    return quantize(Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32")), x, None).rows
+    """X in E4M3, as `ROWS` says."""
+    return quantize(ROWS, x, None).rows
 
 
 def round_activation(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array | None]:

@@ -151,7 +151,8 @@ def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.A
         return _of_matrices(x[None], w, axes, **options, out_sharding=spec)[0]
     # Where axes are explicit an axis of one row is not split; else how rows are split is not known yet.
     enough = 2 if has_explicit_axes() else 2 * device_count()
-    few = math.prod(x.shape[: x.ndim - len(of_x)]) < enough
+    rows = math.prod(x.shape[: x.ndim - len(of_x)])
+    few = not isinstance(rows, int) or rows < enough  # `jax.export` may leave open how many
     count, one_column = x.shape[0], w.shape[free] == 1
     more = lambda array, axis, size: lax.pad(
         array, jnp.zeros((), array.dtype), [(0, size if i == axis else 0, 0) for i in range(array.ndim)]

@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from tcfp_jax.formats.float_bits import TINY
+
 Direction = Literal["forward", "inverse"]
 
 
@@ -102,8 +104,8 @@ def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
 
 
 def _flushed(x: jax.Array) -> jax.Array:
-    """Float32 without subnormals, as XLA computes on a CPU: on a GPU they would give zeros signs, and those codes."""
-    return jnp.where(jnp.abs(x) < jnp.float32(2.0**-126), jnp.float32(0), x)
+    """Float32 whose subnormals are zeros of one sign: CPUs drop some that GPUs keep, and signs of zeros are codes."""
+    return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

@@ -124,7 +124,7 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(kind, monkeypatch):
     form, dtype = kind.split()
     module, block = (decode if dtype == "bfloat16" else decode_fp8), 16 if form == "nvfp4" else 32
     table = (decode.table(form) if module is decode else decode_fp8.table()).view(np.uint8)
-    rng, rows, step = np.random.default_rng(0), 64, kernel.step_of(form)
+    rng, rows, step = np.random.default_rng(0), 64, owned.step_of(form)
     codes = rng.integers(0, 256, (rows, step // 2), np.uint8)
     scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (rows, 16), np.uint8)
     # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales;
