@@ -46,17 +46,23 @@ from tcfp_jax.weights.fp4 import quantize_fp4  # noqa: E402
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 LARGE, SQUARE, SMALL = (28672, 8192), (8192, 8192), (14336, 4096)
-# (n, k), activation, m: (warpgroups, stages, share, cluster).
+# (n, k), activation, m: (warpgroups, stages, splits, rows), None for those that are chosen, or "xla".
 CASES = {
-    (LARGE, BF16, 16): [None, (4, 4, None, 1), (4, 3, 28, 1), (2, 6, 28, 1)],
-    (LARGE, BF16, 64): [None, (4, 3, None, 1)],
-    (LARGE, E4M3, 16): [None, (4, 3, None, 1), (4, 4, 28, 1)],
-    (LARGE, E4M3, 64): [None, (4, 4, 28, 1)],
-    (LARGE, E4M3, 128): [None, (2, 3, None, 1)],
-    (LARGE, E4M3, 256): [None, (2, 2, None, 1)],
-    (SQUARE, BF16, 16): [None, (2, 6, 16, 1)],
-    (SMALL, BF16, 16): [None, (4, 4, 7, 1), (2, 6, 14, 1)],
-    (SMALL, E4M3, 16): [None],
+    (LARGE, BF16, 1): [None],
+    (LARGE, BF16, 16): [None, (4, 3, 1, None)],
+    (LARGE, BF16, 64): [None],
+    (LARGE, E4M3, 16): [None],
+    (LARGE, E4M3, 64): [None],
+    (LARGE, E4M3, 128): [None],
+    (LARGE, E4M3, 256): [None, (2, 4, 1, 128)],
+    (SQUARE, BF16, 16): [None, (2, 6, 2, None)],
+    (SQUARE, E4M3, 16): [None, (2, 6, 2, None)],
+    (SMALL, BF16, 16): [None, (2, 6, 1, None), (4, 4, 2, None)],
+    (SMALL, E4M3, 16): [None, (2, 6, 1, None)],
+    (LARGE, E4M3, 512): [None, (2, 2, 1, 256), "xla"],
+    (LARGE, E4M3, 1024): [None],
+    (LARGE, E4M3, 2048): [None, (2, 4, 1, 128), "xla"],
+    (LARGE, E4M3, 4096): [None],
 }
 COLD = 240e6
 CALLS = 6
@@ -74,8 +80,12 @@ def weight(shape):
 def prepared(case):
     (shape, activation, m), sizes = case
     x = jax.random.normal(jax.random.key(1), (m, shape[1]), jnp.bfloat16)
-    options, config = Options(jnp.dtype(jnp.bfloat16), activation), sizes and Config(*sizes)
-    run = jax.jit(lambda x, ws: [mosaic.fp4_matmul(options, x, w, config=config) for w in ws])
+    options = Options(jnp.dtype(jnp.bfloat16), activation)
+    config = Config(*sizes) if isinstance(sizes, tuple) else None
+    multiply = functools.partial(mosaic.fp4_matmul, options, config=config)
+    if sizes == "xla":
+        multiply = functools.partial(parts.by_xla, options)
+    run = jax.jit(lambda x, ws: [multiply(x, w) for w in ws])
     try:
         return case, x, run.lower(x, weight(shape)[1]).compile()
     except Exception as problem:

@@ -1,9 +1,9 @@
-"""`fp4_matmul` on Hopper for few rows of x: which shapes the kernel takes, with which sizes."""
+"""`fp4_matmul` on Hopper: which shapes the kernel takes, with which sizes."""
 
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,18 @@ from pallas_kernels.operands import Fp4, Operand, Row
 from pallas_kernels.partition import device_count
 
 # Above it the tensor cores are what a product waits for: XLA unpacks the weight once. On an H200 with 28672 x 8192 the
-# kernel in BF16 took 46 us at m = 16, 62 at 64 and 124 at 128, BF16's product 117, 111 and 120. 256 rows are the most
-# that `wgmma` takes.
-MOST_ROWS: dict[Activation, int] = {"bfloat16": 64, "float8_e4m3fn": 256}
+# kernel in BF16 took 46 us at m = 16, 62 at 64 and 124 at 128, BF16's product 117, 111 and 120. In E4M3 it is as fast
+# as a product of E4M3 that is unpacked already, so that nothing is gained by unpacking.
+MOST_ROWS: dict[Activation, int | None] = {"bfloat16": 64, "float8_e4m3fn": None}
 ROWS = 64
+# Rows of x that a block takes at most: as many as `wgmma` does, or half of them.
+_BANDS = (256, 128)
 _SHARED_BYTES = 228_000
-# Up to so many rows, (warpgroups, cluster), the fastest first on an H200 with 28672 x 8192: a block reads all of x,
-# which the more outputs share the better. In E4M3 60 us without a cluster and 64 with one at m = 128, and 126 and 124
-# at 256.
-_SHAPES: dict[int, tuple[tuple[int, Literal[1, 2]], ...]] = {
-    128: ((4, 1), (2, 1), (1, 1)), 256: ((4, 1), (2, 2), (2, 1), (1, 1))
-}  # fmt: skip
+# Of a block, the fastest first on an H200 with 28672 x 8192: the more outputs share the rows of x that it reads the
+# better.
+_WARPGROUPS = (4, 2, 1)
+# Rows of x that a block takes at most: as many as `wgmma` does, or half of them.
+_BANDS = (256, 128)
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
@@ -50,8 +51,8 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     if choose(options, scaling, m, k, n) is None:
         step, most = _step(scaling), MOST_ROWS[options.activation]
         return (
-            f"m={m}, k={k}, n={n} must be at most {most}, a multiple of {step} and a multiple of {ROWS} for "
-            f'backend="mosaic" with activation={options.activation!r}; use backend="xla" or pad'
+            f"m={m}, k={k}, n={n} must be {f'1 to {most}' if most else '1 at least'}, a multiple of {step} and a "
+            f'multiple of {ROWS} for backend="mosaic" with activation={options.activation!r}; use backend="xla" or pad'
         )
     return None
 
@@ -63,44 +64,51 @@ def _step(scaling: Any) -> int:
 def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
     """The sizes of the kernel for a product, or None where none fit."""
     step = _step(scaling)
-    if not 0 < m <= MOST_ROWS[options.activation] or not k or k % step or not n or n % ROWS:
+    if not m or m > (MOST_ROWS[options.activation] or m) or not k or k % step or not n or n % ROWS:
         return None
+    sized = [_sized(options, m, k // step, n, step, count) for count in _WARPGROUPS if n % (ROWS * count) == 0]
+    fit = [config for config in sized if config is not None]
+    # Fewer outputs a block are better than parts of k: 16.2 us at 14336 x 4096, and 16.5. A single warpgroup does not
+    # hide its decoding: 19.3 us at 8192 x 8192, and 17.1 with four and parts of k.
+    whole = [config for config in fit if config.splits == 1 and config.warpgroups > 1]
+    return next(iter(whole or fit), None)
+
+
+def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: int) -> Any:
+    """The sizes with so many warpgroups, or None where registers or shared memory do not suffice."""
     from pallas_kernels.fp4_matmul.kernel import Config
 
-    wide = jnp.dtype(options.activation).itemsize
-    for warpgroups, cluster in next(shapes for most, shapes in _SHAPES.items() if m <= most):
-        if n % (ROWS * warpgroups * cluster):
-            continue
-        share = _share(n // (ROWS * warpgroups * cluster), k // step, max(1, device_cores(132) // cluster), wide)
-        config = Config(warpgroups, share=share, cluster=cluster)
-        rows = _padded(m, config)
-        # In E4M3 the kernel writes the product itself where each block has all of k.
-        writes = wide == 1 and config.share is None
-        of_output = config.piece(rows) * ROWS * warpgroups * options.out_dtype.itemsize if writes else 0
-        of_stage = config.height * (step // 2 + 16) + rows * step * wide
-        stages = min(config.stages, (_SHARED_BYTES - of_output) // of_stage)
-        if stages >= 2 and config.holds(rows):
-            return dataclasses.replace(config, stages=stages)
-    return None
+    places, tiles, wide = max(1, device_cores(132)), n // (ROWS * warpgroups), jnp.dtype(options.activation).itemsize
+    # A block has a multiprocessor to itself. Where tiles do not fill half of the chip, each has as many blocks as fit.
+    few = m <= _BANDS[0] and 2 * tiles <= places
+    limits = _BANDS[:1] if few else _BANDS
+    bands, rows = min((_bands(m, most) for most in limits), key=lambda band: _rounds(tiles * band[0], places, band[1]))
+    splits = max(count for count in range(1, places // tiles + 1) if steps % count == 0) if few else 1
+    config = Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
+    of_output = config.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
+    of_stage = config.height * (step // 2 + 16) + rows * step * wide
+    stages = min(config.stages, (_SHARED_BYTES - of_output) // of_stage)
+    return dataclasses.replace(config, stages=stages) if stages >= 2 and config.holds(rows) else None
 
 
-def _share(tiles: int, steps: int, places: int, itemsize: int) -> int | None:
-    """Steps that a block takes, None for all of a tile.
+def _bands(m: int, most: int) -> tuple[int, int]:
+    """How many bands of at most so many rows hold m, and their rows, a multiple of 8."""
+    bands = -(-m // most)
+    return bands, -(-m // (8 * bands)) * 8
 
-    A block has a multiprocessor to itself. Where tiles fill most of the chip, E4M3 has a block a tile, which writes the
-    product: 40.6 us at m = 16 and 28672 x 8192, and 45.6 with equal shares, whose parts are added. BF16 writes sums,
-    and has equal shares, 45.3 us and not 46.7. Else each tile has as many blocks as fit: 16.4 us at 14336 x 4096 with 8
-    of 16 steps each, and 18.4 with 7, as equal shares have.
+
+def _rounds(blocks: int, places: int, rows: int) -> int:
+    """What blocks on so many places take: each as long as rows and what its decoding takes, 27 more.
+
+    On an H200 with 28672 x 8192 in E4M3: bands of 256 rows take 223 us at m = 512 and 741 at 2048, and bands of 128
+    210 and 811.
     """
-    if 2 * tiles > places:
-        share = steps if itemsize == 1 else -(-tiles * steps // places)
-    else:
-        share = steps // max(count for count in range(1, places // tiles + 1) if steps % count == 0)
-    return None if share == steps else share
+    return -(-blocks // places) * (rows + 27)
 
 
 def _padded(m: int, config: Any) -> int:
-    rows = 8 * config.cluster
+    """Rows of x with those of zeros that its blocks read."""
+    rows = config.rows or 8
     return -(-m // rows) * rows
 
 
@@ -120,10 +128,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
 
     def in_bfloat16(options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
         chosen = chosen_for(x, w)
-        if chosen is None:
-            return reference.fp4_matmul(options, x, w)
-        # That the kernel writes BF16's product has not run on a GPU yet: named sizes ask for it.
-        return _in_bfloat16(chosen, options, x, w, table, writes=config is not None)
+        return reference.fp4_matmul(options, x, w) if chosen is None else _in_bfloat16(chosen, options, x, w, table)
 
     def in_fp8(
         options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array | None = None
@@ -145,9 +150,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
     return on_each_device(in_fp8, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
 
 
-def _in_bfloat16(
-    config: Any, options: Options, x: jax.Array, w: Operand, table: jax.Array, *, writes: bool
-) -> jax.Array:
+def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
     from pallas_kernels.fp4_matmul import decode, kernel
 
     scaling = w.scaling
@@ -156,10 +159,9 @@ def _in_bfloat16(
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
     ordered = decode.permuted(rows, scaling.format)
     call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, _scale_bytes(w), table)
-    shares = kernel.Shares.of(config, scaling.format, *w.shape)
-    if writes and shares.whole:
+    if config.splits == 1:
         return call(jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1), options.out_dtype)[:m]
-    out = kernel.added(shares, call())[:, :m].T * decode.FACTOR[scaling.format]
+    out = call().sum(axis=0)[:, :m].T * decode.FACTOR[scaling.format]
     return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
 
 
@@ -176,10 +178,9 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
         rows, factors = ordered_rows.ordered(x, count, outer)
     # 256 values are the most that a dimension of a copy has.
     call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), table.reshape(2, 256))
-    shares = kernel.Shares.of(config, "nvfp4", *w.shape)
-    if shares.whole:
+    if config.splits == 1:
         return call(factors, options.out_dtype)[:m]
-    return (kernel.added(shares, call()).T * factors[:, None]).astype(options.out_dtype)[:m]
+    return (call().sum(axis=0).T * factors[:, None]).astype(options.out_dtype)[:m]
 
 
 def _scale_bytes(w: Operand) -> jax.Array:

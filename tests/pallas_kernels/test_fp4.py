@@ -164,27 +164,6 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(kind, monkeypatch):
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("tiles", "steps", "share"),
-    [(112, 32, 28), (56, 16, 7), (4, 56, 2), (1, 1, 1), (3, 5, 4), (7, 3, 5), (256, 32, 63)],
-)
-def test_blocks_share_the_steps_of_all_tiles(tiles, steps, share):
-    shares = kernel.Shares(tiles, steps, share)
-    # Each block writes what it has of a tile behind those that have what comes before.
-    written = np.full((max(shares.parts), tiles, steps), np.nan, np.float32)
-    for block in range(shares.blocks):
-        own = np.arange(block * share, min((block + 1) * share, tiles * steps))
-        assert 0 < len(np.unique(own // steps)) <= shares.pieces
-        for tile in np.unique(own // steps):
-            part = written[block - tile * steps // share, tile]
-            assert np.isnan(part).all()
-            part[:] = np.isin(np.arange(steps), own[own // steps == tile] - tile * steps)
-    assert shares.blocks <= 132 and shares.whole == (share == steps)
-    # Two outputs of a tile, and steps in the place of x's rows: each step is added once.
-    sums = kernel.added(shares, jnp.asarray(np.repeat(written, 2, axis=1)))
-    np.testing.assert_array_equal(sums, np.ones((2 * tiles, steps)))
-
-
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize(("m", "k", "rows"), [(5, 512, 8), (8, 768, 8)])
@@ -214,7 +193,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
         decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
-        assert x.shape[0] == 8 and table.shape == (2, 256) and (factors is None) == (config.share is not None)
+        assert x.shape[0] == 8 and table.shape == (2, 256) and (factors is None) == (config.splits > 1)
         if factors is not None:
             return ((decoded @ x.astype(jnp.float32).T) * factors).T.astype(out_dtype)
         # One tile of two steps, of which each of two blocks has one.
@@ -222,7 +201,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
         return jnp.stack([w @ x.T for w, x in zip(*halves, strict=True)])
 
     monkeypatch.setattr(kernel, "call", call)
-    whole, parts = kernel.Config(1, cluster=1), kernel.Config(1, share=1, cluster=1)
+    whole, parts = kernel.Config(1), kernel.Config(1, splits=2)
 
     @jax.jit
     def both(x, q):
@@ -236,14 +215,15 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
 
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
-    [(64, 28672, (4, 4, None, 1)), (16, 28672, (4, 4, None, 1)), (128, 28672, (2, 4, None, 1)),
-     (256, 28672, (2, 2, None, 2)), (16, 8192, (4, 4, 8, 1)), (64, 8192, (4, 4, 8, 1)), (200, 192, (1, 3, 1, 1)),
-     (257, 28672, None), (0, 64, None), (64, 96, None)],
+    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1)), (128, 28672, (2, 4, 1)), (256, 28672, (2, 2, 1)),
+     (16, 14336, (2, 4, 1)), (16, 8192, (4, 4, 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 3, 32)),
+     (257, 28672, (2, 4, 1, 136)), (512, 28672, (2, 4, 1, 128)), (2048, 28672, (2, 2, 1, 256)),
+     (512, 192, (1, 4, 1, 128)), (0, 64, None), (64, 96, None)],
 )  # fmt: skip
 def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
-    assert (config and (config.warpgroups, config.stages, config.share, config.cluster)) == sizes
+    assert config == (sizes and kernel.Config(*sizes))
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])

@@ -38,11 +38,11 @@ def test_decoding_stays_in_registers(form, n, m, capfd):
     assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
     # What exists beside the weight is of the size of x and of the result.
     assert compiled.temporary_bytes < 4 * (m * K * 2 + m * n * 4 * 4)
-    # x is ordered, and the parts of the sums are added and scaled.
-    assert len(compiled.results("fusion")) <= (2 if m == 8 else 3)
+    # x is ordered, and where k is split parts of sums are added and scaled.
+    assert len(compiled.results("fusion")) <= (1 if n == 28672 else 3)
 
 
-@pytest.mark.parametrize(("m", "n"), [(5, N), (64, 132 * 256), (256, 132 * 256)])
+@pytest.mark.parametrize(("m", "n"), [(5, N), (64, 132 * 256), (256, 132 * 256), (2048, N), (300, N)])
 def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
     mesh, scaling = h200s(1), Fp4(rule="fold_exact")
     multiply = functools.partial(fp4_matmul, activation="float8_e4m3fn")
@@ -51,7 +51,7 @@ def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
     # Where k is whole the kernel writes the product, and what exists beside it is x; parts of k are float32.
-    assert compiled.temporary_bytes < 8 * m * K + (0 if n > N else 32 * 8 * N * 4)
+    assert compiled.temporary_bytes < 8 * m * K + (32 * 8 * N * 4 if m == 5 else 0)
 
 
 @pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4")], ids=str)
@@ -73,7 +73,7 @@ def test_each_device_decodes_its_own_rows_of_the_weight():
 )
 def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
     mesh = h200s(1)
-    multiply = functools.partial(fp4_matmul, activation=activation)
+    multiply = functools.partial(fp4_matmul, activation=activation, backend="xla")
     operand = weight(mesh, Fp4(rule="fold_exact"))
     compiled = compile_for(mesh, multiply, on(mesh, (2048, K), jnp.bfloat16), operand)
     # Two values of a byte are written as one word by one kernel, and read by the product.
