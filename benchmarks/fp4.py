@@ -100,7 +100,7 @@ class Kind:
             return part != "dgrad" and m <= (MOST_ROWS[self.activation] or m) and jax.default_backend() == "gpu"
         if part == "dgrad":
             return self.scaling.format == "nvfp4"
-        return self.activation == "bfloat16" or m > 32
+        return self.activation == "bfloat16" or m > 256
 
     def ran(self, part: Part, m: int) -> Backend:
         """The backend that multiplies."""
@@ -216,7 +216,7 @@ def configure(options: argparse.Namespace) -> Config:
         return Config(
             (
                 ("decode", large, (1, 16, 64, 128, 256)), ("decode", (28672, 8192), (16,)),
-                ("decode", (8192, 8192), (1, 16)), ("decode", (4096, 14336), (16,)), ("prefill", large, (2048,)),
+                ("decode", (8192, 8192), (1, 16)), ("decode", (4096, 14336), (16,)), ("prefill", large, (512, 2048)),
                 ("dgrad", large, (4096,)),
             )
         )  # fmt: skip

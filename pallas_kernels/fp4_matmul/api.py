@@ -42,8 +42,8 @@ def fp4_matmul(
         weight it runs on FP8 tensor cores, whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
-      backend: "mosaic" decodes few rows' weights in registers on Hopper: at most 64 in W4A16, and 256 in W4A8 of a
-        fold-exact weight.
+      backend: "mosaic" decodes weights in registers on Hopper, for at most 512 rows in W4A16, and for any number in
+        W4A8 of a fold-exact weight.
 
     Returns:
       `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.

@@ -109,7 +109,6 @@ def call(
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
     assert (factors is None) == (config.splits > 1), "parts of k are added before they are scaled"
-    assert bands == 1 or config.splits == 1, "sums are those of all rows"
     sums = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     return plgpu.kernel(
         functools.partial(_kernel, config, form),
@@ -251,7 +250,7 @@ class _Block:
         plgpu.wgmma_wait(0)
         outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
         if self.smem["out"] is None:
-            out_gmem[self._place[2], outputs] = acc[...]
+            out_gmem[self._place[2], outputs, self._band] = acc[...]
         else:
             _store(acc[...], self._factors(), self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
 

@@ -17,19 +17,18 @@ from pallas_kernels.hopper.plan import reject_here
 from pallas_kernels.operands import Fp4, Operand, Row
 from pallas_kernels.partition import device_count
 
-# Above it the tensor cores are what a product waits for: XLA unpacks the weight once. On an H200 with 28672 x 8192 the
-# kernel in BF16 took 46 us at m = 16, 62 at 64 and 124 at 128, BF16's product 117, 111 and 120. In E4M3 it is as fast
-# as a product of E4M3 that is unpacked already, so that nothing is gained by unpacking.
-MOST_ROWS: dict[Activation, int | None] = {"bfloat16": 64, "float8_e4m3fn": None}
+# Above it XLA, which unpacks the weight once, is as fast. On an H200 with 28672 x 8192 the kernel in BF16 takes 62 us
+# for each 64 rows, and XLA 317 at m = 128, 373 at 256 and 504 at 512. In E4M3 the kernel is as fast as a product of
+# E4M3 that is unpacked already, so that nothing is gained by unpacking.
+MOST_ROWS: dict[Activation, int | None] = {"bfloat16": 512, "float8_e4m3fn": None}
 ROWS = 64
-# Rows of x that a block takes at most: as many as `wgmma` does, or half of them.
-_BANDS = (256, 128)
 _SHARED_BYTES = 228_000
 # Of a block, the fastest first on an H200 with 28672 x 8192: the more outputs share the rows of x that it reads the
 # better.
 _WARPGROUPS = (4, 2, 1)
-# Rows of x that a block takes at most: as many as `wgmma` does, or half of them.
-_BANDS = (256, 128)
+# Rows of x that a block takes at most: in E4M3 as many as `wgmma` does, or half of them. In BF16 a quarter has room
+# beside four warpgroups' codes.
+_BANDS: dict[Activation, tuple[int, ...]] = {"bfloat16": (64,), "float8_e4m3fn": (256, 128)}
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
@@ -78,23 +77,26 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     """The sizes with so many warpgroups, or None where registers or shared memory do not suffice."""
     from pallas_kernels.fp4_matmul.kernel import Config
 
-    places, tiles, wide = max(1, device_cores(132)), n // (ROWS * warpgroups), jnp.dtype(options.activation).itemsize
-    # A block has a multiprocessor to itself. Where tiles do not fill half of the chip, each has as many blocks as fit.
-    few = m <= _BANDS[0] and 2 * tiles <= places
-    limits = _BANDS[:1] if few else _BANDS
+    places, tiles, limits = max(1, device_cores(132)), n // (ROWS * warpgroups), _BANDS[options.activation]
     bands, rows = min((_bands(m, most) for most in limits), key=lambda band: _rounds(tiles * band[0], places, band[1]))
-    splits = max(count for count in range(1, places // tiles + 1) if steps % count == 0) if few else 1
+    # A block has a multiprocessor to itself. Where they would fill less than half of the chip, as many share k as fit.
+    share = range(1, places // (tiles * bands) + 1)
+    splits = max(count for count in share if steps % count == 0) if len(share) > 1 else 1
     config = Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
     of_output = config.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
-    of_stage = config.height * (step // 2 + 16) + rows * step * wide
+    of_stage = config.height * (step // 2 + 16) + rows * step * jnp.dtype(options.activation).itemsize
     stages = min(config.stages, (_SHARED_BYTES - of_output) // of_stage)
     return dataclasses.replace(config, stages=stages) if stages >= 2 and config.holds(rows) else None
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
-    """How many bands of at most so many rows hold m, and their rows, a multiple of 8."""
+    """How many bands of at most so many rows hold m, and their rows, a multiple of 8.
+
+    Of several bands it is one of 32, because their sums are written beside each other in whole cache lines.
+    """
     bands = -(-m // most)
-    return bands, -(-m // (8 * bands)) * 8
+    unit = 8 if bands == 1 else 32
+    return bands, -(-m // (unit * bands)) * unit
 
 
 def _rounds(blocks: int, places: int, rows: int) -> int:
@@ -161,7 +163,7 @@ def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table:
     call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, _scale_bytes(w), table)
     if config.splits == 1:
         return call(jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1), options.out_dtype)[:m]
-    out = call().sum(axis=0)[:, :m].T * decode.FACTOR[scaling.format]
+    out = _added(call())[:, :m].T * decode.FACTOR[scaling.format]
     return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
 
 
@@ -180,7 +182,12 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
     call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), table.reshape(2, 256))
     if config.splits == 1:
         return call(factors, options.out_dtype)[:m]
-    return (call().sum(axis=0).T * factors[:, None]).astype(options.out_dtype)[:m]
+    return (_added(call()).T * factors[:, None]).astype(options.out_dtype)[:m]
+
+
+def _added(sums: jax.Array) -> jax.Array:
+    """One after the other, so that a row has the same bits whatever is multiplied beside it."""
+    return sum(sums[1:], sums[0])
 
 
 def _scale_bytes(w: Operand) -> jax.Array:

@@ -62,7 +62,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form):
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (256, 2048), (384, 1536), (1024, 14336), (14336, 2048)])
-@pytest.mark.parametrize("m", [1, 33, 64])
+@pytest.mark.parametrize("m", [1, 33, 200])
 def test_products_are_those_of_float64(scaling, n, k, m):
     q, x = operands(scaling, n, k)
     x = x[:m].astype(jnp.bfloat16)
@@ -79,7 +79,7 @@ def test_one_row_has_the_same_bits_whatever_else_is_multiplied():
     x = x.astype(jnp.bfloat16)
     x = x[:64]
     all_rows = fp4_matmul(x, q, out_dtype=jnp.float32, backend="mosaic")
-    for m in (1, 8, 16, 33):
+    for m in (1, 8, 33):
         np.testing.assert_array_equal(fp4_matmul(x[:m], q, out_dtype=jnp.float32, backend="mosaic"), all_rows[:m])
 
 
@@ -161,7 +161,7 @@ def test_products_and_sums_of_parts_of_k_are_alike(scaling, m):
     q, x = operands(scaling, 512, 2048)
     x, options = x[:m].astype(jnp.bfloat16), reference.Options(jnp.dtype(jnp.bfloat16))
     whole, parts = (
-        jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(4, 2, splits)))(x, q).astype(jnp.float32)
+        jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(2, 2, splits)))(x, q).astype(jnp.float32)
         for splits in (1, 4)
     )
     # Blocks with all of k and with parts of it add float32 in another order, which may round the other way.
@@ -193,7 +193,7 @@ def test_products_with_many_rows(activation):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(dict(m=65), "m=65, k=512, n=64 must be at most 64"), (dict(n=48), "n=48"), (dict(k=272), "k=272"),
+    [(dict(m=513), "m=513, k=512, n=64 must be 1 to 512"), (dict(n=48), "n=48"), (dict(k=272), "k=272"),
      (dict(contracts="n"), "contracts='n'"), (dict(activation="float8_e4m3fn"), "multiplies codes times scales")],
 )  # fmt: skip
 def test_what_the_kernel_does_not_take_is_named(change, message):
