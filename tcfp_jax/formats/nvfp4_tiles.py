@@ -1,8 +1,9 @@
 """NVFP4's arithmetic for tiles of 16 values in registers: what a kernel runs, and what a CPU can run to check it.
 
 A thread holds whole tiles, so that the rotation, the largest magnitude, the errors of two or three candidates and the
-bytes are all made in its registers: `quantized` is written over 16 arrays, each with one value of every tile. It finds
-what `parts.quantize` defines, bit for bit, with fewer operations:
+bytes are all made in its registers: `quantized` is written over 16 arrays, each with one value of every tile, and so is
+`dequantized`, for products that multiply numbers instead of codes. They find what `parts.quantize` defines, bit for
+bit, with fewer operations:
 
 * E2M1 and E4M3 are the top bits of a float32 whose exponent is moved down so that the number's smallest normal value is
   float32's: x / s * 2**-126 >> 22 is the code of the value below x / s. The quotient may be a product by a reciprocal.
@@ -14,6 +15,7 @@ leave float32's normal range.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,6 +35,9 @@ _LARGEST_CODE = 0x7E
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
+# Of each of the 16 values of a tile its random bits.
+Random = Callable[[int], jax.Array]
+
 
 class Options(NamedTuple):
     """What a kernel does: the rule of scales, how values are rounded, and whether they are rotated first."""
@@ -47,6 +52,11 @@ class Options(NamedTuple):
         if self.rounding == "stochastic":
             return (6.0,)
         return {"max": (6.0,), "four_over_six": (6.0, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a tile chooses among several scales."""
+        return self.rounding == "even" and self.rule != "max"
 
 
 class Divisor(NamedTuple):
@@ -223,44 +233,75 @@ def largest(values: list[jax.Array]) -> jax.Array:
 
 
 def quantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], first: jax.Array
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
 ) -> tuple[list[jax.Array], jax.Array]:
     """(8 bytes of codes as int32, the scale as float32) of tiles whose 16 values are `x`.
 
     Args:
       x: 16 arrays, float32.
-      first: uint32, the global index of the first value of each tile; for stochastic rounding.
+      random: of one of them the bits for stochastic rounding, uint32.
     """
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) > INFINITY
     signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), 31) for value in x]
-    scale, *packed = _best(options, do, scalars, lifted, signs, first)
+    scale, *packed = _best(options, do, scalars, lifted, signs, random)
     found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
     factor = do.widen(scale << _SCALE[0], _SCALE[1])
     return found, jnp.where(lost, jnp.float32(jnp.nan), factor)
 
 
+def dequantized(
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+) -> list[jax.Array]:
+    """Code times scale of each of the 16 values, float32; NaN in a tile that holds NaN or inf."""
+    lifted = [do.lift(value, scalars.lift) for value in x]
+    lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
+    if options.chooses:
+        scale, *packed = _best(options, do, scalars, lifted, [jnp.int32(0)] * SIDE, random)
+        codes = [(packed[at // 8] >> (4 * (at % 8))) & 7 for at in range(SIDE)]
+        factor = do.widen(scale << _SCALE[0], _SCALE[1])
+    else:
+        (scale,) = _scale_codes(options, do, scalars, lifted)
+        codes, factor, product, _ = _encoded(options, do, scalars, lifted, scale, random)
+        factor = jnp.where(product > 0, factor, jnp.float32(0))
+    factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+    values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
+    return [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
+
+
+def _encoded(
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array, random: Random
+) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+    """(codes under the code of a scale, that scale, its product with the tensor's, the inverse of this one, roughly).
+
+    Under a product of zero the codes may be any.
+    """
+    factor = do.widen(scale << _SCALE[0], _SCALE[1])
+    product = do.multiply(factor, scalars.outer)
+    product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
+    inverse = do.reciprocal(product, options.chooses)
+    if options.rounding == "stochastic":
+        odd = [do.divide_to_odd(value, product, inverse) for value in x]
+        codes = [_stochastic_code(do, q, random(at)) for at, q in enumerate(odd)]
+    else:
+        divisor = do.divisor(product, inverse, _VALUE[1])
+        codes = [_code(do, value, divisor, _VALUE) for value in x]
+    # As unsigned: of NaN a code may be negative.
+    unsigned = [jnp.minimum(lax.bitcast_convert_type(code, jnp.uint32), 7) for code in codes]
+    return [lax.bitcast_convert_type(code, jnp.int32) for code in unsigned], factor, product, inverse
+
+
 def _best(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], signs: list[jax.Array], first: jax.Array
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], signs: list[jax.Array], random: Random
 ) -> tuple[jax.Array, ...]:
     """(the code of the scale, two words of eight codes each) of lifted magnitudes `x`."""
-    candidates = _scale_codes(options, do, scalars, x)
-    chooses = len(candidates) > 1
     found: list[tuple[tuple[jax.Array, ...], jax.Array]] = []
-    for code in candidates:
-        factor = do.widen(code << _SCALE[0], _SCALE[1])
-        product = do.multiply(factor, scalars.outer)
-        product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
-        inverse = do.reciprocal(product, chooses)
-        if options.rounding == "stochastic":
-            odd = [do.divide_to_odd(value, product, inverse) for value in x]
-            codes = [_stochastic_code(do, q, _bits(scalars, first, at)) for at, q in enumerate(odd)]
-        else:
-            divisor = do.divisor(product, inverse, _VALUE[1])
-            codes = [_code(do, value, divisor, _VALUE) for value in x]
-        codes = [jnp.minimum(c, 7) for c in codes]
+    for code in _scale_codes(options, do, scalars, x):
+        codes, factor, product, inverse = _encoded(options, do, scalars, x, code, random)
         parts = (code, *(_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)))
-        if not chooses:
+        if not options.chooses:
             return parts
         squares = _squared_error(do, x, inverse, codes)
         error = do.multiply(jnp.where(product > 0, squares, 0.0), do.multiply(factor, factor))
@@ -324,10 +365,11 @@ def _covering_code(do: Portable, x: jax.Array, divisor: Divisor, number: tuple[i
     return code + (do.rest(x, code << place, divisor, moved) > 0).astype(jnp.int32)
 
 
-def _bits(scalars: Scalars, first: jax.Array, at: int) -> jax.Array:
-    """Random bits of value `at` of each tile: `counter.random_bits` of its index, whose last four bits are `at`."""
+def bits_of_tiles(scalars: Scalars, first: jax.Array) -> Random:
+    """`counter.random_bits` of each value, whose indices in a tile follow each other: the last four bits of one."""
     k0, k1 = scalars.key
-    return finish(begin(first ^ k0) ^ jnp.uint32(at), k1)
+    begun = begin(first ^ k0)
+    return lambda at: finish(begun ^ jnp.uint32(at), k1)
 
 
 def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:
