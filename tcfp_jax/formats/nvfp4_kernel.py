@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.counter import random_bits
 from pallas_kernels.partition import device_count, partitioned
 from tcfp_jax.formats.nvfp4_tiles import (
     SIDE,
@@ -133,16 +132,14 @@ def _by_arrays(
 ) -> list[jax.Array]:
     """The same without a kernel, for a part that its programs do not divide."""
     scalars = Scalars.of(job.options, Portable(), lambda at: words[at])
+    rows = (tiles if job.place == "last" else jnp.moveaxis(tiles, 1, 2)).reshape(-1, SIDE)
+    random = bits_of_tiles(scalars, _first(lax.iota(jnp.uint32, rows.shape[0]), starts, (own, job.shape)))
+    found = _compute(job, Portable(), scalars, [rows[:, i].astype(jnp.float32) for i in range(SIDE)], random)
+    if job.output != "values":
+        return found
     if job.place == "last":
-        rows = tiles.reshape(-1, SIDE)
-        x = [rows[:, i].astype(jnp.float32) for i in range(SIDE)]
-        random = bits_of_tiles(scalars, _first(lax.iota(jnp.uint32, rows.shape[0]), starts, (own, job.shape)))
-        found = _compute(job, Portable(), scalars, x, random)
-        return [jnp.concatenate(found, axis=1)] if job.output == "values" else found
-    x = [tiles[:, i].astype(jnp.float32) for i in range(SIDE)]
-    row, column = (lax.broadcasted_iota(jnp.uint32, own, axis) for axis in range(2))
-    found = _compute(job, Portable(), scalars, x, _bits_down(job, scalars, row, column, starts))
-    return [jnp.stack(found, axis=1)] if job.output == "values" else found
+        return [jnp.concatenate(found, axis=1)]
+    return [jnp.stack([part.reshape(own) for part in found], axis=1)]
 
 
 def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
@@ -151,7 +148,7 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
     Values are two arrays `[tiles, 8]` along the last axis, and one for each row down the first.
     """
     if job.options.rotation == "hadamard":
-        x = rotate_arrays(x, scalars.signs)
+        x = rotate_arrays(x, scalars.signs, do.flushed)
     if job.output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
     if job.output == "values":
@@ -180,15 +177,6 @@ def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, .
     return index * jnp.uint32(SIDE)
 
 
-def _bits_down(job: _Job, scalars: Scalars, row: jax.Array, column: jax.Array, starts: jax.Array | None) -> Random:
-    """Random bits of the values of tiles down the first axis, by their index in the whole matrix."""
-    if starts is not None:
-        row, column = row + starts[0], column + starts[1]
-    width = job.shape[1]
-    first = row * jnp.uint32(SIDE * width % 2**32) + column
-    return lambda at: random_bits(first + jnp.uint32(at * width % 2**32), *scalars.key)
-
-
 def _call(
     job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
 ) -> list[jax.Array]:
@@ -202,21 +190,18 @@ def _call(
     def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
         arithmetic = Portable() if job.interpret else Device()
         scalars = Scalars.of(job.options, arithmetic, lambda at: words_ref[at])
-        begins = refs[0] if given else None
-        lane = lax.broadcasted_iota(jnp.int32, (TILES,), 0)
         if along:
             # Two loads of 16 bytes: in one, two threads would share a tile.
             halves = [x_ref[:, start : start + 8] for start in (0, 8)]
             values = [part.reshape(TILES) for half in halves for part in lax.split(half, (1,) * 8, axis=1)]
-            place = (pl.program_id(0) * TILES + lane).astype(jnp.uint32)
-            random = bits_of_tiles(scalars, _first(place, begins, (own, job.shape)))
+            place = pl.program_id(0) * TILES
         else:
             values = [x_ref[at, :] for at in range(SIDE)]
-            column = (pl.program_id(1) * TILES + lane).astype(jnp.uint32)
-            random = _bits_down(job, scalars, lax.convert_element_type(pl.program_id(0), jnp.uint32), column, begins)
-        _store(
-            job, refs[len(given) :], _compute(job, arithmetic, scalars, [v.astype(jnp.float32) for v in values], random)
-        )
+            place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
+        place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
+        random = bits_of_tiles(scalars, _first(place, refs[0] if given else None, (own, job.shape)))
+        found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
+        _store(job, refs[len(given) :], found)
 
     if along:
         grid, tile, at = (len(x) // TILES,), (TILES, SIDE), lambda i: (i, 0)

@@ -25,13 +25,14 @@ from jax import lax
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
+from tcfp_jax.formats.rotation import flushed
 from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
 _LIFTED = -9  # the exponent of the tensor's scale
 _VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
-_LARGEST_CODE = 0x7E
+_LARGEST, _LARGEST_CODE = 6.0, 0x7E  # of E2M1, and E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
@@ -50,8 +51,8 @@ class Options(NamedTuple):
     def divisors(self) -> tuple[float, ...]:
         """What the scale of the tensor is multiplied by, to divide the largest magnitude of a tile."""
         if self.rounding == "stochastic":
-            return (6.0,)
-        return {"max": (6.0,), "four_over_six": (6.0, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
+            return (_LARGEST,)
+        return {"max": (_LARGEST,), "four_over_six": (_LARGEST, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
 
     @property
     def chooses(self) -> bool:
@@ -130,9 +131,13 @@ class Portable:
         as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
         return float_bits.divide_to_odd(as_bits(a), as_bits(b), MANTISSA_BITS)
 
-    def floor(self, x: jax.Array) -> jax.Array:
-        """Of 0 <= x < 2**22."""
-        return jnp.floor(x)
+    def ceil(self, x: jax.Array) -> jax.Array:
+        """The integer not below x >= 0, int32; of x >= 2**31 anything."""
+        return jnp.ceil(x).astype(jnp.int32)
+
+    def flushed(self, x: jax.Array) -> jax.Array:
+        """X with zeros of one sign for subnormals and zeros."""
+        return flushed(x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """The nearest integer, ties to even, of 0 <= x < 2**22."""
@@ -195,12 +200,18 @@ class Device(Portable):
         )  # fmt: skip
         rest = self._run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", a, b, quotient)
         bits = lax.bitcast_convert_type(quotient, jnp.int32)
-        below = bits + (lax.bitcast_convert_type(rest, jnp.int32) >> 31)
-        return lax.bitcast_convert_type(jnp.where(rest != 0, below | 1, bits), jnp.float32)
+        rest = lax.bitcast_convert_type(rest, jnp.int32)  # +0 where there is none
+        odd = jnp.minimum(lax.bitcast_convert_type(rest, jnp.uint32), 1).astype(jnp.int32)
+        return lax.bitcast_convert_type((bits + (rest >> 31)) | odd, jnp.float32)
 
-    def floor(self, x: jax.Array) -> jax.Array:
-        """Of 0 <= x < 2**22."""
-        return self._run("{ .reg .f32 t; add.rz.f32 t, $1, 0f4B000000; sub.rn.f32 $0, t, 0f4B000000; }", x)
+    def ceil(self, x: jax.Array) -> jax.Array:
+        """The integer not below x >= 0, int32; of x >= 2**31 anything."""
+        found = self._run("{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }", x)
+        return lax.bitcast_convert_type(found, jnp.int32)
+
+    def flushed(self, x: jax.Array) -> jax.Array:
+        """X with zeros of one sign for subnormals and zeros."""
+        return self._run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """The nearest integer, ties to even, of 0 <= x < 2**22."""
@@ -373,14 +384,15 @@ def bits_of_tiles(scalars: Scalars, first: jax.Array) -> Random:
 
 
 def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:
-    """`float_bits.round_to_grid` of E2M1, "stochastic", as codes."""
-    capped = jnp.minimum(units, jnp.float32(8))
-    binade = jnp.maximum(lax.bitcast_convert_type(capped, jnp.int32) & INFINITY, 127 << 23)
-    steps = capped * lax.bitcast_convert_type((255 << 23) - binade, jnp.float32)
-    lower = do.floor(steps)
-    uniform = (random >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
-    up = (uniform < steps - lower).astype(jnp.int32)
-    return lower.astype(jnp.int32) + up + 2 * ((binade >> 23) - 127)
+    """`float_bits.round_to_grid` of E2M1, "stochastic", as codes.
+
+    Up where a random k of 24 bits is below the 24 bits behind the code: where these and 2**24 - 1 - k carry into it.
+    """
+    capped = jnp.minimum(units, jnp.float32(_LARGEST))
+    # Above 1 a float is code and bits already; below it are steps of a half.
+    above = (lax.bitcast_convert_type(capped, jnp.int32) - (126 << 23)) << 2
+    below = do.ceil(capped * jnp.float32(2.0**25))
+    return (jnp.where(capped < 1, below, above) + (~random >> 8).astype(jnp.int32)) >> 24
 
 
 def _squared_error(do: Portable, x: list[jax.Array], inverse: jax.Array, codes: list[jax.Array]) -> jax.Array:

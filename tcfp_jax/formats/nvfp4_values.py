@@ -112,6 +112,7 @@ def _defined(
     return found._replace(values=found.values.reshape(shape))
 
 
+@functools.partial(jax.jit, static_argnames=("place", "rule", "rounding", "interpret"))
 def _in_one_pass(
     x: jax.Array,
     key: Key | None,
@@ -164,7 +165,8 @@ def quantize(
       axes: those along which a block extends.
       rule: how blocks find their scales.
       rounding: of values, or "eden", of corrected scales.
-      key: of the random bits, for "stochastic" and "eden"; the bits of a value depend on its index.
+      key: of the random bits, for "stochastic" and "eden"; the bits of a value depend on its index, which counts the
+        values of a block first.
       blocks: of x, what is quantized, in parts along the first of `axes`. It is computed twice, because a pass over x
         that computes it costs less than one over what it gives.
       group: for "eden", the axis and number of consecutive blocks that were rotated together.
@@ -197,7 +199,7 @@ def quantize(
         scale = scales[0] if len(scales) == 1 else _best(magnitude, scales, outer, axes)
         if covers:
             assert key is not None, "stochastic rounding has random bits"
-            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key))
+            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key, fastest=axes[0]))
         else:
             units = _nearest(magnitude, _divisor(scale, outer))
     scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
