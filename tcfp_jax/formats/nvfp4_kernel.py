@@ -203,10 +203,9 @@ def _call(
         found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
         _store(job, refs[len(given) :], found)
 
-    if along:
-        grid, tile, at = (len(x) // TILES,), (TILES, SIDE), lambda i: (i, 0)
-    else:
-        grid, tile, at = (own[0], own[1] // TILES), (SIDE, TILES), lambda i, j: (i, j)
+    grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
+    tile = (TILES, SIDE) if along else (SIDE, TILES)
+    at: Callable[..., Any] = lambda i, j=0: (i, j)
     whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
     out_shape, out_specs = _results(job, pl, x.shape, grid, (tile, at))
     return pl.pallas_call(

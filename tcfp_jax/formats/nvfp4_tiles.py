@@ -36,8 +36,7 @@ _LARGEST, _LARGEST_CODE = 6.0, 0x7E  # of E2M1, and E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
-# Of each of the 16 values of a tile its random bits.
-Random = Callable[[int], jax.Array]
+Random = Callable[[int], jax.Array]  # of each of the 16 values of a tile its bits
 
 
 class Options(NamedTuple):
@@ -200,9 +199,8 @@ class Device(Portable):
         )  # fmt: skip
         rest = self._run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", a, b, quotient)
         bits = lax.bitcast_convert_type(quotient, jnp.int32)
-        rest = lax.bitcast_convert_type(rest, jnp.int32)  # +0 where there is none
-        odd = jnp.minimum(lax.bitcast_convert_type(rest, jnp.uint32), 1).astype(jnp.int32)
-        return lax.bitcast_convert_type((bits + (rest >> 31)) | odd, jnp.float32)
+        below = bits + (lax.bitcast_convert_type(rest, jnp.int32) >> 31)
+        return lax.bitcast_convert_type(below | (rest != 0).astype(jnp.int32), jnp.float32)
 
     def ceil(self, x: jax.Array) -> jax.Array:
         """The integer not below x >= 0, int32; of x >= 2**31 anything."""
@@ -285,10 +283,7 @@ def dequantized(
 def _encoded(
     options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array, random: Random
 ) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
-    """(codes under the code of a scale, that scale, its product with the tensor's, the inverse of this one, roughly).
-
-    Under a product of zero the codes may be any.
-    """
+    """(codes, any if the product is 0; the scale of a code; its product with the tensor's; roughly 1 / product)."""
     factor = do.widen(scale << _SCALE[0], _SCALE[1])
     product = do.multiply(factor, scalars.outer)
     product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
@@ -300,8 +295,8 @@ def _encoded(
         divisor = do.divisor(product, inverse, _VALUE[1])
         codes = [_code(do, value, divisor, _VALUE) for value in x]
     # As unsigned: of NaN a code may be negative.
-    unsigned = [jnp.minimum(lax.bitcast_convert_type(code, jnp.uint32), 7) for code in codes]
-    return [lax.bitcast_convert_type(code, jnp.int32) for code in unsigned], factor, product, inverse
+    codes = [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes]
+    return codes, factor, product, inverse
 
 
 def _best(
@@ -386,7 +381,7 @@ def bits_of_tiles(scalars: Scalars, first: jax.Array) -> Random:
 def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:
     """`float_bits.round_to_grid` of E2M1, "stochastic", as codes.
 
-    Up where a random k of 24 bits is below the 24 bits behind the code: where these and 2**24 - 1 - k carry into it.
+    Up where a random k of 24 bits is below the 24 bits behind the code: where these and 2**24 - 1 - k carry.
     """
     capped = jnp.minimum(units, jnp.float32(_LARGEST))
     # Above 1 a float is code and bits already; below it are steps of a half.
