@@ -6,8 +6,6 @@ is lowbias32 (Wellons 2018: two multiplications) with a key word before each of 
 cryptography.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -56,27 +54,28 @@ def finish(x: jax.Array, k1: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def indices(shape: tuple[int, ...]) -> jax.Array:
-    """The row-major index of every element of an array of this shape, uint32, modulo 2**32.
+def indices(shape: tuple[int, ...], fastest: int = -1) -> jax.Array:
+    """The index of every element of an array of this shape, uint32, modulo 2**32: row-major, or as if an axis was last.
 
-    >>> indices((2, 3)).tolist()
-    [[0, 1, 2], [3, 4, 5]]
+    >>> indices((2, 3)).tolist(), indices((2, 3), fastest=0).tolist()
+    ([[0, 1, 2], [3, 4, 5]], [[0, 2, 4], [1, 3, 5]])
     """
-    total = jnp.zeros(shape, jnp.uint32)
+    total, stride = jnp.zeros(shape, jnp.uint32), 1
+    last = fastest % max(len(shape), 1)
     # A sum over the axes, none of them reshaped: a partitioner gives each device its own part.
-    for axis in range(len(shape)):
-        stride = math.prod(shape[axis + 1 :]) % 2**32
-        total += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
+    for axis in sorted(range(len(shape)), key=lambda axis: (axis == last, axis), reverse=True):
+        total += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
     return total
 
 
-def bits_of(shape: tuple[int, ...], k0: jax.Array, k1: jax.Array) -> jax.Array:
+def bits_of(shape: tuple[int, ...], k0: jax.Array, k1: jax.Array, fastest: int = -1) -> jax.Array:
     """Random bits for every element of an array of this shape, by its global index.
 
     >>> bits_of((2, 3), *keys(1)).shape
     (2, 3)
     """
-    return random_bits(indices(shape), k0, k1)
+    return random_bits(indices(shape, fastest), k0, k1)
 
 
 def _word(word: ArrayLike) -> jax.Array:

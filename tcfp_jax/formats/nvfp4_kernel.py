@@ -1,8 +1,10 @@
-"""NVFP4 in one pass on NVIDIA GPUs: x is read once, codes two a byte and scales are written once.
+"""NVFP4 in one pass on NVIDIA GPUs: x is read once; codes two a byte and scales, or numbers, are written once.
 
-A Pallas-Triton program takes 128 tiles, a thread one of them: it loads 32 bytes of bfloat16, stores 8 bytes of codes
-and one of the scale, and has nothing to exchange with its neighbours. `nvfp4_tiles` is what it computes. The largest
-magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every tile.
+A Pallas-Triton program takes 128 tiles, a thread one or two of them, and has nothing to exchange with its neighbours:
+of tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one of the scale, or 32
+bytes of numbers; of tiles down the first axis of a matrix neighbours hold neighbouring columns. `nvfp4_tiles` is what
+it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every
+program.
 
 Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array: a device that holds
 a part of it is told where its part begins.
@@ -10,7 +12,8 @@ a part of it is told where its part begins.
 
 import functools
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +25,42 @@ from tcfp_jax.formats.nvfp4_tiles import (
     Device,
     Options,
     Portable,
+    Random,
     Scalars,
+    bits_of_tiles,
+    dequantized,
     quantized,
 )
 from tcfp_jax.formats.rotation import rotate_arrays
 
 TILES = 128
-WARPS = 4
-Output = Literal["codes", "amax"]
+Output = Literal["codes", "values", "amax"]
+Place = Literal["last", "first"]
+# Neighbours down the first axis lie apart: a thread takes two columns, for words of 4 bytes.
+_WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
 
-def serves(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the kernel takes arrays of this shape and dtype: whole tiles along the last axis, 128 in all or more.
+class _Job(NamedTuple):
+    """What a pass does to an array whose tiles have this shape, without the axis of their values."""
 
-    >>> serves((128, 64), jnp.bfloat16), serves((128, 60), jnp.bfloat16)
-    (True, False)
+    options: Options
+    output: Output
+    place: Place
+    shape: tuple[int, ...]
+    interpret: bool
+
+
+def serves(shape: tuple[int, ...], dtype: Any, place: Place = "last") -> bool:
+    """Whether the kernel takes arrays of this shape and dtype: whole tiles, 128 in all or, side by side, more.
+
+    >>> serves((128, 64), jnp.bfloat16), serves((128, 60), jnp.bfloat16), serves((64, 128), jnp.bfloat16, "first")
+    (True, False, True)
     """
-    whole = bool(shape) and shape[-1] % SIDE == 0 and math.prod(shape) % (SIDE * TILES) == 0
-    return whole and math.prod(shape) > 0 and dtype in (jnp.float32, jnp.bfloat16)
+    if math.prod(shape) == 0 or dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    if place == "first":
+        return len(shape) == 2 and shape[0] % SIDE == 0 and shape[1] % TILES == 0
+    return bool(shape) and shape[-1] % SIDE == 0 and math.prod(shape) % (SIDE * TILES) == 0
 
 
 def quantize_tiles(
@@ -52,68 +73,96 @@ def quantize_tiles(
       words: of `nvfp4_tiles.words`.
       interpret: run in Pallas's interpreter, on CPUs.
     """
-    codes, scales = _run(x, words, options, "codes", interpret)
+    codes, scales = _run(x, words, options, "codes", "last", interpret)
     return codes.reshape(*x.shape[:-1], x.shape[-1] // 2), scales
 
 
-def rotated_amax(x: jax.Array, words: jax.Array, options: Options, *, interpret: bool = False) -> jax.Array:
+def quantize_values(
+    x: jax.Array, words: jax.Array, options: Options, place: Place, *, interpret: bool = False
+) -> jax.Array:
+    """Code times scale of every value, bfloat16 of the shape of x; tiles along the last or down the first axis."""
+    (values,) = _run(x, words, options, "values", place, interpret)
+    return values.reshape(x.shape)
+
+
+def rotated_amax(
+    x: jax.Array, words: jax.Array, options: Options, place: Place = "last", *, interpret: bool = False
+) -> jax.Array:
     """The largest finite magnitude of x after its rotation, float32 `[]`."""
-    (found,) = _run(x, words, options, "amax", interpret)
-    return lax.bitcast_convert_type(jnp.max(found), jnp.float32)
+    (found,) = _run(x, words, options, "amax", place, interpret)
+    return lax.bitcast_convert_type(found[0], jnp.float32)
 
 
-def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, interpret: bool) -> Any:
-    tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)
-    *shape, _ = tiles.shape
+def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place, interpret: bool) -> Any:
+    if place == "last":
+        tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)
+        shape = tiles.shape[:-1]
+    else:
+        tiles = x.reshape(x.shape[0] // SIDE, SIDE, x.shape[1])
+        shape = tiles.shape[::2]
     axes = "abcdefghijklmnop"[: len(shape)]
-    places = [lax.iota(jnp.uint32, size) for size in shape] if device_count() > 1 else []
+    starts = [lax.iota(jnp.uint32, size) for size in shape] if device_count() > 1 else []
     side = " ".join(axes)
-    inputs = ["u", f"{side} t", *(axes if places else "")]
-    outputs = [f"{side} s", side] if output == "codes" else [side]
-    local = functools.partial(_local, tuple(shape), options, output, interpret)
+    of_values = f"{side} t" if place == "last" else "a t b"
+    inputs = ["u", of_values, *(axes if starts else "")]
+    outputs = {"codes": [f"{side} s", side], "values": [of_values], "amax": ["r"]}[output]
+    local = functools.partial(_local, _Job(options, output, place, shape, interpret))
     whole = ("t", "s") if output == "codes" else ("t",)
-    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *places)
+    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *starts)
 
 
 def _local(
-    shape: tuple[int, ...], options: Options, output: Output, interpret: bool, words: jax.Array, tiles: jax.Array,
-    *places: jax.Array, summed_over: tuple[str, ...],
-) -> list[jax.Array]:  # fmt: skip
-    """The results of a device's part of an array whose tiles have this shape."""
-    own = tiles.shape[:-1]
-    starts = jnp.stack([place[0] for place in places]) if places and own != shape else None
-    rows = tiles.reshape(-1, SIDE)
-    if rows.shape[0] % TILES:
-        found = _by_arrays(rows, words, starts, (own, shape), options, output)
-    else:
-        found = _call(rows, words, starts, (own, shape), options, output, interpret)
+    job: _Job, words: jax.Array, tiles: jax.Array, *places: jax.Array, summed_over: tuple[str, ...]
+) -> list[jax.Array]:
+    """The results of a device's part."""
+    own = tiles.shape[:-1] if job.place == "last" else tiles.shape[::2]
+    starts = jnp.stack([place[0] for place in places]) if places and own != job.shape else None
+    fits = (math.prod(own) if job.place == "last" else own[-1]) % TILES == 0
+    found = (_call if fits else _by_arrays)(job, own, words, tiles, starts)
+    if job.output == "amax":
+        top = jnp.max(found[0]).reshape(1)
+        return [lax.pmax(top, summed_over) if summed_over else top]
+    if job.output == "values":
+        return [found[0].reshape(tiles.shape)]
     return [part.reshape(*own, *part.shape[1:]) for part in found]
 
 
 def _by_arrays(
-    rows: jax.Array, words: jax.Array, starts: jax.Array | None, shapes: Any, options: Options, output: Output
+    job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
 ) -> list[jax.Array]:
     """The same without a kernel, for a part that its programs do not divide."""
-    scalars = Scalars.of(options, Portable(), lambda at: words[at])
-    x = [rows[:, i].astype(jnp.float32) for i in range(SIDE)]
-    place = lax.iota(jnp.uint32, rows.shape[0])
-    return _compute(options, Portable(), scalars, x, _first(place, starts, shapes), output)
+    scalars = Scalars.of(job.options, Portable(), lambda at: words[at])
+    rows = (tiles if job.place == "last" else jnp.moveaxis(tiles, 1, 2)).reshape(-1, SIDE)
+    random = bits_of_tiles(scalars, _first(lax.iota(jnp.uint32, rows.shape[0]), starts, (own, job.shape)))
+    found = _compute(job, Portable(), scalars, [rows[:, i].astype(jnp.float32) for i in range(SIDE)], random)
+    if job.output != "values":
+        return found
+    if job.place == "last":
+        return [jnp.concatenate(found, axis=1)]
+    return [jnp.stack([part.reshape(own) for part in found], axis=1)]
 
 
-def _compute(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], first: jax.Array, output: Output
-) -> list[jax.Array]:
-    """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, or their largest magnitudes."""
-    if options.rotation == "hadamard":
-        x = rotate_arrays(x, scalars.signs)
-    if output == "amax":
+def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
+    """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, values, or the largest magnitudes.
+
+    Values are two arrays `[tiles, 8]` along the last axis, and one for each row down the first.
+    """
+    if job.options.rotation == "hadamard":
+        x = rotate_arrays(x, scalars.signs, do.flushed)
+    if job.output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
-    parts, factor = quantized(options, do, scalars, x, first)
-    parts = [part.astype(jnp.uint8) for part in parts]
-    # Neighbours are put together last: byte 4 a + 2 b + c lies at [a, b, c].
+    if job.output == "values":
+        values = [value.astype(jnp.bfloat16) for value in dequantized(job.options, do, scalars, x, random)]
+        return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if job.place == "last" else values
+    parts, factor = quantized(job.options, do, scalars, x, random)
+    return [_side_by_side([part.astype(jnp.uint8) for part in parts]), factor.astype(jnp.float8_e4m3fn)]
+
+
+def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+    """`[tiles, 8]` of eight arrays `[tiles]`: neighbours are joined last, part 4 a + 2 b + c lies at [a, b, c]."""
     pairs = [jnp.stack([parts[i], parts[i + 4]], axis=-1) for i in range(4)]
     fours = [jnp.stack([pairs[i], pairs[i + 2]], axis=-1) for i in range(2)]
-    return [jnp.stack(fours, axis=-1).reshape(-1, 8), factor.astype(jnp.float8_e4m3fn)]
+    return jnp.stack(fours, axis=-1).reshape(-1, 8)
 
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
@@ -129,48 +178,72 @@ def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, .
 
 
 def _call(
-    rows: jax.Array, words: jax.Array, starts: jax.Array | None, shapes: Any, options: Options, output: Output,
-    interpret: bool,
-) -> list[jax.Array]:  # fmt: skip
+    job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
+) -> list[jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    count = rows.shape[0]
+    along = job.place == "last"
+    x = tiles.reshape(-1, SIDE) if along else tiles.reshape(-1, own[1])
     given = [] if starts is None else [starts]
 
     def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
-        arithmetic = Portable() if interpret else Device()
-        scalars = Scalars.of(options, arithmetic, lambda at: words_ref[at])
-        # Two loads of 16 bytes: in one, two threads would share a tile.
-        halves = [x_ref[:, start : start + 8] for start in (0, 8)]
-        x = [
-            part.reshape(TILES).astype(jnp.float32)
-            for half in halves
-            for part in lax.split(half, (1,) * 8, axis=1)
-        ]  # fmt: skip
-        place = (pl.program_id(0) * TILES + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
-        first = _first(place, refs[0] if given else None, shapes)
-        results = refs[len(given) :]
-        for ref, part in zip(results, _compute(options, arithmetic, scalars, x, first, output), strict=True):
-            ref[...] = part
+        arithmetic = Portable() if job.interpret else Device()
+        scalars = Scalars.of(job.options, arithmetic, lambda at: words_ref[at])
+        if along:
+            # Two loads of 16 bytes: in one, two threads would share a tile.
+            halves = [x_ref[:, start : start + 8] for start in (0, 8)]
+            values = [part.reshape(TILES) for half in halves for part in lax.split(half, (1,) * 8, axis=1)]
+            place = pl.program_id(0) * TILES
+        else:
+            values = [x_ref[at, :] for at in range(SIDE)]
+            place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
+        place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
+        random = bits_of_tiles(scalars, _first(place, refs[0] if given else None, (own, job.shape)))
+        found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
+        _store(job, refs[len(given) :], found)
 
-    tiles = pl.BlockSpec((TILES,), lambda i: (i,))
-    if output == "amax":
-        out_shape, out_specs = [jax.ShapeDtypeStruct((count,), jnp.int32)], [tiles]
-    else:
-        codes = jax.ShapeDtypeStruct((count, SIDE // 2), jnp.uint8)
-        out_shape = [codes, jax.ShapeDtypeStruct((count,), jnp.float8_e4m3fn)]
-        out_specs = [pl.BlockSpec((TILES, SIDE // 2), lambda i: (i, 0)), tiles]
-    whole = lambda size: pl.BlockSpec((size,), lambda i: (0,))
+    grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
+    tile = (TILES, SIDE) if along else (SIDE, TILES)
+    at: Callable[..., Any] = lambda i, j=0: (i, j)
+    whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
+    out_shape, out_specs = _results(job, pl, x.shape, grid, (tile, at))
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
-        grid=(count // TILES,),
-        in_specs=[
-            whole(words.size), pl.BlockSpec((TILES, SIDE), lambda i: (i, 0)), *(whole(g.size) for g in given)
-        ],
+        grid=grid,
+        in_specs=[whole(words.size), pl.BlockSpec(tile, at), *(whole(g.size) for g in given)],
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
-        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS[job.place], num_stages=1),
+        interpret=job.interpret,
         name="quantize_nvfp4",
-    )(words, rows, *given)  # fmt: skip
+    )(words, x, *given)
+
+
+def _results(
+    job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[Any, Callable[..., Any]]
+) -> tuple[Any, Any]:
+    """Shapes and blocks of what the programs write."""
+    if job.output == "values":
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)], [pl.BlockSpec(*block)]
+    if job.output == "amax":
+        one = pl.BlockSpec((1,) * len(grid), lambda *at: at)
+        return [jax.ShapeDtypeStruct(grid, jnp.int32)], [one]
+    codes = jax.ShapeDtypeStruct((shape[0], SIDE // 2), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((shape[0],), jnp.float8_e4m3fn)
+    return [codes, scales], [pl.BlockSpec((TILES, SIDE // 2), block[1]), pl.BlockSpec((TILES,), lambda i: (i,))]
+
+
+def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
+    """What `_compute` returned, in the blocks of a program."""
+    if job.output == "amax":
+        refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
+    elif job.output == "codes":
+        for ref, part in zip(refs, parts, strict=True):
+            ref[...] = part
+    elif job.place == "last":
+        for at, part in zip((0, 8), parts, strict=True):
+            refs[0][:, at : at + 8] = part
+    else:
+        for at, part in enumerate(parts):
+            refs[0][at, :] = part

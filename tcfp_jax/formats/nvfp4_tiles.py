@@ -1,8 +1,9 @@
 """NVFP4's arithmetic for tiles of 16 values in registers: what a kernel runs, and what a CPU can run to check it.
 
 A thread holds whole tiles, so that the rotation, the largest magnitude, the errors of two or three candidates and the
-bytes are all made in its registers: `quantized` is written over 16 arrays, each with one value of every tile. It finds
-what `parts.quantize` defines, bit for bit, with fewer operations:
+bytes are all made in its registers: `quantized` is written over 16 arrays, each with one value of every tile, and so is
+`dequantized`, for products that multiply numbers instead of codes. They find what `parts.quantize` defines, bit for
+bit, with fewer operations:
 
 * E2M1 and E4M3 are the top bits of a float32 whose exponent is moved down so that the number's smallest normal value is
   float32's: x / s * 2**-126 >> 22 is the code of the value below x / s. The quotient may be a product by a reciprocal.
@@ -14,6 +15,7 @@ leave float32's normal range.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,15 +25,18 @@ from jax import lax
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
+from tcfp_jax.formats.rotation import flushed
 from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
 _LIFTED = -9  # the exponent of the tensor's scale
 _VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
-_LARGEST_CODE = 0x7E
+_LARGEST, _LARGEST_CODE = 6.0, 0x7E  # of E2M1, and E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
+
+Random = Callable[[int], jax.Array]  # of each of the 16 values of a tile its bits
 
 
 class Options(NamedTuple):
@@ -45,8 +50,13 @@ class Options(NamedTuple):
     def divisors(self) -> tuple[float, ...]:
         """What the scale of the tensor is multiplied by, to divide the largest magnitude of a tile."""
         if self.rounding == "stochastic":
-            return (6.0,)
-        return {"max": (6.0,), "four_over_six": (6.0, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
+            return (_LARGEST,)
+        return {"max": (_LARGEST,), "four_over_six": (_LARGEST, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a tile chooses among several scales."""
+        return self.rounding == "even" and self.rule != "max"
 
 
 class Divisor(NamedTuple):
@@ -120,9 +130,13 @@ class Portable:
         as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
         return float_bits.divide_to_odd(as_bits(a), as_bits(b), MANTISSA_BITS)
 
-    def floor(self, x: jax.Array) -> jax.Array:
-        """Of 0 <= x < 2**22."""
-        return jnp.floor(x)
+    def ceil(self, x: jax.Array) -> jax.Array:
+        """The integer not below x >= 0, int32; of x >= 2**31 anything."""
+        return jnp.ceil(x).astype(jnp.int32)
+
+    def flushed(self, x: jax.Array) -> jax.Array:
+        """X with zeros of one sign for subnormals and zeros."""
+        return flushed(x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """The nearest integer, ties to even, of 0 <= x < 2**22."""
@@ -186,11 +200,16 @@ class Device(Portable):
         rest = self._run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", a, b, quotient)
         bits = lax.bitcast_convert_type(quotient, jnp.int32)
         below = bits + (lax.bitcast_convert_type(rest, jnp.int32) >> 31)
-        return lax.bitcast_convert_type(jnp.where(rest != 0, below | 1, bits), jnp.float32)
+        return lax.bitcast_convert_type(below | (rest != 0).astype(jnp.int32), jnp.float32)
 
-    def floor(self, x: jax.Array) -> jax.Array:
-        """Of 0 <= x < 2**22."""
-        return self._run("{ .reg .f32 t; add.rz.f32 t, $1, 0f4B000000; sub.rn.f32 $0, t, 0f4B000000; }", x)
+    def ceil(self, x: jax.Array) -> jax.Array:
+        """The integer not below x >= 0, int32; of x >= 2**31 anything."""
+        found = self._run("{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }", x)
+        return lax.bitcast_convert_type(found, jnp.int32)
+
+    def flushed(self, x: jax.Array) -> jax.Array:
+        """X with zeros of one sign for subnormals and zeros."""
+        return self._run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """The nearest integer, ties to even, of 0 <= x < 2**22."""
@@ -223,44 +242,72 @@ def largest(values: list[jax.Array]) -> jax.Array:
 
 
 def quantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], first: jax.Array
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
 ) -> tuple[list[jax.Array], jax.Array]:
     """(8 bytes of codes as int32, the scale as float32) of tiles whose 16 values are `x`.
 
     Args:
       x: 16 arrays, float32.
-      first: uint32, the global index of the first value of each tile; for stochastic rounding.
+      random: of one of them the bits for stochastic rounding, uint32.
     """
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) > INFINITY
     signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), 31) for value in x]
-    scale, *packed = _best(options, do, scalars, lifted, signs, first)
+    scale, *packed = _best(options, do, scalars, lifted, signs, random)
     found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
     factor = do.widen(scale << _SCALE[0], _SCALE[1])
     return found, jnp.where(lost, jnp.float32(jnp.nan), factor)
 
 
+def dequantized(
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+) -> list[jax.Array]:
+    """Code times scale of each of the 16 values, float32; NaN in a tile that holds NaN or inf."""
+    lifted = [do.lift(value, scalars.lift) for value in x]
+    lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
+    if options.chooses:
+        scale, *packed = _best(options, do, scalars, lifted, [jnp.int32(0)] * SIDE, random)
+        codes = [(packed[at // 8] >> (4 * (at % 8))) & 7 for at in range(SIDE)]
+        factor = do.widen(scale << _SCALE[0], _SCALE[1])
+    else:
+        (scale,) = _scale_codes(options, do, scalars, lifted)
+        codes, factor, product, _ = _encoded(options, do, scalars, lifted, scale, random)
+        factor = jnp.where(product > 0, factor, jnp.float32(0))
+    factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+    values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
+    return [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
+
+
+def _encoded(
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array, random: Random
+) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
+    """(codes, any if the product is 0; the scale of a code; its product with the tensor's; roughly 1 / product)."""
+    factor = do.widen(scale << _SCALE[0], _SCALE[1])
+    product = do.multiply(factor, scalars.outer)
+    product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
+    inverse = do.reciprocal(product, options.chooses)
+    if options.rounding == "stochastic":
+        odd = [do.divide_to_odd(value, product, inverse) for value in x]
+        codes = [_stochastic_code(do, q, random(at)) for at, q in enumerate(odd)]
+    else:
+        divisor = do.divisor(product, inverse, _VALUE[1])
+        codes = [_code(do, value, divisor, _VALUE) for value in x]
+    # As unsigned: of NaN a code may be negative.
+    codes = [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes]
+    return codes, factor, product, inverse
+
+
 def _best(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], signs: list[jax.Array], first: jax.Array
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], signs: list[jax.Array], random: Random
 ) -> tuple[jax.Array, ...]:
     """(the code of the scale, two words of eight codes each) of lifted magnitudes `x`."""
-    candidates = _scale_codes(options, do, scalars, x)
-    chooses = len(candidates) > 1
     found: list[tuple[tuple[jax.Array, ...], jax.Array]] = []
-    for code in candidates:
-        factor = do.widen(code << _SCALE[0], _SCALE[1])
-        product = do.multiply(factor, scalars.outer)
-        product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
-        inverse = do.reciprocal(product, chooses)
-        if options.rounding == "stochastic":
-            odd = [do.divide_to_odd(value, product, inverse) for value in x]
-            codes = [_stochastic_code(do, q, _bits(scalars, first, at)) for at, q in enumerate(odd)]
-        else:
-            divisor = do.divisor(product, inverse, _VALUE[1])
-            codes = [_code(do, value, divisor, _VALUE) for value in x]
-        codes = [jnp.minimum(c, 7) for c in codes]
+    for code in _scale_codes(options, do, scalars, x):
+        codes, factor, product, inverse = _encoded(options, do, scalars, x, code, random)
         parts = (code, *(_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)))
-        if not chooses:
+        if not options.chooses:
             return parts
         squares = _squared_error(do, x, inverse, codes)
         error = do.multiply(jnp.where(product > 0, squares, 0.0), do.multiply(factor, factor))
@@ -324,21 +371,23 @@ def _covering_code(do: Portable, x: jax.Array, divisor: Divisor, number: tuple[i
     return code + (do.rest(x, code << place, divisor, moved) > 0).astype(jnp.int32)
 
 
-def _bits(scalars: Scalars, first: jax.Array, at: int) -> jax.Array:
-    """Random bits of value `at` of each tile: `counter.random_bits` of its index, whose last four bits are `at`."""
+def bits_of_tiles(scalars: Scalars, first: jax.Array) -> Random:
+    """`counter.random_bits` of each value, whose indices in a tile follow each other: the last four bits of one."""
     k0, k1 = scalars.key
-    return finish(begin(first ^ k0) ^ jnp.uint32(at), k1)
+    begun = begin(first ^ k0)
+    return lambda at: finish(begun ^ jnp.uint32(at), k1)
 
 
 def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:
-    """`float_bits.round_to_grid` of E2M1, "stochastic", as codes."""
-    capped = jnp.minimum(units, jnp.float32(8))
-    binade = jnp.maximum(lax.bitcast_convert_type(capped, jnp.int32) & INFINITY, 127 << 23)
-    steps = capped * lax.bitcast_convert_type((255 << 23) - binade, jnp.float32)
-    lower = do.floor(steps)
-    uniform = (random >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
-    up = (uniform < steps - lower).astype(jnp.int32)
-    return lower.astype(jnp.int32) + up + 2 * ((binade >> 23) - 127)
+    """`float_bits.round_to_grid` of E2M1, "stochastic", as codes.
+
+    Up where a random k of 24 bits is below the 24 bits behind the code: where these and 2**24 - 1 - k carry.
+    """
+    capped = jnp.minimum(units, jnp.float32(_LARGEST))
+    # Above 1 a float is code and bits already; below it are steps of a half.
+    above = (lax.bitcast_convert_type(capped, jnp.int32) - (126 << 23)) << 2
+    below = do.ceil(capped * jnp.float32(2.0**25))
+    return (jnp.where(capped < 1, below, above) + (~random >> 8).astype(jnp.int32)) >> 24
 
 
 def _squared_error(do: Portable, x: list[jax.Array], inverse: jax.Array, codes: list[jax.Array]) -> jax.Array:

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.counter import bits_of
-from tcfp_jax.formats import float_bits, scale_choice
+from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_tiles, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_arrays import MODES, Key, Rule
+from tcfp_jax.formats.nvfp4_kernel import Place
+from tcfp_jax.formats.nvfp4_tiles import Options
 from tcfp_jax.formats.rotation import rotate_arrays, rotate_by_product
 
 BLOCK = 16
@@ -78,12 +80,24 @@ def along(
     short = -x.shape[axis] % size
     if short:
         x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
-    shape, first = x.shape, axis % x.ndim == 0
-    place = 0 if first else x.ndim - 1
+    place: Place = "first" if axis % x.ndim == 0 else "last"
+    by_definition = functools.partial(_defined, place=place, rule=rule, rounding=rounding)
+    # Rotations by products add in an order of their own, and kernels have one block in a thread.
+    apart = signs is None or (place == "first" and size == BLOCK)
+    if rounding == "eden" or not apart or not nvfp4_kernel.serves(x.shape, x.dtype, place):
+        return by_definition(x, key, signs)
+    kernel = functools.partial(_in_one_pass, place=place, rule=rule, rounding=rounding)
+    return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_definition)
 
+
+def _defined(
+    x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, rule: Rule, rounding: Rounding
+) -> Nvfp4Values:
+    shape, first, size = x.shape, place == "first", BLOCK if signs is None else signs.shape[0]
+    axis = 0 if first else x.ndim - 1
     apart = signs is not None and first and size == BLOCK  # as the rows of a block then are
     if signs is not None and not apart:
-        x = rotate_by_product(x, signs, place)
+        x = rotate_by_product(x, signs, axis)
 
     def blocks(x: jax.Array) -> Sequence[jax.Array]:
         whole = x.reshape((-1, BLOCK, *shape[1:]) if first else (*shape[:-1], -1, BLOCK))
@@ -94,8 +108,32 @@ def along(
         assert signs is not None, "only what is rotated is taken apart"
         return rotate_arrays(rows, list(signs))
 
-    found = quantize(x, (place + 1,), rule, rounding, key, blocks, (place, size // BLOCK))
+    found = quantize(x, (axis + 1,), rule, rounding, key, blocks, (axis, size // BLOCK))
     return found._replace(values=found.values.reshape(shape))
+
+
+@functools.partial(jax.jit, static_argnames=("place", "rule", "rounding", "interpret"))
+def _in_one_pass(
+    x: jax.Array,
+    key: Key | None,
+    signs: jax.Array | None,
+    *,
+    place: Place,
+    rule: Rule,
+    rounding: Rounding,
+    interpret: bool = False,
+) -> Nvfp4Values:
+    """The same by a kernel that holds each block in the registers of one thread, after a pass for the maximum of x."""
+    rounded: Literal["even", "stochastic"] = "even" if rounding == "nearest" else "stochastic"
+    options = Options(MODES[rule], rounded, "none" if signs is None else "hadamard")
+    if signs is None:
+        amax = jnp.max(scale_choice.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
+    else:
+        unscaled = nvfp4_tiles.words(options, jnp.float32(1), signs, key)
+        amax = float_bits.to_bits(nvfp4_kernel.rotated_amax(x, unscaled, options, place, interpret=interpret))
+    outer = scale_choice.choose_outer(amax, _LARGEST, _E4M3, _FLOAT32, options.rule)
+    words = nvfp4_tiles.words(options, outer, signs, key)
+    return Nvfp4Values(nvfp4_kernel.quantize_values(x, words, options, place, interpret=interpret), outer)
 
 
 def squares(w: jax.Array, rule: Rule) -> Nvfp4Values:
@@ -127,7 +165,8 @@ def quantize(
       axes: those along which a block extends.
       rule: how blocks find their scales.
       rounding: of values, or "eden", of corrected scales.
-      key: of the random bits, for "stochastic" and "eden"; the bits of a value depend on its index.
+      key: of the random bits, for "stochastic" and "eden"; the bits of a value depend on its index, which counts the
+        values of a block first.
       blocks: of x, what is quantized, in parts along the first of `axes`. It is computed twice, because a pass over x
         that computes it costs less than one over what it gives.
       group: for "eden", the axis and number of consecutive blocks that were rotated together.
@@ -160,7 +199,7 @@ def quantize(
         scale = scales[0] if len(scales) == 1 else _best(magnitude, scales, outer, axes)
         if covers:
             assert key is not None, "stochastic rounding has random bits"
-            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key))
+            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key, fastest=axes[0]))
         else:
             units = _nearest(magnitude, _divisor(scale, outer))
     scale = jnp.where(lost, jnp.float32(jnp.nan), scale)

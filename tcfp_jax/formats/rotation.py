@@ -6,6 +6,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -62,22 +63,29 @@ def rotate(
         raise ValueError(f"size={size} does not divide axis {dim} of shape {array.shape}; use a smaller power of two")
     rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
     flips = _signs(signs, size)
-    groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
+    groups = flushed(rows.reshape(*rows.shape[:-1], -1, size))
     groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
-    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
+    return jnp.moveaxis(flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
 
 
-def rotate_arrays(values: list[jax.Array], signs: list[jax.Array]) -> list[jax.Array]:
-    """`rotate` of as many values, each in an array of its own, float32: the same bits.
+def flushed(x: jax.Array) -> jax.Array:
+    """Float32 whose subnormals are zeros of one sign: CPUs drop some that GPUs keep, and signs of zeros are codes."""
+    return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
+
+
+def rotate_arrays(
+    values: list[jax.Array], signs: list[jax.Array], flush: Callable[[jax.Array], jax.Array] = flushed
+) -> list[jax.Array]:
+    """`rotate` of as many values, each in an array of its own, float32: the same bits. A device has its own `flushed`.
 
     >>> [float(value) for value in rotate_arrays([jnp.float32(4), *[jnp.float32(0)] * 3], [jnp.float32(1)] * 4)]
     [2.0, 2.0, 2.0, 2.0]
     """
-    values, half = [_flushed(value) * sign for value, sign in zip(values, signs, strict=True)], 1
+    values, half = [flush(value) * sign for value, sign in zip(values, signs, strict=True)], 1
     while half < len(values):
         values = [values[i ^ half] - v if i & half else v + values[i ^ half] for i, v in enumerate(values)]
         half *= 2
-    return [_flushed(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
+    return [flush(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
 
 
 def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
@@ -101,11 +109,6 @@ def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
         groups = x.reshape(*shape[:-1], -1, size).astype(dtype)
         turned = jnp.einsum("...i,ij->...j", groups, matrix.astype(dtype), **options)
     return turned.reshape(shape) * jnp.float32(1 / math.sqrt(size))
-
-
-def _flushed(x: jax.Array) -> jax.Array:
-    """Float32 whose subnormals are zeros of one sign: CPUs drop some that GPUs keep, and signs of zeros are codes."""
-    return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

@@ -15,6 +15,8 @@ from tcfp_jax.formats.nvfp4_arrays import MODES
 from tcfp_jax.formats.nvfp4_values import BLOCK
 from tcfp_jax.formats.parts import layout_of, quantize
 from tcfp_jax.formats.rounding import Modes
+from tests import compile_for_h200 as h200
+from tests.compile_for_h200 import compile_for, h200s, on
 from tests.formats_oracles import QUICK, same
 
 KEY = keys(7)
@@ -36,7 +38,10 @@ def wild(spread, shape=(32, 64)):
 
 def both(x, place, rule, rounding):
     """(values, outer) of this module and of the definition."""
-    drawn = bits_of(x.shape, *KEY) if rounding == "stochastic" else None
+    drawn = None
+    if rounding == "stochastic":  # a block's values follow each other
+        whole = (-1, BLOCK, x.shape[1]) if place == "first" else (*x.shape, 1)
+        drawn = bits_of(x.reshape(whole).shape, *KEY, fastest=1).reshape(x.shape)
     modes = Modes("even" if drawn is None else "stochastic", MODES[rule])
     parts = quantize(to_bits(x), DATATYPES[place], modes, drawn)
     values = layout_of(x.shape, DATATYPES[place]).join(parts.value * parts.scale)
@@ -89,6 +94,33 @@ def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_
     assert same(*run(m, f, drawn))
 
 
+@pytest.mark.parametrize(
+    ("place", "rule", "rounding", "turned", "spread"),
+    [("last", "amax", "stochastic", False, 2.0), ("last", "four_over_six", "nearest", False, 9.0),
+     ("first", "amax", "nearest", True, 9.0), ("first", "fold_exact", "stochastic", True, 2.0)],
+)  # fmt: skip
+def test_the_kernel_has_the_definitions_bits(place, rule, rounding, turned, spread):
+    x = wild(spread, (32, 128)).at[20, 70].set(jnp.inf)
+    assert nvfp4_values.nvfp4_kernel.serves(x.shape, x.dtype, place)
+    turn = jnp.where(jnp.arange(16) % 3, 1.0, -1.0) if turned else None
+    options = dict(place=place, rule=rule, rounding=rounding)
+    one_pass = functools.partial(nvfp4_values._in_one_pass, interpret=True, **options)
+    both = lambda x: (one_pass(x, KEY, turn), nvfp4_values._defined(x, KEY, turn, **options))
+    got, wanted = jax.jit(both, compiler_options=QUICK)(x)
+    assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
+
+
+@pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_on_an_h200_what_is_rotated_is_written_once():
+    """Two kernels, one for the maximum, and no float32 of x's size beside them."""
+    mesh = h200s(1)
+    x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
+    run = lambda x, key, turn: nvfp4_values.along(x, 0, "amax", "stochastic", (key[0], key[1]), turn)
+    compiled = compile_for(mesh, run, x, key, turn)
+    assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])
 def test_bad_input_is_loud_in_its_block_alone(value):
     x = jnp.ones((2, 32)).at[0, 3].set(value)
@@ -132,6 +164,7 @@ def test_rotations_are_the_format_librarys(axis, size, dtype, monkeypatch):
         jnp.concatenate(rest[3](x), axis=axes[0]).astype(jnp.float32), jnp.float32(1)
     )
     monkeypatch.setattr(nvfp4_values, "quantize", keep)
+    monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
     x = jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)
     turn = np.where(np.arange(size) % 3, 1.0, -1.0).astype(np.float32)
     run = lambda x, turn: (

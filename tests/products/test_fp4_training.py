@@ -99,6 +99,7 @@ def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
         return Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
 
     monkeypatch.setattr(nvfp4_values, "quantize", exact)
+    monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
     monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Nvfp4Values(w, jnp.float32(1)))
     x, w, g = operands(128, 32, 32)
     _, dx, dw = jax.jit(functools.partial(rule, recipe(name)), compiler_options=QUICK)(x, w, g, KEY)
