@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import counter
-from tcfp_jax.formats import nvfp4_kernel, quantize_nvfp4
+from tcfp_jax.formats import nvfp4_kernel, nvfp4_values, quantize_nvfp4
 from tcfp_jax.formats.nvfp4_arrays import define
 
 pytestmark = [
@@ -67,6 +67,23 @@ def test_an_amax_that_is_given(rule, dtype):
 @every_rule
 def test_stochastic_rounding_by_the_bits_of_each_index(rule, dtype):
     check(draw(dtype), rule, key=counter.keys(7))
+
+
+@both_dtypes
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("axis", "signs"), [(1, None), (0, None), (0, SIGNS)], ids=["last", "first", "rotated"])
+def test_numbers_that_training_multiplies(axis, signs, rounding, dtype):
+    x, key = draw(dtype), counter.keys(7)
+    for rule in RULES:
+        given = functools.partial(nvfp4_values.along, axis=axis, rule=rule, rounding=rounding)
+        run = jax.jit(lambda x, key, signs, given=given: given(x, key=key, signs=signs))
+        assert "quantize_nvfp4" in run.lower(x, key, signs).as_text()
+        got = jax.device_get(run(x, key, signs))
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = jax.device_get(run(*jax.tree.map(np.asarray, (x, key, signs))))
+        np.testing.assert_array_equal(got.outer, expected.outer)
+        # As numbers: the sign of a zero is nothing that a product shows.
+        np.testing.assert_array_equal(got.values.astype(np.float32), expected.values.astype(np.float32))
 
 
 @every_rule
