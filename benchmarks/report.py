@@ -31,7 +31,7 @@ LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", *FORKS)
 BENCHMARKS = (
     "fidelity", "original", "images",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "plan",
+    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_quality", "plan",
 )  # fmt: skip
 # Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
 RUNS = ("fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-gpt2-measured")
@@ -85,6 +85,11 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     return f"{module.table(result)}\n{picture}\n*{source}: {result.origin}.*\n"
 
 
+def _said_of_forks(forked: Result) -> str:
+    bases = len(forked.distinct("seed"))
+    return f" ² Of forks of `{forked.config['model']}`'s run in BF16, {bases} bases; their noise is about a tenth."
+
+
 def choose(results: Path = RESULTS) -> str:
     """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
     # Every recipe of one run: ratios of several runs would compare the baselines, too.
@@ -112,7 +117,7 @@ def choose(results: Path = RESULTS) -> str:
         + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
         "State is the float32 weight, AdamW's moments, the quantized weight and its error. Perplexity is of a small "
         "GPT (mean over seeds ± standard error)."
-        + (" ² Of forks of a larger one's run in BF16, whose noise is a tenth." if of_forks else "")
+        + ("" if forked is None else _said_of_forks(forked))
         + (" ³ Of a run of its own, over its own BF16." if any("³" in speed for speed in speeds.values()) else ""),
         "[Measurements](docs/measurements.md) has all numbers.",
     ]
