@@ -97,14 +97,14 @@ class Kind:
     def runs(self, part: Part, m: int) -> bool:
         """Whether it is measured: XLA's product of E4M3 where rows are many, a named kernel where it takes them."""
         if self.backend == "mosaic":
-            return part != "dgrad" and m <= (MOST_ROWS[self.activation] or m) and jax.default_backend() == "gpu"
+            return part != "dgrad" and m <= MOST_ROWS[self.activation] and jax.default_backend() == "gpu"
         if part == "dgrad":
             return self.scaling.format == "nvfp4"
         return self.activation == "bfloat16" or m > 256
 
     def ran(self, part: Part, m: int) -> Backend:
         """The backend that multiplies."""
-        here = part != "dgrad" and m <= (MOST_ROWS[self.activation] or m)
+        here = part != "dgrad" and m <= MOST_ROWS[self.activation]
         return self.backend or ("mosaic" if here and jax.default_backend() == "gpu" else "xla")
 
 

@@ -38,6 +38,7 @@ from benchmarks.breakdown import KINDS
 from benchmarks.common import Result, markdown_table
 from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
+from benchmarks.variants import EMULATED
 from models.families import FAMILIES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
 from models.llama import LLAMAS, Block, Llama, LlamaConfig, rotations
@@ -48,7 +49,6 @@ Part = Literal["block", "step"]
 PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED = "bf16", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
-EMULATED = ("nvfp4_training", "nvfp4_training_fold_exact", "quartet2")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, *PEERS), "step": (*RECIPES, STORED, *EMULATED)}
 # Candidates of a part take turns, so their states lie beside each other: 15 to 25 GB each for llama-1b.
 USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {"step": (BASELINE, "tensorwise", "tcfp12_fast", "rowwise", STORED)}

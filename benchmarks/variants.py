@@ -81,11 +81,11 @@ _NOISE = {
     ),
     OTHER_BATCHES: Variant(recipe("bf16"), batches="other", meaning="BF16 on other batches of the same text"),
 }
-_EMULATED = tuple(name for name in NAMES if recipe(name).fp4 is not None)
+EMULATED = tuple(name for name in NAMES if recipe(name).fp4 is not None)
 
 
 def _said(name: str) -> str:
-    if name in _EMULATED:
+    if name in EMULATED:
         return "float32 weights, all products of NVFP4 operands, emulated"
     return "float32 weights" + (", E5M2 gradients" if recipe(name).gradient == "float8_e5m2" else "")
 
@@ -170,7 +170,7 @@ VARIANTS: dict[str, Variant] = {
     "quartet2_last_20_bf16_forward": _FP4_LATE, **_LATE, **_ENDS,
 }  # fmt: skip
 
-_OF_FP4 = ("nvfp4", "mxfp4", *_EMULATED)
+_OF_FP4 = ("nvfp4", "mxfp4", *EMULATED)
 # Beside the baseline, which every run has. Of what differs in one thing, a group has both sides.
 GROUPS: dict[str, tuple[str, ...]] = {
     "default": (RERUN, OTHER_BATCHES, "tensorwise", "tcfp12_fast", "stored", RECOMMENDED),

@@ -196,13 +196,9 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        table_gmem, smem = self.gmem[3], self.smem
+        (x_gmem, codes_gmem, scales_gmem, table_gmem, *_), smem = self.gmem, self.smem
         self._hand_over(_COPYING, "decrease")
         plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
-        self._copy()
-
-    def _copy(self) -> None:
-        (x_gmem, codes_gmem, scales_gmem, *_), smem = self.gmem, self.smem
         step, first = owned.step_of(self.form), self._place[2] * self.steps
         outputs = pl.ds(self._first_output, self.config.height)
         # (global memory, rows, how many columns a step takes, where to)
@@ -257,7 +253,7 @@ class _Block:
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
 
-        There is one arrival for step -1, for which `_copy` waits before it fills the last of the buffers at first.
+        There is one arrival for step -1, for which `fill` waits before it fills the last of the buffers at first.
         """
         plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
 

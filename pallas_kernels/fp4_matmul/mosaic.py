@@ -20,7 +20,7 @@ from pallas_kernels.partition import device_count
 # Above it XLA, which unpacks the weight once, is as fast. On an H200 with 28672 x 8192 the kernel in BF16 takes 118,
 # 232 and 401 us at m = 128, 256 and 512, and XLA 317, 373 and 504. In E4M3 the kernel is as fast as a product of E4M3
 # that is unpacked already, so that nothing is gained by unpacking.
-MOST_ROWS: dict[Activation, int | None] = {"bfloat16": 512, "float8_e4m3fn": None}
+MOST_ROWS: dict[Activation, float] = {"bfloat16": 512, "float8_e4m3fn": math.inf}
 ROWS = 64
 _SHARED_BYTES = 228_000
 # Of a block, the fastest first on an H200 with 28672 x 8192: the more outputs share the rows of x that it reads the
@@ -50,7 +50,7 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     if choose(options, scaling, m, k, n) is None:
         step, most = _step(scaling), MOST_ROWS[options.activation]
         return (
-            f"m={m}, k={k}, n={n} must be {f'1 to {most}' if most else '1 at least'}, a multiple of {step} and a "
+            f"m={m}, k={k}, n={n} must be 1 to {most}, a multiple of {step} and a "
             f'multiple of {ROWS} for backend="mosaic" with activation={options.activation!r}; use backend="xla" or pad'
         )
     return None
@@ -63,7 +63,7 @@ def _step(scaling: Any) -> int:
 def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
     """The sizes of the kernel for a product, or None where none fit."""
     step = _step(scaling)
-    if not m or m > (MOST_ROWS[options.activation] or m) or not k or k % step or not n or n % ROWS:
+    if not 0 < m <= MOST_ROWS[options.activation] or not k or k % step or not n or n % ROWS:
         return None
     sized = [_sized(options, m, k // step, n, step, count) for count in _WARPGROUPS if n % (ROWS * count) == 0]
     fit = [config for config in sized if config is not None]
@@ -80,8 +80,7 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     places, tiles, limits = max(1, device_cores(132)), n // (ROWS * warpgroups), _BANDS[options.activation]
     bands, rows = min((_bands(m, most) for most in limits), key=lambda band: _rounds(tiles * band[0], places, band[1]))
     # A block has a multiprocessor to itself. Where they would fill less than half of the chip, as many share k as fit.
-    share = range(1, places // (tiles * bands) + 1)
-    splits = max(count for count in share if steps % count == 0) if len(share) > 1 else 1
+    splits = max((count for count in range(1, places // (tiles * bands) + 1) if steps % count == 0), default=1)
     config = Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
     of_output = config.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
     of_stage = config.height * (step // 2 + 16) + rows * step * jnp.dtype(options.activation).itemsize
