@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
 from models.families import model_names
 from models.monitoring import make_monitored_step
-from models.settings import preset
+from models.settings import TrainConfig, preset
 from models.training import batch_key, init, make_train_step
 
 NAME = "monitoring"
+_TEXT_BYTES = 1 << 20
 WAYS: dict[str, dict[str, Any]] = {
     "tensorwise": dict(recipe="tensorwise"),
     "stored": dict(recipe="tcfp12_single", weights="stored", moments="8bit"),
@@ -73,23 +75,40 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Time both steps of every model and way."""
-    for model in config.models:
-        for way in config.ways:
-            yield from _measure(config, model, way)
+    """Compile every step, several at once, because that takes longest, and time those of each model and way in turn."""
+    lowered = {(model, way): _lowered(config, model, way) for model in config.models for way in config.ways}
+    with ThreadPoolExecutor(8) as pool:
+        compiling = {
+            case: {name: pool.submit(program.compile) for name, (_, program) in steps.items()}
+            for case, steps in lowered.items()
+        }
+        for (model, way), steps in lowered.items():
+            compiled = {name: found.result() for name, found in compiling.pop((model, way)).items()}
+            yield from _measure(config, model, way, {name: (steps[name][0], compiled[name]) for name in steps})
 
 
-def _measure(config: Config, model: str, way: str) -> Iterator[Row]:
-    run = preset(model, **WAYS[way], batch=config.batch, sequence=config.sequence, steps_per_call=1)
-    text = jax.random.randint(jax.random.key(0), (1 << 20,), 0, 256).astype(jnp.uint8)
-    plain, observed = make_train_step(run), make_monitored_step(run)
+def _run_of(config: Config, model: str, way: str) -> TrainConfig:
+    return preset(model, **WAYS[way], batch=config.batch, sequence=config.sequence, steps_per_call=1)
+
+
+def _lowered(config: Config, model: str, way: str) -> dict[str, tuple[Any, Any]]:
+    """The plain and the observed step, jitted and lowered."""
+    run = _run_of(config, model, way)
+    observed = make_monitored_step(run)
 
     def watched(state: Any, text: jax.Array, key: jax.Array) -> Any:
         state, losses, report = observed(state, text, key)
         return state, (losses, report)
 
-    steps: Any = {"plain": plain, "observed": watched}
-    ready = {name: timing.threaded(step, init(run), text, batch_key(run)) for name, step in steps.items()}
+    steps: Any = {"plain": make_train_step(run), "observed": jax.jit(watched, donate_argnums=0)}
+    given = jax.eval_shape(lambda: init(run)), jax.ShapeDtypeStruct((_TEXT_BYTES,), jnp.uint8), batch_key(run)
+    return {name: (step, step.lower(*given)) for name, step in steps.items()}
+
+
+def _measure(config: Config, model: str, way: str, steps: dict[str, tuple[Any, Any]]) -> Iterator[Row]:
+    run = _run_of(config, model, way)
+    text = jax.random.randint(jax.random.key(0), (_TEXT_BYTES,), 0, 256).astype(jnp.uint8)
+    ready = {name: timing.Threaded(*step, init(run), text, batch_key(run)) for name, step in steps.items()}
     timed = timing.time_interleaved(
         {name: (step, ()) for name, step in ready.items()}, rounds=config.rounds, calls=config.calls
     )

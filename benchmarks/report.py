@@ -29,7 +29,7 @@ FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEAST_BASES = 3
 LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", *FORKS)
 BENCHMARKS = (
-    "fidelity", "original", "images",
+    "fidelity", "original", "images", "finetune", "monitoring",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
     "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_quality", "plan",
 )  # fmt: skip
