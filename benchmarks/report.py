@@ -27,7 +27,7 @@ CHOOSE = "choose"
 # Forks and pairs from scratch, each of a model; the first two are README's, in this order of preference.
 FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEAST_BASES = 3
-LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", *FORKS)
+LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", "convergence-fork-6x384", *FORKS)
 BENCHMARKS = (
     "fidelity", "original", "images", "finetune", "monitoring",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",

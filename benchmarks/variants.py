@@ -139,10 +139,13 @@ _FP4 = {
         "nvfp4_training", "activations rounded stochastically: a control", activation_rounding="stochastic"
     ),
 }  # fmt: skip
-_FP4_LATE = dataclasses.replace(
-    _NAMED["quartet2"], finish=(0.2, recipe("quartet2", forward_operands="bf16")),
-    meaning="`quartet2`, the last 20 % with a forward product in BF16",
-)  # fmt: skip
+_FP4_LATE = {
+    f"quartet2_last_{percent}_bf16_forward": dataclasses.replace(
+        _NAMED["quartet2"], finish=(percent / 100, recipe("quartet2", forward_operands="bf16")),
+        meaning=f"`quartet2`, the last {percent} % with a forward product in BF16",
+    )
+    for percent in (20, 50)
+}  # fmt: skip
 _LATE = {
     f"{name}_last_{percent}_{later}": dataclasses.replace(
         plain, finish=(percent / 100, later), meaning=f"{said}, the last {percent} % in `{later}`"
@@ -167,7 +170,7 @@ _ENDS = {
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant(recipe("bf16"), meaning="BF16, float32 weights and AdamW"),
     **_NOISE, **_NAMED, **_STORED, **_FEEDBACK, **_GRADIENTS, **_DELAYED, **_BLOCKS, **_FP4,
-    "quartet2_last_20_bf16_forward": _FP4_LATE, **_LATE, **_ENDS,
+    **_FP4_LATE, **_LATE, **_ENDS,
 }  # fmt: skip
 
 _OF_FP4 = ("nvfp4", "mxfp4", *EMULATED)
@@ -182,7 +185,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "delayed": (*(name.removesuffix("_delayed") for name in _DELAYED), *_DELAYED),
     "blocks": ("blockwise", "tcfp12_blockwise", "mxfp8", "stored", *_BLOCKS),
     "fp4": (*_OF_FP4, *_FP4),
-    "late": ("tensorwise", "stored", *_LATE, "quartet2", "quartet2_last_20_bf16_forward"),
+    "late": ("tensorwise", "stored", *_LATE, "quartet2", *_FP4_LATE),
     "ends": ("tensorwise", "stored", "quartet2", *_ENDS),
 }
 
