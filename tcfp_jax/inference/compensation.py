@@ -39,8 +39,8 @@ def gptq(
       damping: part of the Hessian's mean diagonal that is added to its diagonal.
 
     Returns:
-      An `Operand` as `quantize_fp4` makes it; with a Hessian that is a multiple of the identity, the same. A NaN or inf
-      in w makes its block NaN, one in the Hessian the whole matrix.
+      An `Operand` as `quantize_fp4` makes it; with a Hessian that is a multiple of the identity, the same, or the codes
+      of `search_scales`. A NaN or inf in w makes its block NaN, one in the Hessian the whole matrix.
 
     Raises:
       TypeError: w is not real floating point.
@@ -49,7 +49,7 @@ def gptq(
 
     >>> from tcfp_jax.inference.scale_search import search_scales
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
-    >>> gptq(w, jnp.eye(4), scales="search").dequantize().tolist() == search_scales(w).dequantize().tolist()
+    >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
     True
     """
     w = check_matrix(w)

@@ -3,12 +3,20 @@
     for every scale of the scales that comes into question, for every block:
         scale = argmin over every useful scale of  sum_j h_j (w_j - scale outer e2m1(w_j / (scale outer)))^2
     the scale of the scales is that whose blocks' errors have the smallest sum
+    and it is then multiplied by  sum_j h_j w_j^2 / sum_j h_j w_j q_j  over the whole matrix, q what was found
 
 h is 1, or the diagonal of the Hessian of a calibration (`tcfp_jax.inference.hessians`): how large the inputs of each
 column are. What is searched has all that the rules of `Fp4` choose, so the error is never above that of a rule.
+
+Why the last line: the best q is orthogonal to its error, so it is shorter than w, by 0.7 % of a Gaussian, and every
+output is too small by as much. That costs more than noise which has no direction. It is the correction of Banner et
+al. 2019, "Post training 4-bit quantization of convolutional networks", by one number for a matrix, which is free here.
+The squared error e |w|^2 becomes e / (1 - e) |w|^2, 0.03 dB. The file stays an ordinary one. MXFP4 and the rule
+"one_level" have no scale of the scales, and stay shrunk.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +31,7 @@ _Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the s
 
 
 def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None) -> Operand:
-    """An FP4 operand whose scales leave the smallest squared error of all that the format has.
+    """An FP4 operand whose scales leave the smallest squared error of all that the format has, and do not shrink it.
 
     Args:
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack is searched on its own.
@@ -39,8 +47,8 @@ def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array |
       ValueError: w has fewer than two axes, k is odd, or the importance has another shape.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
-    >>> search_scales(w).dequantize().tolist()
-    [[6.5, 4.875, 4.875, -4.875]]
+    >>> search_scales(w).dequantize().round(2).tolist()
+    [[6.429999828338623, 4.829999923706055, 4.829999923706055, -4.829999923706055]]
     """
     w = check_matrix(w)
     if importance is not None and importance.shape != (*w.shape[:-2], w.shape[-1]):
@@ -75,8 +83,32 @@ def check_matrix(w: jax.Array) -> jax.Array:
 def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
     tiles = blocks.split(w, scaling)
     scale, outer = best_scales(tiles, importance, scaling)
-    numbers = blocks.rounded(tiles.values, (scale * outer)[:, None, :, None])
+    factor = (scale * outer)[:, None, :, None]
+    numbers = blocks.rounded(tiles.values, factor)
+    if scaling.has_outer and scaling.rule != "one_level":
+        outer = outer * _lengthened(tiles.values, numbers * factor, _spread(importance, tiles.values.shape))
     return blocks.operand(numbers, scale, outer, tiles.lost, (w, scaling))
+
+
+def _lengthened(values: jax.Array, found: jax.Array, weights: jax.Array) -> jax.Array:
+    """What found values are multiplied by, so that their product with the values is that of these themselves."""
+    unit = _unit(values)
+    wanted, made = (jnp.sum(values * unit * (other * unit) * weights) for other in (values, found))
+    return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
+
+
+def _unit(values: jax.Array) -> jax.Array:
+    """What brings values to 1 at most, so that their squares are float32's, however large or small they are."""
+    amax = jnp.abs(values).max(initial=0)
+    return jnp.where(amax > 0, 1 / amax, 1)
+
+
+def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The importance of each column of tiles of this shape, `[blocks along k, block]`, none of them nothing."""
+    weights = importance.astype(jnp.float32)
+    blocks_and_block = shape[2:]
+    weights = jnp.pad(weights + FLOOR * weights.mean(), (0, math.prod(blocks_and_block) - len(weights)))
+    return weights.reshape(blocks_and_block)
 
 
 def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
@@ -89,13 +121,12 @@ def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tu
     """
     values = tiles.values
     amax = jnp.abs(values).max(axis=(1, 3))
-    weights = importance.astype(jnp.float32)
-    weights = jnp.pad(weights + FLOOR * weights.mean(), (0, values.shape[2] * values.shape[3] - len(weights)))
-    weights = weights.reshape(values.shape[2:])
+    weights, unit = _spread(importance, values.shape), _unit(values)
 
     def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
         factor = (scale * outer)[:, None, :, None]
-        return jnp.sum(jnp.square(values - blocks.rounded(values, factor) * factor) * weights, axis=(1, 3))
+        error = (values - blocks.rounded(values, factor) * factor) * unit
+        return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
     def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
         error = of_scale(scale, outer)
