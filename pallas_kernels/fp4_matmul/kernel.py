@@ -87,9 +87,9 @@ def call(
     scales: jax.Array,
     table: jax.Array | np.ndarray,
     factors: jax.Array | None = None,
-    out_dtype: Any = jnp.float32,
+    out: jax.ShapeDtypeStruct | None = None,
 ) -> jax.Array:
-    """The product, `[m, n]` in `out_dtype`, or where k is split sums to be added, float32 `[splits, n, m]`.
+    """The product, `out`, or where k is split sums to be added, float32 `[splits, n, m]`.
 
     Those are still to be multiplied by what the table leaves, `FACTOR` of the module that made it, and by the factors.
     E4M3 is added in the tensor core's own accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
@@ -103,16 +103,20 @@ def call(
       scales: their bytes, uint8 `[n, k / block]`.
       table: that of the module.
       factors: float32 `[m]`, or `[1]`, which is multiplied by what the table leaves; None where k is split.
-      out_dtype: bfloat16 or float32.
+      out: bfloat16 or float32 `[rows, n]`, of the first rows of x, behind which is padding; None where k is split.
     """
     (m, k), n = x.shape, codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert (factors is None) == (config.splits > 1), "parts of k are added before they are scaled"
-    sums = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
-    return plgpu.kernel(
+    assert (factors is None) == (out is None) == (config.splits > 1), "parts of k are added before they are scaled"
+    written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
+    if out is not None:
+        # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
+        exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
+        written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
+    product = plgpu.kernel(
         functools.partial(_kernel, config, form),
-        out_type=sums if factors is None else jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_type=written,
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
         grid=(tiles * config.splits * bands,),
         grid_names=("block",),
@@ -121,6 +125,7 @@ def call(
         kernel_name=f"matmul_{form}_{x.dtype}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(x, codes, scales, table, *([] if factors is None else [factors]))
+    return product if out is None else product[: out.shape[0]]
 
 
 def _kernel(config: Config, form: Any, *refs: Any) -> None:
@@ -276,13 +281,22 @@ class _Block:
 
 
 def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
-    """A piece of the output for each warpgroup: some rows of m times 64 outputs."""
-    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM((config.warpgroups, config.piece(m), ROWS), dtype, transforms=transforms)
+    """A piece of the output for each warpgroup: some rows of m times 64 outputs.
+
+    Where those are as wide as the swizzle no tiles are needed, so that a copy may end at any row of the output.
+    """
+    width = CHUNK_BYTES // jnp.dtype(dtype).itemsize
+    tiles = () if width == ROWS else (plgpu.TilingTransform((8, width)),)
+    return plgpu.SMEM(
+        (config.warpgroups, config.piece(m), ROWS), dtype, transforms=(*tiles, plgpu.SwizzleTransform(CHUNK_BYTES))
+    )
 
 
 def _store(sums: jax.Array, factor: Any, out_smem: Any, out_gmem: Any) -> None:
-    """Write the products of the sums of 64 outputs and their factors, transposed, in pieces of m through a buffer."""
+    """Write the products of the sums of 64 outputs and their factors, transposed, in pieces of m through a buffer.
+
+    Rows behind the last of the output are not written: copies leave out what lies beyond it.
+    """
     out, piece = (sums * factor).astype(out_gmem.dtype), out_smem.shape[0]
     out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, sums.shape[1], piece):

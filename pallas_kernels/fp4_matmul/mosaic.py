@@ -161,7 +161,8 @@ def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table:
     ordered = decode.permuted(rows, scaling.format)
     call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, _scale_bytes(w), table)
     if config.splits == 1:
-        return call(jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1), options.out_dtype)[:m]
+        factor = jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1)
+        return call(factor, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     out = _added(call())[:, :m].T * decode.FACTOR[scaling.format]
     return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
 
@@ -180,7 +181,7 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
     # 256 values are the most that a dimension of a copy has.
     call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), table.reshape(2, 256))
     if config.splits == 1:
-        return call(factors, options.out_dtype)[:m]
+        return call(factors, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     return (_added(call()).T * factors[:, None]).astype(options.out_dtype)[:m]
 
 

@@ -54,6 +54,20 @@ def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
     assert compiled.temporary_bytes < 8 * m * K + (32 * 40 * N * 4 if m < 64 else 0)
 
 
+@pytest.mark.parametrize(("m", "rows", "dtype"), [(1, 1, "float32"), (12, 12, "bfloat16"), (12, 16, "float32")])
+@pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
+def test_the_kernel_writes_the_rows_that_are_asked_for(activation, m, rows, dtype):
+    mesh = h200s(1)
+    multiply = functools.partial(fp4_matmul, activation=activation, out_dtype=jnp.dtype(dtype))
+    operand = weight(mesh, Fp4(rule="fold_exact"), n=132 * 256)
+    compiled = compile_for(mesh, multiply, on(mesh, (m, K), jnp.bfloat16), operand)
+    short = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    assert compiled.results("custom-call")[-1].startswith(f"{short}[{rows},{132 * 256}]")
+    # Numbers of four bytes are copied in tiles of 8 rows, the last of which XLA cuts.
+    cut = [result for result in compiled.results("fusion") if result.startswith(f"{short}[{m},{132 * 256}]")]
+    assert len(cut) == (rows != m)
+
+
 @pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4")], ids=str)
 def test_scales_that_are_not_exact_in_e4m3_are_refused(scaling):
     mesh = h200s(1)
