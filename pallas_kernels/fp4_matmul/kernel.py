@@ -48,12 +48,17 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
+      helpers: blocks without a tile of outputs, which do the last steps of k of others' tiles; neither k nor rows are
+        split then, and there is a multiprocessor for every block.
+      helped: how many of the steps of a tile a helper does.
     """
 
     warpgroups: int = 4
     stages: int = 4
     splits: int = 1
     rows: int | None = None
+    helpers: int = 0
+    helped: int = 0
 
     @property
     def height(self) -> int:
@@ -108,17 +113,21 @@ def call(
     (m, k), n = x.shape, codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
+    assert (config.helpers > 0) == (config.helped > 0), "helpers do steps, and nobody else leaves sums"
+    assert not config.helpers or config.splits == bands == 1, "a tile that is helped has a block of its own"
+    assert config.helpers <= tiles, "a helper has a tile to help"
     assert (factors is None) == (out is None) == (config.splits > 1), "parts of k are added before they are scaled"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
-    product = plgpu.kernel(
+    left = [jax.ShapeDtypeStruct((n, m), jnp.float32)] if config.helpers else []
+    product, *_ = plgpu.kernel(
         functools.partial(_kernel, config, form),
-        out_type=written,
+        out_type=[written, *left],
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
-        grid=(tiles * config.splits * bands,),
+        grid=(config.helpers + tiles * config.splits * bands,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
@@ -129,6 +138,11 @@ def call(
 
 
 def _kernel(config: Config, form: Any, *refs: Any) -> None:
+    left = None
+    if config.helpers:
+        *refs, sums = refs
+        tiles = sums.shape[0] // config.height
+        left = sums, pl.get_global(plgpu.SemaphoreType.REGULAR((tiles, config.warpgroups)))
     x_gmem, _, _, table_gmem, *factors_gmem, out_gmem = refs
     m, step = config.rows or x_gmem.shape[0], owned.step_of(form)
     steps = x_gmem.shape[1] // step // config.splits
@@ -138,7 +152,7 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, refs, smem)
+        block = _Block(config, form, steps, stages, refs, smem, left)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -156,15 +170,36 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Steps of a tile that a block does one after the other.
+
+    Attributes:
+      tile: which.
+      first: of the steps.
+      count: how many.
+      before: steps that the block has done before, of other tiles.
+      end: a function of the tile and the sums of 64 of its outputs, float32 `[64, rows]`.
+    """
+
+    tile: Any
+    first: Any
+    count: int
+    before: Any
+    end: Any
+
+
+@dataclass(frozen=True)
 class _Block:
     """A block at work.
 
     Attributes:
       config, form: of the kernel.
-      steps: of k, those of a block.
+      steps: of k, those of a tile, or of a part of it.
       stages: buffers of a step.
       gmem: references to global memory: x, codes, scales, table, perhaps factors, and the output.
       smem: buffers and barriers, by the names that `_kernel` gives them.
+      left: what helpers leave to the block that has a tile: sums, float32 `[n, m]` in global memory, and semaphores
+        `[tiles, warpgroups]`, zero before the kernel and after it; None without helpers.
     """
 
     config: Config
@@ -173,6 +208,7 @@ class _Block:
     stages: int
     gmem: Any
     smem: dict[str, Any]
+    left: Any
 
     @property
     def rows(self) -> int:
@@ -181,18 +217,41 @@ class _Block:
 
     @property
     def _place(self) -> tuple[Any, Any, Any]:
-        """Which band of x, which tile of outputs and which part of k this block has."""
-        block, bands, splits = lax.axis_index("block"), self.gmem[0].shape[0] // self.rows, self.config.splits
+        """Which band of x, which tile of outputs and which part of k this block has, if it is no helper."""
+        block, splits = self._number - self.config.helpers, self.config.splits
+        bands = self.gmem[0].shape[0] // self.rows
         return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
+
+    @property
+    def _number(self) -> Any:
+        return lax.axis_index("block")
 
     @property
     def _band(self) -> Any:
         """Of x, the rows that this block multiplies."""
         return pl.ds(self._place[0] * self.rows, self.rows)
 
-    @property
-    def _first_output(self) -> Any:
-        return self._place[1] * self.config.height
+    def _do_parts(self, do: Any) -> None:
+        """Call `do` with each part of this block, one after the other.
+
+        Helpers are the blocks that start first. Others wait for them and they for none, so that all end, even where
+        another kernel keeps multiprocessors to itself.
+        """
+        helpers, helped = self.config.helpers, self.config.helped
+        _, tile, part = self._place
+        own = _Part(tile, part * self.steps, self.steps - helped, 0, self._write)
+        if not helpers:
+            do(own)
+            return
+        tiles = self.left[1].shape[0]
+
+        def help_others() -> None:
+            @pl.loop(0, lax.div(tiles - 1 - self._number, helpers) + 1)
+            def _tiles(turn: Any) -> None:
+                tile = self._number + turn * helpers
+                do(_Part(tile, self.steps - helped, helped, turn * helped, self._leave))
+
+        lax.cond(self._number < helpers, help_others, functools.partial(do, own))
 
     def _hand_over(self, registers: int, action: Any) -> None:
         """Give registers of the threads that copy to those that compute, where an even share is too few."""
@@ -201,43 +260,49 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        (x_gmem, codes_gmem, scales_gmem, table_gmem, *_), smem = self.gmem, self.smem
         self._hand_over(_COPYING, "decrease")
-        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
-        step, first = owned.step_of(self.form), self._place[2] * self.steps
-        outputs = pl.ds(self._first_output, self.config.height)
+        plgpu.copy_gmem_to_smem(self.gmem[3], self.smem["table"], self.smem["ready"])
+        self._do_parts(self._copy)
+
+    def _copy(self, part: _Part) -> None:
+        (x_gmem, codes_gmem, scales_gmem, *_), smem, step = self.gmem, self.smem, owned.step_of(self.form)
+        outputs = pl.ds(part.tile * self.config.height, self.config.height)
         # (global memory, rows, how many columns a step takes, where to)
         copies = (
             (codes_gmem, outputs, step // 2, smem["codes"]), (scales_gmem, outputs, owned.BLOCKS, smem["scales"]),
             (x_gmem, self._band, step, smem["x"]),
         )  # fmt: skip
 
-        @pl.loop(0, self.steps)
+        @pl.loop(0, part.count)
         def _steps(k: Any) -> None:
-            slot = lax.rem(k, self.stages)
+            slot = lax.rem(part.before + k, self.stages)
 
-            @pl.when(k >= self.stages - 1)
+            @pl.when(part.before + k >= self.stages - 1)
             def _wait() -> None:
                 plgpu.barrier_wait(smem["consumed"].at[slot])
 
             for source, at, columns, buffer in copies:
-                block = source.at[at, pl.ds((first + k) * columns, columns)]
+                block = source.at[at, pl.ds((part.first + k) * columns, columns)]
                 plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot])
 
     def consume(self) -> None:
         """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
         self._hand_over(self.config.registers[1], "increase")
         plgpu.barrier_wait(self.smem["ready"])
-        sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
-        pl.run_scoped(functools.partial(self._multiply, owned.place(self.form)), sums)
+        place = owned.place(self.form)
 
-    def _multiply(self, place: Any, acc: Any) -> None:
+        def add(part: _Part) -> None:
+            pl.run_scoped(functools.partial(self._multiply, place, part), plgpu.ACC((ROWS, self.rows), jnp.float32))
+
+        self._do_parts(add)
+
+    def _multiply(self, place: Any, part: _Part, acc: Any) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
         step, width = owned.step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
 
-        @pl.loop(0, self.steps)
+        @pl.loop(0, part.count)
         def _steps(k: Any) -> None:
-            slot = lax.rem(k, self.stages)
+            slot = lax.rem(part.before + k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = self._operand(slot, warpgroup * ROWS, place)
             for chunk in range(step // width):
@@ -246,14 +311,34 @@ class _Block:
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
                     # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
-                    self._release(k - 1)
+                    self._release(part.before + k - 1)
 
         plgpu.wgmma_wait(0)
-        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
+        part.end(part.tile, acc[...])
+
+    def _outputs(self, tile: Any) -> Any:
+        """Of a tile, those of this warpgroup."""
+        return pl.ds(tile * self.config.height + lax.axis_index("warpgroup") * ROWS, ROWS)
+
+    def _leave(self, tile: Any, sums: jax.Array) -> None:
+        """Write sums for the warpgroup that has the other steps, and say so."""
+        left, semaphores = self.left
+        left[self._outputs(tile)] = sums
+        # After a barrier of this warpgroup one thread releases what all of them wrote.
+        plgpu.semaphore_signal(semaphores.at[tile, lax.axis_index("warpgroup")], memory_scope="gpu")
+
+    def _write(self, tile: Any, sums: jax.Array) -> None:
+        """Add what a helper left, and write 64 outputs, or sums where k is split."""
+        warpgroup, outputs, out_gmem = lax.axis_index("warpgroup"), self._outputs(tile), self.gmem[-1]
+        if self.left is not None:
+            left, semaphores = self.left
+            # One thread acquires, and a barrier of this warpgroup follows; the semaphore is zero again.
+            plgpu.semaphore_wait(semaphores.at[tile, warpgroup], memory_scope="gpu")
+            sums = sums + plgpu.load(left.at[outputs], layout=plgpu.Layout.WGMMA, optimized=False)
         if self.smem["out"] is None:
-            out_gmem[self._place[2], outputs, self._band] = acc[...]
+            out_gmem[self._place[2], outputs, self._band] = sums
         else:
-            _store(acc[...], self._factors(), self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+            _store(sums, self._factors(), self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
 
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
