@@ -7,16 +7,22 @@ The weight is the operand that `wgmma` takes from registers, because nothing els
 shared memory: the tensor core computes the transposed product, 64 outputs n for every warpgroup and all of m. One
 warpgroup copies codes, scales and x ahead; the others decode (bfloat16: `decode.py`, E4M3: `decode_fp8.py`, as x is)
 and multiply. The rows of x are read by every block, so a block has as many warpgroups as fit, which share them. Where
-outputs are too few to fill the chip, blocks have parts of k, whose sums XLA adds. Where rows are many, blocks have
-bands of them: a weight that is decoded anew for each costs less than one that is written and read.
+tiles of outputs are too few to fill the chip, blocks have parts of k, whose sums XLA adds. Where they leave some
+multiprocessors free, blocks there do the last steps of others' tiles and leave float32 sums in global memory, and the
+block that has the tile waits for a semaphore and adds them: its own steps first, so that sums have one order. Where
+rows are many, blocks have bands of them: a weight that is decoded anew for each costs less than one that is written and
+read.
+
+A row of x has the same bits whatever is multiplied beside it, as long as sums are cut alike: `splits` and `helped` are
+functions of k, n, the format and the warpgroups. NVFP4 has the same warpgroups for 1 to 64 rows.
 
 On an H200, 8192 x 28672 with cold weights at m = 16, over BF16's product in the same run, the kernel alone: 2.28 with
 scales converted by arithmetic and a wait behind every step, 2.37 with one product in flight, 2.57 with codes placed by
 a multiplication (the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads, E4M3 3.1.
-112 of 132 multiprocessors have a tile, and issue in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
+112 of 132 multiprocessors had a tile, and issued in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
 With the permutation of x BF16 has 2.59. Equal shares of all steps on all multiprocessors ("stream-K", Osama et al.
-2023) gained 3 % there at first, lost 12 % in E4M3, and are gone: parts of sums have to be written and added. So are
-clusters, whose blocks shared a copy of x: with 256 rows they gained nothing.
+2023), whose parts a further kernel added, gained 3 % there at first, lost 12 % in E4M3, and are gone. So are clusters,
+whose blocks shared a copy of x: with 256 rows they gained nothing. Helpers are younger than these numbers.
 """
 
 import functools
@@ -48,9 +54,9 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
-      helpers: blocks without a tile of outputs, which do the last steps of k of others' tiles; neither k nor rows are
-        split then, and there is a multiprocessor for every block.
-      helped: how many of the steps of a tile a helper does.
+      helpers: blocks without a tile of outputs, which do the last steps of others' tiles; neither k nor rows of x are
+        split then.
+      helped: how many steps of a tile helpers do.
     """
 
     warpgroups: int = 4
