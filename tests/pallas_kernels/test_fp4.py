@@ -13,7 +13,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
-from pallas_kernels.fp4_matmul import decode, decode_fp8, kernel, mosaic, ordered_rows, owned, reference, unpacked
+from pallas_kernels.fp4_matmul import (
+    block,
+    decode,
+    decode_fp8,
+    kernel,
+    mosaic,
+    ordered_rows,
+    owned,
+    reference,
+    unpacked,
+)
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
@@ -238,19 +248,19 @@ def test_helpers_do_the_last_steps_of_tiles_once(tiles, steps, monkeypatch):
         axis_index=lambda name: number, cond=lambda which, yes, no: yes() if which else no(),
         rem=lambda a, b: int(math.fmod(a, b)), div=lambda a, b: int(a / b),
     )  # fmt: skip
-    monkeypatch.setattr(kernel, "lax", eager)
-    monkeypatch.setattr(kernel.pl, "loop", lambda *bounds: lambda body: [body(i) for i in range(*bounds)])
+    monkeypatch.setattr(block, "lax", eager)
+    monkeypatch.setattr(block.pl, "loop", lambda *bounds: lambda body: [body(i) for i in range(*bounds)])
     x, semaphores = np.empty((8, 1)), np.empty((tiles, 1))
     loads = []
     for number in range(helpers + tiles):
         parts = []
-        block = kernel._Block(config, "nvfp4", steps, 2, [x], {}, (None, semaphores) if helpers else None)
-        block._do_parts(parts.append)
+        one = block.Block(config, "nvfp4", steps, 2, [x], {}, (None, semaphores) if helpers else None)
+        one._do_parts(parts.append)
         for part in parts:
             done[part.tile, part.first : part.first + part.count] += 1
         # The ring of buffers goes on from tile to tile, and one that is not helped waits for nobody.
         assert [part.before for part in parts] == list(np.cumsum([0, *(part.count for part in parts[:-1])]))
-        assert [part.end for part in parts] == ([block._leave] * len(parts) if number < helpers else [block._write])
+        assert [part.end for part in parts] == ([one._leave] * len(parts) if number < helpers else [one._write])
         left += [part.tile for part in parts if number < helpers]
         loads.append(sum(part.count for part in parts))
     assert (done == 1).all() and sorted(left) == (list(range(tiles)) if helpers else [])
@@ -274,7 +284,7 @@ def test_few_rows_are_multiplied_in_the_same_order(activation, n):
 def test_registers_that_are_handed_over_exist(warpgroups):
     # A thread that asks for more than its block was started with waits for ever.
     even, more = kernel.Config(warpgroups).registers
-    assert kernel._COPYING + warpgroups * more <= (warpgroups + 1) * even <= 512 and even % 8 == more % 8 == 0
+    assert block.COPYING + warpgroups * more <= (warpgroups + 1) * even <= 512 and even % 8 == more % 8 == 0
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
