@@ -70,7 +70,8 @@ def call(
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
     assert (config.helpers > 0) == (config.helped > 0), "helpers do steps, and nobody else leaves sums"
     assert not config.helpers or config.splits == bands == 1, "a tile that is helped has a block of its own"
-    assert config.helpers <= tiles and config.helped < k // owned.step_of(form), "a helper has a tile to help, not to do"
+    assert config.helpers <= tiles, "a helper has a tile to help"
+    assert config.helped < k // owned.step_of(form), "the block that has a tile does steps, too"
     assert (factors is None) == (out is None) == (config.splits > 1), "parts of k are added before they are scaled"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
