@@ -260,9 +260,9 @@ def quantized(
 
 
 def dequantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random, by: float
 ) -> list[jax.Array]:
-    """Code times scale of each of the 16 values, float32; NaN in a tile that holds NaN or inf."""
+    """Code times scale times `by`, a power of two, of each of the 16 values, float32; NaN in a tile with NaN or inf."""
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
     if options.chooses:
@@ -273,7 +273,7 @@ def dequantized(
         (scale,) = _scale_codes(options, do, scalars, lifted)
         codes, factor, product, _ = _encoded(options, do, scalars, lifted, scale, random)
         factor = jnp.where(product > 0, factor, jnp.float32(0))
-    factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+    factor = jnp.where(lost, jnp.float32(jnp.nan), factor * jnp.float32(by))
     values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
