@@ -85,11 +85,12 @@ def test_products_are_those_of_their_dequantized_operands(name, monkeypatch):
         assert_product(out, np.asarray(a, np.float64) * float(of_a), np.asarray(b, np.float64).T * float(of_b))
 
 
-def test_fp8_products_of_fold_exact_operands_are_their_bf16_products():
+@pytest.mark.parametrize("backward", ["reused", "requantized"])
+def test_fp8_products_of_fold_exact_operands_are_their_bf16_products(backward):
     x, w, g = operands(32, 32, 32)
-    in_bf16 = recipe("nvfp4_training_fold_exact", forward="bf16", dgrad="bf16", wgrad="bf16")
-    for fp8, bf16 in zip(products(recipe("nvfp4_training_fold_exact"), x, w, g, KEY), products(in_bf16, x, w, g, KEY),
-                         strict=True):  # fmt: skip
+    in_fp8 = recipe("nvfp4_training_fold_exact", backward=backward)
+    in_bf16 = recipe(in_fp8, forward="bf16", dgrad="bf16", wgrad="bf16")
+    for fp8, bf16 in zip(products(in_fp8, x, w, g, KEY), products(in_bf16, x, w, g, KEY), strict=True):
         np.testing.assert_allclose(fp8, bf16, rtol=1e-5, atol=1e-5 * float(jnp.abs(bf16).max()))
 
 
