@@ -6,13 +6,16 @@ bytes of numbers; of tiles down the first axis of a matrix neighbours hold neigh
 it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every
 program.
 
+Numbers are bfloat16, in the place of x's values, or 2**-3 of them float8_e4m3fn, as FP8 products read them: the values
+of a tile, which products add, side by side. Of tiles down the first axis that is the transpose: a thread has 16 bytes
+of a line of it, and a program four tiles below each other, so that it fills the 32 bytes that memory writes at once.
+
 Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array: a device that holds
 a part of it is told where its part begins.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,12 +35,14 @@ from tcfp_jax.formats.nvfp4_tiles import (
     quantized,
 )
 from tcfp_jax.formats.rotation import rotate_arrays
+from tcfp_jax.formats.scale_choice import IN_E4M3
 
 TILES = 128
-Output = Literal["codes", "values", "amax"]
+Numbers = Literal["bfloat16", "float8_e4m3fn"]
+Output = Literal["codes", "bfloat16", "float8_e4m3fn", "amax"]
 Place = Literal["last", "first"]
-# Neighbours down the first axis lie apart: a thread takes two columns, for words of 4 bytes.
-_WARPS: dict[Place, int] = {"last": 4, "first": 2}
+# Of the transpose a program writes lines of four tiles, 64 bytes.
+_BELOW = 4
 
 
 class _Job(NamedTuple):
@@ -48,6 +53,11 @@ class _Job(NamedTuple):
     place: Place
     shape: tuple[int, ...]
     interpret: bool
+
+    @property
+    def turned(self) -> bool:
+        """Whether the transpose is written."""
+        return self.output == "float8_e4m3fn" and self.place == "first"
 
 
 def serves(shape: tuple[int, ...], dtype: Any, place: Place = "last") -> bool:
@@ -78,11 +88,16 @@ def quantize_tiles(
 
 
 def quantize_values(
-    x: jax.Array, words: jax.Array, options: Options, place: Place, *, interpret: bool = False
+    x: jax.Array, words: jax.Array, options: Options, place: Place, numbers: Numbers, *, interpret: bool = False
 ) -> jax.Array:
-    """Code times scale of every value, bfloat16 of the shape of x; tiles along the last or down the first axis."""
-    (values,) = _run(x, words, options, "values", place, interpret)
-    return values.reshape(x.shape)
+    """Code times scale of every value, of tiles along the last or down the first axis.
+
+    Returns:
+      bfloat16 of the shape of x; or float8_e4m3fn, 2**-3 of that, with what lies along tiles last, so transposed where
+      these lie down the first axis.
+    """
+    (values,) = _run(x, words, options, numbers, place, interpret)
+    return values.reshape(x.shape[::-1] if numbers == "float8_e4m3fn" and place == "first" else x.shape)
 
 
 def rotated_amax(
@@ -105,8 +120,10 @@ def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place
     side = " ".join(axes)
     of_values = f"{side} t" if place == "last" else "a t b"
     inputs = ["u", of_values, *(axes if starts else "")]
-    outputs = {"codes": [f"{side} s", side], "values": [of_values], "amax": ["r"]}[output]
-    local = functools.partial(_local, _Job(options, output, place, shape, interpret))
+    job = _Job(options, output, place, shape, interpret)
+    of_numbers = ["b a t" if job.turned else of_values]
+    outputs = {"codes": [f"{side} s", side], "amax": ["r"]}.get(output, of_numbers)
+    local = functools.partial(_local, job)
     whole = ("t", "s") if output == "codes" else ("t",)
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *starts)
 
@@ -122,9 +139,9 @@ def _local(
     if job.output == "amax":
         top = jnp.max(found[0]).reshape(1)
         return [lax.pmax(top, summed_over) if summed_over else top]
-    if job.output == "values":
-        return [found[0].reshape(tiles.shape)]
-    return [part.reshape(*own, *part.shape[1:]) for part in found]
+    if job.output == "codes":
+        return [part.reshape(*own, *part.shape[1:]) for part in found]
+    return [found[0].reshape(*own[::-1], SIDE) if job.turned else found[0].reshape(tiles.shape)]
 
 
 def _by_arrays(
@@ -132,37 +149,46 @@ def _by_arrays(
 ) -> list[jax.Array]:
     """The same without a kernel, for a part that its programs do not divide."""
     scalars = Scalars.of(job.options, Portable(), lambda at: words[at])
-    rows = (tiles if job.place == "last" else jnp.moveaxis(tiles, 1, 2)).reshape(-1, SIDE)
-    random = bits_of_tiles(scalars, _first(lax.iota(jnp.uint32, rows.shape[0]), starts, (own, job.shape)))
-    found = _compute(job, Portable(), scalars, [rows[:, i].astype(jnp.float32) for i in range(SIDE)], random)
-    if job.output != "values":
+    whole = tiles.reshape(-1, SIDE) if job.place == "last" else jnp.moveaxis(tiles, 1, 2)
+    values = [whole[..., i].astype(jnp.float32) for i in range(SIDE)]
+    places = lax.iota(jnp.uint32, values[0].size).reshape(values[0].shape)
+    random = bits_of_tiles(scalars, _first(places, starts, (own, job.shape)))
+    found = _compute(job, Portable(), scalars, values, random)
+    if job.output != "bfloat16":
         return found
-    if job.place == "last":
-        return [jnp.concatenate(found, axis=1)]
-    return [jnp.stack([part.reshape(own) for part in found], axis=1)]
+    return [jnp.concatenate(found, axis=1) if job.place == "last" else jnp.stack(found, axis=1)]
 
 
 def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
-    """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, values, or the largest magnitudes.
+    """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
 
-    Values are two arrays `[tiles, 8]` along the last axis, and one for each row down the first.
+    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers in bfloat16 are two arrays
+    `[tiles, 8]` of the former, and one for each row of the latter; in float8_e4m3fn one, `[tiles, 16]` or
+    `[columns, tiles, 16]`.
     """
     if job.options.rotation == "hadamard":
         x = rotate_arrays(x, scalars.signs, do.flushed)
     if job.output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
-    if job.output == "values":
-        values = [value.astype(jnp.bfloat16) for value in dequantized(job.options, do, scalars, x, random)]
+    if job.output != "codes":
+        by = IN_E4M3 if job.output == "float8_e4m3fn" else 1.0
+        values = dequantized(job.options, do, scalars, x, random, by)
+        if job.output == "float8_e4m3fn":
+            # Cast where they are neighbours, of which the device casts two at a time.
+            return [_side_by_side([value.T for value in values]).astype(job.output)]
+        values = [value.astype(job.output) for value in values]
         return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if job.place == "last" else values
     parts, factor = quantized(job.options, do, scalars, x, random)
     return [_side_by_side([part.astype(jnp.uint8) for part in parts]), factor.astype(jnp.float8_e4m3fn)]
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
-    """`[tiles, 8]` of eight arrays `[tiles]`: neighbours are joined last, part 4 a + 2 b + c lies at [a, b, c]."""
-    pairs = [jnp.stack([parts[i], parts[i + 4]], axis=-1) for i in range(4)]
-    fours = [jnp.stack([pairs[i], pairs[i + 2]], axis=-1) for i in range(2)]
-    return jnp.stack(fours, axis=-1).reshape(-1, 8)
+    """`[..., n]` of n = 2**j arrays `[...]`: neighbours are joined last, part 4 a + 2 b + c of 8 lies at [a, b, c]."""
+    shape = (*parts[0].shape, len(parts))
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [jnp.stack([parts[i], parts[i + half]], axis=-1) for i in range(half)]
+    return parts[0].reshape(shape)
 
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
@@ -184,7 +210,8 @@ def _call(
     from jax.experimental.pallas import triton as plgpu
 
     along = job.place == "last"
-    x = tiles.reshape(-1, SIDE) if along else tiles.reshape(-1, own[1])
+    x = tiles.reshape(-1, SIDE) if along else tiles
+    below, across, warps = (1, TILES, 4) if along else _columns(job, own[0])
     given = [] if starts is None else [starts]
 
     def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
@@ -196,54 +223,72 @@ def _call(
             values = [part.reshape(TILES) for half in halves for part in lax.split(half, (1,) * 8, axis=1)]
             place = pl.program_id(0) * TILES
         else:
-            values = [x_ref[at, :] for at in range(SIDE)]
-            place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
-        place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
+            values = [x_ref[:, at, :] for at in range(SIDE)]
+            place = pl.program_id(0) * below * own[1] + pl.program_id(1) * across
+            place += lax.broadcasted_iota(jnp.int32, (below, across), 0) * own[1]
+        place += lax.broadcasted_iota(jnp.int32, values[0].shape, values[0].ndim - 1)
+        place = place.astype(jnp.uint32)
         random = bits_of_tiles(scalars, _first(place, refs[0] if given else None, (own, job.shape)))
         found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
         _store(job, refs[len(given) :], found)
 
-    grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
-    tile = (TILES, SIDE) if along else (SIDE, TILES)
-    at: Callable[..., Any] = lambda i, j=0: (i, j)
+    grid = (len(x) // TILES,) if along else (own[0] // below, own[1] // across)
+    block = pl.BlockSpec((TILES, SIDE), lambda i: (i, 0))
+    if not along:
+        block = pl.BlockSpec((below, SIDE, across), lambda i, j: (i, 0, j))
     whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
-    out_shape, out_specs = _results(job, pl, x.shape, grid, (tile, at))
+    out_shape, out_specs = _results(job, pl, x.shape, grid, block)
     return pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=grid,
-        in_specs=[whole(words.size), pl.BlockSpec(tile, at), *(whole(g.size) for g in given)],
+        in_specs=[whole(words.size), block, *(whole(g.size) for g in given)],
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS[job.place], num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=job.interpret,
         name="quantize_nvfp4",
     )(words, x, *given)
 
 
-def _results(
-    job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[Any, Callable[..., Any]]
-) -> tuple[Any, Any]:
+def _columns(job: _Job, rows: int) -> tuple[int, int, int]:
+    """Of tiles down the first axis, in so many rows: how many a program takes, down and across, and its warps.
+
+    Neighbours down a column lie apart: a thread takes two columns, for words of 4 bytes.
+    """
+    if not job.turned:
+        return 1, TILES, 2
+    below = math.gcd(rows, _BELOW)
+    return below, TILES // 2, below
+
+
+def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> tuple[Any, Any]:
     """Shapes and blocks of what the programs write."""
-    if job.output == "values":
-        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)], [pl.BlockSpec(*block)]
+    if job.turned:
+        below, _, across = block.block_shape
+        turned = jax.ShapeDtypeStruct((shape[2], shape[0] * SIDE), jnp.float8_e4m3fn)
+        return [turned], [pl.BlockSpec((across, below * SIDE), lambda i, j: (j, i))]
+    if job.output in ("bfloat16", "float8_e4m3fn"):
+        return [jax.ShapeDtypeStruct(shape, job.output)], [block]
     if job.output == "amax":
         one = pl.BlockSpec((1,) * len(grid), lambda *at: at)
         return [jax.ShapeDtypeStruct(grid, jnp.int32)], [one]
     codes = jax.ShapeDtypeStruct((shape[0], SIDE // 2), jnp.uint8)
     scales = jax.ShapeDtypeStruct((shape[0],), jnp.float8_e4m3fn)
-    return [codes, scales], [pl.BlockSpec((TILES, SIDE // 2), block[1]), pl.BlockSpec((TILES,), lambda i: (i,))]
+    return [codes, scales], [pl.BlockSpec((TILES, SIDE // 2), block.index_map), pl.BlockSpec((TILES,), lambda i: (i,))]
 
 
 def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
     """What `_compute` returned, in the blocks of a program."""
     if job.output == "amax":
-        refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
+        refs[0][...] = jnp.max(parts[0].reshape(-1)).reshape(refs[0].shape)
     elif job.output == "codes":
         for ref, part in zip(refs, parts, strict=True):
             ref[...] = part
+    elif job.output == "float8_e4m3fn":
+        refs[0][...] = parts[0].reshape(refs[0].shape)
     elif job.place == "last":
         for at, part in zip((0, 8), parts, strict=True):
             refs[0][:, at : at + 8] = part
     else:
         for at, part in enumerate(parts):
-            refs[0][at, :] = part
+            refs[0][:, at, :] = part

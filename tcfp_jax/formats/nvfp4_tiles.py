@@ -139,8 +139,8 @@ class Portable:
         return flushed(x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
-        """The nearest integer, ties to even, of 0 <= x < 2**22."""
-        return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+        """The nearest multiple of 2**-8, ties to even, of 0 <= x < 2**14."""
+        return lax.round(x * jnp.float32(256), lax.RoundingMethod.TO_NEAREST_EVEN) * jnp.float32(2.0**-8)
 
 
 class Device(Portable):
@@ -212,8 +212,8 @@ class Device(Portable):
         return self._run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
-        """The nearest integer, ties to even, of 0 <= x < 2**22."""
-        return self._run("{ .reg .f32 t; add.rn.f32 t, $1, 0f4B000000; sub.rn.f32 $0, t, 0f4B000000; }", x)
+        """The nearest multiple of 2**-8, ties to even, of 0 <= x < 2**14."""
+        return self._run("{ .reg .f32 t; add.rn.f32 t, $1, 0f47000000; sub.rn.f32 $0, t, 0f47000000; }", x)
 
 
 class Scalars(NamedTuple):
@@ -253,27 +253,21 @@ def quantized(
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) > INFINITY
     signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), 31) for value in x]
-    scale, *packed = _best(options, do, scalars, lifted, signs, random)
+    codes, factor, product = _encoded(options, do, scalars, lifted, random)
+    packed = [_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)]
     found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
-    factor = do.widen(scale << _SCALE[0], _SCALE[1])
     return found, jnp.where(lost, jnp.float32(jnp.nan), factor)
 
 
 def dequantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random, by: float
 ) -> list[jax.Array]:
-    """Code times scale of each of the 16 values, float32; NaN in a tile that holds NaN or inf."""
+    """Code times scale times `by`, a power of two, of each of the 16 values, float32; NaN in a tile with NaN or inf."""
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
-    if options.chooses:
-        scale, *packed = _best(options, do, scalars, lifted, [jnp.int32(0)] * SIDE, random)
-        codes = [(packed[at // 8] >> (4 * (at % 8))) & 7 for at in range(SIDE)]
-        factor = do.widen(scale << _SCALE[0], _SCALE[1])
-    else:
-        (scale,) = _scale_codes(options, do, scalars, lifted)
-        codes, factor, product, _ = _encoded(options, do, scalars, lifted, scale, random)
-        factor = jnp.where(product > 0, factor, jnp.float32(0))
-    factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+    codes, factor, product = _encoded(options, do, scalars, lifted, random)
+    factor = jnp.where(product > 0, factor, jnp.float32(0))
+    factor = jnp.where(lost, jnp.float32(jnp.nan), factor * jnp.float32(by))
     values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
@@ -281,13 +275,18 @@ def dequantized(
 
 
 def _encoded(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array, random: Random
-) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
-    """(codes, any if the product is 0; the scale of a code; its product with the tensor's; roughly 1 / product)."""
-    factor = do.widen(scale << _SCALE[0], _SCALE[1])
-    product = do.multiply(factor, scalars.outer)
-    product = jnp.where(product < scalars.tiny, jnp.float32(0), product)
-    inverse = do.reciprocal(product, options.chooses)
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """(codes, any if the product is 0; the tile's scale; its product with the tensor's) of lifted magnitudes `x`."""
+    scale, *others = _scale_codes(options, do, scalars, x)
+    if options.chooses:
+        finite = [jnp.where(value < jnp.inf, value, 0.0) for value in x]
+        least = _error(do, scalars, finite, scale)
+        for other in others:
+            error = _error(do, scalars, finite, other)
+            scale, least = jnp.where(error < least, other, scale), jnp.minimum(error, least)
+    factor, product = _factors(do, scalars, scale)
+    inverse = do.reciprocal(product, False)
     if options.rounding == "stochastic":
         odd = [do.divide_to_odd(value, product, inverse) for value in x]
         codes = [_stochastic_code(do, q, random(at)) for at, q in enumerate(odd)]
@@ -295,29 +294,14 @@ def _encoded(
         divisor = do.divisor(product, inverse, _VALUE[1])
         codes = [_code(do, value, divisor, _VALUE) for value in x]
     # As unsigned: of NaN a code may be negative.
-    codes = [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes]
-    return codes, factor, product, inverse
+    return [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes], factor, product
 
 
-def _best(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], signs: list[jax.Array], random: Random
-) -> tuple[jax.Array, ...]:
-    """(the code of the scale, two words of eight codes each) of lifted magnitudes `x`."""
-    found: list[tuple[tuple[jax.Array, ...], jax.Array]] = []
-    for code in _scale_codes(options, do, scalars, x):
-        codes, factor, product, inverse = _encoded(options, do, scalars, x, code, random)
-        parts = (code, *(_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)))
-        if not options.chooses:
-            return parts
-        squares = _squared_error(do, x, inverse, codes)
-        error = do.multiply(jnp.where(product > 0, squares, 0.0), do.multiply(factor, factor))
-        found.append((parts, error))
-    best, least = found[0]
-    for parts, error in found[1:]:
-        better = error < least
-        best = tuple(jnp.where(better, new, old) for new, old in zip(parts, best, strict=True))
-        least = jnp.where(better, error, least)
-    return best
+def _factors(do: Portable, scalars: Scalars, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the scale of a code, its product with the tensor's)."""
+    factor = do.widen(scale << _SCALE[0], _SCALE[1])
+    product = do.multiply(factor, scalars.outer)
+    return factor, jnp.where(product < scalars.tiny, jnp.float32(0), product)
 
 
 def _packed(codes: list[jax.Array], signs: list[jax.Array], nonzero: jax.Array) -> jax.Array:
@@ -390,11 +374,17 @@ def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.A
     return (jnp.where(capped < 1, below, above) + (~random >> 8).astype(jnp.int32)) >> 24
 
 
-def _squared_error(do: Portable, x: list[jax.Array], inverse: jax.Array, codes: list[jax.Array]) -> jax.Array:
-    """The sum of `scale_choice.score`, an integer below 2**24, which float32 holds exactly in any order."""
+def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
+    """2**-16 of `scale_choice.score` of finite magnitudes under a scale; float32 holds the sum exactly in any order.
+
+    Of a quotient that is rounded to 2**-8, on which all middles of codes lie, the nearest code is as far as its own.
+    """
+    factor, product = _factors(do, scalars, scale)
+    inverse, one = do.reciprocal(product, True), do.divisor(jnp.float32(1), jnp.float32(1), _VALUE[1])
     total = jnp.zeros_like(x[0])
-    for value, code in zip(x, codes, strict=True):
-        units = jnp.minimum(do.multiply(value, inverse) * jnp.float32(256), 2048.0)
-        error = do.nearest(units) - do.widen(code << _VALUE[0], _VALUE[1]) * jnp.float32(256)
-        total = total + jnp.where(value < jnp.inf, error * error, 0.0)
-    return total
+    for value in x:
+        units = do.nearest(jnp.minimum(do.multiply(value, inverse), 8.0))
+        code = (do.quotient(units, one, _VALUE[1]) + (1 << (_VALUE[0] - 1))) & jnp.int32(-(1 << _VALUE[0]))
+        error = do.rest(units, jnp.minimum(code, 7 << _VALUE[0]), one, _VALUE[1])
+        total = total + error * error
+    return do.multiply(jnp.where(product > 0, total, 0.0), do.multiply(factor, factor))

@@ -2,7 +2,8 @@
 
     x ~ values * outer,   values = E2M1 * scale          16 values share an E4M3 scale, all of x the float32 outer
 
-`values` have at most 6 significant bits, so they are exact in BF16. They are what `parts.quantize` defines, to nearest
+`values` have at most 6 significant bits, so they are exact in BF16; by the rule "fold_exact", 2**-3 of them is exact in
+E4M3, and may be written instead, with outer 2**3 times as large. They are what `parts.quantize` defines, to nearest
 and stochastically, by every rule of `scale_choice`, bit for bit: `tests/formats/test_nvfp4_values.py` compares the two.
 What is done to each value is written as comparisons with multiples of its block's scale: differences of nearby floats
 are exact, so nothing is divided, and XLA fuses all of it into the pass that writes the values. NaN and inf make their
@@ -20,15 +21,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.counter import bits_of
 from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_tiles, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_arrays import MODES, Key, Rule
-from tcfp_jax.formats.nvfp4_kernel import Place
+from tcfp_jax.formats.nvfp4_kernel import Numbers, Place
 from tcfp_jax.formats.nvfp4_tiles import Options
 from tcfp_jax.formats.rotation import rotate_arrays, rotate_by_product
+from tcfp_jax.formats.scale_choice import IN_E4M3
 
 BLOCK = 16
 _LARGEST = 6.0  # of E2M1
@@ -42,7 +45,10 @@ Rounding = Literal["nearest", "stochastic", "eden"]
 
 
 class Nvfp4Values(NamedTuple):
-    """`values * outer`: bfloat16 of any shape, each an E2M1 number times an E4M3 scale, and a float32 scalar."""
+    """`values * outer`: numbers of any shape, each an E2M1 number times an E4M3 scale, and a float32 scalar.
+
+    The numbers are bfloat16, or float8_e4m3fn of "fold_exact" scales, which `IN_E4M3` multiplied.
+    """
 
     values: jax.Array
     outer: jax.Array
@@ -59,6 +65,7 @@ def along(
     rounding: Rounding = "nearest",
     key: Key | None = None,
     signs: jax.Array | None = None,
+    numbers: Numbers = "bfloat16",
 ) -> Nvfp4Values:
     """X in blocks of 16 along an axis, the first or the last, rotated along it before where there are signs.
 
@@ -69,29 +76,40 @@ def along(
       rounding: of values to nearest even, or stochastically with scales that cover; or "eden".
       key: two words of `pallas_kernels.counter.keys` for the random bits of "stochastic" and "eden".
       signs: `[size]` of 1 and -1, for a rotation of every `size` values, a multiple of 16.
+      numbers: "bfloat16"; or "float8_e4m3fn", of the rule "fold_exact", with the axis last, as FP8 products read it.
 
     Returns:
       `Nvfp4Values` of the shape of x, the axis filled with zeros up to whole blocks and rotations.
 
     >>> along(jnp.ones((2, 20)), -1, "amax").values.shape
     (2, 32)
+    >>> along(jnp.ones((16, 3)), 0, "fold_exact", numbers="float8_e4m3fn").values.shape
+    (3, 16)
     """
+    assert numbers == "bfloat16" or rule == "fold_exact", "others are no E4M3 numbers"
     size = BLOCK if signs is None else signs.shape[0]
     short = -x.shape[axis] % size
     if short:
         x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
     place: Place = "first" if axis % x.ndim == 0 else "last"
-    by_definition = functools.partial(_defined, place=place, rule=rule, rounding=rounding)
+    by_definition = functools.partial(_defined, place=place, rule=rule, rounding=rounding, numbers=numbers)
     # Rotations by products add in an order of their own, and kernels have one block in a thread.
     apart = signs is None or (place == "first" and size == BLOCK)
     if rounding == "eden" or not apart or not nvfp4_kernel.serves(x.shape, x.dtype, place):
         return by_definition(x, key, signs)
-    kernel = functools.partial(_in_one_pass, place=place, rule=rule, rounding=rounding)
+    kernel = functools.partial(_in_one_pass, place=place, rule=rule, rounding=rounding, numbers=numbers)
     return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_definition)
 
 
 def _defined(
-    x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, rule: Rule, rounding: Rounding
+    x: jax.Array,
+    key: Key | None,
+    signs: jax.Array | None,
+    *,
+    place: Place,
+    rule: Rule,
+    rounding: Rounding,
+    numbers: Numbers,
 ) -> Nvfp4Values:
     shape, first, size = x.shape, place == "first", BLOCK if signs is None else signs.shape[0]
     axis = 0 if first else x.ndim - 1
@@ -109,10 +127,22 @@ def _defined(
         return rotate_arrays(rows, list(signs))
 
     found = quantize(x, (axis + 1,), rule, rounding, key, blocks, (axis, size // BLOCK))
-    return found._replace(values=found.values.reshape(shape))
+    found = found._replace(values=found.values.reshape(shape))
+    if numbers == "bfloat16":
+        return found
+    found = _in_e4m3(found)
+    return found._replace(values=jnp.moveaxis(found.values, axis, -1))
 
 
-@functools.partial(jax.jit, static_argnames=("place", "rule", "rounding", "interpret"))
+def _in_e4m3(found: Nvfp4Values) -> Nvfp4Values:
+    """The same numbers of "fold_exact" scales, float8_e4m3fn."""
+    values = (found.values * jnp.bfloat16(IN_E4M3)).astype(jnp.float8_e4m3fn)
+    # Written as they lie, in one byte each, before they are turned: XLA would turn what is rotated, in float32.
+    values = with_layout_constraint(values, Layout(tuple(range(values.ndim))))
+    return Nvfp4Values(values, found.outer / jnp.float32(IN_E4M3))
+
+
+@functools.partial(jax.jit, static_argnames=("place", "rule", "rounding", "numbers", "interpret"))
 def _in_one_pass(
     x: jax.Array,
     key: Key | None,
@@ -121,6 +151,7 @@ def _in_one_pass(
     place: Place,
     rule: Rule,
     rounding: Rounding,
+    numbers: Numbers,
     interpret: bool = False,
 ) -> Nvfp4Values:
     """The same by a kernel that holds each block in the registers of one thread, after a pass for the maximum of x."""
@@ -133,11 +164,12 @@ def _in_one_pass(
         amax = float_bits.to_bits(nvfp4_kernel.rotated_amax(x, unscaled, options, place, interpret=interpret))
     outer = scale_choice.choose_outer(amax, _LARGEST, _E4M3, _FLOAT32, options.rule)
     words = nvfp4_tiles.words(options, outer, signs, key)
-    return Nvfp4Values(nvfp4_kernel.quantize_values(x, words, options, place, interpret=interpret), outer)
+    values = nvfp4_kernel.quantize_values(x, words, options, place, numbers, interpret=interpret)
+    return Nvfp4Values(values, outer if numbers == "bfloat16" else outer / jnp.float32(IN_E4M3))
 
 
-def squares(w: jax.Array, rule: Rule) -> Nvfp4Values:
-    """A matrix in squares of 16 x 16, filled with zeros up to whole ones, rounded to nearest.
+def squares(w: jax.Array, rule: Rule, numbers: Numbers = "bfloat16") -> Nvfp4Values:
+    """A matrix in squares of 16 x 16, filled with zeros up to whole ones, rounded to nearest; its axes as they are.
 
     >>> squares(jnp.ones((20, 3)), "amax").values.shape
     (32, 16)
@@ -146,7 +178,8 @@ def squares(w: jax.Array, rule: Rule) -> Nvfp4Values:
     rows, columns = padded.shape
     blocks = lambda w: (w.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),)
     found = quantize(padded, (1, 3), rule, blocks=blocks)
-    return found._replace(values=found.values.reshape(padded.shape))
+    found = found._replace(values=found.values.reshape(padded.shape))
+    return found if numbers == "bfloat16" else _in_e4m3(found)
 
 
 def quantize(

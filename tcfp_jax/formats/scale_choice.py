@@ -52,6 +52,8 @@ _STEPS_OF_ERROR = 256.0
 # Of E4M3: the largest scale whose candidates for "four_over_six" and "fold_exact" are scales, too.
 _LARGEST_BELOW = 256.0
 LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
+# Brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its last digit.
+IN_E4M3 = 2.0**-3
 # The largest quotient that a scale rounded to the nearest E4M3 leaves: 6 times 1 + 1/16.
 CLIPPED_FROM = 6.375
 # What a tile's scale is below this, before it is rounded, is zero: no value of the tile is anything else.

@@ -6,9 +6,9 @@
 
 No chip but Blackwell multiplies FP4. Here every operand is quantized as it would be there, by the format library
 (`formats.nvfp4_values`), and dequantized exactly: a value times its block's scale is a BF16 number (and under
-"fold_exact" scales an E4M3 number times 2**3), products of such numbers are exact in float32, and the two tensor scales
-multiply the float32 sum. So a product is that of the dequantized operands, but for the order in which float32 adds.
-Nothing is packed: this trains as FP4 does, not as fast.
+"fold_exact" scales 2**-3 of it an E4M3 number, which FP8 products read), products of such numbers are exact in float32,
+and the two tensor scales multiply the float32 sum. So a product is that of the dequantized operands, but for the order
+in which float32 adds. Nothing is packed: this trains as FP4 does, not as fast.
 
 What a recipe (`tcfp_jax.recipes.Fp4Training`) does, and what its source does otherwise:
 
@@ -39,20 +39,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.counter import bits_of, keys
 from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Tensor
+from tcfp_jax.formats.nvfp4_kernel import Numbers
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along, squares
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.recipes import Fp4Training, Product, Recipe
 
 # The streams of a product's bits.
 _SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
-# Brings the largest value of "fold_exact" scales, 6 * 384, into E4M3's range, and the smallest to its last digit.
-_IN_E4M3 = 2.0**-3
 
 
 def words_of(key: jax.Array) -> jax.Array:
@@ -137,12 +135,12 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
-    how = _how(recipe)
+    how, numbers = _how(recipe), _numbers(recipe)
     reused = how.backward == "reused"
     kept_x: Any
     kept_w: Any
     with jax.named_scope("quantize_w"):
-        w_q = squares(w, how.scale_rule) if reused else along(w, 0, how.scale_rule)
+        w_q = squares(w, how.scale_rule, numbers) if reused else along(w, 0, how.scale_rule, numbers=numbers)
         w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), w_q)
     if how.forward_operands == "bf16":
         with jax.named_scope("forward"):
@@ -151,9 +149,10 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
     else:
         with jax.named_scope("quantize_x"):
             rounding = how.activation_rounding
-            x_q = along(x, -1, how.scale_rule, rounding, _bits(words, _X_FORWARD))
+            x_q = along(x, -1, how.scale_rule, rounding, _bits(words, _X_FORWARD), numbers=numbers)
         with jax.named_scope("forward"):
-            y = _multiply(x_q, w_q, (x.ndim - 1, 0), recipe, recipe.forward, x.dtype)[..., : w.shape[1]]
+            axes = (x.ndim - 1, 0 if reused else _first(recipe))
+            y = _multiply(x_q, w_q, axes, recipe, recipe.forward, x.dtype)[..., : w.shape[1]]
         kept_x, kept_w = x.astype(jnp.bfloat16) if reused else x_q, w_q
     kept_x = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept_x)
     return y.astype(x.dtype), _Saved(kept_x, kept_w, words, (w.shape[0], w.shape[1]), (x.dtype, w.dtype))
@@ -162,21 +161,24 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     how, words, (k, n) = _how(recipe), saved.words, saved.shape
     reused, rounding = how.backward == "reused", how.gradient_rounding
-    quantized = lambda x, axis, number, turn: along(x, axis, how.scale_rule, rounding, _bits(words, number), turn)
+    quantized = lambda x, axis, number, turn: along(
+        x, axis, how.scale_rule, rounding, _bits(words, number), turn, _numbers(recipe)
+    )
     with jax.named_scope("dgrad"):
         turn = signs(_bits(words, _SIGNS_DGRAD), how.hadamard) if how.rotation == "backward" else None
         g_q = quantized(g, -1, _G_DGRAD, turn)
-        w_q = saved.w if reused else _again(saved.w, lambda w: quantized(w[:, :n], 1, _W_DGRAD, turn))
+        w_q = saved.w if reused else _again(saved.w, 0, lambda w: quantized(w[:, :n], 1, _W_DGRAD, turn))
         dx = _multiply(g_q, w_q, (g.ndim - 1, 1), recipe, recipe.dgrad, saved.dtypes[0])
     with jax.named_scope("wgrad"):
         turn = None if how.rotation == "none" else signs(_bits(words, _SIGNS_WGRAD), how.hadamard)
         tokens = lambda x: x.reshape(-1, x.shape[-1])
         g_q = quantized(tokens(g), 0, _G_WGRAD, turn)
         if reused:
-            x_q = along(tokens(saved.x), 0, how.scale_rule, how.activation_rounding, _bits(words, _X_WGRAD), turn)
+            of_x, numbers = how.activation_rounding, _numbers(recipe)
+            x_q = along(tokens(saved.x), 0, how.scale_rule, of_x, _bits(words, _X_WGRAD), turn, numbers)
         else:
-            x_q = _again(saved.x, lambda x: quantized(tokens(x), 0, _X_WGRAD, turn))
-        dw = _multiply(x_q, g_q, (0, 0), recipe, recipe.wgrad, saved.dtypes[1])
+            x_q = _again(saved.x, -1, lambda x: quantized(tokens(x), 0, _X_WGRAD, turn))
+        dw = _multiply(x_q, g_q, (_first(recipe), _first(recipe)), recipe, recipe.wgrad, saved.dtypes[1])
     return dx[..., :k], dw[:k], None
 
 
@@ -188,15 +190,28 @@ def _how(recipe: Recipe) -> Fp4Training:
     return recipe.fp4
 
 
+def _numbers(recipe: Recipe) -> Numbers:
+    """What products multiply; all three are BF16's, or none is."""
+    return "bfloat16" if recipe.forward == "bf16" else "float8_e4m3fn"
+
+
+def _first(recipe: Recipe) -> int:
+    """Where `along` writes the first axis, down which it quantizes: E4M3 numbers are written as their transpose."""
+    return 0 if _numbers(recipe) == "bfloat16" else -1
+
+
 def _bits(words: jax.Array | None, number: int) -> Any:
     return None if words is None else stream(words, number)
 
 
-def _again(numbers: Any, quantized: Callable[[jax.Array], Nvfp4Values]) -> Nvfp4Values:
-    """Numbers of the forward pass, quantized again; a tensor scale that they have is kept apart."""
+def _again(numbers: Any, axis: int, quantized: Callable[[jax.Array], Nvfp4Values]) -> Nvfp4Values:
+    """Numbers of the forward pass, there in blocks along an axis, quantized again; their tensor scale is kept apart."""
     if not isinstance(numbers, Nvfp4Values):
         return quantized(numbers)
-    found = quantized(numbers.values)
+    values = numbers.values
+    if values.dtype == jnp.float8_e4m3fn:
+        values = jnp.moveaxis(values, -1, axis).astype(jnp.bfloat16)
+    found = quantized(values)
     return Nvfp4Values(found.values, found.outer * numbers.outer)
 
 
@@ -206,15 +221,11 @@ def _multiply(
     """The product of dequantized operands over an axis of each, summed in float32."""
     if how == "bf16":
         return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
-    # Exact: fold-exact scales keep values within E4M3. They are written as they lie, in one byte each, and then turned:
-    # XLA would turn what is rotated, in float32.
-    lying = [Layout(tuple(range(operand.values.ndim))) for operand in (a, b)]
-    folded = [(operand.values * jnp.bfloat16(_IN_E4M3)).astype(jnp.float8_e4m3fn) for operand in (a, b)]
-    written = with_layout_constraint(folded, lying)
-    left, right = (jnp.moveaxis(values, axis, -1) for values, axis in zip(written, axes, strict=True))
-    options: Any = dict(out_dtype=dtype, accumulation=how, backend=recipe.backend)
-    operand = lambda values, outer: Operand(values, outer / jnp.float32(_IN_E4M3), scaling=Tensor("float32"))
-    return multiply(operand(left, a.outer), operand(right, b.outer), **options)
+    left, right = (
+        Operand(jnp.moveaxis(operand.values, axis, -1), operand.outer, scaling=Tensor("float32"))
+        for operand, axis in zip((a, b), axes, strict=True)
+    )
+    return multiply(left, right, out_dtype=dtype, accumulation=how, backend=recipe.backend)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:

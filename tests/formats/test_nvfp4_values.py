@@ -25,6 +25,7 @@ DATATYPES = {
 }  # fmt: skip
 PRODUCTS = np.unique(np.outer([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.arange(127, dtype=np.uint8).view(jnp.float8_e4m3fn)))
 along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3), compiler_options=QUICK)
+E4M3 = "float8_e4m3fn"
 
 
 def wild(spread, shape=(32, 64)):
@@ -45,18 +46,17 @@ def both(x, place, rule, rounding):
     modes = Modes("even" if drawn is None else "stochastic", MODES[rule])
     parts = quantize(to_bits(x), DATATYPES[place], modes, drawn)
     values = layout_of(x.shape, DATATYPES[place]).join(parts.value * parts.scale)
-    if place == "squares":
-        found = nvfp4_values.squares(x, rule)
-    else:
-        found = nvfp4_values.along(x, {"last": -1, "first": 0}[place], rule, rounding, KEY)
-    return found, (values, parts.outer)
+    how = (rule,) if place == "squares" else ({"last": -1, "first": 0}[place], rule, rounding, KEY)
+    find = functools.partial(nvfp4_values.squares if place == "squares" else nvfp4_values.along, x, *how)
+    return find(), find(numbers=E4M3) if rule == "fold_exact" else None, (values, parts.outer)
 
 
 @pytest.mark.parametrize(
     ("place", "modes"),
     [
         ("last", [(rule, rounding) for rule in MODES for rounding in ("nearest", "stochastic")]),
-        ("first", [("four_over_six", "nearest"), ("amax", "stochastic")]),  # what differs is where values lie
+        # What differs is where values lie.
+        ("first", [("four_over_six", "nearest"), ("amax", "stochastic"), ("fold_exact", "nearest")]),
         ("squares", [("amax", "nearest"), ("fold_exact", "nearest")]),
     ],
     ids=DATATYPES,
@@ -64,12 +64,12 @@ def both(x, place, rule, rounding):
 def test_values_are_the_definitions_bit_for_bit(place, modes):
     run = jax.jit(lambda x: {mode: both(x, place, *mode) for mode in modes}, compiler_options=QUICK)
     for spread in (0.0, 2.0, 9.0):
-        for mode, (found, (values, outer)) in run(wild(spread)).items():
+        for mode, (found, narrow, (values, outer)) in run(wild(spread)).items():
             assert found.values.dtype == jnp.bfloat16 and float(found.outer) == float(outer), mode
             assert same(found.values, values), (mode, spread)
-            if mode[0] == "fold_exact":  # over 2**3 all are E4M3 numbers
-                folded = np.asarray(found.values, np.float32) / 8
-                assert same(folded.astype(jnp.float8_e4m3fn), folded)
+            if mode[0] == "fold_exact":  # over 2**3 all are E4M3 numbers, with blocks along the last axis
+                assert narrow.values.dtype == E4M3 and float(narrow.outer) == 8 * float(outer)
+                assert same(narrow.values, (values.T if place == "first" else values) / 8)
 
 
 def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_bit():
@@ -95,28 +95,46 @@ def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_
 
 
 @pytest.mark.parametrize(
-    ("place", "rule", "rounding", "turned", "spread"),
-    [("last", "amax", "stochastic", False, 2.0), ("last", "four_over_six", "nearest", False, 9.0),
-     ("first", "amax", "nearest", True, 9.0), ("first", "fold_exact", "stochastic", True, 2.0)],
+    ("place", "rule", "rounding", "turned", "spread", "numbers", "rows"),
+    [("last", "amax", "stochastic", False, 2.0, "bfloat16", 32),
+     ("last", "four_over_six", "nearest", False, 9.0, "bfloat16", 32),
+     ("first", "amax", "nearest", True, 9.0, "bfloat16", 32),
+     ("last", "fold_exact", "nearest", False, 9.0, E4M3, 32),
+     # A program takes four tiles below each other.
+     ("first", "fold_exact", "stochastic", True, 2.0, E4M3, 128)],
 )  # fmt: skip
-def test_the_kernel_has_the_definitions_bits(place, rule, rounding, turned, spread):
-    x = wild(spread, (32, 128)).at[20, 70].set(jnp.inf)
+def test_the_kernel_has_the_definitions_bits(place, rule, rounding, turned, spread, numbers, rows):
+    x = wild(spread, (rows, 128)).at[20, 70].set(jnp.inf)
     assert nvfp4_values.nvfp4_kernel.serves(x.shape, x.dtype, place)
     turn = jnp.where(jnp.arange(16) % 3, 1.0, -1.0) if turned else None
-    options = dict(place=place, rule=rule, rounding=rounding)
+    options = dict(place=place, rule=rule, rounding=rounding, numbers=numbers)
     one_pass = functools.partial(nvfp4_values._in_one_pass, interpret=True, **options)
     both = lambda x: (one_pass(x, KEY, turn), nvfp4_values._defined(x, KEY, turn, **options))
     got, wanted = jax.jit(both, compiler_options=QUICK)(x)
     assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
 
 
+@pytest.mark.parametrize("axes", [("a", None), (None, "a")])
+def test_parts_of_a_mesh_have_the_bits_of_the_whole_transpose(axes):
+    """By the kernel, with one tile below another, and without it, where a part has too few columns."""
+    x, mesh = wild(2.0, (32, 128)), jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = dict(place="first", rule="fold_exact", rounding="stochastic", numbers=E4M3)
+    place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    one_pass = functools.partial(nvfp4_values._in_one_pass, interpret=True, signs=None, **options)
+    compiled = jax.jit(one_pass, compiler_options=QUICK).lower(jax.device_put(x, place(*axes)), KEY).compile()
+    got = compiled(jax.device_put(x, place(*axes)), jax.device_put(KEY, place()))
+    assert got.values.sharding.is_equivalent_to(place(*axes[::-1]), 2)
+    assert same(got.values, jax.jit(functools.partial(nvfp4_values._defined, signs=None, **options))(x, KEY).values)
+
+
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_on_an_h200_what_is_rotated_is_written_once():
+@pytest.mark.parametrize(("rule", "numbers"), [("amax", "bfloat16"), ("fold_exact", E4M3)])
+def test_on_an_h200_what_is_rotated_is_written_once(rule, numbers):
     """Two kernels, one for the maximum, and no float32 of x's size beside them."""
     mesh = h200s(1)
     x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
-    run = lambda x, key, turn: nvfp4_values.along(x, 0, "amax", "stochastic", (key[0], key[1]), turn)
+    run = lambda x, key, turn: nvfp4_values.along(x, 0, rule, "stochastic", (key[0], key[1]), turn, numbers)
     compiled = compile_for(mesh, run, x, key, turn)
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
 

@@ -74,8 +74,8 @@ def test_stochastic_rounding_by_the_bits_of_each_index(rule, dtype):
 @pytest.mark.parametrize(("axis", "signs"), [(1, None), (0, None), (0, SIGNS)], ids=["last", "first", "rotated"])
 def test_numbers_that_training_multiplies(axis, signs, rounding, dtype):
     x, key = draw(dtype), counter.keys(7)
-    for rule in RULES:
-        given = functools.partial(nvfp4_values.along, axis=axis, rule=rule, rounding=rounding)
+    for rule, numbers in (*((rule, "bfloat16") for rule in RULES), ("fold_exact", "float8_e4m3fn")):
+        given = functools.partial(nvfp4_values.along, axis=axis, rule=rule, rounding=rounding, numbers=numbers)
         run = jax.jit(lambda x, key, signs, given=given: given(x, key=key, signs=signs))
         assert "quantize_nvfp4" in run.lower(x, key, signs).as_text()
         got = jax.device_get(run(x, key, signs))

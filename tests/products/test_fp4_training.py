@@ -33,8 +33,8 @@ def operands(m=32, k=48, n=32, dtype=jnp.float32):
 
 
 # Each quantizer is compiled once for all tests, in the place of all products that are made of them.
-along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3), compiler_options=QUICK)
-squares = jax.jit(nvfp4_values.squares, static_argnums=1, compiler_options=QUICK)
+along = jax.jit(nvfp4_values.along, static_argnums=(1, 2, 3, 6), static_argnames="numbers", compiler_options=QUICK)
+squares = jax.jit(nvfp4_values.squares, static_argnums=(1, 2), compiler_options=QUICK)
 
 
 def rule(how, x, w, g, key=None):
@@ -81,15 +81,16 @@ def test_products_are_those_of_their_dequantized_operands(name, monkeypatch):
     products(recipe(name), *operands(32, 32, 32), KEY)
     assert len(seen) == 3
     for a, b, of_a, of_b, out in seen:
-        assert a.dtype == jnp.bfloat16
+        assert a.dtype == b.dtype == ("float8_e4m3fn" if "fold_exact" in name else "bfloat16")
         assert_product(out, np.asarray(a, np.float64) * float(of_a), np.asarray(b, np.float64).T * float(of_b))
 
 
-def test_fp8_products_of_fold_exact_operands_are_their_bf16_products():
+@pytest.mark.parametrize("backward", ["reused", "requantized"])
+def test_fp8_products_of_fold_exact_operands_are_their_bf16_products(backward):
     x, w, g = operands(32, 32, 32)
-    in_bf16 = recipe("nvfp4_training_fold_exact", forward="bf16", dgrad="bf16", wgrad="bf16")
-    for fp8, bf16 in zip(products(recipe("nvfp4_training_fold_exact"), x, w, g, KEY), products(in_bf16, x, w, g, KEY),
-                         strict=True):  # fmt: skip
+    in_fp8 = recipe("nvfp4_training_fold_exact", backward=backward)
+    in_bf16 = recipe(in_fp8, forward="bf16", dgrad="bf16", wgrad="bf16")
+    for fp8, bf16 in zip(products(in_fp8, x, w, g, KEY), products(in_bf16, x, w, g, KEY), strict=True):
         np.testing.assert_allclose(fp8, bf16, rtol=1e-5, atol=1e-5 * float(jnp.abs(bf16).max()))
 
 
@@ -100,7 +101,7 @@ def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
 
     monkeypatch.setattr(nvfp4_values, "quantize", exact)
     monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
-    monkeypatch.setattr(fp4_training, "squares", lambda w, rule: Nvfp4Values(w, jnp.float32(1)))
+    monkeypatch.setattr(fp4_training, "squares", lambda w, *_: Nvfp4Values(w, jnp.float32(1)))
     x, w, g = operands(128, 32, 32)
     _, dx, dw = jax.jit(functools.partial(rule, recipe(name)), compiler_options=QUICK)(x, w, g, KEY)
     np.testing.assert_allclose(dw, x.T @ g, atol=1e-4)
