@@ -193,14 +193,19 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
     """The index in the whole array of the first value of each tile, modulo 2**32, from the tile's index in a part."""
+    return in_whole(tile, starts, shapes) * jnp.uint32(SIDE)
+
+
+def in_whole(index: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """The index in a whole array, modulo 2**32, from that in a part of it; shapes are of the part and of the whole."""
     if starts is None:
-        return tile * jnp.uint32(SIDE)
+        return index
     own, whole = shapes
-    index, stride = jnp.zeros_like(tile), 1
+    found, stride = jnp.zeros_like(index), 1
     for axis in range(len(own) - 1, -1, -1):
-        index += (starts[axis] + tile % jnp.uint32(own[axis])) * jnp.uint32(stride % 2**32)
-        tile, stride = tile // jnp.uint32(own[axis]), stride * whole[axis]
-    return index * jnp.uint32(SIDE)
+        found += (starts[axis] + index % jnp.uint32(own[axis])) * jnp.uint32(stride % 2**32)
+        index, stride = index // jnp.uint32(own[axis]), stride * whole[axis]
+    return found
 
 
 def _call(

@@ -16,7 +16,7 @@ and rounded stochastically, so that the expectation over rotations is x.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.counter import bits_of
-from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_tiles, scale_choice
+from tcfp_jax.formats import float_bits, nvfp4_eden, nvfp4_kernel, nvfp4_tiles, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_arrays import MODES, Key, Rule
@@ -36,11 +36,6 @@ from tcfp_jax.formats.scale_choice import IN_E4M3
 BLOCK = 16
 _LARGEST = 6.0  # of E2M1
 _E4M3, _FLOAT32 = number("e4m3fn"), number("float32")
-# The best step of nearest rounding for normal values is smaller than amax / 6, and corrections need room above the
-# scales (Panferov et al. 2026, section 4 and their code).
-_EDEN_LARGEST = _LARGEST / (17 / 16 * 0.93)
-_EDEN_TOP = 256.0
-
 Rounding = Literal["nearest", "stochastic", "eden"]
 
 
@@ -93,9 +88,14 @@ def along(
         x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
     place: Place = "first" if axis % x.ndim == 0 else "last"
     by_definition = functools.partial(_defined, place=place, rule=rule, rounding=rounding, numbers=numbers)
+    if rounding == "eden":
+        if signs is None or not nvfp4_eden.serves(x.shape, x.dtype, size, place):
+            return by_definition(x, key, signs)
+        kernel: Any = lambda x, key, signs: Nvfp4Values(*nvfp4_eden.quantize(x, key, signs, place))
+        return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_definition)
     # Rotations by products add in an order of their own, and kernels have one block in a thread.
     apart = signs is None or (place == "first" and size == BLOCK)
-    if rounding == "eden" or not apart or not nvfp4_kernel.serves(x.shape, x.dtype, place):
+    if not apart or not nvfp4_kernel.serves(x.shape, x.dtype, place):
         return by_definition(x, key, signs)
     kernel = functools.partial(_in_one_pass, place=place, rule=rule, rounding=rounding, numbers=numbers)
     return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_definition)
@@ -222,8 +222,8 @@ def quantize(
     magnitude = lax.bitcast_convert_type(magnitude, jnp.float32)
     whole, mode, covers = jnp.max(amax), MODES[rule], rounding == "stochastic"
     if rounding == "eden":
-        outer = scale_choice.choose_scale(whole, _EDEN_LARGEST * _EDEN_TOP, _FLOAT32)
-        (scale,) = scale_choice.tile_scales(amax, outer, _EDEN_LARGEST, _E4M3, "max", False)
+        outer = scale_choice.choose_scale(whole, nvfp4_eden.LARGEST * nvfp4_eden.TOP, _FLOAT32)
+        (scale,) = scale_choice.tile_scales(amax, outer, nvfp4_eden.LARGEST, _E4M3, "max", False)
         units = _nearest(magnitude, _divisor(scale, outer))
         scale = _corrected(scale, _divisor(scale, outer) * units, magnitude, axes, group, key)
     else:

@@ -94,9 +94,7 @@ def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
     >>> rotate_by_product(jnp.array([[4.0, 0.0, 0.0, 0.0]]), jnp.ones(4), 1).tolist()
     [[2.0, 2.0, 2.0, 2.0]]
     """
-    size, shape = signs.shape[0], x.shape
-    sylvester = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * int(math.log2(size)))
-    matrix = jnp.asarray(sylvester) * signs[:, None]
+    size, shape, matrix = signs.shape[0], x.shape, matrix_of(signs)
     # 1 and -1 are exact in BF16, and so is what BF16 products add up in float32.
     dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     options: Any = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -109,6 +107,16 @@ def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
         groups = x.reshape(*shape[:-1], -1, size).astype(dtype)
         turned = jnp.einsum("...i,ij->...j", groups, matrix.astype(dtype), **options)
     return turned.reshape(shape) * jnp.float32(1 / math.sqrt(size))
+
+
+def matrix_of(signs: jax.Array) -> jax.Array:
+    """What rows of as many values as signs are multiplied by, and by 1 / sqrt(size): 1 and -1, float32 `[size, size]`.
+
+    >>> matrix_of(jnp.array([1.0, -1.0])).tolist()
+    [[1.0, 1.0], [-1.0, 1.0]]
+    """
+    powers = int(math.log2(signs.shape[0]))
+    return jnp.asarray(functools.reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * powers)) * signs[:, None]
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """NVFP4 as numbers: the definition's bits in every mode; MS-EDEN over turns; rotations; which bits are drawn."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels.counter import bits_of, keys
 from tcfp_jax import formats
-from tcfp_jax.formats import float_bits, nvfp4_values
+from tcfp_jax.formats import float_bits, nvfp4_eden, nvfp4_values
 from tcfp_jax.formats.float_bits import Grid, to_bits
 from tcfp_jax.formats.nvfp4_arrays import MODES
 from tcfp_jax.formats.nvfp4_values import BLOCK
@@ -127,14 +128,39 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole_transpose(axes):
     assert same(got.values, jax.jit(functools.partial(nvfp4_values._defined, signs=None, **options))(x, KEY).values)
 
 
+@pytest.mark.parametrize("value", [1.0, 0.0, jnp.nan, jnp.inf, 1e15, 1e-39])
+@pytest.mark.parametrize(("place", "size"), [("last", 128), ("first", 32)])
+def test_edens_kernel_has_the_definitions_values(place, size, value):
+    """All that differs is the order of sums, which few values notice."""
+    x = wild(1.0, (256, 128)).at[9, 9].set(value).at[128:, 64:].set(0)
+    x = jnp.nan_to_num(x.at[20, 70].set(value), nan=2.0, posinf=jnp.inf).astype(jnp.bfloat16)
+    x = x.at[40, 3].set(value)
+    assert nvfp4_eden.serves(x.shape, x.dtype, size, place)
+    turn = jnp.where(jnp.arange(size) % 3, 1.0, -1.0)
+    how: Any = dict(place=place, rule="amax", rounding="eden", numbers="bfloat16")
+    both = lambda x: (
+        nvfp4_eden.quantize(x, KEY, turn, place, interpret=True), nvfp4_values._defined(x, KEY, turn, **how)
+    )  # fmt: skip
+    (values, outer), wanted = jax.jit(both, compiler_options=QUICK)(x)
+    got, expected = (np.asarray(found, np.float32) for found in (values, wanted.values))
+    np.testing.assert_allclose(float(outer), float(wanted.outer), rtol=1e-6)
+    assert np.mean((got == expected) | (np.isnan(got) & np.isnan(expected))) > 0.999
+    assert np.array_equal(np.isnan(got), np.isnan(expected)) and np.isnan(got).any() == (not np.isfinite(value))
+    assert np.isin(np.abs(got[~np.isnan(got)]), PRODUCTS.astype(np.float32)).all()
+
+
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("rule", "numbers"), [("amax", "bfloat16"), ("fold_exact", E4M3)])
-def test_on_an_h200_what_is_rotated_is_written_once(rule, numbers):
+@pytest.mark.parametrize(
+    ("rule", "rounding", "axis", "size", "numbers"),
+    [("amax", "stochastic", 0, 16, "bfloat16"), ("fold_exact", "stochastic", 0, 16, E4M3),
+     ("amax", "eden", 0, 128, "bfloat16"), ("amax", "eden", -1, 128, "bfloat16")],
+)  # fmt: skip
+def test_on_an_h200_what_is_rotated_is_written_once(rule, rounding, axis, size, numbers):
     """Two kernels, one for the maximum, and no float32 of x's size beside them."""
     mesh = h200s(1)
-    x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
-    run = lambda x, key, turn: nvfp4_values.along(x, 0, rule, "stochastic", (key[0], key[1]), turn, numbers)
+    x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((size,), jnp.float32)))
+    run = lambda x, key, turn: nvfp4_values.along(x, axis, rule, rounding, (key[0], key[1]), turn, numbers)
     compiled = compile_for(mesh, run, x, key, turn)
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
 
