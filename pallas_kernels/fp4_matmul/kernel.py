@@ -7,25 +7,22 @@ The weight is the operand that `wgmma` takes from registers, because nothing els
 shared memory: the tensor core computes the transposed product, 64 outputs n for every warpgroup and all of m. One
 warpgroup copies codes, scales and x ahead; the others decode (bfloat16: `decode.py`, E4M3: `decode_fp8.py`, as x is)
 and multiply. The rows of x are read by every block, so a block has as many warpgroups as fit, which share them. Where
-tiles of outputs are too few to fill the chip, blocks have parts of k, whose sums XLA adds. Where they leave some
-multiprocessors free, blocks there do the last steps of others' tiles and leave float32 sums in global memory, and the
-block that has the tile waits for a semaphore and adds them: its own steps first, so that sums have one order. Where
-rows are many, blocks have bands of them: a weight that is decoded anew for each costs less than one that is written and
-read.
-
-A row of x has the same bits whatever is multiplied beside it, as long as sums are cut alike: `splits` and `helped` are
-functions of k, n, the format and the warpgroups. NVFP4 has the same warpgroups for 1 to 64 rows.
+outputs are too few to fill the chip, blocks have parts of k, whose sums XLA adds. Where rows are many, blocks have
+bands of them: a weight that is decoded anew for each costs less than one that is written and read.
 
 On an H200, 8192 x 28672 with cold weights at m = 16, over BF16's product in the same run, the kernel alone: 2.28 with
 scales converted by arithmetic and a wait behind every step, 2.37 with one product in flight, 2.57 with codes placed by
 a multiplication (the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads, E4M3 3.1.
-112 of 132 multiprocessors had a tile, and issued in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
+112 of 132 multiprocessors have a tile, and issue in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
 With the permutation of x BF16 has 2.59. Equal shares of all steps on all multiprocessors ("stream-K", Osama et al.
-2023), whose parts a further kernel added, gained 3 % there at first, lost 12 % in E4M3, and are gone. So are clusters,
-whose blocks shared a copy of x: with 256 rows they gained nothing. Helpers are younger than these numbers.
+2023) gained 3 % there at first, lost 12 % in E4M3, and are gone: parts of sums have to be written and added. Blocks on
+the other 20 that do the last steps of others' tiles, whose blocks add what they leave in the kernel, lost as much (46.0
+us and 41.1 in E4M3, 44.8 and 45.4 in BF16, where the zeros of semaphores cost what it gained). So have clusters gone,
+whose blocks shared a copy of x: with 256 rows they gained nothing.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,8 +32,53 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import owned
-from pallas_kernels.fp4_matmul.block import CHUNK_BYTES, ROWS, Block, Config
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned
+
+ROWS = 64
+# A row of x in shared memory, the widest swizzle: what is decoded and multiplied at a time.
+CHUNK_BYTES = 128
+# Registers of a thread that copies, where those that compute need more than an even share.
+_COPYING = 24
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the kernel.
+
+    Attributes:
+      warpgroups: that compute, each 64 outputs.
+      stages: steps of k that are in flight.
+      splits: blocks that share the steps of k.
+      rows: of x, those of a block; None is all of them.
+    """
+
+    warpgroups: int = 4
+    stages: int = 4
+    splits: int = 1
+    rows: int | None = None
+
+    @property
+    def height(self) -> int:
+        """Outputs n of a block."""
+        return ROWS * self.warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes: an even share, and what is left of all shares where threads that copy give away.
+
+        A block has what it was started with: asked for one register more, its threads would wait for ever.
+        """
+        threads = self.warpgroups + 1
+        even = 512 // threads // 8 * 8
+        return even, min(240, (even * threads - _COPYING) // self.warpgroups // 8 * 8)
+
+    def holds(self, m: int, *, evenly: bool = False) -> bool:
+        """Whether registers suffice: half of m for sums, and 64 for what is decoded and what is multiplied."""
+        return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
+
+    def piece(self, m: int) -> int:
+        """Rows of m that a warpgroup writes at a time: a quarter of them, in eights."""
+        return next(rows for rows in (m // 4, 16, 8) if rows and rows % 8 == 0 and m % rows == 0)
 
 
 def call(
@@ -68,22 +110,17 @@ def call(
     (m, k), n = x.shape, codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert (config.helpers > 0) == (config.helped > 0), "helpers do steps, and nobody else leaves sums"
-    assert not config.helpers or config.splits == bands == 1, "a tile that is helped has a block of its own"
-    assert config.helpers <= tiles, "a helper has a tile to help"
-    assert config.helped < k // owned.step_of(form), "the block that has a tile does steps, too"
     assert (factors is None) == (out is None) == (config.splits > 1), "parts of k are added before they are scaled"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
-    left = [jax.ShapeDtypeStruct((n, m), jnp.float32)] if config.helpers else []
-    product, *_ = plgpu.kernel(
+    product = plgpu.kernel(
         functools.partial(_kernel, config, form),
-        out_type=[written, *left],
+        out_type=written,
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
-        grid=(config.helpers + tiles * config.splits * bands,),
+        grid=(tiles * config.splits * bands,),
         grid_names=("block",),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
@@ -94,11 +131,6 @@ def call(
 
 
 def _kernel(config: Config, form: Any, *refs: Any) -> None:
-    left = None
-    if config.helpers:
-        refs, sums = refs[:-1], refs[-1]
-        tiles = sums.shape[0] // config.height
-        left = sums, pl.get_global(plgpu.SemaphoreType.REGULAR((tiles, config.warpgroups)))
     x_gmem, _, _, table_gmem, *factors_gmem, out_gmem = refs
     m, step = config.rows or x_gmem.shape[0], owned.step_of(form)
     steps = x_gmem.shape[1] // step // config.splits
@@ -108,7 +140,7 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
-        block = Block(config, form, steps, stages, refs, smem, left)
+        block = _Block(config, form, steps, stages, refs, smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -125,6 +157,131 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
     )
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A block at work.
+
+    Attributes:
+      config, form: of the kernel.
+      steps: of k, those of a block.
+      stages: buffers of a step.
+      gmem: references to global memory: x, codes, scales, table, perhaps factors, and the output.
+      smem: buffers and barriers, by the names that `_kernel` gives them.
+    """
+
+    config: Config
+    form: Any
+    steps: int
+    stages: int
+    gmem: Any
+    smem: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Of x, how many this block multiplies."""
+        return self.config.rows or self.gmem[0].shape[0]
+
+    @property
+    def _place(self) -> tuple[Any, Any, Any]:
+        """Which band of x, which tile of outputs and which part of k this block has."""
+        block, bands, splits = lax.axis_index("block"), self.gmem[0].shape[0] // self.rows, self.config.splits
+        return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
+
+    @property
+    def _band(self) -> Any:
+        """Of x, the rows that this block multiplies."""
+        return pl.ds(self._place[0] * self.rows, self.rows)
+
+    @property
+    def _first_output(self) -> Any:
+        return self._place[1] * self.config.height
+
+    def _hand_over(self, registers: int, action: Any) -> None:
+        """Give registers of the threads that copy to those that compute, where an even share is too few."""
+        if not self.config.holds(self.rows, evenly=True):
+            plgpu.set_max_registers(registers, action=action)
+
+    def fill(self) -> None:
+        """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
+        (x_gmem, codes_gmem, scales_gmem, table_gmem, *_), smem = self.gmem, self.smem
+        self._hand_over(_COPYING, "decrease")
+        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
+        step, first = owned.step_of(self.form), self._place[2] * self.steps
+        outputs = pl.ds(self._first_output, self.config.height)
+        # (global memory, rows, how many columns a step takes, where to)
+        copies = (
+            (codes_gmem, outputs, step // 2, smem["codes"]), (scales_gmem, outputs, owned.BLOCKS, smem["scales"]),
+            (x_gmem, self._band, step, smem["x"]),
+        )  # fmt: skip
+
+        @pl.loop(0, self.steps)
+        def _steps(k: Any) -> None:
+            slot = lax.rem(k, self.stages)
+
+            @pl.when(k >= self.stages - 1)
+            def _wait() -> None:
+                plgpu.barrier_wait(smem["consumed"].at[slot])
+
+            for source, at, columns, buffer in copies:
+                block = source.at[at, pl.ds((first + k) * columns, columns)]
+                plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot])
+
+    def consume(self) -> None:
+        """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
+        self._hand_over(self.config.registers[1], "increase")
+        plgpu.barrier_wait(self.smem["ready"])
+        sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
+        pl.run_scoped(functools.partial(self._multiply, owned.place(self.form)), sums)
+
+    def _multiply(self, place: Any, acc: Any) -> None:
+        warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
+        step, width = owned.step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
+
+        @pl.loop(0, self.steps)
+        def _steps(k: Any) -> None:
+            slot = lax.rem(k, self.stages)
+            plgpu.barrier_wait(self.smem["filled"].at[slot])
+            operand = self._operand(slot, warpgroup * ROWS, place)
+            for chunk in range(step // width):
+                plgpu.wgmma(acc, operand(chunk), x_smem.at[slot, :, pl.ds(chunk * width, width)].T)
+                # One product runs while the next operand is decoded; that before has read its registers.
+                plgpu.wgmma_wait(1)
+                if chunk == 0:
+                    # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
+                    self._release(k - 1)
+
+        plgpu.wgmma_wait(0)
+        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
+        if self.smem["out"] is None:
+            out_gmem[self._place[2], outputs, self._band] = acc[...]
+        else:
+            _store(acc[...], self._factors(), self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+
+    def _release(self, k: Any) -> None:
+        """Give the buffers of a step back.
+
+        There is one arrival for step -1, for which `fill` waits before it fills the last of the buffers at first.
+        """
+        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
+
+    def _factors(self) -> Any:
+        """What sums are multiplied by: a number, or one for each row of x."""
+        factors = self.gmem[-2]
+        if factors.shape == (1,):
+            return factors[0] * jnp.float32(decode.FACTOR[self.form])
+        # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
+        found = plgpu.load(factors.at[self._band], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))
+
+    def _operand(self, slot: Any, first_row: Any, place: Any) -> Any:
+        """A function of the chunk: the weight's values as the dtype of x."""
+        own, table = pl.ds(first_row, ROWS), self.smem["table"]
+        codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
+        if self.smem["x"].dtype == jnp.float8_e4m3fn:
+            return decode_fp8.decode(place, codes, scales, table)
+        return decode.decode(self.form, place, codes, scales, table)
+
+
 def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
     """A piece of the output for each warpgroup: some rows of m times 64 outputs.
 
@@ -135,3 +292,18 @@ def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
     return plgpu.SMEM(
         (config.warpgroups, config.piece(m), ROWS), dtype, transforms=(*tiles, plgpu.SwizzleTransform(CHUNK_BYTES))
     )
+
+
+def _store(sums: jax.Array, factor: Any, out_smem: Any, out_gmem: Any) -> None:
+    """Write the products of the sums of 64 outputs and their factors, transposed, in pieces of m through a buffer.
+
+    Rows behind the last of the output are not written: copies leave out what lies beyond it.
+    """
+    out, piece = (sums * factor).astype(out_gmem.dtype), out_smem.shape[0]
+    out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+    for first in range(0, sums.shape[1], piece):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_smem.T[...] = out[:, first : first + piece]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(first, piece)])
+    plgpu.wait_smem_to_gmem(0)

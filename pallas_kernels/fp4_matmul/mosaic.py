@@ -82,10 +82,6 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     # A block has a multiprocessor to itself. Where they would fill less than half of the chip, as many share k as fit.
     splits = max((count for count in range(1, places // (tiles * bands) + 1) if steps % count == 0), default=1)
     config = Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
-    # Where registers are handed over, none are left for sums that a helper leaves.
-    if splits == bands == 1 and config.holds(rows, evenly=True):
-        helpers, helped = _help(tiles, places, steps)
-        config = dataclasses.replace(config, helpers=helpers, helped=helped)
     of_output = config.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
     of_stage = config.height * (step // 2 + 16) + rows * step * jnp.dtype(options.activation).itemsize
     stages = min(config.stages, (_SHARED_BYTES - of_output) // of_stage)
@@ -100,22 +96,6 @@ def _bands(m: int, most: int) -> tuple[int, int]:
     bands = -(-m // most)
     unit = 8 if bands == 1 else 32
     return bands, -(-m // (unit * bands)) * unit
-
-
-def _help(tiles: int, places: int, steps: int) -> tuple[int, int]:
-    """Blocks on places that tiles leave free, and how many steps of each tile they do: as many as end with the others.
-
-    One step is not worth it: what helpers leave is written, waited for and read.
-
-    >>> _help(112, 132, 32)  # 20 helpers of 5 or 6 tiles do at most 24 steps, and the others 28 each
-    (20, 4)
-    """
-    helpers = min(places - tiles, tiles)
-    if helpers <= 0:
-        return 0, 0
-    most = -(-tiles // helpers)
-    helped = min(range(steps), key=lambda helped: max(steps - helped, most * helped))
-    return (helpers, helped) if helped > 1 else (0, 0)
 
 
 def _rounds(blocks: int, places: int, rows: int) -> int:

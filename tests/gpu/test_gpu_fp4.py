@@ -139,11 +139,7 @@ def test_leading_axes_bfloat16_and_squares_in_e4m3():
     np.testing.assert_array_equal(flat, in_e4m3(x, q, backend="mosaic").astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(4, 3, 1), (4, 2, 4), (2, 4, 1), (2, 3, 28), (1, 6, 56), (1, 2, 7), (4, 3, 1, None, 3, 5), (2, 4, 1, None, 8, 40)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [(4, 3, 1), (4, 2, 4), (2, 4, 1), (2, 3, 28), (1, 6, 56), (1, 2, 7)], ids=str)
 @pytest.mark.parametrize("m", [48, 96])
 def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
     from pallas_kernels.fp4_matmul.kernel import Config
@@ -155,28 +151,6 @@ def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
     got, expected = np.asarray(run(x, q)), np.asarray(in_e4m3(x, q, backend="xla"))
     # Errors of sums in about 14 bits, which differ with the parts of k.
     assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
-
-
-@pytest.mark.parametrize("activation", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("helpers", [1, 3, 4])
-def test_sums_that_helpers_leave_are_there_in_every_call(helpers, activation):
-    from pallas_kernels.fp4_matmul.kernel import Config
-
-    q, x = operands(FOLDS, 1024, 14336)
-    x, options = x.astype(jnp.bfloat16), reference.Options(jnp.dtype(jnp.bfloat16), activation)
-    multiply = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(4, 3, helpers=helpers, helped=9)))
-    plain = fp4_matmul(x[:16], q, activation=activation, backend="xla").astype(jnp.float32)
-    first = multiply(x[:16], q)
-    assert float(jnp.linalg.norm(first.astype(jnp.float32) - plain)) <= 2.0**-6 * float(jnp.linalg.norm(plain))
-    # Two in a program, one in a loop, and many behind each other: semaphores are zero whenever a kernel starts.
-    step = lambda i, last: multiply(jnp.where(i < 0, 0, x[:16]), q)
-    several = jax.jit(
-        lambda x, q: (multiply(x, q), multiply(x, q), jax.lax.fori_loop(0, 4, step, jnp.zeros_like(first)))
-    )
-    for got in [*several(x[:16], q), *(multiply(x[:16], q) for _ in range(50))]:
-        np.testing.assert_array_equal(got, first)
-    for m in (1, 5, 12):
-        np.testing.assert_array_equal(multiply(x[:m], q), first[:m])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
