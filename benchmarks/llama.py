@@ -228,10 +228,10 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
 def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     """(the model of the whole step, its weights)."""
     recipe = tcfp_jax.recipe("tcfp12_single" if name == STORED else name)
-    include = config.include
-    if "measured" in include:
-        if name != STORED:
-            return learner(config.step, recipe, "bfloat16", config.step_tokens)
+    include, everywhere = config.include, name == STORED or name in EMULATED
+    if "measured" in include and not everywhere:
+        return learner(config.step, recipe, "bfloat16", config.step_tokens)
+    if "measured" in include or name in EMULATED:  # which pays nowhere
         include = ("linear", "small")
     if isinstance(config.step, GPTConfig):
         return learner(config.step, recipe, "bfloat16")
