@@ -7,8 +7,9 @@ scale, or 32 bytes of numbers; of tiles down the first axis of a matrix neighbou
 stores one for every program.
 
 Numbers are bfloat16, in the place of x's values, or 2**-3 of them float8_e4m3fn, as FP8 products read them: the values
-of a tile, which products add, side by side. Of tiles down the first axis that is the transpose: a thread has 16 bytes
-of a line of it, and a program four tiles below each other, so that it fills the 32 bytes that memory writes at once.
+of a tile, which products add, side by side. Of tiles down the first axis that is the transpose: a thread writes 16
+bytes of two lines of it, and the programs that start next those behind them. Programs that had tiles below each other,
+and filled more of a line, took Triton of jax 0.11 all memory of a machine to compile.
 
 Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array: a device that holds
 a part of it is told where its part begins.
@@ -41,8 +42,12 @@ TILES = 128
 Numbers = Literal["bfloat16", "float8_e4m3fn"]
 Output = Literal["codes", "bfloat16", "float8_e4m3fn", "amax"]
 Place = Literal["last", "first"]
-# Of the transpose a program writes lines of four tiles, 64 bytes.
-_BELOW = 4
+# Neighbours down the first axis lie apart: a thread takes two columns, for words of 4 bytes.
+_WARPS: dict[Place, int] = {"last": 4, "first": 2}
+_TO_E4M3 = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+    "mov.b32 $0, {low, high}; }"
+)
 
 
 class _Job(NamedTuple):
@@ -97,7 +102,9 @@ def quantize_values(
       these lie down the first axis.
     """
     (values,) = _run(x, words, options, numbers, place, interpret)
-    return values.reshape(x.shape[::-1] if numbers == "float8_e4m3fn" and place == "first" else x.shape)
+    if numbers == "bfloat16":
+        return values.reshape(x.shape)
+    return lax.bitcast_convert_type(values, numbers).reshape(x.shape[::-1] if place == "first" else x.shape)
 
 
 def rotated_amax(
@@ -121,10 +128,10 @@ def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place
     of_values = f"{side} t" if place == "last" else "a t b"
     inputs = ["u", of_values, *(axes if starts else "")]
     job = _Job(options, output, place, shape, interpret)
-    of_numbers = ["b a t" if job.turned else of_values]
+    of_numbers = [of_values] if output == "bfloat16" else ["b a w" if job.turned else f"{side} w"]
     outputs = {"codes": [f"{side} s", side], "amax": ["r"]}.get(output, of_numbers)
     local = functools.partial(_local, job)
-    whole = ("t", "s") if output == "codes" else ("t",)
+    whole = {"codes": ("t", "s"), "float8_e4m3fn": ("t", "w")}.get(output, ("t",))
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *starts)
 
 
@@ -141,7 +148,9 @@ def _local(
         return [lax.pmax(top, summed_over) if summed_over else top]
     if job.output == "codes":
         return [part.reshape(*own, *part.shape[1:]) for part in found]
-    return [found[0].reshape(*own[::-1], SIDE) if job.turned else found[0].reshape(tiles.shape)]
+    if job.output == "float8_e4m3fn":
+        return [found[0].reshape(*(own[::-1] if job.turned else own), SIDE // 4)]
+    return [found[0].reshape(tiles.shape)]
 
 
 def _by_arrays(
@@ -163,8 +172,8 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
     """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
 
     Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers in bfloat16 are two arrays
-    `[tiles, 8]` of the former, and one for each row of the latter; in float8_e4m3fn one, `[tiles, 16]` or
-    `[columns, tiles, 16]`.
+    `[tiles, 8]` of the former, and one for each row of the latter; in float8_e4m3fn one of words, `[tiles, 4]`
+    or `[columns, tiles, 4]`.
     """
     if job.options.rotation == "hadamard":
         x = rotate_arrays(x, scalars.signs, do.flushed)
@@ -174,12 +183,20 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
         by = IN_E4M3 if job.output == "float8_e4m3fn" else 1.0
         values = dequantized(job.options, do, scalars, x, random, by)
         if job.output == "float8_e4m3fn":
-            # Cast where they are neighbours, of which the device casts two at a time.
-            return [_side_by_side([value.T for value in values]).astype(job.output)]
+            return [_side_by_side([word.T for word in _in_words(do, values)])]
         values = [value.astype(job.output) for value in values]
         return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if job.place == "last" else values
     parts, factor = quantized(job.options, do, scalars, x, random)
     return [_side_by_side([part.astype(jnp.uint8) for part in parts]), factor.astype(jnp.float8_e4m3fn)]
+
+
+def _in_words(do: Portable, values: list[jax.Array]) -> list[jax.Array]:
+    """Every four of 16 arrays as E4M3, in one of int32: cast two at a time, and stored 16 bytes at a time."""
+    fours = [values[at : at + 4] for at in range(0, SIDE, 4)]
+    if isinstance(do, Device):
+        return [lax.bitcast_convert_type(do.run(_TO_E4M3, *four), jnp.int32) for four in fours]
+    as_byte = lambda value: lax.bitcast_convert_type(value.astype(jnp.float8_e4m3fn), jnp.uint8).astype(jnp.int32)
+    return [functools.reduce(jnp.bitwise_or, [as_byte(v) << (8 * i) for i, v in enumerate(four)]) for four in fours]
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
@@ -215,8 +232,7 @@ def _call(
     from jax.experimental.pallas import triton as plgpu
 
     along = job.place == "last"
-    x = tiles.reshape(-1, SIDE) if along else tiles
-    below, across, warps = (1, TILES, 4) if along else _columns(job, own[0])
+    x = tiles.reshape(-1, SIDE) if along else tiles.reshape(-1, own[1])
     given = [] if starts is None else [starts]
 
     def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
@@ -228,19 +244,15 @@ def _call(
             values = [part.reshape(TILES) for half in halves for part in lax.split(half, (1,) * 8, axis=1)]
             place = pl.program_id(0) * TILES
         else:
-            values = [x_ref[:, at, :] for at in range(SIDE)]
-            place = pl.program_id(0) * below * own[1] + pl.program_id(1) * across
-            place += lax.broadcasted_iota(jnp.int32, (below, across), 0) * own[1]
-        place += lax.broadcasted_iota(jnp.int32, values[0].shape, values[0].ndim - 1)
-        place = place.astype(jnp.uint32)
+            values = [x_ref[at, :] for at in range(SIDE)]
+            place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
+        place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
         random = bits_of_tiles(scalars, _first(place, refs[0] if given else None, (own, job.shape)))
         found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
         _store(job, refs[len(given) :], found)
 
-    grid = (len(x) // TILES,) if along else (own[0] // below, own[1] // across)
-    block = pl.BlockSpec((TILES, SIDE), lambda i: (i, 0))
-    if not along:
-        block = pl.BlockSpec((below, SIDE, across), lambda i, j: (i, 0, j))
+    grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
+    block = pl.BlockSpec((TILES, SIDE) if along else (SIDE, TILES), lambda i, j=0: (i, j))
     whole = lambda size: pl.BlockSpec((size,), lambda *_: (0,))
     out_shape, out_specs = _results(job, pl, x.shape, grid, block)
     return pl.pallas_call(
@@ -249,30 +261,19 @@ def _call(
         grid=grid,
         in_specs=[whole(words.size), block, *(whole(g.size) for g in given)],
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS[job.place], num_stages=1),
         interpret=job.interpret,
         name="quantize_nvfp4",
     )(words, x, *given)
 
 
-def _columns(job: _Job, rows: int) -> tuple[int, int, int]:
-    """Of tiles down the first axis, in so many rows: how many a program takes, down and across, and its warps.
-
-    Neighbours down a column lie apart: a thread takes two columns, for words of 4 bytes.
-    """
-    if not job.turned:
-        return 1, TILES, 2
-    below = math.gcd(rows, _BELOW)
-    return below, TILES // 2, below
-
-
 def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> tuple[Any, Any]:
     """Shapes and blocks of what the programs write."""
-    if job.turned:
-        below, _, across = block.block_shape
-        turned = jax.ShapeDtypeStruct((shape[2], shape[0] * SIDE), jnp.float8_e4m3fn)
-        return [turned], [pl.BlockSpec((across, below * SIDE), lambda i, j: (j, i))]
-    if job.output in ("bfloat16", "float8_e4m3fn"):
+    if job.output == "float8_e4m3fn":
+        lines, width = (shape[1], shape[0] // 4) if job.turned else (shape[0], SIDE // 4)
+        at: Any = (lambda i, j: (j, i)) if job.turned else block.index_map
+        return [jax.ShapeDtypeStruct((lines, width), jnp.int32)], [pl.BlockSpec((TILES, SIDE // 4), at)]
+    if job.output == "bfloat16":
         return [jax.ShapeDtypeStruct(shape, job.output)], [block]
     if job.output == "amax":
         one = pl.BlockSpec((1,) * len(grid), lambda *at: at)
@@ -285,7 +286,7 @@ def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], 
 def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
     """What `_compute` returned, in the blocks of a program."""
     if job.output == "amax":
-        refs[0][...] = jnp.max(parts[0].reshape(-1)).reshape(refs[0].shape)
+        refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
     elif job.output == "codes":
         for ref, part in zip(refs, parts, strict=True):
             ref[...] = part
@@ -296,4 +297,4 @@ def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
             refs[0][:, at : at + 8] = part
     else:
         for at, part in enumerate(parts):
-            refs[0][:, at, :] = part
+            refs[0][at, :] = part

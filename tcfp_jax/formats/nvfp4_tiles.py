@@ -147,7 +147,8 @@ class Portable:
 class Device(Portable):
     """The same by a GPU's own instructions, which keep subnormals unless they are told not to."""
 
-    def _run(self, assembly: str, *values: jax.Array) -> jax.Array:
+    def run(self, assembly: str, *values: jax.Array) -> jax.Array:
+        """What an instruction, or several, make of float32 values, elementwise."""
         from jax.experimental.pallas import triton as plgpu
 
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
@@ -158,16 +159,16 @@ class Device(Portable):
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """A * b, rounded here; subnormals are zeros, in and out."""
-        return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
+        return self.run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def lift(self, x: jax.Array, by: jax.Array) -> jax.Array:
         """|x| * by; subnormals are zeros, in and out."""
-        return self._run("{ .reg .f32 t; abs.f32 t, $1; mul.rn.ftz.f32 $0, t, $2; }", x, by)
+        return self.run("{ .reg .f32 t; abs.f32 t, $1; mul.rn.ftz.f32 $0, t, $2; }", x, by)
 
     def largest_finite(self, values: list[jax.Array]) -> jax.Array:
         """Of magnitudes, elementwise; x * 0 + x makes NaN of infinities, which the device's maximum leaves aside."""
-        found = [self._run("fma.rn.f32 $0, $1, 0f00000000, $1;", value) for value in values]
-        return functools.reduce(lambda a, b: self._run("max.f32 $0, $1, $2;", a, b), [jnp.zeros_like(found[0]), *found])
+        found = [self.run("fma.rn.f32 $0, $1, 0f00000000, $1;", value) for value in values]
+        return functools.reduce(lambda a, b: self.run("max.f32 $0, $1, $2;", a, b), [jnp.zeros_like(found[0]), *found])
 
     def divisor(self, value: jax.Array, inverse: jax.Array, moved: int) -> Divisor:
         """The divisor for a number whose exponents are moved so far: 2**-9 and its like times 2**126 are float32."""
@@ -175,46 +176,44 @@ class Device(Portable):
 
     def quotient(self, x: jax.Array, divisor: Divisor, moved: int) -> jax.Array:
         """int32 bits of x / divisor * 2**-moved, roughly, subnormals included."""
-        return lax.bitcast_convert_type(self._run("mul.rn.f32 $0, $1, $2;", x, divisor.inverse), jnp.int32)
+        return lax.bitcast_convert_type(self.run("mul.rn.f32 $0, $1, $2;", x, divisor.inverse), jnp.int32)
 
     def rest(self, x: jax.Array, value: jax.Array, divisor: Divisor, moved: int) -> jax.Array:
         """A float of the sign of x - value * 2**moved * divisor: of a fused operation the sign is exact."""
         small = lax.bitcast_convert_type(value, jnp.float32)
-        return self._run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", x, small, divisor.high)
+        return self.run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", x, small, divisor.high)
 
     def widen(self, bits: jax.Array, moved: int) -> jax.Array:
         """The float32 of bits times 2**moved."""
-        return self._run(
-            f"mul.rn.f32 $0, $1, 0f{(127 + moved) << 23:08X};", lax.bitcast_convert_type(bits, jnp.float32)
-        )
+        return self.run(f"mul.rn.f32 $0, $1, 0f{(127 + moved) << 23:08X};", lax.bitcast_convert_type(bits, jnp.float32))
 
     def reciprocal(self, x: jax.Array, exactly: bool) -> jax.Array:
         """1 / x, correctly rounded if `exactly`; infinite for zero."""
-        return self._run("rcp.rn.f32 $0, $1;" if exactly else "rcp.approx.ftz.f32 $0, $1;", x)
+        return self.run("rcp.rn.f32 $0, $1;" if exactly else "rcp.approx.ftz.f32 $0, $1;", x)
 
     def divide_to_odd(self, a: jax.Array, b: jax.Array, inverse: jax.Array) -> jax.Array:
         """See `float_bits.divide_to_odd`: a quotient with an error below its last digit, and the sign of the rest."""
-        quotient = self._run(
+        quotient = self.run(
             "{ .reg .f32 q, n, e; mul.rn.f32 q, $1, $3; neg.f32 n, $2; fma.rn.f32 e, n, q, $1; "
             "fma.rn.f32 $0, e, $3, q; }", a, b, inverse,
         )  # fmt: skip
-        rest = self._run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", a, b, quotient)
+        rest = self.run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", a, b, quotient)
         bits = lax.bitcast_convert_type(quotient, jnp.int32)
         below = bits + (lax.bitcast_convert_type(rest, jnp.int32) >> 31)
         return lax.bitcast_convert_type(below | (rest != 0).astype(jnp.int32), jnp.float32)
 
     def ceil(self, x: jax.Array) -> jax.Array:
         """The integer not below x >= 0, int32; of x >= 2**31 anything."""
-        found = self._run("{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }", x)
+        found = self.run("{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }", x)
         return lax.bitcast_convert_type(found, jnp.int32)
 
     def flushed(self, x: jax.Array) -> jax.Array:
         """X with zeros of one sign for subnormals and zeros."""
-        return self._run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
+        return self.run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """The nearest multiple of 2**-8, ties to even, of 0 <= x < 2**14."""
-        return self._run("{ .reg .f32 t; add.rn.f32 t, $1, 0f47000000; sub.rn.f32 $0, t, 0f47000000; }", x)
+        return self.run("{ .reg .f32 t; add.rn.f32 t, $1, 0f47000000; sub.rn.f32 $0, t, 0f47000000; }", x)
 
 
 class Scalars(NamedTuple):
