@@ -40,7 +40,7 @@ Random = Callable[[int], jax.Array]  # of each of the 16 values of a tile its bi
 
 
 class Options(NamedTuple):
-    """What a kernel does: scales, of which "max" makes `largest` of amax, how values are rounded, and rotated first."""
+    """How tiles find scales (by "max" amax becomes `largest`) and are rounded, and whether they are rotated first."""
 
     rule: ScaleMode
     rounding: Literal["even", "stochastic"]

@@ -6,7 +6,8 @@
     and it is then multiplied by  sum_j h_j w_j^2 / sum_j h_j w_j q_j  over the whole matrix, q what was found
 
 h is 1, or the diagonal of the Hessian of a calibration (`tcfp_jax.inference.hessians`): how large the inputs of each
-column are. What is searched has all that the rules of `Fp4` choose, so the error is never above that of a rule.
+column are. What is searched has all that the rules of `Fp4` choose, so before the last line the error is never above
+that of a rule.
 
 Why the last line: the best q is orthogonal to its error, so it is shorter than w, by 0.7 % of a Gaussian, and every
 output is too small by as much. That costs more than noise which has no direction. It is the correction of Banner et
@@ -106,9 +107,8 @@ def _unit(values: jax.Array) -> jax.Array:
 def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The importance of each column of tiles of this shape, `[blocks along k, block]`, none of them nothing."""
     weights = importance.astype(jnp.float32)
-    blocks_and_block = shape[2:]
-    weights = jnp.pad(weights + FLOOR * weights.mean(), (0, math.prod(blocks_and_block) - len(weights)))
-    return weights.reshape(blocks_and_block)
+    weights = jnp.pad(weights + FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights)))
+    return weights.reshape(shape[2:])
 
 
 def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
