@@ -162,7 +162,8 @@ def _compute(job: _Job, do: Portable, read: Any, operands: tuple[jax.Array, jax.
       read: of the scalars one word.
       indices: a function that gives those of blocks in the whole array.
     """
-    groups, matrix = operands
+    # XLA on CPUs has products of bfloat16 for some shapes alone; in float32 these values are exact as well.
+    groups, matrix = operands if isinstance(do, Device) else (operand.astype(jnp.float32) for operand in operands)
     pair = (groups, matrix) if job.place == "last" else (matrix, groups)
     size = matrix.shape[0]
     turned = jnp.matmul(*pair, preferred_element_type=jnp.float32) * jnp.float32(1 / math.sqrt(size))

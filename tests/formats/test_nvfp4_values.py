@@ -127,6 +127,19 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole_transpose(axes):
     assert same(got.values, jax.jit(functools.partial(nvfp4_values._defined, signs=None, **options))(x, KEY).values)
 
 
+@pytest.mark.parametrize(("place", "axes"), [("last", (None, "a")), ("first", (None, "a")), ("first", ("a", None))])
+def test_edens_parts_of_a_mesh_have_the_values_of_the_whole(place, axes):
+    """By the kernel, and without it, where a part has too few groups or columns."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    at = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    x = jax.random.normal(jax.random.key(2), (64, 64)).astype(jnp.bfloat16)
+    turn = jnp.where(jnp.arange(32) % 3, 1.0, -1.0)
+    quantize = jax.jit(lambda *of: nvfp4_eden.quantize(*of, place, interpret=True), compiler_options=QUICK)
+    parts = (jax.device_put(leaf, at(*where)) for leaf, where in ((x, axes), (KEY, ()), (turn, ())))
+    for got, wanted in zip(quantize(*parts), quantize(x, KEY, turn), strict=True):
+        assert np.mean(np.asarray(got == wanted)) > 0.999
+
+
 @pytest.mark.parametrize("value", [1.0, 0.0, jnp.nan, jnp.inf, 1e15, 1e-39])
 @pytest.mark.parametrize(("place", "size"), [("last", 128), ("first", 32)])
 def test_edens_kernel_has_the_definitions_values(place, size, value):
