@@ -320,11 +320,9 @@ def table(result: Result) -> str:
     mean = lambda name, column: statistics.fmean(row[column] for row in found[name])
     base = mean(BASELINE, "perplexity")
     gaps = {name: mean(name, "perplexity") - base for name in found if name != BASELINE}
-    # A file of an earlier version has no mirrored errors.
     both = {
-        name: statistics.fmean((row["perplexity"] + math.exp(row["mirrored_loss"])) / 2 for row in rows) - base
-        for name, rows in found.items()
-        if name != BASELINE and "mirrored_loss" in rows[0]
+        name: statistics.fmean((row["perplexity"] + math.exp(row["mirrored_loss"])) / 2 for row in found[name]) - base
+        for name in gaps
     }
     noise = lambda name, column: "–" if name == BASELINE else f"{mean(name, column):.1f}"
     closed = lambda name, gaps: number(_closed(name, gaps), ".0%") if name in gaps else "–"

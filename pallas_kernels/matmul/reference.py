@@ -76,7 +76,8 @@ def scale_rows(unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype:
 def product_scale(x: Operand, w: Operand) -> jax.Array:
     """The scale of a product of operands with one scale each.
 
-    The product of two powers of two is exact as bfloat16, and says so by its dtype.
+    The product of two powers of two is exact as bfloat16, and says so by its dtype: cuBLASLt then applies it, where a
+    float32 scale costs a pass over a bfloat16 output.
     """
     scale = x.scale * w.scale
     return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale
@@ -109,6 +110,8 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
         # float16 has too little range for the product before it is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+        # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
+        scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
             product = _of_matrices(
@@ -117,10 +120,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
             )  # fmt: skip
             if scale is None:
                 return product.astype(out_dtype)
-            # In the product's dtype cuBLASLt applies the scale, before it rounds; a float32 one would cost a pass over
-            # a bfloat16 product. cuBLASLt takes float32 scales: XLA cancels the cast of one that is no power of two, as
-            # it may unless a flag forbids more precision than was asked for (xla_allow_excess_precision).
-            return (product * scale.astype(product_dtype)).astype(out_dtype)
+            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
         x, scale = lax.optimization_barrier((x, scale))
         out = scaled_dot(x, w, scale)

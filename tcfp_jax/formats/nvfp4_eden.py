@@ -156,9 +156,10 @@ def _by_arrays(
 
 
 def _compute(job: _Job, do: Portable, read: Any, operands: tuple[jax.Array, jax.Array], indices: Any) -> jax.Array:
-    """Values as groups lie, or the largest magnitude, of groups `[..., size]`, or above columns, and a matrix.
+    """Values as the groups lie, or the largest magnitude.
 
     Args:
+      operands: groups `[..., size]`, or `[..., size, columns]` down the first axis, and the matrix that turns them.
       read: of the scalars one word.
       indices: a function that gives those of blocks in the whole array.
     """

@@ -1,10 +1,10 @@
 """NVFP4 in one pass on NVIDIA GPUs: x is read once; codes two a byte and scales, or numbers, are written once.
 
-A Pallas-Triton program takes 128 or 256 tiles, a thread one or two of them, and has nothing to exchange with its
-neighbours: of tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one of the
-scale, or 32 bytes of numbers; of tiles down the first axis of a matrix neighbours hold neighbouring columns.
-`nvfp4_tiles` is what it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which
-stores one for every program.
+A Pallas-Triton program takes 128 tiles, a thread one or two of them, and has nothing to exchange with its neighbours:
+of tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one of the scale, or 32
+bytes of numbers; of tiles down the first axis of a matrix neighbours hold neighbouring columns. `nvfp4_tiles` is what
+it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every
+program.
 
 Numbers are bfloat16, in the place of x's values, or 2**-3 of them float8_e4m3fn, as FP8 products read them: the values
 of a tile, which products add, side by side. Of tiles down the first axis that is the transpose: a thread writes 16
