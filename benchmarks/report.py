@@ -34,7 +34,7 @@ BENCHMARKS = (
     "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_quality", "plan",
 )  # fmt: skip
 # Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
-RUNS = ("fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-gpt2-measured")
+RUNS = ("fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured")
 PAGES = {
     Path("README.md"): (CHOOSE,),
     Path("docs/measurements.md"): (*(name for name in BENCHMARKS if name != plan.NAME), *RUNS),
