@@ -15,10 +15,10 @@ from flax import nnx as flax_nnx
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.policy import Policy, policy
-from tcfp_jax.conversion.report import Record, describe
+from tcfp_jax.conversion.report import Record
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.optim.feedback import error_feedback
-from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight

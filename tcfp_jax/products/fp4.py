@@ -16,7 +16,7 @@ from pallas_kernels.checks import check_real
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.products.axes import Sharding
 from tcfp_jax.products.layer import matmul
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import Recipe, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored, of_operand
@@ -28,7 +28,7 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
     """A float weight `[k, n]` as packed codes with their scales: 4.5 bits a value, 4.25 with "mxfp4".
 
     The result is a pytree, a constant of products: `fp4_matmul`, `tcfp_jax.matmul` and layers read it as it is. With
-    an odd k it holds one more code, of zero.
+    an odd k it holds one more code, of zero, which its `shape` does not count.
 
     Raises:
       TypeError: w is not real floating point.
@@ -37,12 +37,15 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
     >>> packed = pack_fp4(jnp.ones((64, 8)))
     >>> packed.shape, packed.forward.values.shape, packed.nbytes
     ((64, 8), (8, 32), 292)
+    >>> odd = pack_fp4(jnp.ones((33, 8)))
+    >>> odd.shape, odd.forward.values.shape
+    ((33, 8), (8, 17))
     """
     w = jnp.asarray(w)
     check_real("w", w)
     if w.ndim != 2:
         raise ValueError(f"w{list(w.shape)} is no matrix [k, n]; reshape it, or use jax.vmap over its leading axes")
-    return quantize_weight(w, _of_fp4(named_recipe(recipe)))[0]
+    return quantize_weight(w, of_fp4(recipe))[0]
 
 
 def fp4_matmul(
@@ -66,12 +69,12 @@ def fp4_matmul(
 
     Returns:
       `[..., n]` in the dtype of x. dx reads the same codes; dw is a BF16 product, FP8 where the recipe says so. A NaN
-      or inf in w makes the outputs NaN that read its block, one in x those of its row.
+      or inf in w makes the outputs NaN that read its block, one in x those of its row. NVFP4's sums are float32 before
+      `outer`, max |w| / 2688 by the two-level rules, multiplies them: results from 2**128 max |w| / 2688 on are inf.
 
     Raises:
       TypeError: x or w is not real floating point; or a gradient with respect to packed codes is asked for.
-      ValueError: k differs, k is odd beside packed codes, codes of another format than the recipe's, or a recipe that
-        is not one of FP4.
+      ValueError: k differs, codes of another format or tile than the recipe's, or a recipe that is not one of FP4.
 
     >>> fp4_matmul(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), recipe="mxfp4")[0].tolist()
     [1.5, 1.5, 1.5, 1.5]
@@ -80,7 +83,7 @@ def fp4_matmul(
         w = of_operand(w)
     if recipe is None and isinstance(w, Stored) and isinstance(w.scaling, Fp4):
         recipe = named_recipe(w.scaling.format, scaling=w.scaling)
-    chosen = _of_fp4(named_recipe("nvfp4" if recipe is None else recipe))
+    chosen = of_fp4("nvfp4" if recipe is None else recipe)
     if activation is not None:
         forward = {"bfloat16": "bf16", "float8_e4m3fn": "full"}
         if activation not in forward:
@@ -111,10 +114,25 @@ def fp4_linear(x: jax.Array, w: Any, bias: jax.Array | None = None, **options: A
     return y + bias.astype(y.dtype)
 
 
-def _of_fp4(recipe: Recipe) -> Recipe:
-    if recipe.mode is not TCFPMode.FP4:
+def of_fp4(recipe: Recipe | str) -> Recipe:
+    """The recipe, if it packs weights of four bits.
+
+    Raises:
+      ValueError: it does not.
+
+    >>> of_fp4("mxfp4").scaling.format
+    'mxfp4'
+    """
+    chosen = named_recipe(recipe)
+    if chosen.fp4 is not None:
         raise ValueError(
-            f'the recipe stores weights as {recipe.weight} with {recipe.scaling}, not in FP4; use recipe="nvfp4" or '
-            '"mxfp4", or tcfp_jax.matmul'
+            f'recipe "{describe(chosen)}" packs no weight: in training each product quantizes a float one anew; '
+            'multiply with tcfp_jax.matmul(x, w, recipe=..., key=key) or a TCFP layer, or pack by recipe="nvfp4"'
         )
-    return recipe
+    if chosen.mode is not TCFPMode.FP4:
+        kept = f"weight={chosen.weight} with {chosen.scaling}" if chosen.weight is not None else "weights as floats"
+        raise ValueError(
+            f'recipe "{describe(chosen)}" stores {kept}, not packed codes of four bits; use recipe="nvfp4" or "mxfp4", '
+            "or multiply with tcfp_jax.matmul or a TCFP layer"
+        )
+    return chosen
