@@ -61,6 +61,10 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = 
 
 def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
     n, k = w.shape
+    if w.size == 0:
+        scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
+        outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
+        return Operand(jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer)
     # A tile of the format library is no longer than its axis; zeros change no block's largest value.
     short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
     # Not saturated, as casts do: what is not finite must be seen.

@@ -303,10 +303,10 @@ def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
             "(error_feedback keeps them packed beside), or freeze the packed weight and train adapters (LoRA, see "
             "docs/fp4.md)"
         )
-    if recipe.fp4 is not None:
+    if recipe.weight is None:
         raise ValueError(
-            f'recipe "{describe(recipe)}" stores nothing: each product quantizes a float parameter anew, which the '
-            'optimizer updates; keep float parameters, or store them with recipe("tcfp12_single") and multiply in FP8'
+            f'recipe "{describe(recipe)}" stores nothing: its products read float parameters, which the optimizer '
+            'updates; keep these, or store with recipe("tcfp12_single")'
         )
     if not isinstance(recipe.weight, Dual):
         raise ValueError(
