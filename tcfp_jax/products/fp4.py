@@ -3,7 +3,7 @@
 y = fp4_matmul(x, w)                                    w float [k, n]: NVFP4 with two levels of scales, x in BF16
 y = fp4_matmul(x, w, recipe="mxfp4")                    MXFP4
 y = fp4_matmul(x, w, recipe=recipe("nvfp4", rule="one_level"))            E4M3 scales alone
-y = fp4_matmul(x, w, activation="float8_e4m3fn")        x in E4M3 with a scale for each row
+y = fp4_matmul(x, w, recipe=recipe("nvfp4", rule="fold_exact"), activation="float8_e4m3fn")     x in E4M3, by rows
 packed = pack_fp4(w)                                    once, two codes a byte; fp4_matmul(x, packed)
 """
 
@@ -63,14 +63,15 @@ def fp4_matmul(
       w: real floats `[k, n]`, packed here, whose gradient is the straight-through one; or packed codes (`pack_fp4`,
         `quantize_params`), which are a constant: no gradient goes to them.
       recipe: "nvfp4", "mxfp4" or a recipe made of them; None is "nvfp4" for floats, and for codes what they are.
-      activation: what x is rounded to: "bfloat16" (W4A16) or "float8_e4m3fn" with a float32 scale for each row (W4A8);
-        None is as the recipe's `forward` says, "bfloat16" unless it was changed.
+      activation: what x is rounded to: "bfloat16" (W4A16) or "float8_e4m3fn" with a float32 scale for each row (W4A8),
+        for codes of the rule "fold_exact", as no kernel reads others beside it; None is as the recipe's `forward` says,
+        "bfloat16" unless it was changed. dx has `dgrad` of the recipe.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in the dtype of x. dx reads the same codes; dw is a BF16 product, FP8 where the recipe says so. A NaN
-      or inf in w makes the outputs NaN that read its block, one in x those of its row. NVFP4's sums are float32 before
-      `outer`, max |w| / 2688 by the two-level rules, multiplies them: results from 2**128 max |w| / 2688 on are inf.
+      or inf in w makes the outputs NaN that read its block, one in x those of its row. Sums are float32 before NVFP4's
+      `outer` multiplies them, so that results from 2**128 outer on are inf: from 1.2e35 max |w| on, by the rule "amax".
 
     Raises:
       TypeError: x or w is not real floating point; or a gradient with respect to packed codes is asked for.
