@@ -119,8 +119,8 @@ def describe(recipe: Recipe) -> str:
 
     >>> describe(recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
     "tcfp12 with weight.dgrad='hi', wgrad='full'"
-    >>> describe(recipe("nvfp4_training")), describe(recipe("quartet2", hadamard=64))[:40]
-    ('nvfp4_training', "nvfp4_training with fp4.scale_rule='four_")
+    >>> describe(recipe("quartet2")), describe(recipe("nvfp4_training", rotation="none"))
+    ('quartet2', "nvfp4_training with fp4.rotation='none'")
     """
     for name, known in _NAMED.items():
         if known == recipe:
