@@ -59,7 +59,7 @@ def test_a_cpu_runs_no_kernel_that_is_not_named():
     forward = calls((128, 128), (128, 128), "tcfp12")["forward"]
     assert forward.chosen.backend == "xla"
     reasons = {verdict.backend: verdict.reason for verdict in forward.verdicts}
-    interpreted = "a CPU runs it in its interpreter, and only where it is named"
+    interpreted = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
     assert reasons == {"mosaic": interpreted, "triton": interpreted, "xla": None}
 
 

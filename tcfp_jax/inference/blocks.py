@@ -19,7 +19,7 @@ from jax import lax
 from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, LEAST_FOLDED, round_scale
+from tcfp_jax.formats.scale_choice import CLIPPED_FROM, LARGEST_FOLDED, LEAST_FOLDED, round_scale
 
 Scales = Literal["rule", "search"]
 LARGEST = 6.0  # of E2M1
@@ -91,6 +91,34 @@ def table(scaling: Fp4) -> np.ndarray:
     if scaling.format == "mxfp4":
         return _POWERS
     return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
+
+
+def check_rule(name: str, weight: Operand, repair: str) -> None:
+    """Raise where an operand names the rule "fold_exact", by which FP8 products multiply, and has other scales.
+
+    Of the other rules nothing that a product computes depends on. Scales that are traced are not looked at.
+
+    Args:
+      name: of the weight.
+      weight: an operand.
+      repair: what to do.
+
+    Raises:
+      ValueError: a scale that is neither of that rule nor zero nor NaN.
+
+    >>> check_rule("w", Operand(jnp.zeros((1, 8), jnp.uint8), jnp.ones((1, 1), jnp.float8_e4m3fn), scaling=Fp4()), "")
+    """
+    if getattr(weight.scaling, "rule", None) != "fold_exact" or isinstance(weight.scale, jax.core.Tracer):
+        return
+    value = jnp.asarray(weight.scale).astype(jnp.float32)
+    mantissa = lax.bitcast_convert_type(weight.scale, jnp.uint8) & 7
+    folds = (mantissa % 2 == 0) & (mantissa < 6) & (value >= LEAST_FOLDED) & (value <= LARGEST_FOLDED)
+    share = float(jnp.mean((folds | (value == 0) | jnp.isnan(value)).astype(jnp.float32)))
+    if share < 1:
+        raise ValueError(
+            f"{name} has {weight.scaling}, but only {share:.1%} of its scales are of that rule, 1, 1.25 or 1.5 times a "
+            f"power of two from {LEAST_FOLDED} to {LARGEST_FOLDED:g}: FP8 products would round the others; {repair}"
+        )
 
 
 def outers(amax: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
