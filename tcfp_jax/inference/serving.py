@@ -78,7 +78,7 @@ def quantize_params(
     if storage == "packed" and fp4:
         first, scaling = next(iter(fp4.items()))
         raise ValueError(
-            f'storage="packed" is the format of 12.5 bits a value, but the recipe stores {first} in four, by {scaling}; '
+            f'storage="packed" is the format of 12.5 bits a value, but the recipe stores {first} in four by {scaling}; '
             'use storage="recipe", which is smaller, or a recipe of FP8'
         )
     if storage == "recipe":

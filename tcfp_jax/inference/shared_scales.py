@@ -185,7 +185,8 @@ def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -
     """The weights of a file, in which those of zeros alone have a global scale that it can hold.
 
     `quantize_fp4` gives zeros an `outer` of 0, which no divisor has for its reciprocal. Any other has the same zeros:
-    that of the weights which engines multiply with them as one matrix, or 1.
+    that of the weights which engines multiply with them as one matrix, or 1, as `generate_gparam` of the
+    compressed-tensors package has it.
 
     Args:
       weights: by the name of the module.
