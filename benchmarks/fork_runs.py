@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import shutil
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.fork_training import Config, last_phase, start_fork, steps_of, train_config
+from benchmarks.timing import compile_at_once
 from benchmarks.variants import BASELINE, VARIANTS, Variant
 from models.checkpoint import RunDirectory, holds_run
 from models.phases import phase_at, switched
@@ -43,10 +42,7 @@ class Base:
 
 
 def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout_bytes: int) -> None:
-    """Compile the programs of base and runs, several at once; what calls them later finds them compiled.
-
-    What does not compile is left to the call that needs it, which raises.
-    """
+    """Compile the programs of base and runs, several at once; what calls them later finds them compiled."""
     base = jax.eval_shape(lambda: init(train_config(config, VARIANTS[BASELINE])))
     text, key = jax.ShapeDtypeStruct((text_bytes,), jnp.uint8), jax.random.key(0)
     one_at_a_time = threading.Lock()  # Python traces in one thread anyway; XLA compiles in several
@@ -78,10 +74,7 @@ def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout
         for program in programs:
             program.compile()
 
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-        for name, work in [(name, pool.submit(compile_one, name)) for name in names]:
-            if work.exception() is not None:
-                print(f"{name} does not compile: {work.exception()}", flush=True)
+    compile_at_once(compile_one, names)
 
 
 def train_base(config: Config, seed: int, text: jax.Array, digest: str, deadline: float = math.inf) -> Base:

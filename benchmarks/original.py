@@ -30,6 +30,7 @@ from benchmarks.variants import BASELINE, RERUN, RERUN_JITTER
 from models.gpt import GPTConfig
 from models.settings import TrainConfig, preset
 from models.train import corpus_of, keep_programs, run
+from models.training import batch_key, init, lower_evaluation, make_train_step
 from tcfp_jax import formats
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import Recipe, recipe
@@ -133,6 +134,17 @@ def measure_one(config: Config, name: str, seed: int) -> Row:
     )  # fmt: skip
 
 
+def compile_one(config: Config, name: str) -> None:
+    """Compile the programs of a variant: its steps, its evaluation, and what makes its state."""
+    wanted = train_config(config, name, 0)
+    corpus = corpus_of(wanted)
+    text = jax.ShapeDtypeStruct(corpus.train.shape, corpus.train.dtype)
+    with nn.intercept_methods(fake_quantized):
+        state = init(wanted)
+        make_train_step(wanted).lower(state, text, batch_key(wanted)).compile()
+        lower_evaluation(wanted, state, len(corpus.heldout)).compile()
+
+
 @functools.cache
 def _library() -> str:
     return common.library_digest()
@@ -140,7 +152,7 @@ def _library() -> str:
 
 def measure(config: Config) -> Iterator[Row]:
     """The runs that are kept, then the wanted ones."""
-    return pairs.runs(config, VARIANTS, functools.partial(measure_one, config))
+    return pairs.runs(config, VARIANTS, functools.partial(measure_one, config), functools.partial(compile_one, config))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

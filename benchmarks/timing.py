@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,17 @@ class Timing:
     max_ms: float
     samples: int
     timer: Timer
+
+
+def compile_at_once(compile_one: Callable[[str], object], names: Sequence[str]) -> None:
+    """Compile the programs of every name, several at once; what calls them later finds them compiled.
+
+    What does not compile is reported, and left to the call that needs it, which raises.
+    """
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
+        for name, work in [(name, pool.submit(compile_one, name)) for name in names]:
+            if work.exception() is not None:
+                print(f"{name} does not compile: {work.exception()}", flush=True)
 
 
 def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5) -> dict[str, Timing]:

@@ -36,12 +36,15 @@ def test_ratios_are_of_one_seed():
 def test_runs_stop_at_their_budget_and_resume(tmp_path, monkeypatch, capsys):
     losses = {BASELINE: 1.0, "fp8": 1.1, "fp8_e4m3": 1.2}
     monkeypatch.setattr(original, "measure_one", lambda config, name, seed: row(name, seed, losses[name] + seed))
+    compiled = []
+    monkeypatch.setattr(original, "compile_one", lambda config, name: compiled.append(name))
     command = ["--smoke", "--out", str(tmp_path), "--variants"]
     first = original.main([*command, f"{BASELINE},fp8"])
     assert [(r.name, r.seed) for r in first] == [(BASELINE, 0), ("fp8", 0)]
     assert original.main([*command, "fp8_e4m3", "--resume", "--budget-seconds", "-1"]) == first
     assert "1 of 1 runs left undone" in capsys.readouterr().out
     assert len(original.main([*command, "fp8_e4m3,fp8", "--resume"])) == 3
+    assert compiled == [BASELINE, "fp8", "fp8_e4m3"]  # what has a run left, and time
     page = report.render_section("original", tmp_path)
     assert "| plain FP8, E4M3 gradients | 1.2214 |" in page and original.WHY in page
     # A variant that is another one now is not kept, and other settings are refused.
@@ -64,7 +67,7 @@ def test_a_variant_that_fails_leaves_the_others_their_runs():
         return row(name, seed, 1.0)
 
     config = original.Config(wanted=pairs.Wanted((BASELINE, "abd", "srr"), (0, 1)))
-    rows = pairs.runs(config, original.VARIANTS, measure_one)
+    rows = pairs.runs(config, original.VARIANTS, measure_one, compile_one=lambda name: None)
     found = [(made.name, made.seed) for made in itertools.islice(rows, 4)]
     assert found == [(name, seed) for seed in (0, 1) for name in (BASELINE, "srr")]
     with pytest.raises(RuntimeError, match="1 variants failed, see above: abd"):
