@@ -184,9 +184,8 @@ def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
 def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
     """The weights of a file, in which those of zeros alone have a global scale that it can hold.
 
-    `quantize_fp4` gives zeros an `outer` of 0, which no divisor has for its reciprocal. Any other has the same zeros:
-    that of the weights which engines multiply with them as one matrix, or 1, as `generate_gparam` of the
-    compressed-tensors package has it.
+    That of zeros may be any, and engines want the one of the weights that they multiply with them as one matrix.
+    Where there are none it is 1, as `quantize_fp4` and `generate_gparam` of the compressed-tensors package have it.
 
     Args:
       weights: by the name of the module.

@@ -71,7 +71,7 @@ def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
     if key is None and scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
-        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=found.outer)
+        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
     options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
     rounding: Any = {} if key is None else dict(roundmode="stochastic", key=key)
     packed = pack(w, datatype_of(scaling), **options, **rounding)
@@ -81,6 +81,11 @@ def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand
     if scaling.has_outer:
         outer = jnp.ones((), jnp.float32)
         if packed.outer is not None:
-            outer = lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32)
+            outer = _above_zero(lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32))
     values = packed.values.reshape(w.shape[0], w.shape[1] // 2)[:n, : k // 2]
     return Operand(values, scale, scaling=scaling, outer=outer)
+
+
+def _above_zero(outer: jax.Array) -> jax.Array:
+    """The scale of a weight's scales; of zeros alone 1, because files hold its reciprocal."""
+    return jnp.where(outer == 0, jnp.float32(1), outer)
