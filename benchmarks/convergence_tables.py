@@ -276,9 +276,7 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     found = []
     if losses:
         size = f"{config['batch']} × {config['sequence']} bytes" if "batch" in config else ""
-        read = f" of {config['text_read'] / 1e6:,.0f} MB of text" if "text_read" in config else ""
-        if config.get("data"):
-            read += f" in {', '.join(config['data'])}"
+        read = _text_of(config)
         rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its own"
         if config.get("base_steps"):
             way = f"{config['base_steps']} steps in BF16 at a rate of {rate}, then {steps} to zero"
@@ -296,6 +294,16 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     if any(row.task == "digits" for row in rows):
         found.append(f"The MLP has {config['digits_steps']} steps of digits.")
     return [*found, "Ratios are means ± standard error over bases or seeds."]
+
+
+def _text_of(config: dict[str, Any]) -> str:
+    """What was read, how much of it, and its digest, which says whether another machine has the same."""
+    if "text_read" not in config:
+        return ""
+    named = (
+        ", ".join(config.get("data") or ()) or "Python sources: every installed package and the library"
+    )
+    return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
 
 
 def _floors(rows: list[Row]) -> list[str]:
