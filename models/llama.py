@@ -238,17 +238,15 @@ def stacks(layers: int, ends: tuple[int, int]) -> dict[str, range]:
     return {name: blocks for name, blocks in found.items() if blocks}
 
 
-def split_layers(tree: Any, ends: tuple[int, int]) -> Any:
+def split_layers(tree: Any, layers: int, ends: tuple[int, int]) -> Any:
     """Parameters of a `Llama`, or states of theirs, as one with `ends` has them; what has no layers stays."""
     has_layers = lambda node: isinstance(node, dict) and "layers" in node
 
     def split(node: Any) -> Any:
         if not has_layers(node):
             return node
-        whole = node["layers"]
-        parts = stacks(len(jax.tree.leaves(whole)[0]), ends)
-        part = lambda blocks: jax.tree.map(lambda leaf: leaf[blocks.start : blocks.stop], whole)
-        return {**node, **{name: part(blocks) for name, blocks in parts.items()}}
+        part = lambda blocks: jax.tree.map(lambda leaf: leaf[blocks.start : blocks.stop], node["layers"])
+        return {**node, **{name: part(blocks) for name, blocks in stacks(layers, ends).items()}}
 
     return jax.tree.map(split, tree, is_leaf=has_layers)
 

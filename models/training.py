@@ -226,7 +226,7 @@ def _learner(config: TrainConfig) -> Learner:
 
 def in_stacks(config: TrainConfig, tree: Any) -> Any:
     """Float parameters, or a state of theirs, as the model of a run has them: a Llama's ends are stacks apart."""
-    return tree if config.ends is None else split_layers(tree, config.ends[:2])
+    return tree if config.ends is None else split_layers(tree, config.size.layers, config.ends[:2])
 
 
 @functools.lru_cache(maxsize=16)

@@ -249,12 +249,13 @@ def test_a_llama_forks_with_every_layer():
     base = jax.eval_shape(lambda: init(run.in_bf16))
     state, noise = jax.eval_shape(fork_training.start_fork(config, VARIANTS["stored"]), base, jax.random.key(0))
     assert len(noise) == 7 == sum(map(is_stored, jax.tree.leaves(state.params, is_leaf=is_stored)))
-    state, noise = jax.eval_shape(
-        fork_training.start_fork(config, VARIANTS["stored_ends_bf16"]), base, jax.random.key(0)
-    )
-    assert {path.split("/")[0] for path in noise} == {"layers"} and len(noise) == 7
-    kernels = [state.params[name]["up"]["kernel"] for name in ("first_layers", "layers", "last_layers")]
-    assert list(map(is_stored, kernels)) == [False, True, False]
+    for name, kept in (("stored_ends_bf16", [False, True, False]), ("tensorwise_ends_bf16", [False, False, False])):
+        state, noise = jax.eval_shape(fork_training.start_fork(config, VARIANTS[name]), base, jax.random.key(0))
+        assert len(noise) == 7 * sum(kept) and {path.split("/")[0] for path in noise} <= {"layers"}
+        kernels = [state.params[stack]["up"]["kernel"] for stack in ("first_layers", "layers", "last_layers")]
+        assert list(map(is_stored, kernels)) == kept
+        own = jax.eval_shape(lambda name=name: init(fork_training.train_config(config, VARIANTS[name])))
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(own.opt_state)
 
 
 def test_the_rate_rises_stays_and_falls_to_zero():

@@ -87,7 +87,7 @@ def test_forward_pass_is_that_of_numpy(config):
 
 def test_ends_apart_compute_the_same():
     model, variables = llama()
-    apart, split = Llama(MICRO, dtype="float32", ends=(1, 0)), split_layers(variables, (1, 0))
+    apart, split = Llama(MICRO, dtype="float32", ends=(1, 0)), split_layers(variables, 2, (1, 0))
     assert (
         list(stacks(2, (1, 0)))
         == ["first_layers", "layers"]
