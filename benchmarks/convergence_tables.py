@@ -316,9 +316,7 @@ def _text_of(config: dict[str, Any]) -> str:
     """What was read, how much of it, and its digest, which says whether another machine has the same."""
     if "text_read" not in config:
         return ""
-    named = (
-        ", ".join(config.get("data") or ()) or "Python sources: every installed package and the library"
-    )
+    named = ", ".join(config.get("data") or ()) or "the Python sources of every installed package and of Python"
     return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
 
 

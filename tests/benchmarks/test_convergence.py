@@ -81,7 +81,7 @@ def test_every_fork_is_a_row(smoke):
     assert "hi + lo alone" in page and "| 4.02 |" in page and "4 steps in BF16" in page
     assert f"`{OTHER_BATCHES}` within " in page and "--protocol fork --json" in page
     assert "late switch" not in page  # there is no run without it
-    assert f"every installed package and the library (1 MB, digest {content['config']['text']})" in page
+    assert f"every installed package and of Python (1 MB, digest {content['config']['text']})" in page
 
 
 def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
