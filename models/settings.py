@@ -10,7 +10,7 @@ import tcfp_jax
 from models import ComputeDtype
 from models.data import check_names
 from models.families import ModelConfig, model_config
-from tcfp_jax.recipes import NAMES, Dual, Recipe
+from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
@@ -269,9 +269,8 @@ def _check_ends(config: TrainConfig, first: int, last: int, recipe: str | Recipe
 
 
 def _named(recipe: str | Recipe) -> str:
-    """The name of a recipe, for messages."""
-    equal = (name for name in NAMES if tcfp_jax.recipe(name) == recipe)
-    return recipe if isinstance(recipe, str) else next(equal, "a recipe of one's own")
+    """What a recipe is called, for messages."""
+    return recipe if isinstance(recipe, str) else describe(recipe)
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
