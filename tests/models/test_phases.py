@@ -165,7 +165,7 @@ WRONG = {
     "nameless": (
         CONFIG,
         {SCHEDULE: ((1.0, tcfp_jax.recipe("tensorwise", gradient="float8_e4m3fn")),)},
-        "1=a recipe of",
+        "1=tensorwise with gradient=",
     ),
     "falling": (CONFIG, {SCHEDULE: ((0.5, "bf16"), (0.25, "tensorwise"))}, "must rise"),
     "one half": (STORED, {SCHEDULE: ((0.5, "tensorwise"),)}, "weight='Dual' cannot go .* weight='Single'"),
