@@ -57,7 +57,7 @@ def _call(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tupl
     )  # fmt: skip
     values, factors = pl.pallas_call(
         kernel,
-        out_shape=shapes,
+        out_shape=varying(shapes, x, outer),
         grid=(rows,),
         compiler_params=plgpu.CompilerParams(num_warps=warps_of((1, width)), num_stages=1),
         interpret=interpret,
