@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import has_explicit_axes
-from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts
+from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts, under_own_mesh
 
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
@@ -104,7 +104,7 @@ def partitioned(
         return on_parts(split, _one_at_a_time, automatic, letters, counts, operands, wanted)
 
     of_matrices = _one_at_a_time(automatic)
-    return lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands)
+    return under_own_mesh(lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands))
 
 
 def over_arrays(function: Callable[..., Any], rule: str, merged: Merged | None) -> Callable[..., Any]:
