@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.fp4_matmul import decode_fp8, reference
+from pallas_kernels.partition import varying
 from pallas_kernels.quantize.triton_rows import LONGEST_ROW, multiplied, scale_and_inverse, warps_of
 
 

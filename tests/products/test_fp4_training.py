@@ -19,7 +19,7 @@ from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.products import fp4_training
 from tcfp_jax.recipes import Fp4Training, Single, recipe
 from tests.formats_oracles import QUICK
-from tests.helpers import variables_of
+from tests.helpers import mesh_of, variables_of
 
 KEY = jax.random.key(3)
 NAMES = ("nvfp4_training", "nvfp4_training_four_over_six", "nvfp4_training_fold_exact", "quartet2")
@@ -180,6 +180,24 @@ def test_vmap_and_meshes_are_the_same_products():
     on_two = jax.jit(functools.partial(rule, how), compiler_options=QUICK)(split(x), w, split(g), KEY)
     for one, both in zip(products(how, x, w, g, KEY), on_two, strict=True):
         np.testing.assert_allclose(one, both, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [recipe("nvfp4_training"), recipe("quartet2", hadamard=32)], ids=["nvidia", "quartet2"])
+def test_in_shard_map_each_device_has_the_products_of_its_tokens(how):
+    x, w, g = operands(128, 128, 128, jnp.bfloat16)  # as the kernels serve, though a CPU runs the definition
+    data, same = PartitionSpec("a"), PartitionSpec()
+
+    def gradients(x, w, g):
+        loss = lambda x, w: (tcfp_jax.matmul(x, w, recipe=how, key=KEY) * g).astype(jnp.float32).sum()
+        return jax.grad(loss, (0, 1))(x, w)
+
+    inside = jax.shard_map(gradients, mesh=mesh_of(2), in_specs=(data, same, data), out_specs=(data, same))
+    dx, dw = jax.jit(inside, compiler_options=QUICK)(x, w, g)
+    alone = jax.jit(gradients, compiler_options=QUICK)
+    dx_first, dw_first = alone(x[:64], w, g[:64])
+    dx_last, dw_last = alone(x[64:], w, g[64:])
+    np.testing.assert_array_equal(dx, jnp.concatenate([dx_first, dx_last]))
+    np.testing.assert_array_equal(dw, dw_first + dw_last)
 
 
 def test_layers_take_keys_from_rngs():
