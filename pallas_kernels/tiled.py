@@ -247,4 +247,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*operands)
+    )(*varying(operands, *operands))  # what is written in place varies as what it replaces does

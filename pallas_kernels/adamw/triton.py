@@ -151,6 +151,8 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
+    # What is written in place varies as what it replaces does.
+    operands = varying(operands, *operands)
     words, gradient, *state = operands[: 2 + _STATE]
     places = operands[2 + _STATE :]
     l, k, n = gradient.shape

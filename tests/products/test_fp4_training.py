@@ -196,9 +196,6 @@ def test_in_shard_map_each_device_has_the_products_of_its_tokens(name):
     for got, *expected in zip((y, dx), first, last):
         np.testing.assert_allclose(got, jnp.concatenate(expected), rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dw, first[2] + last[2], rtol=1e-5, atol=1e-4)
-    # What a kernel serves is refused where it does not say how its results vary, and a CPU traces kernels, too.
-    served = operands(256, 128, 128, jnp.bfloat16)
-    assert [of.shape for of in jax.eval_shape(parts, *served)] == [(256, 128), (256, 128), (128, 128)]
 
 
 def test_layers_take_keys_from_rngs():
