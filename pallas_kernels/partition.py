@@ -193,7 +193,7 @@ def _by_xla(
     return call
 
 
-def varying(results: Any, *operands: jax.Array) -> Any:
+def varying(results: Any, *operands: Any) -> Any:
     """A kernel's results as types know them in a `jax.shard_map`: they vary between devices wherever an operand does.
 
     JAX infers that for operations, and cannot look into a kernel. Where it checks (`check_vma=True`) Pallas asks for it
