@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import Key, has_explicit_axes, note
+from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.partition import partitioned
@@ -35,7 +35,7 @@ from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.wire import Wire, reduced
 from tcfp_jax.products import fp4_training, packed
-from tcfp_jax.products.axes import Sharding, entries, with_entries
+from tcfp_jax.products.axes import Sharding, entries, sharding_of, with_entries
 from tcfp_jax.products.operands import (
     ACTIVATION_NAME,
     WEIGHT_NAME,
@@ -178,7 +178,7 @@ def product(
 
 def _fp4_product(asked: Asked, x: jax.Array, w: jax.Array | None, key: jax.Array | None) -> jax.Array:
     assert w is not None and asked.gradient == "float", "nothing is stored or fused for a recipe without weights"
-    if has_explicit_axes():
+    if sharding_of(x) is not None or sharding_of(w) is not None:
         raise NotImplementedError(
             "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; make "
             'the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
@@ -273,10 +273,9 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
     if x_q is None and recipe.wgrad != "bf16":
         with jax.named_scope("quantize_x"):
             x_q = quantize_operand(x, recipe.activation, recipe)
-    explicit = has_explicit_axes()
     kept = x.astype(jnp.bfloat16) if recipe.wgrad == "bf16" else x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
-    types = [None if v is None else (v.dtype, jax.typeof(v).sharding if explicit else None) for v in (x, w)]
+    types = [None if v is None else (v.dtype, sharding_of(v)) for v in (x, w)]
     saved = _Saved(kept, w if quantized is None else None, quantized, types[0], types[1], x.shape[-1])
     return (y if asked.gradient == "float" else (y, Carrier.blank(y, recipe))), saved
 
