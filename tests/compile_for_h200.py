@@ -35,7 +35,7 @@ class Compiled:
 
     def results(self, operation: str) -> list[str]:
         """Types of the results of an HLO operation, wherever it occurs."""
-        return re.findall(rf"= (\S+) {operation}(?:-start)?\(", self.text)
+        return re.findall(rf"= (\S+|\(.*?\)) {operation}(?:-start)?\(", self.text)
 
 
 def expected() -> bool:
