@@ -22,10 +22,18 @@ from jax.sharding import Sharding
 from tcfp_jax import paths
 from tcfp_jax.conversion.arrays import arrays_of, is_array, on_arrays
 from tcfp_jax.conversion.evaluation import bind, placed
-from tcfp_jax.conversion.programs import INLINED, opened, scan_counts
-from tcfp_jax.monitor.readings import OPERANDS, OperandName, Reading, read_gradient, read_product
+from tcfp_jax.conversion.programs import INLINED, bodies_of, opened, scan_counts
+from tcfp_jax.monitor.readings import (
+    OPERANDS,
+    Reading,
+    forward_operands,
+    gradient_operands,
+    read_gradients,
+    read_product,
+)
 from tcfp_jax.optim.gradients import filled, slots_of
-from tcfp_jax.products.operands import Carrier
+from tcfp_jax.products.fp4_training import OperandName
+from tcfp_jax.products.operands import ACTIVATION_NAME, Carrier
 from tcfp_jax.products.sites import Site, site_of
 from tcfp_jax.weights.training import is_stored
 
@@ -42,8 +50,25 @@ class _Found(NamedTuple):
     path: str
     axes: tuple[int, ...]
 
+    @property
+    def operands(self) -> tuple[OperandName, ...]:
+        """What the rows of its probe are of."""
+        return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
 
-# What to do at an equation, by its number: `_Found`, or the plan of its body, of branches by their numbers.
+
+class _Unread(NamedTuple):
+    """Products in the body of an equation that no probe reaches. They have one, to which nothing arrives."""
+
+    inside: str
+    found: tuple[_Found, ...]
+
+
+# What programs that hold products are called where users write them.
+_BODIES = {
+    "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
+    "custom_jvp_call": "jax.custom_jvp",
+}  # fmt: skip
+# What to do at an equation, by its number: `_Found`, `_Unread`, or the plan of its body, of branches by their numbers.
 _Plan = dict[int, Any]
 
 
@@ -52,9 +77,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Readings]]:
     """`tcfp_jax.value_and_grad` of a function, and beside its result the readings of its products.
 
-    Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result. A weight that
-    is multiplied again has its further readings under its path and "#2", "#3". Products inside of `jax.shard_map`, of a
-    while loop or of another custom derivative are not read.
+    Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result, as the forward
+    product and dgrad read them; of FP4 training also "x_wgrad" and "g_wgrad", and "w_dgrad" where dgrad quantizes the
+    weight anew. A weight that is multiplied again has its further readings under its path and "#2", "#3". Products
+    inside of `jax.shard_map`, a while loop or another custom derivative have no probe: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
@@ -65,8 +91,9 @@ def value_and_grad(
       A function of the same arguments that returns `((value, gradients), readings)`. It composes with jit and scan.
 
     Raises:
-      ValueError: no low-precision product was found, or an argument that the call lacks.
-      NotImplementedError: a product under `jax.vmap` over an axis that is not the first.
+      ValueError: no low-precision product was found, none of them can be read, or an argument that the call lacks.
+      NotImplementedError: a product under `jax.vmap` over an axis that is not the first, or one that the function
+        differentiates itself.
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
@@ -94,11 +121,7 @@ def value_and_grad(
         origins = [*(frozenset() for _ in program.consts), *_origins(given(slots), kwargs, chosen)]
         _, plan = _find(program.jaxpr, origins, ())
         found = list(_founds(plan))
-        if not found:
-            raise ValueError(
-                f"{getattr(fun, '__name__', 'the function')} computes no low-precision product that can be read; "
-                "observe the loss of a model with layers of tcfp_jax or converted by it, outside of jax.shard_map"
-            )
+        _check_read(getattr(fun, "__name__", "the function"), plan, len(found))
 
         def of(slots: Any, probes: Any) -> Any:
             arrays, _ = arrays_of((given(slots), kwargs))
@@ -120,6 +143,23 @@ def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
     return found
 
 
+def _check_read(name: str, plan: _Plan, count: int) -> None:
+    """Raise unless a product can be read."""
+    if not count:
+        raise ValueError(
+            f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
+            "converted by it"
+        )
+    unread = list(_unread(plan))
+    if count == sum(len(step.found) for step in unread):
+        raise ValueError(
+            f"{name} computes {count} low-precision product(s), none of which can be read: they are inside of "
+            f"{' and '.join(sorted({step.inside for step in unread}))}, where no probe can be. Products are read in "
+            "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
+            "layers there"
+        )
+
+
 # Where products are --------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +173,12 @@ def _find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[lis
         known.update(zip(eqn.outvars, outputs, strict=True))
         if step:
             plan[number] = step
+        if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
+            raise NotImplementedError(
+                "the function differentiates a low-precision product itself, by jax.grad, jax.vjp or jax.jvp inside of "
+                "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
+                "function that is differentiated"
+            )
     return [read(var) for var in jaxpr.outvars], plan
 
 
@@ -151,7 +197,14 @@ def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[O
         looked = [_find(body, [*(frozenset() for _ in consts), *inputs[1:]], axes) for body, consts in bodies]
         plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
         return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
-    return [frozenset().union(*inputs)] * len(eqn.outvars), None
+    whole: Origin = frozenset().union(*inputs)
+    unread: list[_Found] = []
+    for body, consts in bodies_of(eqn):
+        given = inputs if len(inputs) == len(body.invars) else [whole] * len(body.invars)
+        _, plan = _find(body, [*(frozenset() for _ in consts), *given], axes)
+        unread += _founds(plan)
+    inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
+    return [whole] * len(eqn.outvars), _Unread(inside, tuple(unread)) if unread else None
 
 
 def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], _Plan]:
@@ -168,7 +221,7 @@ def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tu
 
 def _path_of(site: Site, inputs: list[Origin]) -> str:
     """The parameters that the weight of a product was computed from, or else the arguments that it came from."""
-    _, w, quantized, _ = site.structure.unflatten(inputs)
+    _, w, quantized, *_ = site.structure.unflatten(inputs)
     whole: Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
     kind = min((kind for kind, _ in whole), default=1)
     return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
@@ -196,14 +249,27 @@ def _founds(plan: Any) -> Any:
     """The products of a plan, in the order of `jax.tree.leaves` of its probes."""
     if isinstance(plan, _Found):
         yield plan
+    elif isinstance(plan, _Unread):
+        yield from plan.found
     else:
         for number in sorted(plan):
             yield from _founds(plan[number])
 
 
+def _unread(plan: Any) -> Any:
+    """What of a plan is not read."""
+    if isinstance(plan, _Unread):
+        yield plan
+    elif not isinstance(plan, _Found):
+        for step in plan.values():
+            yield from _unread(step)
+
+
 def _probes(plan: Any) -> Any:
     if isinstance(plan, _Found):
-        return jnp.zeros((*plan.axes, len(OPERANDS), _FIELDS), jnp.float32)
+        return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
+    if isinstance(plan, _Unread):
+        return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
 
 
@@ -216,38 +282,42 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
         path, again = product.path, 2
         while path in readings:
             path, again = f"{product.path}#{again}", again + 1
-        readings[path] = {name: Reading(*fields[..., i]) for i, name in enumerate(OPERANDS)}
+        rows = product.operands
+        readings[path] = {name: Reading(*fields[..., rows.index(name)]) for name in OPERANDS if name in rows}
     return readings
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array) -> Any:
+def _watched(
+    site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
+) -> Any:
     """The outputs of a product; what is known of its operands is the gradient of the probe."""
     return outputs
 
 
-def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Array) -> Any:
-    return outputs, forward
+def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Array, words: Any) -> Any:
+    return outputs, (forward, words)
 
 
-def _watched_backward(site: Site, forward: jax.Array, gradients: Any) -> Any:
+def _watched_backward(site: Site, saved: tuple[jax.Array, Any], gradients: Any) -> Any:
+    forward, words = saved
     made = Carrier(tuple(gradients[1:])) if site.gradient == "quantized" else None
 
-    def of_one(g: jax.Array, made: Carrier | None) -> jax.Array:
-        found = read_gradient(site.recipe, g, None if made is None else made.quantized(site.recipe))
-        return _row(found)
+    def of_one(g: jax.Array, made: Carrier | None, words: jax.Array | None) -> jax.Array:
+        quantized = None if made is None else made.quantized(site.recipe)
+        return _rows(read_gradients(site.recipe, g, quantized, words))
 
     for _ in range(forward.ndim - 2):
-        of_one = jax.vmap(of_one)
-    row = of_one(gradients[0], made)[..., None, :]
-    return gradients, jnp.concatenate([forward, row], axis=-2), jnp.zeros_like(forward)
+        of_one = jax.vmap(of_one, in_axes=(0, 0, 0 if words is not None and words.ndim > 1 else None))
+    rows = of_one(gradients[0], made, words)
+    return gradients, jnp.concatenate([forward, rows], axis=-2), jnp.zeros_like(forward), None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
 
 
-def _row(reading: Reading) -> jax.Array:
-    return jnp.stack([*reading, jnp.ones_like(reading.amax)])
+def _rows(readings: Sequence[Reading]) -> jax.Array:
+    return jnp.stack([jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings])
 
 
 # The program again ---------------------------------------------------------------------------------------------------
@@ -274,6 +344,8 @@ def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[A
     name, params = eqn.primitive.name, eqn.params
     if isinstance(step, _Found):
         return _product(eqn, inputs, step.site, probes)
+    if isinstance(step, _Unread):
+        return bind(eqn, inputs)
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
@@ -317,12 +389,11 @@ def _product(eqn: Any, inputs: list[Any], site: Site, probe: jax.Array) -> Seque
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
     def of_one(*leaves: Any) -> jax.Array:
-        x, w, stored, made = site.structure.unflatten(leaves)
-        return jnp.stack([_row(reading) for reading in read_product(site.recipe, x, w, stored, made)])
+        return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
     in_axes = [0 if leaf.ndim > len(own) else None for leaf, own in zip(leaves, site.shapes, strict=True)]
     for _ in range(probe.ndim - 2):
         of_one = jax.vmap(of_one, in_axes=in_axes)
     with jax.named_scope("monitor"):
-        forward = of_one(*leaves)
-        return _watched(site, tuple(bind(eqn, inputs)), probe, forward)
+        forward, (*_, words) = of_one(*leaves), site.structure.unflatten(leaves)
+        return _watched(site, tuple(bind(eqn, inputs)), probe, forward, words)
