@@ -11,7 +11,7 @@ always was, by `tcfp_jax.value_and_grad`: nothing of this is in its program.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,54 +22,17 @@ from jax.sharding import Sharding
 from tcfp_jax import paths
 from tcfp_jax.conversion.arrays import arrays_of, is_array, on_arrays
 from tcfp_jax.conversion.evaluation import bind, placed
-from tcfp_jax.conversion.programs import INLINED, bodies_of, opened, scan_counts
-from tcfp_jax.monitor.readings import (
-    OPERANDS,
-    Reading,
-    forward_operands,
-    gradient_operands,
-    read_gradients,
-    read_product,
-)
+from tcfp_jax.conversion.programs import opened, scan_counts
+from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
+from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, slots_of
 from tcfp_jax.products.fp4_training import OperandName
-from tcfp_jax.products.operands import ACTIVATION_NAME, Carrier
-from tcfp_jax.products.sites import Site, site_of
+from tcfp_jax.products.operands import Carrier
+from tcfp_jax.products.sites import Site
 from tcfp_jax.weights.training import is_stored
 
 Readings = dict[str, dict[OperandName, Reading]]
-# Of which arguments a value was computed: pairs of 0 for parameters or 1 for others, and the path.
-Origin = frozenset[tuple[int, str]]
 _FIELDS = len(Reading._fields) + 1  # and that the product ran
-
-
-class _Found(NamedTuple):
-    """A product in a program: the path of its weight, and the leading axes of its probe."""
-
-    site: Site
-    path: str
-    axes: tuple[int, ...]
-
-    @property
-    def operands(self) -> tuple[OperandName, ...]:
-        """What the rows of its probe are of."""
-        return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
-
-
-class _Unread(NamedTuple):
-    """Products in the body of an equation that no probe reaches. They have one, to which nothing arrives."""
-
-    inside: str
-    found: tuple[_Found, ...]
-
-
-# What programs that hold products are called where users write them.
-_BODIES = {
-    "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
-    "custom_jvp_call": "jax.custom_jvp",
-}  # fmt: skip
-# What to do at an equation, by its number: `_Found`, `_Unread`, or the plan of its body, of branches by their numbers.
-_Plan = dict[int, Any]
 
 
 def value_and_grad(
@@ -119,9 +82,9 @@ def value_and_grad(
         # A new function each time: its trace is in no cache, so that it cannot be stale.
         program, out = jax.make_jaxpr(on_arrays(fun, rebuild), return_shape=True)(arrays)
         origins = [*(frozenset() for _ in program.consts), *_origins(given(slots), kwargs, chosen)]
-        _, plan = _find(program.jaxpr, origins, ())
-        found = list(_founds(plan))
-        _check_read(getattr(fun, "__name__", "the function"), plan, len(found))
+        _, plan = find(program.jaxpr, origins, ())
+        found = list(products_of(plan))
+        check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Any, probes: Any) -> Any:
             arrays, _ = arrays_of((given(slots), kwargs))
@@ -143,137 +106,18 @@ def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
     return found
 
 
-def _check_read(name: str, plan: _Plan, count: int) -> None:
-    """Raise unless a product can be read."""
-    if not count:
-        raise ValueError(
-            f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
-            "converted by it"
-        )
-    unread = list(_unread(plan))
-    if count == sum(len(step.found) for step in unread):
-        raise ValueError(
-            f"{name} computes {count} low-precision product(s), none of which can be read: they are inside of "
-            f"{' and '.join(sorted({step.inside for step in unread}))}, where no probe can be. Products are read in "
-            "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
-            "layers there"
-        )
-
-
-# Where products are --------------------------------------------------------------------------------------------------
-
-
-def _find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], _Plan]:
-    """(the origins of the outputs, the products in a program and its bodies); `axes` are those of loops around it."""
-    known: dict[Any, Origin] = dict(zip([*jaxpr.constvars, *jaxpr.invars], origins, strict=True))
-    read = lambda var: frozenset() if isinstance(var, core.Literal) else known[var]
-    plan: _Plan = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        outputs, step = _look(eqn, [read(var) for var in eqn.invars], axes)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-        if step:
-            plan[number] = step
-        if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
-            raise NotImplementedError(
-                "the function differentiates a low-precision product itself, by jax.grad, jax.vjp or jax.jvp inside of "
-                "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
-                "function that is differentiated"
-            )
-    return [read(var) for var in jaxpr.outvars], plan
-
-
-def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
-        found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
-        return [frozenset().union(*inputs)] * len(eqn.outvars), found
-    if name in INLINED and not params.get("differentiated"):
-        body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
-        return _find(body, [*(frozenset() for _ in consts), *inputs], axes)
-    if name == "scan":
-        return _look_into_scan(eqn, inputs, axes)
-    if name == "cond":
-        bodies = [opened(closed) for closed in params["branches"]]
-        looked = [_find(body, [*(frozenset() for _ in consts), *inputs[1:]], axes) for body, consts in bodies]
-        plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
-        return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
-    whole: Origin = frozenset().union(*inputs)
-    unread: list[_Found] = []
-    for body, consts in bodies_of(eqn):
-        given = inputs if len(inputs) == len(body.invars) else [whole] * len(body.invars)
-        _, plan = _find(body, [*(frozenset() for _ in consts), *given], axes)
-        unread += _founds(plan)
-    inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
-    return [whole] * len(eqn.outvars), _Unread(inside, tuple(unread)) if unread else None
-
-
-def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], _Plan]:
-    (body, consts), (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
-    carry = inputs[first : first + count]
-    while True:  # what a loop carries may come from more in its second round; origins only grow
-        given = [*(frozenset() for _ in consts), *inputs[:first], *carry, *inputs[first + count :]]
-        outputs, plan = _find(body, given, (*axes, eqn.params["length"]))
-        grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
-        if grown == carry:
-            return outputs, plan
-        carry = grown
-
-
-def _path_of(site: Site, inputs: list[Origin]) -> str:
-    """The parameters that the weight of a product was computed from, or else the arguments that it came from."""
-    _, w, quantized, *_ = site.structure.unflatten(inputs)
-    whole: Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
-    kind = min((kind for kind, _ in whole), default=1)
-    return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
-
-
-def _vmapped(eqn: Any, site: Site) -> tuple[int, ...]:
-    """The axes that `jax.vmap` has put in front of the operands of a product."""
-    shapes = [var.aval.shape for var in eqn.invars]
-    extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
-    leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
-    fits = all(shape[len(shape) - len(own) :] == own for shape, own in zip(shapes, site.shapes, strict=True))
-    if not fits or len(extra - {0}) > 1 or len(leading) > 1:
-        raise NotImplementedError(
-            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under jax.vmap as "
-            f"{[list(shape) for shape in shapes[:2]]}, and only axes in front of all operands can be read; give "
-            "jax.vmap in_axes of 0 and None"
-        )
-    return next(iter(leading), ())
-
-
 # Probes --------------------------------------------------------------------------------------------------------------
 
 
-def _founds(plan: Any) -> Any:
-    """The products of a plan, in the order of `jax.tree.leaves` of its probes."""
-    if isinstance(plan, _Found):
-        yield plan
-    elif isinstance(plan, _Unread):
-        yield from plan.found
-    else:
-        for number in sorted(plan):
-            yield from _founds(plan[number])
-
-
-def _unread(plan: Any) -> Any:
-    """What of a plan is not read."""
-    if isinstance(plan, _Unread):
-        yield plan
-    elif not isinstance(plan, _Found):
-        for step in plan.values():
-            yield from _unread(step)
-
-
 def _probes(plan: Any) -> Any:
-    if isinstance(plan, _Found):
+    if isinstance(plan, Found):
         return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
-    if isinstance(plan, _Unread):
+    if isinstance(plan, Unread):
         return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
 
 
-def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
+def _named(found: Sequence[Found], probes: Sequence[jax.Array]) -> Readings:
     """Readings by path, from what arrived at the probes."""
     readings: Readings = {}
     for product, probe in zip(found, probes, strict=True):
@@ -323,7 +167,7 @@ def _rows(readings: Sequence[Reading]) -> jax.Array:
 # The program again ---------------------------------------------------------------------------------------------------
 
 
-def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: _Plan, probes: Any) -> list[Any]:
+def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: Plan, probes: Any) -> list[Any]:
     """The outputs of a program with a probe at each product of its plan."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
@@ -342,9 +186,9 @@ def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: _Plan, probes: An
 def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[Any]:
     """The outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
-    if isinstance(step, _Found):
+    if isinstance(step, Found):
         return _product(eqn, inputs, step.site, probes)
-    if isinstance(step, _Unread):
+    if isinstance(step, Unread):
         return bind(eqn, inputs)
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
@@ -365,11 +209,11 @@ def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[A
     return run(inputs, probes)
 
 
-def _branch(body: Any, consts: Any, plan: _Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> Any:
+def _branch(body: Any, consts: Any, plan: Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> Any:
     return _run(body, consts, inputs, plan, probes.get(number, {}))
 
 
-def _scan(eqn: Any, inputs: list[Any], plan: _Plan, probes: Any) -> list[Any]:
+def _scan(eqn: Any, inputs: list[Any], plan: Plan, probes: Any) -> list[Any]:
     (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
     first, count = scan_counts(options)
     fixed, xs = inputs[:first], inputs[first + count :]

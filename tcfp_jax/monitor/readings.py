@@ -54,30 +54,36 @@ def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
     """
     x = values.astype(jnp.float32)
     q = rounded.dequantize() if isinstance(rounded, Operand) else rounded.astype(jnp.float32)
-    top = _at_the_top(rounded) if isinstance(rounded, Operand) else False
-    return _compared(_amax(x), x, q, top)
+    clipped = _clipped(x, q, rounded) if isinstance(rounded, Operand) else jnp.zeros(x.shape, bool)
+    return _compared(_amax(x), x, q, clipped)
 
 
 def _amax(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
 
 
-def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, top: jax.Array | bool) -> Reading:
-    """The reading of float32 x and of what it was rounded to, of which some have the largest number of the format."""
+def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
+    """The reading of float32 x and of what it was rounded to."""
     share = lambda these: jnp.mean(these.astype(jnp.float32))
     # In units of amax, so that squares of small gradients are no zeros.
     unit = 1 / jnp.where(amax > 0, amax, 1.0)
     energy = lambda v: jnp.sum(jnp.square(v * unit))
     snr = 10 * jnp.log10(energy(x) / energy(x - q))
-    clipped = top & (jnp.abs(x) > jnp.abs(q) * (1 + _CLIPPED))
     return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
 
 
-def _at_the_top(rounded: Operand) -> jax.Array:
-    """Which values are the largest number of their format."""
+def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
+    """Which values are larger than the largest number of the format at their scale."""
     if isinstance(rounded.scaling, Fp4):
-        return jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()
-    return jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(rounded.values.dtype)
+        return (jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()) & _beyond(x, q)
+    dtype, spare = rounded.values.dtype, _CLIPPED
+    if rounded.lo is not None:  # which rounds to either side of values at the top, too
+        spare = 2 * numerics.largest_rounding_error(dtype, halves=2) / numerics.largest(dtype)
+    return (jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)) & _beyond(x, q, spare)
+
+
+def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
+    return jnp.abs(x) > jnp.abs(q) * (1 + spare)
 
 
 def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
@@ -193,9 +199,9 @@ def _read_nvfp4(
         exact = observe(_filled(x, numbers.values.shape), *how).exact
     rotated = None if how.signs is None or how.axis is None else how.axis % x.ndim
     kept = tuple(slice(None if axis == rotated else size) for axis, size in enumerate(x.shape))
-    top = jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest
     q = found.found.dequantize() * outer
-    return _compared(_amax(x.astype(jnp.float32)), exact[kept], q[kept], (top & (q != 0))[kept])
+    top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
+    return _compared(_amax(x.astype(jnp.float32)), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
 
 
 def _filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

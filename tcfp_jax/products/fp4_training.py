@@ -168,9 +168,10 @@ def quantization(recipe: Recipe, operand: OperandName, words: jax.Array | None) 
 
 
 def _quantized(recipe: Recipe, operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
-    axis, rule, *rest = quantization(recipe, operand, words)
-    numbers = _numbers(recipe)
-    return squares(values, rule, numbers) if axis is None else along(values, axis, rule, *rest, numbers)
+    how, numbers = quantization(recipe, operand, words), _numbers(recipe)
+    if how.axis is None:
+        return squares(values, how.rule, numbers)
+    return along(values, how.axis, how.rule, how.rounding, how.key, how.signs, numbers)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
