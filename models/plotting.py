@@ -86,7 +86,7 @@ def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
 
     weights = [weight for report in reports.values() for weight in report.values()]
     operands = [name for name in OPERANDS if any(name in weight for weight in weights)]
-    lines = [[((name, what), form) for name in operands] for what, form in _OF_OPERANDS.items()]
+    lines: list[Any] = [[((name, what), form) for name in operands] for what, form in _OF_OPERANDS.items()]
     lines.append([((what,), form) for what, form in _OF_UPDATES.items()])
     found = [[(place, form, matrix_of(reports, place)) for place, form in line] for line in lines]
     rows = max(len(names) for line in found for _, _, (names, _) in line)
