@@ -185,9 +185,13 @@ class Result:
         """Where the numbers come from, and whether the library has changed since."""
         h = self.header
         commit = f"commit {h['commit']}" if h["commit"] else "commit unknown"
+        # Rows that `--resume` kept may be of other libraries; the header is of the last run.
+        libraries = [*dict.fromkeys(row["library"] for row in self.rows if row.get("library"))] or [h.get("library")]
         # Files that are older than this header have a digest of all sources, benchmarks too.
         source = f"library {h['library']}" if "library" in h else f"sources {h['sources']}"
-        age = "" if h.get("library") == library_digest() else AGE
+        if len(libraries) > 1:
+            commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
+        age = "" if libraries == [library_digest()] else AGE
         return f"{h['device']}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:

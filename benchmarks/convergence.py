@@ -10,8 +10,8 @@ fork: a base trains in BF16 with float32 weights and AdamW, at a constant rate a
 its weights and float32 moments with the same batches, and a rate that falls linearly to zero; a fork with stored
 weights stores these, and rounds these moments once. scratch: runs of one seed have the same initial weights and
 batches, and a rate that falls to zero. The ratio of a run is `exp(held-out loss - that of BF16's run)`, from the same
-base, or of the same seed. Forks have about a tenth of the noise; `bf16_rerun`, BF16 with weights perturbed by one part
-in a million, and `bf16_other_batches` show what is left of it.
+base, or of the same seed; where BF16 ran again, as `bf16_rerun`, the mean of both. Forks have about a tenth of the
+noise; `bf16_rerun`, BF16 with weights perturbed by one part in a million, and `bf16_other_batches` show what is left.
 
 The text is the source of every installed package and of Python's library, so machines with other packages train on
 another text, or that of `--data`. JSON is written after every run, and `--resume` keeps its rows. Bases are kept in a

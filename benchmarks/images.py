@@ -126,7 +126,8 @@ def compile_one(config: Config, name: str) -> None:
         return
     key = jax.random.key(0)
     draw = lambda batches: jax.eval_shape(lambda: glyphs.draw_images(key, batches, config.batch))
-    _program(config, VARIANTS[name]).lower(key, 0.0, draw(config.steps), draw(config.heldout)).compile()
+    program: Any = _program(config, VARIANTS[name])
+    program.lower(key, 0.0, draw(config.steps), draw(config.heldout)).compile()
 
 
 @functools.cache

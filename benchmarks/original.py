@@ -139,9 +139,10 @@ def compile_one(config: Config, name: str) -> None:
     wanted = train_config(config, name, 0)
     corpus = corpus_of(wanted)
     text = jax.ShapeDtypeStruct(corpus.train.shape, corpus.train.dtype)
+    steps: Any = make_train_step(wanted)
     with nn.intercept_methods(fake_quantized):
         state = init(wanted)
-        make_train_step(wanted).lower(state, text, batch_key(wanted)).compile()
+        steps.lower(state, text, batch_key(wanted)).compile()
         lower_evaluation(wanted, state, len(corpus.heldout)).compile()
 
 

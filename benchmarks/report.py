@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, large, memory, original, plan, recipes, train_step
+from benchmarks import convergence, convergence_tables, large, memory, original, plan, recipes, train_step
 from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
-from benchmarks.variants import BASELINE, RECOMMENDED
+from benchmarks.variants import BASELINE, OTHER_BATCHES, RECOMMENDED, RERUN
 from tcfp_jax.recipes import recipe
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -27,6 +27,7 @@ CHOOSE = "choose"
 # Forks and pairs from scratch, each of a model; the first two are README's, in this order of preference.
 FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEAST_BASES = 3
+NOISE = {RERUN: "from perturbed weights", OTHER_BATCHES: "on other batches"}
 LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", "convergence-fork-6x384", *FORKS)
 BENCHMARKS = (
     "fidelity", "original", "images", "finetune", "monitoring",
@@ -86,8 +87,22 @@ def render_section(name: str, results: Path = RESULTS) -> str:
 
 
 def _said_of_forks(forked: Result) -> str:
-    bases = len(forked.distinct("seed"))
-    return f" ² Of forks of `{forked.config['model']}`'s run in BF16, {bases} bases; their noise is about a tenth."
+    """What ² means, and the noise beside it."""
+    rows = convergence_tables.rows_of(forked)
+    floors = {words: convergence_tables.noise_floor(rows, name) for name, words in NOISE.items()}
+    noise = ", ".join(f"{words} within {floor:.4f}" for words, floor in floors.items() if floor)
+    return (
+        f" ² Of forks of `{forked.config['model']}`'s run in BF16: mean ± standard error of {LEAST_BASES} bases or "
+        f"more, or of as many as brackets say{f'; BF16 itself, {noise} of 1' if noise else ''}. "
+        f"`{recipes.STORED}` has no float weights there."
+    )
+
+
+def _of_forks(forked: Result) -> dict[str, str]:
+    """Ratios of variants, with the number of bases where they are few."""
+    found = {s.name: s.pairs for s in convergence_tables.summarize(convergence_tables.rows_of(forked))}
+    few = {name: f" ({pairs})" for name, pairs in found.items() if pairs < LEAST_BASES}
+    return {name: f"{ratio}²{few.get(name, '')}" for name, ratio in convergence.ratios_of(forked).items()}
 
 
 def choose(results: Path = RESULTS) -> str:
@@ -98,15 +113,17 @@ def choose(results: Path = RESULTS) -> str:
     forked = next((found for found in candidates if found and len(found.distinct("seed")) >= LEAST_BASES), None)
     names = (recipes.NAME, convergence.NAME, recipes.STORED_RUN)
     timed, trained, stored = (read_result(name, results) for name in names)
-    ratios = convergence.ratios_of(trained) if trained else {}
-    of_forks = convergence.ratios_of(forked) if forked else {}
+    of_forks = _of_forks(forked) if forked else {}
+    wanted = {name: RECOMMENDED if name == recipes.STORED else name for name in USE_IT_WHEN}
+    if set(wanted.values()) <= of_forks.keys():
+        trained = None
+    ratios = (convergence.ratios_of(trained) if trained else {}) | of_forks
     speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
     if speeds[recipes.STORED] == "–" and stored is not None:
         speeds[recipes.STORED] = f"{_speed(recipes.STORED, stored)}³"
     lines = []
     for name, when in USE_IT_WHEN.items():
-        fork = RECOMMENDED if name == recipes.STORED else name
-        perplexity = f"{of_forks[fork]}²" if fork in of_forks else ratios.get(name, "–")
+        perplexity = ratios.get(wanted[name], "–")
         state = f"{memory.bytes_per_weight(recipe(name), stored=name == recipes.STORED):.4g}"
         lines.append([f"`{name}`", speeds[name], state, "1" if name == BASELINE else perplexity, when])
     titles = ["recipe", "speed over BF16", "bytes of state per weight", "held-out perplexity over BF16", "use it when"]
@@ -115,16 +132,16 @@ def choose(results: Path = RESULTS) -> str:
         f"Speed is of an optimizer step of an MLP{'' if shape is None else f' at {times(shape)}'} (tokens × d × d_ff), "
         "forward and backward pass, AdamW and quantization of the weights."
         + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
-        "State is the float32 weight, AdamW's moments, the quantized weight and its error. Perplexity is of a small "
-        "GPT (mean over seeds ± standard error)."
+        "State is the float32 weight, AdamW's moments, the quantized weight and its error."
+        + ("" if trained is None else " Perplexity is of a small GPT (mean over seeds ± standard error).")
         + ("" if forked is None else _said_of_forks(forked))
         + (" ³ Of a run of its own, over its own BF16." if any("³" in speed for speed in speeds.values()) else ""),
         "[Measurements](docs/measurements.md) has all numbers.",
     ]
     whole = read_result(large.NAME, results)
     text += [] if whole is None else [large.sentence(whole)]
-    plain = {**ratios, **of_forks}.get("tensorwise")
-    text += [] if plain in (None, "diverged") else [original.WHY]
+    plain = ratios.get("tensorwise")
+    text += [] if plain is None or plain.startswith("diverged") else [original.WHY]
     origins = " ".join(
         f"`{result.name}`: {result.origin}." for result in (timed, trained, forked, stored, whole) if result is not None
     )

@@ -7,6 +7,7 @@
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
     python -m models.train --start base.npz --weights stored  # fine-tune what --export wrote
     python -m models.train --recipe-schedule 0.85=bf16        # the last 15 % of the steps in BF16
+    python -m models.train --recipe nvfp4_training --ends 0,1=bf16   # four bits, emulated, but for the last block
     python -m models.train --monitor 50                       # how well operands are rounded, by layer and step
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
@@ -43,6 +44,7 @@ from models.processes import HEARTBEAT_TIMEOUT, end_after, is_first, of_first, s
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import Included, Moments, TrainConfig, Weights, preset
 from models.training import TrainState, batch_key, evaluate, init, make_optimizer, make_train_step
+from tcfp_jax.recipes import NAMES
 
 __all__ = [
     "RunResult",
@@ -115,9 +117,8 @@ def _parser() -> argparse.ArgumentParser:
         help="files and folders of UTF-8 text, read as bytes, or one .npy of token ids (default: the standard library)",
     )  # fmt: skip
     parser.add_argument("--vocabulary", type=int, help="of token ids, how many there are")
-    parser.add_argument(
-        "--recipe", help="bf16, tcfp12 (default), tcfp12_fast, tensorwise or tcfp12_single (default of stored weights)"
-    )
+    names = ", ".join(NAMES)
+    parser.add_argument("--recipe", metavar="NAME", help=f"{names} (default: tcfp12; of stored weights tcfp12_single)")
     parser.add_argument("--start", metavar="NPZ", help="float parameters of this model to start from, as of --export")
     parser.add_argument(
         "--recipe-schedule", nargs="+", type=_part_and_recipe, metavar="PART=RECIPE",

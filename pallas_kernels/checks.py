@@ -15,7 +15,8 @@ def check_real(name: str, x: jax.Array) -> None:
     """Raise a TypeError unless `x` holds real floating-point numbers."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"{name} has dtype {x.dtype}, but only real floats have an FP8 form; use {name}.astype(jnp.float32)"
+            f"{name} has dtype {x.dtype}, but only real floats are multiplied or rounded in FP8 and FP4; use "
+            f"{name}.astype(jnp.float32)"
         )
 
 

@@ -6,8 +6,8 @@ takes the first that neither rejects nor declines; a named backend runs unless i
 `NotImplementedError` with its reason. An implementation is never replaced behind the caller's back: what was asked
 for runs, or the caller reads why not.
 
-On a CPU a named kernel runs in its interpreter: the same program, slowly. `backend=None` never does that, and does
-not ask kernels there.
+On a CPU a named kernel runs in its interpreter: the same program, slowly; one that has none, because it is written in
+PTX, rejects what it is asked there. `backend=None` never does that, and does not ask kernels there.
 
 The options of an op travel as one frozen value and its arrays in order, so that `api`, `reference` and every kernel
 have the same signature, `(options, *arrays)`.
@@ -200,7 +200,7 @@ def judge(table: Sequence[Implementation], backend: Backend | None, options: Any
         if backend not in (None, implementation.backend):
             reason = f"backend={backend!r} was asked for"
         elif kernel and interprets:
-            reason = "a CPU runs it in its interpreter, and only where it is named"
+            reason = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
         else:
             reason = implementation.reject(options, *arrays)
             if reason is None and backend is None:

@@ -34,6 +34,8 @@ class Explanation:
       bf16: the same of the layer in BF16, `recipe("bf16")`.
       times, bf16_times: milliseconds of each, interpolated between what was measured on this device
         (`pallas_kernels.tuning.estimate`); None where nothing near was.
+      emulated: of FP4 training, what the operands stand for; "" of other recipes. Its quantizers are not among the
+        operations, so that nothing is said of its speed.
     """
 
     device: str
@@ -41,11 +43,12 @@ class Explanation:
     bf16: tuple[Call, ...] = ()
     times: tuple[float | None, ...] = ()
     bf16_times: tuple[float | None, ...] = ()
+    emulated: str = ""
 
     @property
     def speed_over_bf16(self) -> float | None:
         """BF16's time over this one; None where an operation was not timed."""
-        if not self.times or not self.bf16_times or None in (*self.times, *self.bf16_times):
+        if self.emulated or not self.times or not self.bf16_times or None in (*self.times, *self.bf16_times):
             return None
         return self.bf16_milliseconds / self.milliseconds
 
@@ -70,14 +73,17 @@ class Explanation:
             key = missing.key
             what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
             return f"{what} was not timed on {self.device}"
+        if self.emulated:
+            return f"the quantizers of FP4 training were not timed on {self.device}"
         in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
         return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.device}"
 
     def __str__(self) -> str:
-        """The device, for every operation a line for what runs and one for each backend that does not, and the sum."""
+        """The device, what is emulated, lines for what runs of every operation and for what does not, and the sum."""
         times = self.times or (None,) * len(self.steps)
         lines = [line for call, time in zip(self.steps, times, strict=True) for line in _lines(call, time)]
-        return "\n".join([f"on {self.device}", *lines, *([f"in all      {self.summary}"] if self.summary else [])])
+        first = [f"on {self.device}", *([f"emulated    {self.emulated}"] if self.emulated else [])]
+        return "\n".join([*first, *lines, *([f"in all      {self.summary}"] if self.summary else [])])
 
 
 def _runs(call: Call) -> Verdict:
@@ -135,11 +141,23 @@ def explain(
     if optimizer is None:
         optimizer = error_feedback(recipe, key=jax.random.key(0) if recipe.stochastic else None)
     steps = _traced(recipe, optimizer, params, x, g)
+    emulated = _emulated(recipe)
     if not is_timed():
-        return Explanation(device_kind(), steps)
+        return Explanation(device_kind(), steps, emulated=emulated)
     bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
     times, bf16_times = (tuple(map(_time, calls)) for calls in (steps, bf16))
-    return Explanation(device_kind(), steps, bf16, times, bf16_times)
+    return Explanation(device_kind(), steps, bf16, times, bf16_times, emulated)
+
+
+def _emulated(recipe: Recipe) -> str:
+    """What the operands of FP4 training stand for, in words; "" of other recipes."""
+    if recipe.fp4 is None:
+        return ""
+    which = "operands" if recipe.fp4.forward_operands == "fp4" else "operands of dgrad and wgrad"
+    held = "BF16 holds exactly and multiplies"
+    if recipe.dgrad != "bf16":
+        held = "E4M3 holds exactly, over 2**3, and FP8 products multiply"
+    return f"{which} are NVFP4 values, which {held}: no FP4 tensor core runs; quantizing them is not shown"
 
 
 def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:

@@ -7,7 +7,7 @@ computes the product of a kernel as a recipe says. The functions here are the bo
 conversion runs in the place of Flax's own, so that all of them give the same bits. None of them writes a variable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -131,6 +131,11 @@ def forward_of(function: Callable[..., jax.Array], reader: Callable[[Any], Reade
         return function(reader(layer), multiply, *inputs, **options)
 
     return forward
+
+
+def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes or axes, of which Flax takes one as it is."""
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
 
 def as_contraction(equation: str | Contraction, x: jax.Array) -> Contraction:

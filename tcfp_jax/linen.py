@@ -19,6 +19,7 @@ from flax import linen as nn
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
 from tcfp_jax.products.contraction import Contraction, matrix_product
+from tcfp_jax.products.fp4 import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
@@ -86,8 +87,8 @@ def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
     (2, 4)
     """
     # What `init` computes is thrown away, so that any key serves it.
-    without = lambda: jax.random.key(0) if layer.is_initializing() else None
-    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else without()
+    of_init = lambda: jax.random.key(0) if layer.is_initializing() else None
+    key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
         contraction, stored = layers.as_contraction(equation, x), stored_weight(layer, name)
@@ -140,15 +141,15 @@ class _Reader:
 
     @property
     def features(self) -> tuple[int, ...]:
-        return _as_tuple(self._layer.features)
+        return layers.as_tuple(self._layer.features)
 
     @property
     def axis(self) -> tuple[int, ...]:
-        return _as_tuple(self._layer.axis)
+        return layers.as_tuple(self._layer.axis)
 
     @property
     def batch(self) -> tuple[int, ...]:
-        batch = _as_tuple(self._layer.batch_dims)
+        batch = layers.as_tuple(self._layer.batch_dims)
         if batch != tuple(range(len(batch))):
             raise ValueError(f"batch_dims={batch} must be consecutive leading axes from 0")
         return batch
@@ -177,10 +178,6 @@ class _Reader:
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
         value = getattr(self._layer, name)
         return (lambda *args, **options: change(value(*args, **options))) if name == "param" else value
-
-
-def _as_tuple(value: Any) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _reshaping(init: Any, flat: tuple[int, ...] | None) -> Any:
@@ -232,12 +229,17 @@ class TCFPDense(nn.Dense):
 
 
 class Fp4Dense(TCFPDense):
-    """`TCFPDense` with a weight of four bits, recipe "nvfp4" unless another is given.
+    """`TCFPDense` with a weight of four bits, recipe "nvfp4" unless another that packs is given.
 
-    Its parameter is `nn.Dense`'s, packed at each use; `tcfp_jax.inference.quantize_params` packs it once.
+    Its parameter is `nn.Dense`'s, packed at each use; `tcfp_jax.inference.quantize_params` packs it once. A recipe that
+    packs no weight raises a ValueError, and what `TCFPDense` refuses is refused.
     """
 
     recipe: Recipe | str = "nvfp4"
+
+    def __post_init__(self) -> None:
+        of_fp4(self.recipe)
+        super().__post_init__()
 
 
 class TCFPDenseGeneral(nn.DenseGeneral):

@@ -17,6 +17,7 @@ from flax import nnx
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Multiply, forward_of
 from tcfp_jax.products.contraction import Contraction
+from tcfp_jax.products.fp4 import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
@@ -154,8 +155,7 @@ class _Reader:
 
     @property
     def features(self) -> tuple[int, ...]:
-        sizes = self._layer.out_features
-        return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        return layers.as_tuple(self._layer.out_features)
 
     @property
     def axis(self) -> tuple[int, ...]:
@@ -214,17 +214,20 @@ class TCFPLinear(nnx.Linear, LowPrecision):
 
 
 class Fp4Dense(TCFPLinear):
-    """`TCFPLinear` with a weight of four bits, recipe "nvfp4" unless another is given.
+    """`TCFPLinear` with a weight of four bits, recipe "nvfp4" unless another that packs is given.
 
     Its parameter is `nnx.Linear`'s, packed at each use; `tcfp_jax.inference.load_quantized` puts packed codes in its
     place. The base of an `nnx.LoRA`, whose adapters train beside frozen codes.
+
+    Raises:
+      ValueError: a recipe that packs no weight; and what `TCFPLinear` raises.
 
     >>> jax.eval_shape(lambda: Fp4Dense(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 3)))).shape
     (2, 4)
     """
 
     def __init__(self, *args: Any, recipe: Recipe | str = "nvfp4", **options: Any) -> None:
-        super().__init__(*args, recipe=recipe, **options)
+        super().__init__(*args, recipe=of_fp4(recipe), **options)
 
 
 class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):

@@ -101,7 +101,7 @@ class _Parameter:
         return self.kernel.merged(groups)
 
     def matrix_of(self, stored: Stored) -> Parts:
-        """As the matrix that is stored; packed codes of an odd k have one more than it."""
+        """As the matrix that is stored; packed codes whose `padding` is lost may have one more than it."""
         assert self.shape is not None
         if isinstance(stored.scaling, Fp4) and self.layout is None:
             k = -2 if stored.backward is None else -1

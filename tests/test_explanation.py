@@ -1,5 +1,6 @@
 """`explain`: it records the step that runs; what was measured decides, and a named backend is shown with its reason."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def test_a_cpu_runs_no_kernel_that_is_not_named():
     forward = calls((128, 128), (128, 128), "tcfp12")["forward"]
     assert forward.chosen.backend == "xla"
     reasons = {verdict.backend: verdict.reason for verdict in forward.verdicts}
-    interpreted = "a CPU runs it in its interpreter, and only where it is named"
+    interpreted = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
     assert reasons == {"mosaic": interpreted, "triton": interpreted, "xla": None}
 
 
@@ -120,6 +121,46 @@ def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     assert f"error {error_dtype}) was not timed" in {v.backend: v.reason for v in found.verdicts}["triton"]
     fresh = tcfp_jax.explain((32, 64), (64, 32), "tcfp12", optimizer=optax.sgd(0.1))
     assert fresh.steps[0].step == "quantize w"  # in the forward pass, without an error
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "dtype"),
+    [
+        ("nvfp4_training", "emulated    operands are NVFP4 values, which BF16 holds exactly", "bfloat16"),
+        (
+            "nvfp4_training_fold_exact",
+            "operands are NVFP4 values, which E4M3 holds exactly, over 2**3",
+            "float8_e4m3fn",
+        ),
+        (
+            tcfp_jax.recipe("nvfp4_training", forward_operands="bf16"),
+            "operands of dgrad and wgrad are NVFP4",
+            "bfloat16",
+        ),
+    ],
+)
+def test_fp4_training_says_what_it_emulates(recipe, words, dtype):
+    explanation = tcfp_jax.explain((32, 16), (16, 48), recipe)
+    assert words in str(explanation) and "no FP4 tensor core runs" in str(explanation)
+    assert [call.step for call in explanation.steps] == ["forward", "dgrad", "wgrad"]
+    assert all(call.operands.startswith(dtype) for call in explanation.steps)
+    assert "emulated" not in str(tcfp_jax.explain((32, 16), (16, 48), "nvfp4"))
+
+
+def test_nothing_is_said_of_the_speed_of_fp4_training():
+    """Its quantizers are not among the operations that are timed, so that the products' times are not the layer's."""
+    found = tcfp_jax.explain((32, 16), (16, 48), "nvfp4_training")
+    timed = dataclasses.replace(found, bf16=found.steps, times=(1.0,) * 3, bf16_times=(1.0,) * 3)
+    assert timed.speed_over_bf16 is None and "in all      the quantizers of FP4 training were not timed" in str(timed)
+    assert dataclasses.replace(timed, emulated="").speed_over_bf16 == 1
+
+
+def test_what_a_cpu_says_of_the_fp4_kernel_is_true():
+    """Its codes are decoded in PTX, which no interpreter runs: named, it rejects."""
+    forward = calls((128, 256), (256, 64), "nvfp4")["forward"]
+    assert forward.verdicts[0].reason == "a CPU runs a kernel only where it is named, in its interpreter if it has one"
+    named = calls((128, 256), (256, 64), tcfp_jax.recipe("nvfp4", backend="mosaic"))["forward"]
+    assert named.chosen is None and any(word in named.verdicts[0].reason for word in ("PTX", "older than 0.11"))
 
 
 def test_shapes_that_do_not_multiply():

@@ -1,5 +1,6 @@
 """FP4 weights chosen with care: exhaustive scales, GPTQ, and the Hessians of a calibration."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,12 +9,18 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from pallas_kernels.operands import Fp4
+from pallas_kernels.fp4_matmul.reference import quantize_rows
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import matmul, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.transform import transform
-from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, search_scales
+from tcfp_jax.formats import exact_share
+from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, restored, search_scales
+from tcfp_jax.inference.blocks import check_rule, table
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.stored import Stored
 from tests.formats_oracles import QUICK
 
 RNG = np.random.default_rng(0)
@@ -100,9 +107,32 @@ def test_a_search_does_not_square_what_float32_cannot(largest):
     np.testing.assert_allclose(error(searched(w), w) / largest**2, error(searched(W)), rtol=1e-3)
 
 
-def test_a_search_by_rule_keeps_to_its_scales():
-    mantissas = np.asarray(searched(W, Fp4(rule="fold_exact")).scale).view(np.uint8) & 7
-    assert set(mantissas.ravel()) <= {0, 2, 4}
+@pytest.mark.parametrize("scales", ["rule", "search"])
+def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
+    """Zeros, tiny values, an outlier: what names the rule keeps to it, as FP8 products rely on it."""
+    hard = np.array(W)
+    hard[0], hard[1], hard[2, 3], hard[5:9] = 0, 1e-30, 1e4, hard[5:9] * 1e-3
+    scaling = Fp4(rule="fold_exact")
+    for w in (W, jnp.asarray(hard)):
+        for made in (compensated(w, H, scaling, scales=scales), searched(w, scaling)):
+            assert made.scaling == scaling and exact_share(made.scale) == 1
+            check_rule("w", made, "")
+
+
+def test_a_rule_is_checked_scale_by_scale():
+    """By `exact_share` of each scale beside 384, the rule's largest; NaN is loud as it is."""
+    every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)[:127]
+    beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
+    held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
+    held[every == 448] = False  # beside which 384 would have another factor
+    assert held[np.isin(every, table(Fp4(rule="fold_exact")))].all() and 30 < held.sum() < 50
+    of = lambda scale: Operand(jnp.zeros((1, 8 * scale.size), jnp.uint8), scale[None], scaling=Fp4(rule="fold_exact"))
+    check_rule("w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), "")
+    with pytest.raises(ValueError, match=rf"w has .* but only {held.mean():.1%} of its scales .* repair"):
+        check_rule("w", of(every), "repair")
+    with pytest.raises(ValueError, match=r"but only 0\.0% of its scales"):
+        check_rule("w", of(every[~held]), "repair")
+    jax.eval_shape(lambda scale: check_rule("w", of(scale), ""), every)  # traced, as a template is made
 
 
 def test_importance_moves_the_error_to_where_it_matters():
@@ -273,3 +303,39 @@ def test_a_model_multiplies_by_the_codes_that_were_chosen():
         choose_codes(served, params, weights, lambda path, w: nearest(w, Fp4("mxfp4")))
     with pytest.raises(ValueError, match="no stored weight is FP4"):
         choose_codes({"params": {}, "tcfp": {}}, params, weights, quantize_fp4)
+
+
+def test_chosen_codes_keep_the_rule_that_they_follow():
+    """The FP8 product of "fold_exact" reads the rule off the codes, so that it must be theirs and not the recipe's."""
+    params, folds, layout = {"w": jnp.swapaxes(W, 0, 1)}, Fp4(rule="fold_exact"), Layout((0,), (1,))
+    served, of_rule = (
+        {"tcfp": {"w": Stored(nearest(W, Fp4()), None)}},
+        functools.partial(recipe, "nvfp4", forward="full"),
+    )
+
+    def chosen(rule, choose):
+        weights = {"w": Weight(of_rule(rule=rule), layout)}
+        return choose_codes(served, params, weights, choose)["tcfp"]["w"]
+
+    refused = r"w is stored with Fp4.*rule='fold_exact'.* chosen with rule='amax'; choose them with rule='fold_exact'"
+    with pytest.raises(ValueError, match=refused):
+        chosen("fold_exact", lambda path, w: compensated(w, H))
+    with pytest.raises(ValueError, match="are of that rule"):
+        chosen("fold_exact", lambda path, w: dataclasses.replace(nearest(w, Fp4()), scaling=folds))
+    x = X[:8]
+    assert chosen("fold_exact", lambda path, w: nearest(w, folds)).scaling == folds
+    rounded = np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)  # x in E4M3 by rows
+    for used in (folds, Fp4(rule="four_over_six")):
+        made = chosen("amax", lambda path, w, used=used: nearest(w, used))
+        assert made.scaling == used and (exact_share(made.forward.scale) == 1) == (used == folds)
+        y = quick(lambda x, made: matmul(x, made, recipe=of_rule(rule="amax")))(x, made)
+        wanted = rounded @ np.asarray(made.dequantize(), np.float64)
+        np.testing.assert_allclose(y, wanted, atol=1e-5 * abs(wanted).max())
+
+
+def test_a_checkpoint_that_lost_its_classes_is_not_given_a_rule_that_it_does_not_follow():
+    made, layout = nearest(W, Fp4()), Layout((0,), (1,))
+    plain = {"tcfp": {"w": {"forward": dict(values=made.values, scale=made.scale, outer=made.outer)}}}
+    assert restored(plain, {"w": Weight(recipe("nvfp4"), layout)})["tcfp"]["w"].scaling == Fp4()
+    with pytest.raises(ValueError, match=r"w has .*only .* of that rule.*recipe that the weights were quantized by"):
+        restored(plain, {"w": Weight(recipe("nvfp4", rule="fold_exact"), layout)})

@@ -184,6 +184,17 @@ def test_bad_input():
         quantize_params(params, "tcfp12", storage="hi")
     with pytest.raises(ValueError, match="nothing to quantize"):
         quantize_params(params, "bf16")
+    trains = r'trains with Fp4Training.* serve with recipe\("nvfp4"\), .*recipe\("nvfp4", tile="square", rule="amax"\)'
+    for given in ("nvfp4_training", {"kernel": Weight(tcfp_recipe("nvfp4_training"), Layout((0,), (1,)))}):
+        with pytest.raises(ValueError, match=trains):
+            quantize_params(params, given)
+    with pytest.raises(ValueError, match="the weights given are none: the model was converted by a recipe that stores"):
+        quantize_params(params, {})
+    for given in ("nvfp4", {"kernel": Weight(tcfp_recipe("nvfp4"), Layout((0,), (1,)))}):
+        with pytest.raises(
+            ValueError, match=r'storage="packed" .* 12.5 bits .* kernel in four by Fp4\(.*storage="recipe"'
+        ):
+            quantize_params(params, given, storage="packed")
     params["bias"] = jnp.zeros(4)
     served = quantize_params(params, "tcfp12")
     apply = jax.jit(TCFPDense(4).apply)

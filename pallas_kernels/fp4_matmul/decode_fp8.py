@@ -67,13 +67,13 @@ def permuted(x: jax.Array) -> jax.Array:
     return x.reshape(m, k // STEP, 4, 8, 2, 4).transpose(0, 1, 3, 4, 2, 5).reshape(m, k)
 
 
-def value_at(place: jax.Array) -> jax.Array:
-    """Which value of k is at a place of that order, int32: 64 q + 8 t + 4 h + j at 32 t + 16 h + 4 q + j.
+def word_at(place: jax.Array) -> jax.Array:
+    """Which four values of k are at a place of that order, counted in fours, int32: 16 q + 2 t + h at 8 t + 4 h + q.
 
-    >>> value_at(jnp.arange(0, 36, 4)).tolist()
-    [0, 64, 128, 192, 4, 68, 132, 196, 8]
+    >>> word_at(jnp.arange(9)).tolist()
+    [0, 16, 32, 48, 1, 17, 33, 49, 2]
     """
-    return (place & ~0xFC) | (place & 0xC) << 4 | (place & 0xE0) >> 2 | (place & 0x10) >> 2
+    return (place & ~0x3F) | (place & 0x3) << 4 | (place & 0x38) >> 2 | (place & 0x4) >> 2
 
 
 def decode(place: jax.Array, codes_ref: Any, scales_ref: Any, table_ref: Any) -> Any:

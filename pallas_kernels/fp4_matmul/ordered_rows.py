@@ -38,17 +38,20 @@ def _call(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tupl
 
     m, k = x.shape
     width = pl.next_power_of_2(k)
+    # Four values lie beside each other before and behind: with an axis of their own they are loaded and stored at once.
+    sides = width // 4, 4
 
     def kernel(x_ref: Any, outer_ref: Any, values_ref: Any, factor_ref: Any) -> None:
-        row, place = pl.program_id(0), lax.broadcasted_iota(jnp.int32, (width,), 0)
-        mask = None if k == width else place < k
+        row, word, value = pl.program_id(0), *(lax.broadcasted_iota(jnp.int32, sides, axis) for axis in range(2))
+        mask = None if k == width else word < k // 4
         # Rows that are not there read the last one.
-        at = jnp.minimum(row, m - 1), decode_fp8.value_at(place)
+        at = jnp.minimum(row, m - 1), 4 * decode_fp8.word_at(word) + value
         found = plgpu.load(x_ref.at[at], mask=mask, other=None if mask is None else 0).astype(jnp.float32)
         wide = jnp.where(row < m, found, 0)
-        scale, inverse = scale_and_inverse(reference.ROWS, numerics.amax_by_bits(wide, 0, keepdims=True), interpret)
+        amax = numerics.amax_by_bits(numerics.amax_by_bits(wide, 1), 0, keepdims=True)
+        scale, inverse = scale_and_inverse(reference.ROWS, amax, interpret)
         values = multiplied(wide, inverse, interpret).astype(values_ref.dtype)
-        plgpu.store(values_ref.at[row, place], values, mask=mask)
+        plgpu.store(values_ref.at[row, 4 * word + value], values, mask=mask)
         factor = outer_ref[...] * jnp.float32(1 / decode_fp8.FACTOR) * scale
         plgpu.store(factor_ref.at[row + lax.broadcasted_iota(jnp.int32, (1,), 0)], factor)
 

@@ -22,7 +22,7 @@ from tcfp_jax.conversion.arrays import devices_of
 from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
-from tcfp_jax.conversion.report import Report, check_strict, nothing_converted
+from tcfp_jax.conversion.report import Report, check_strict, not_a_model, not_converted, nothing_converted
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.optim.feedback import ErrorFeedbackState
 from tcfp_jax.recipes import Recipe
@@ -37,6 +37,7 @@ def convert_to_tcfp(
     include: Iterable[Include] | Include | None = None,
     strict: bool = False,
     options: Mapping[str, Any] | None = None,
+    rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
 ) -> Any:
     """The model with every product of a parameter and an input computed as `recipe` says, whoever wrote its layers.
 
@@ -55,12 +56,16 @@ def convert_to_tcfp(
         over devices has that part of its rows), and the choice holds for every call. Pass what a training step has.
       strict: as in `transform`; needs sample arguments.
       options: keyword arguments for the call with `inputs`.
+      rngs: of an NNX model, for recipes that draw random bits (FP4 training): each module that is converted gets a fork
+        of the stream "tcfp", as Flax's Dropout gets one, and a call of it draws another key. None: the model may hold
+        such a stream itself. To Linen's `apply` pass `rngs={"tcfp": key}`.
 
     Raises:
-      TypeError: not a Flax module, or an argument that the model's call does not have.
-      ValueError: a bound model, an unknown recipe or group, a rule that is not a regex, "measured" without sample
-        arguments, nothing to convert (without sample arguments: when the model is called; where measured times say that
-        nothing pays, the model runs as it is), or what `strict` forbids. An NNX model is unchanged then.
+      TypeError: not a Flax module, an argument that the model's call does not have, or `rngs` that is none.
+      ValueError: a bound model, `rngs` of a Linen model, or none of an NNX model whose forward pass draws, an unknown
+        recipe or group, a rule that is not a regex, "measured" without sample arguments, nothing to convert (without
+        sample arguments: when the model is called; where measured times say that nothing pays, the model runs as it
+        is), or what `strict` forbids. An NNX model is unchanged then.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> isinstance(model, nn.Dense)
@@ -82,6 +87,8 @@ def convert_to_tcfp(
     if isinstance(model, nn.Module):
         if model.scope is not None:
             raise ValueError(f"{type(model).__name__} is bound to variables; convert it before bind, or unbind it")
+        if rngs is not None:
+            raise ValueError('rngs= is for NNX models; a Linen model gets them at apply, as rngs={"tcfp": key}')
         base = linen_models.plain(model)
         found, shapes = linen_models.examine(base, chosen, inputs, options) if sampled else (None, None)
         chosen, found = (chosen, None) if found is None else found.settled(chosen)
@@ -92,9 +99,10 @@ def convert_to_tcfp(
         chosen, found = (chosen, None) if found is None else found.settled(chosen)
         _check(type(model).__name__, found, flax_nnx.state(model, flax_nnx.Param), strict=strict)
         held = None if found is None else [record.weight_path for record in found.report.converted]
-        nnx_models.convert(model, chosen, held, nnx_models.Sample(inputs, options) if sampled else None)
+        keys = nnx_models.keys_of(model, rngs, chosen, found)
+        nnx_models.convert(model, chosen, held, nnx_models.Sample(inputs, options) if sampled else None, keys)
         return model
-    raise _not_a_model(model)
+    raise not_a_model(model)
 
 
 def survey(model: Any, *inputs: Any, options: Mapping[str, Any] | None = None) -> Report:
@@ -201,7 +209,7 @@ def export(model: Any) -> Any:
             )
         return linen_models.plain(model)
     if not isinstance(model, flax_nnx.Module):
-        raise _not_a_model(model)
+        raise not_a_model(model)
     if nnx_models.absent_of(model):
         raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
     by_hand_layers = [module for module in nnx_models.modules_of(model).values() if isinstance(module, nnx.OWN)]
@@ -311,7 +319,7 @@ def _examined(model: Any, inputs: tuple[Any, ...], options: Any, what: str) -> t
         if not sampled and sample is not None:
             inputs, options, sampled = sample.args, sample.options, True
         if not sampled:
-            raise _not_converted(model) if chosen is None and not _own_layers(model) else needs
+            raise not_converted(model) if chosen is None and not _own_layers(model) else needs
         found = nnx_models.examine(model, chosen or by_hand(), inputs, options)
     else:
         conversion = _linen_conversion(model)
@@ -322,13 +330,13 @@ def _examined(model: Any, inputs: tuple[Any, ...], options: Any, what: str) -> t
             raise needs
         found = known
     if not found.report.converted and (chosen is None or chosen.recipe is None) and not found.weights:
-        raise _not_converted(model)
+        raise not_converted(model)
     return found, chosen or by_hand()
 
 
 def _linen_conversion(model: Any) -> Conversion:
     if not isinstance(model, nn.Module):
-        raise _not_a_model(model)
+        raise not_a_model(model)
     return linen_models.conversion_of(model) or Conversion(type(model), by_hand())
 
 
@@ -379,16 +387,3 @@ def _check_inputs(inputs: tuple[Any, ...]) -> None:
     for value in jax.tree.leaves(inputs):
         if isinstance(value, str):
             raise TypeError(f"the input {value[:40]!r} is a string; pass arrays, such as the tokens that it stands for")
-
-
-def _not_converted(model: Any) -> ValueError:
-    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
-
-
-def _not_a_model(model: Any) -> TypeError:
-    kind, repair = f"{type(model).__module__}.{type(model).__qualname__}", "pass the model itself"
-    if isinstance(getattr(model, "module", None), nn.Module):
-        repair = "pass its .module, which is one"
-    elif callable(model) or hasattr(model, "apply"):
-        repair = "for any other function of parameters and inputs use tcfp_jax.transform(fn, recipe)"
-    return TypeError(f"the model is a {kind}, which is neither a flax.linen.Module nor a flax.nnx.Module; {repair}")

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
+from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.policy import Policy, policy
-from tcfp_jax.conversion.report import Record, describe
+from tcfp_jax.conversion.report import Record
 from tcfp_jax.conversion.transform import transform
+from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
-from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
@@ -41,9 +43,11 @@ class Line:
       parameters: values of the whole kernel, all layers of a stack.
       bytes_bf16, bytes_fp32, bytes_stored, bytes_with_error: of the kernel: in BF16, in float32, as `error_feedback`
         stores it for the layers, and that with its float32 error buffer; the float master is extra.
-      snr_db: of the quantized weight; None without parameters.
+      snr_db: of the quantized weight; None without parameters, and of FP4 training, which stores none.
       speed_up: predicted, of its forward and backward products over BF16; None where nothing was measured.
       extrapolated: the product is smaller than the smallest that was measured.
+      exact: of an NVFP4 weight, the share of its blocks that FP8 tensor cores multiply without rounding, because their
+        scales are in range and of few digits (`tcfp_jax.formats.exact_share`): all of them by the rule "fold_exact".
     """
 
     path: str
@@ -59,6 +63,7 @@ class Line:
     snr_db: float | None
     speed_up: float | None
     extrapolated: bool = False
+    exact: float | None = None
 
     def __str__(self) -> str:
         """One line of the table."""
@@ -67,7 +72,8 @@ class Line:
         text += "".join(f" {number:>13,}" for number in numbers)
         text += f" {'-' if self.snr_db is None else format(self.snr_db, '.1f'):>6}"
         text += f" {'-' if self.speed_up is None else format(self.speed_up, '.2f') + '*' * self.extrapolated:>6}"
-        return f"{text}  {'yes' if self.eligible else f'no: {self.reason}'}"
+        notes = "" if self.exact is None else f" (E4M3 holds {self.exact:.1%} of its blocks)"
+        return f"{text}  {'yes' if self.eligible else f'no: {self.reason}'}{notes}"
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def predict(recipe: Recipe, operations: float) -> float | None:
     1.7
     """
     points = _points(recipe)
-    if operations > 0 and recipe.weight is None:
+    if operations > 0 and recipe.weight is None and recipe.fp4 is None:
         return 1.0
     if not points or operations <= 0:
         return None
@@ -200,10 +206,10 @@ def _line(record: Record, usual: Policy, kernel: Any) -> Line:
     choice, size = usual.choose(product), math.prod(product.shape)
     stored, error = _state_bytes(record, recipe)
     operations = 2.0 * product.rows * product.k * product.n
+    snr, exact = (None, None) if kernel is None or recipe.fp4 is not None else _rounded(kernel, record, recipe)
     return Line(
         product.path, product.equation, product.shape, choice.recipe is not None, choice.reason, size, 2 * size,
-        4 * size, stored, stored + error, None if kernel is None else _snr(kernel, recipe),
-        predict(recipe, operations), operations < _smallest(recipe),
+        4 * size, stored, stored + error, snr, predict(recipe, operations), operations < _smallest(recipe), exact,
     )  # fmt: skip
 
 
@@ -228,19 +234,37 @@ def _refused(record: Record) -> Line:
                 None, None)  # fmt: skip
 
 
-def _snr(kernel: Any, recipe: Recipe) -> float:
-    """Signal over rounding noise, in dB, of the first values of a kernel, quantized as one tensor."""
-    signal, noise = map(float, _powers(jnp.asarray(kernel).reshape(-1)[:_SAMPLE], recipe=recipe))
-    return 10 * math.log10(signal / noise) if noise and signal else math.inf
+def _rounded(kernel: Any, record: Record, recipe: Recipe) -> tuple[float, float | None]:
+    """(signal over rounding noise in dB, `Line.exact`) of the first values of a kernel, quantized as one tensor.
+
+    Of FP4 they are whole rows of the first matrix `[n, k]`, along which its blocks lie.
+    """
+    w, layout = jnp.asarray(kernel), record.product.layout
+    if isinstance(recipe.scaling, Fp4) and layout is not None:
+        first = w[tuple(slice(0, 1) if axis in layout.stack else slice(None) for axis in range(w.ndim))]
+        matrix = layout.matrix(first).reshape(layout.matrix_shape(first.shape)[-2:])
+        w = matrix if layout.transposed else matrix.T
+        w = w[: max(recipe.scaling.block, _SAMPLE // max(1, w.shape[-1]))]
+    else:
+        w = w.reshape(-1)[:_SAMPLE][None]
+    powers, exact = _powers(w, recipe=recipe)
+    signal, noise = map(float, powers)
+    snr = 10 * math.log10(signal / noise) if noise and signal else math.inf
+    return snr, None if exact is None else float(exact)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
-    w = w.astype(jnp.float32)[None]
+def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    """((signal, noise), the share of blocks that are exact in E4M3, of NVFP4)."""
+    w, exact = w.astype(jnp.float32), None
     if recipe.weight is None:
         # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
+    elif isinstance(recipe.scaling, Fp4):
+        codes = quantize_weight(w, recipe, contracts="last")[0].for_dgrad()
+        error = w - codes.dequantize()[:, : w.shape[1]]  # codes of an odd k end in one of zero
+        exact = exact_share(codes.scale) if recipe.scaling.format == "nvfp4" else None
     else:
         nearest = named_recipe(recipe, remainder="dropped") if recipe.stochastic else recipe
         error = w - quantize_weight(w, nearest)[0].dequantize()
-    return jnp.sum(w * w), jnp.sum(error * error)
+    return (jnp.sum(w * w), jnp.sum(error * error)), exact

@@ -16,15 +16,16 @@ from flax import nnx
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.examination import Examined
-from tcfp_jax.conversion.nnx_values import flat_state, is_same, raw_value, tree_of
+from tcfp_jax.conversion.nnx_values import Gone, changes, flat_state, raw_value, tree_of
 from tcfp_jax.conversion.policy import Policy
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
+from tcfp_jax.nnx import RNG
 from tcfp_jax.weights.training import is_stored
 
 # What conversion adds to a module; gone inside, and after `export`.
-_PATH, _STORED, _SAMPLE = "tcfp_path", "tcfp_stored", "tcfp_sample"
-_ADDED = (_PATH, _STORED, _SAMPLE)
+_PATH, _STORED, _SAMPLE, _KEYS = "tcfp_path", "tcfp_stored", "tcfp_sample", "tcfp_keys"
+_ADDED = (_PATH, _STORED, _SAMPLE, _KEYS)
 _CLASSES: dict[tuple[type, Policy], type] = {}
 # Policies whose weights somebody asked for, to keep them in an optimizer, and that never got them back by `sync`.
 _AWAITED: set[Policy | None] = set()
@@ -73,10 +74,36 @@ def conversion_of(module: Any) -> Policy | None:
     return chosen
 
 
-def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None) -> None:
+def keys_of(model: Any, rngs: Any, chosen: Policy, found: Examined | None) -> Any:
+    """The stream from which products of a converted model draw random bits, or None where none draws or is there.
+
+    Raises:
+      TypeError: `rngs` is neither an `nnx.Rngs` nor an `nnx.RngStream`.
+      ValueError: the forward pass draws, and there is no stream. Without one a model whose gradients alone draw can be
+        evaluated, so that asking for a gradient is what raises.
+    """
+    if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
+        raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
+    assert chosen.recipe is not None, "a conversion has one"
+    # Without a sample nobody knows what rules will choose.
+    draws = {chosen.recipe.draws} if found is None else {r.recipe.draws for r in found.report.converted if r.recipe}
+    if draws <= {"nothing"} and (found is not None or rngs is None):
+        return None
+    if rngs is None:
+        streams = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream) and node.tag == RNG)
+        rngs = next(streams, None)
+    if rngs is None and "forward" in draws:
+        raise ValueError(
+            f"the recipe's forward pass draws random bits, and rngs=None; pass rngs=nnx.Rngs({RNG}=seed), or let the "
+            f'model hold an nnx.Rngs with a stream "{RNG}"'
+        )
+    return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
+
+
+def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: Any = None) -> None:
     """Give the modules that hold these parameters, or any where they are not known, their converted classes.
 
-    The whole change is planned before the first class changes.
+    Each gets a fork of `keys`, as Flax's Dropout does. The whole change is planned before the first class changes.
     """
     modules = modules_of(model)
     params = [path for path, node in _variables(model).items() if isinstance(node, nnx.Param)]
@@ -92,6 +119,8 @@ def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sampl
     for path, module in planned.items():
         object.__setattr__(module, "__class__", classes[path])
         setattr(module, _PATH, path)
+        if keys is not None:
+            setattr(module, _KEYS, keys.fork())
     if sample is not None:
         setattr(model, _SAMPLE, nnx.static(sample))
 
@@ -247,13 +276,16 @@ class _Call:
                 "sync(model, optimizer) was not; weights are quantized at each use, without error feedback",
                 stacklevel=3,
             )
-        out, values, attributes = self.transformed(chosen).evaluate(*self.arguments, stored=stored)
+        keys = getattr(self.model, _KEYS, None)
+        out, values, attributes = self.transformed(chosen).evaluate(
+            *self.arguments, stored=stored, product_key=None if keys is None else keys()
+        )
         nodes = dict(nnx.iter_graph(self._nodes))
         out = jax.tree.map(lambda leaf: nodes[leaf.path] if isinstance(leaf, _Node) else leaf, out)
         for path, value in values:
             nodes[path].set_raw_value(value)
         for path, name, value in attributes:
-            if isinstance(value, _Gone):
+            if isinstance(value, Gone):
                 delattr(nodes[path], name)
             else:
                 setattr(nodes[path], name, value)
@@ -282,7 +314,7 @@ class _Call:
         places = {id(node): path for path, node in nnx.iter_graph(nodes) if _is_node(node)}
         own = lambda leaf: _is_node(leaf) and id(leaf) in places
         out = jax.tree.map(lambda leaf: _Node(places[id(leaf)]) if own(leaf) else leaf, out, is_leaf=own)
-        return out, *_changes(nodes, before, values, absent)
+        return out, *changes(nodes, before, values, absent)
 
     def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[Any]:
         """Put traced parameters in the place of shapes, one for all places of a shared one; where."""
@@ -300,37 +332,6 @@ class _Node:
 
     def __init__(self, path: Any) -> None:
         self.path = path
-
-
-class _Gone:
-    """Stands for an attribute that a method deleted."""
-
-
-def _changes(nodes: Any, before: Mapping[Any, Any], values: Mapping[Any, Any], absent: set[Any]) -> tuple[Any, Any]:
-    """(new values of variables by path, attributes that are new, replaced or gone by module and name)."""
-    after = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
-    changed = {
-        path: raw_value(after[path])
-        for path, held in values.items()
-        if path in after and not is_same(tree_of(after[path]), held)
-    }
-    modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module) and path in before}
-    attributes = {}
-    for path, module in modules.items():
-        now, old = vars(module), before[path]
-        for name in {*now, *old}:
-            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (path, name) in absent:
-                continue
-            value = now.get(name, _Gone())
-            if isinstance(value, nnx.Module):
-                raise NotImplementedError(
-                    f"{type(module).__name__}.{name} is a module that the method makes while it runs; call the model "
-                    "once before conversion, so that it exists"
-                )
-            attributes[path, name] = value
-            changed.pop((*path, name), None)
-    # Lists, because a path has names and numbers, which have no order.
-    return list(changed.items()), [(path, name, value) for (path, name), value in attributes.items()]
 
 
 def absent_of(model: Any) -> dict[str, tuple[Absent, list[Any]]]:

@@ -1,14 +1,14 @@
 """`Report`: what conversion did to every product of a parameter, and what it left alone and why."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flax import linen as nn
+
 from tcfp_jax.conversion.census import Product
 from tcfp_jax.conversion.policy import Choice
-from tcfp_jax.recipes import NAMES, Recipe
-from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.recipes import Recipe, describe
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Record:
         what = self.reason
         if self.recipe is not None:
             notes = [what] if what else []
-            notes += [] if self.stored else ["quantized at each use: the stored form of its weight is another one"]
+            other = self.recipe.weight is not None and not self.stored
+            notes += ["quantized at each use: the stored form of its weight is another one"] if other else []
             what = describe(self.recipe) + (f" ({'; '.join(notes)})" if notes else "")
         return f"{self.product} {what}"
 
@@ -89,28 +90,6 @@ class Report:
         return "\n".join(lines)
 
 
-def describe(recipe: Recipe) -> str:
-    """The name of a recipe, or the fields in which it differs from "tcfp12".
-
-    >>> describe(named_recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
-    "tcfp12 with weight.dgrad='hi', wgrad='full'"
-    """
-    for name in NAMES:
-        if named_recipe(name) == recipe:
-            return name
-    return "tcfp12 with " + ", ".join(_differences(recipe, Recipe()))
-
-
-def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]:
-    """`name=value` of every field in which two of a kind differ, down to the fields of their values."""
-    for field in dataclasses.fields(value):  # type: ignore[arg-type]
-        mine, theirs = getattr(value, field.name), getattr(base, field.name)
-        if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
-            yield from _differences(mine, theirs, f"{prefix}{field.name}.")
-        elif mine != theirs:
-            yield f"{prefix}{field.name}={mine!r}"
-
-
 def check_strict(report: Report) -> None:
     """Raise where something was left alone that no rule names.
 
@@ -144,3 +123,18 @@ def nothing_converted(name: str, report: Report, leaves: Mapping[str, Any]) -> V
         f"no product of {name} was converted: {'; '.join(lines[:5])}"
         f"{f' and {len(lines) - 5} more' if len(lines) > 5 else ''}; name them in rules or widen include"
     )
+
+
+def not_converted(model: Any) -> ValueError:
+    """The error of a question about a conversion that was not made."""
+    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+
+
+def not_a_model(model: Any) -> TypeError:
+    """The error of a model that no Flax module is."""
+    kind, repair = f"{type(model).__module__}.{type(model).__qualname__}", "pass the model itself"
+    if isinstance(getattr(model, "module", None), nn.Module):
+        repair = "pass its .module, which is one"
+    elif callable(model) or hasattr(model, "apply"):
+        repair = "for any other function of parameters and inputs use tcfp_jax.transform(fn, recipe)"
+    return TypeError(f"the model is a {kind}, which is neither a flax.linen.Module nor a flax.nnx.Module; {repair}")

@@ -57,8 +57,6 @@ def quantize_nvfp4(
 ) -> Nvfp4:
     """`x` in NVFP4, rounded as `cast` to `nvfp4` rounds it: on NVIDIA GPUs in one pass, with the same bits everywhere.
 
-    Rotated arrays take the definition there, too: the kernel's last bit was seen to differ in arrays of extremes.
-
     Args:
       x: `[..., k]`, real floats, k even.
       rule: how tiles find their scales, the `scalemode` of `cast` ("amax" is its "max").

@@ -9,17 +9,17 @@ below amax / 12 cuts the largest value to less than half. So the useful ones are
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.fp4 import pack
+from pallas_kernels.fp4 import E2M1, pack
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, LEAST_FOLDED, round_scale
+from tcfp_jax.formats.scale_choice import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
 
 Scales = Literal["rule", "search"]
 LARGEST = 6.0  # of E2M1
@@ -27,6 +27,10 @@ _SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
 _E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 # Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
 _FOLDS = np.array([value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
+# By the byte of a scale, whether E4M3 holds its products with all codes; what is NaN stays NaN.
+_SCALES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+_PRODUCTS = np.multiply.outer(_SCALES, E2M1) * np.float32(IN_E4M3)
+_HELD = (_PRODUCTS.astype(jnp.float8_e4m3fn).astype(np.float32) == _PRODUCTS).all(axis=1) | np.isnan(_SCALES)
 _POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 
 
@@ -91,6 +95,34 @@ def table(scaling: Fp4) -> np.ndarray:
     if scaling.format == "mxfp4":
         return _POWERS
     return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
+
+
+def check_rule(name: str, weight: Operand, repair: str) -> None:
+    """Raise where an operand names the rule "fold_exact", on which FP8 products rely, and its scales do not keep to it.
+
+    Nothing that a product computes depends on the other rules. `gptq` and `search_scales` keep to it; what comes from
+    elsewhere is looked at, unless it is traced or other processes hold a part of it.
+
+    Args:
+      name: of the weight.
+      weight: an operand.
+      repair: what to do.
+
+    Raises:
+      ValueError: a scale of which a product with a code, over 2**3, is no E4M3 number.
+
+    >>> check_rule("w", Operand(jnp.zeros((1, 8), jnp.uint8), jnp.ones((1, 1), jnp.float8_e4m3fn), scaling=Fp4()), "")
+    """
+    scale: Any = weight.scale
+    unknown = isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True)
+    if getattr(weight.scaling, "rule", None) != "fold_exact" or unknown:
+        return
+    share = _HELD[np.asarray(scale).view(np.uint8)].mean()
+    if share < 1:
+        raise ValueError(
+            f"{name} has {weight.scaling}, but only {share:.1%} of its scales are of that rule: FP8 products would "
+            f"round what the others multiply; {repair}"
+        )
 
 
 def outers(amax: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:

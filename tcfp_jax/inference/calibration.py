@@ -96,11 +96,13 @@ def choose_codes(
       weights: from `find_weights`.
       choose: of a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
         `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`; the format and tile of the result are those
-        of the recipe.
+        of the recipe. The rule may be another, and is kept: products go by that of the codes. A recipe of the rule
+        "fold_exact" has FP8 products that rely on it, so there it is the rule of the result, too.
       fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
 
     Raises:
-      ValueError: no weight is FP4, k of one is odd, a chosen operand does not fit, or a group that is not there.
+      ValueError: no weight is FP4, k of one is odd, a chosen operand does not fit, has another rule than "fold_exact"
+        where that is the recipe's or scales that are not of it where it is named, or a group that is not there.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.inference import quantize_params, search_scales

@@ -24,7 +24,8 @@ import numpy as np
 
 from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand, Row, Tensor
 from tcfp_jax.inference import safetensors
-from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_global_scales, divisor_of
+from tcfp_jax.inference.blocks import check_rule
+from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_global_scales, divisor_of, with_zeros
 from tcfp_jax.weights.stored import Stored
 
 Activations = Literal["bfloat16", "float8"]
@@ -32,7 +33,8 @@ GlobalScale = Literal["divisor", "multiplier"]
 
 WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
 NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
-_RULE = "tcfp_jax.fp4_rule"  # in the file's metadata: the rule that found the scales of its NVFP4 weights
+# In the file's metadata: the rule that found the scales of its NVFP4 weights, or in JSON that of each by its name.
+_RULE = "tcfp_jax.fp4_rule"
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _INVERT = (
     'store 1 / weight_global_scale, or, of a file that is not yours, load_compressed(folder, global_scale="{other}")'
@@ -54,7 +56,8 @@ def save_compressed(
       folder: made if missing; its `model.safetensors` and `config.json` are replaced.
       tensors: by torch's names, such as "model.layers.0.self_attn.q_proj.weight": `Operand`s `[n, k]` or `Stored`
         weights `[k, n]`, whose names end in ".weight", and arrays. Of a split weight W_hi is written; scales of squares
-        are repeated, which engines cannot read otherwise.
+        are repeated, which engines cannot read otherwise. NVFP4 weights of zeros alone get the global scale of those
+        that they are fused with, or 1.
       config: of the model, as Transformers has it; `quantization_config` is added.
       ignore: modules that are linear and stay float. Matrices among `tensors` that are not quantized are added.
       fused: groups of modules that an engine multiplies as one matrix. Their members must be stored alike, with one
@@ -63,8 +66,9 @@ def save_compressed(
 
     Raises:
       TypeError: a weight in a format that compressed-tensors does not have.
-      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; scales that are NaN or that
-        readers would take for inverted; fused weights that differ; "float8" without FP8 weights; an unknown choice.
+      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; scales that are NaN, that
+        readers would take for inverted, or that are not of the rule "fold_exact" where it is named; fused weights that
+        differ; "float8" without FP8 weights; an unknown choice.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4 import quantize_fp4
@@ -80,6 +84,7 @@ def save_compressed(
         raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, as quantize_together makes them")
     if both := sorted(set(weights) & set(ignore)):
         raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
+    weights = with_zeros(weights, fused)
     floats = {name: t for name, t in tensors.items() if name.removesuffix(".weight") not in weights}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
@@ -92,12 +97,14 @@ def save_compressed(
         written |= _arrays(name, weight)
     repair = "quantize the weight itself, or exclude it"
     check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
-    rules = {w.scaling.rule for w in weights.values() if isinstance(w.scaling, Fp4) and w.scaling.format == "nvfp4"}
+    scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
+    rules = {name: one.rule for name, one in scalings.items() if isinstance(one, Fp4) and one.has_outer}
+    noted = set(rules.values())
     ignored = list(dict.fromkeys([*ignore, *matrices]))
     full = {**(config or {}), "quantization_config": _quantization_config(schemes, ignored)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", **({_RULE: min(rules)} if len(rules) == 1 else {})}
+    metadata = {"format": "pt", **({_RULE: min(noted) if len(noted) == 1 else json.dumps(rules)} if noted else {})}
     safetensors.write(folder / WEIGHTS_FILE, written, metadata)
     (folder / CONFIG_FILE).write_text(json.dumps(full, indent=2) + "\n")
 
@@ -113,12 +120,13 @@ def load_compressed(
 
     Returns:
       Quantized weights as `Stored` `[k, n]` under "X.weight", all else as arrays. An FP4 weight has
-      `scaling=Fp4(format)`, with the rule that `save_compressed` noted; scales of activations stay by their names.
+      `scaling=Fp4(format)`, with the rule that `save_compressed` noted for it, or "amax"; scales of activations stay by
+      their names.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another format, rotated or sparse weights, zero points, NaN scales, a global scale that is inverted,
-        or an unknown choice.
+      ValueError: another format, rotated or sparse weights, zero points, NaN scales, scales that are not of the rule
+        "fold_exact" where it is noted, a global scale that is inverted or no positive number, or an unknown choice.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
@@ -128,21 +136,29 @@ def load_compressed(
     arrays: dict[str, np.ndarray] = {}
     index = folder / INDEX_FILE
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS_FILE]
-    rules = set()
+    rules: dict[str, str] = {}
     for name in names:
         held, metadata = safetensors.read(folder / name)
         arrays |= held
-        rules.add(metadata.get(_RULE, "amax"))
+        rules |= _rules(held, metadata)
     tensors: dict[str, Any] = {}
     largest: dict[str, tuple[float, float]] = {}
     for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
-        operand = _operand(name, arrays, global_scale, min(rules) if len(rules) == 1 else "amax")
+        operand = _operand(name, arrays, global_scale, rules.get(name, "amax"))
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
     other = "divisor" if global_scale == "multiplier" else "multiplier"
     check_global_scales(largest, _INVERT.format(other=other))
     return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
+
+
+def _rules(held: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The rules that a file notes, by the names of its weights; one word is that of all whose codes it holds."""
+    noted = metadata.get(_RULE, "amax")
+    if noted.startswith("{"):
+        return json.loads(noted)
+    return dict.fromkeys((name.removesuffix("_packed") for name in held if name.endswith("_packed")), noted)
 
 
 def _matrix(name: str, weight: Operand | Stored) -> Operand:
@@ -163,6 +179,7 @@ def _matrix(name: str, weight: Operand | Stored) -> Operand:
             f"{name} has k={k}, and {scaling.format}'s blocks of {scaling.block} must divide it in a file; keep this "
             "weight float, and its module in `ignore`"
         )
+    check_rule(name, operand, "choose its codes by that rule")
     return operand
 
 
@@ -287,10 +304,16 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
     if held is None:
         return Operand(packed, scales, scaling=scaling)
     number = np.float32(held.reshape(-1)[0])
-    outer = np.float32(1) / number if global_scale == "divisor" else number
+    with np.errstate(divide="ignore", over="ignore"):
+        outer = np.float32(1) / number if global_scale == "divisor" else number
     if not (np.isfinite(outer) and outer > 0):
-        raise ValueError(f"{name} has the global scale {number}; it must be positive and finite")
-    return Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+        raise ValueError(
+            f"{name}_global_scale is {number}, by which codes have no values: it must be positive and finite, and so "
+            "must its reciprocal; quantize the weight again, or store 1 if it is all zeros"
+        )
+    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+    check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
+    return operand
 
 
 def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:

@@ -19,6 +19,7 @@ from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
+from tcfp_jax.inference.blocks import check_rule
 from tcfp_jax.inference.shared_scales import families, store_together
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -51,14 +52,15 @@ def quantize_params(
       recipe: that of the model, or `tcfp_jax.conversion.find_weights(model)`, which a model needs that has kernels of
         more than two axes, several recipes, or layers that stay in BF16. A recipe alone takes every `kernel`.
       storage: "recipe" stores what the products read, one FP8 tensor or two, in the recipe's `copies`; "packed"
-        the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once.
+        the 12.5-bit format, for disks: layers unpack and quantize it at every use, `unpack` does so once. Not of FP4
+        recipes, whose codes are 4.5 bits and less as they are.
       fused: groups of names of layers that other engines multiply as one matrix, such as
         `[("query", "key", "value"), ("gate", "up")]`: FP4 weights of a group under one parent are quantized as one, so
         that they share the scale of their scales, as files of `save_compressed` must have it.
 
     Raises:
-      ValueError: an unknown `storage`, a recipe that does not quantize weights, no weight among the parameters, or a
-        group of `fused` that no FP4 weight belongs to.
+      ValueError: an unknown `storage`, "packed" of FP4, a recipe that does not store weights, no weight among the
+        parameters, or a group of `fused` that no FP4 weight belongs to.
 
     >>> import jax.numpy as jnp
     >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")
@@ -71,7 +73,14 @@ def quantize_params(
     chosen: Any = _plain_weights(recipe) if isinstance(recipe, Mapping) else _plain(named_recipe(recipe))
     quantized = layer_state(jax.eval_shape(error_feedback(chosen).init, params))
     if not quantized:
-        raise ValueError('the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")')
+        raise ValueError(_nothing_stored(recipe))
+    fp4 = {path: one.scaling for path, one in paths.entries(quantized).items() if isinstance(one.scaling, Fp4)}
+    if storage == "packed" and fp4:
+        first, scaling = next(iter(fp4.items()))
+        raise ValueError(
+            f'storage="packed" is the format of 12.5 bits a value, but the recipe stores {first} in four by {scaling}; '
+            'use storage="recipe", which is smaller, or a recipe of FP8'
+        )
     if storage == "recipe":
         quantized = layer_state(jax.jit(error_feedback(chosen).init)(params))
     if fused:
@@ -93,6 +102,25 @@ def quantize_params(
             served = jax.jit(quantize_tcfp12)(leaf) if storage == "packed" else dataclasses.replace(node, sample=None)
             paths.put(quantized, names, served)
     return {"params": rest, "tcfp": quantized}
+
+
+def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:
+    """What to say of a recipe, or of weights, of which none is stored."""
+    if isinstance(recipe, Mapping) and not recipe:
+        return (
+            'the weights given are none: the model was converted by a recipe that stores none, such as "bf16" or one '
+            'of FP4 training, or not at all; convert it by the recipe to serve with, such as "tensorwise" or "nvfp4"'
+        )
+    recipes = [one.recipe for one in recipe.values()] if isinstance(recipe, Mapping) else [named_recipe(recipe)]
+    training = next((one.fp4 for one in recipes if one.fp4 is not None), None)
+    if training is not None:
+        tile = "square" if training.backward == "reused" else "vector"
+        return (
+            f"the recipe trains with {training}, which quantizes float weights anew at each product and stores none; "
+            'serve with recipe("nvfp4"), for the model and here: the numbers that were multiplied forward are those of '
+            f'recipe("nvfp4", tile="{tile}", rule="{training.scale_rule}")'
+        )
+    return 'the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")'
 
 
 def _share(quantized: dict[str, Any], params: Any, recipe: Any, fused: Sequence[Sequence[str]]) -> None:
@@ -134,14 +162,16 @@ def unpack(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Wei
 def restored(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, Any]:
     """Variables of `quantize_params` that a checkpointer gave back without a template, as what they were.
 
-    Orbax makes dicts of the classes of stored weights then; which values share a scale is known from the recipe.
+    Orbax makes dicts of the classes of stored weights then; which values share a scale is known from the recipe, and by
+    which rule the scales of FP4 were found.
 
     Args:
       variables: `{"params": ..., "tcfp": ...}`, nested dicts.
       recipe: as given to `quantize_params`.
 
     Raises:
-      ValueError: a weight that the recipe does not name, or packed weights, of which a dict does not hold the length.
+      ValueError: a weight that the recipe does not name, packed weights, of which a dict does not hold the length, or
+        scales that are not of the rule "fold_exact" where the recipe's is.
 
     >>> import jax.numpy as jnp
     >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise")
@@ -168,7 +198,10 @@ def _stored_of(path: str, node: Mapping[str, Any], recipe: Any) -> Stored:
         raise ValueError(f"{path} is stored, but the weights given have only {sorted(recipe)[:8]}; pass find_weights")
     scaling = (recipe[path].recipe if isinstance(recipe, Mapping) else named_recipe(recipe)).scaling
     operand = lambda entry: None if not entry else Operand(**entry, scaling=scaling)
-    return Stored(operand(node.get("forward")), operand(node.get("backward")))
+    made = Stored(operand(node.get("forward")), operand(node.get("backward")))
+    for one in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, Operand)):
+        check_rule(path, one, "pass the recipe that the weights were quantized by")
+    return made
 
 
 def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:

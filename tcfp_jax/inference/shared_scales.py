@@ -6,7 +6,7 @@ a file has and multiplies every part by it, in silence, so parts that were quant
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
+from tcfp_jax.inference.blocks import check_rule
 from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.weights.fp4 import quantize_fp4
 from tcfp_jax.weights.layout import Weight
@@ -25,6 +26,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Largest magnitude of a weight that is believed: the largest float16.
 LARGEST = float(np.finfo(np.float16).max)
 _LARGEST_CODE = 6.0
+_SIGNS = np.uint8(0x88)  # of the two codes in a byte; without them codes of zeros are 0
 
 
 def quantize_together(
@@ -110,7 +112,8 @@ def store_together(
       choose: of the first path and a float32 matrix, or stack of matrices, of all rows; None is the recipe's rule.
 
     Raises:
-      ValueError: an odd k, recipes that differ, a chosen operand that does not fit; what `quantize_together` raises.
+      ValueError: an odd k, recipes that differ, a chosen operand that does not fit or whose rule FP8 products could not
+        rely on, as the recipe does; what `quantize_together` raises.
     """
     first, scaling = family[0], weights[family[0]].recipe.scaling
     if other := [path for path in family if weights[path].recipe.scaling != scaling]:
@@ -132,7 +135,15 @@ def store_together(
             )
         if made.shape != w.shape:
             raise ValueError(f"the codes chosen for {first} are of {list(made.shape)}, but it is {list(w.shape)}")
-        return dataclasses.replace(made, scaling=scaling)
+        asked, found = (getattr(one, "rule", None) for one in (scaling, made.scaling))
+        if asked == "fold_exact" != found:
+            raise ValueError(
+                f"{first} is stored with {scaling}, whose FP8 products are exact, but its codes were chosen with "
+                f"rule={found!r}; choose them with rule={asked!r}, as gptq(w, hessian, {scaling}) and search_scales(w, "
+                f"{scaling}) do, or give the recipe rule={found!r}"
+            )
+        check_rule(first, made, "choose codes by the rule that the operand names")
+        return made  # with its own rule: products go by that of the codes, not by the recipe's
 
     made = quantize_together(matrices, scaling, None if choose is None else chosen)
     return {path: Stored(None, one) if turned[path] else Stored(one, None) for path, one in made.items()}
@@ -168,6 +179,45 @@ def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
     assert len(of_rows) > axis, "all but Tensor have scales of rows"
     scale = jax.lax.slice_in_dim(whole.scale, start // side, -(-end // side), axis=axis)
     return Operand(values, scale, scaling=scaling, outer=whole.outer)
+
+
+def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
+    """The weights of a file, in which those of zeros alone have a global scale that it can hold.
+
+    That of zeros may be any, and engines want the one of the weights that they multiply with them as one matrix.
+    Where there are none it is 1, as `quantize_fp4` and `generate_gparam` of the compressed-tensors package have it.
+
+    Args:
+      weights: by the name of the module.
+      fused: groups of last parts of names.
+
+    >>> zeros = Operand(jnp.zeros((1, 8), jnp.uint8), jnp.ones((1, 1), jnp.float8_e4m3fn), None, None, Fp4())
+    >>> float(with_zeros({"a": dataclasses.replace(zeros, outer=jnp.float32(0))}, [])["a"].outer)
+    1.0
+    """
+    empty = {name for name, weight in weights.items() if _is_zero(weight)}
+    made = dict(weights)
+    for name in sorted(empty):
+        beside = [weights[other].outer for _, other in _beside(name, fused) if other in weights.keys() - empty]
+        shared: Any = next((np.float32(outer) for outer in beside if outer is not None), np.float32(1))
+        signs: Any = np.asarray(weights[name].values) & _SIGNS
+        made[name] = dataclasses.replace(weights[name], values=signs, outer=shared)
+    return made
+
+
+def _is_zero(weight: Operand) -> bool:
+    """Whether an operand with an `outer` stands for zeros alone, whatever its scales are; what is NaN does not."""
+    if weight.outer is None or not np.isfinite(weight.outer):
+        return False
+    return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
+
+
+def _beside(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
+    """(group, name of a member) of the modules that engines multiply with one as one matrix, itself among them."""
+    parent, _, last = name.rpartition(".")
+    for group in fused:
+        if last in group:
+            yield from ((group, f"{parent}.{other}" if parent else other) for other in group)
 
 
 def divisor_of(name: str, outer: np.float32) -> np.float32:
@@ -242,21 +292,16 @@ def check_fused(
     """
     known = {**dict.fromkeys(floats, "float"), **schemes}
     for name in schemes:
-        parent, _, last = name.rpartition(".")
-        for group in fused:
-            if last not in group:
-                continue
-            for other in group:
-                sibling = f"{parent}.{other}" if parent else other
-                if known.get(sibling, schemes[name]) != schemes[name]:
-                    raise ValueError(
-                        f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "
-                        f"{list(group)} as one matrix; store them alike, or pass fused=() for an engine that does not"
-                    )
-                if shared.get(sibling, shared.get(name)) != shared.get(name):
-                    raise ValueError(
-                        f"{name} has outer={shared[name]:.9g} and {sibling} {shared[sibling]:.9g}, but engines "
-                        f"multiply {list(group)} as one matrix with one global scale; quantize them as one: name your "
-                        "layers in fused= of quantize_params and choose_codes, or call quantize_together; or pass "
-                        "fused=() here for an engine that does not"
-                    )
+        for group, sibling in _beside(name, fused):
+            if known.get(sibling, schemes[name]) != schemes[name]:
+                raise ValueError(
+                    f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "
+                    f"{list(group)} as one matrix; store them alike, or pass fused=() for an engine that does not"
+                )
+            if shared.get(sibling, shared.get(name)) != shared.get(name):
+                raise ValueError(
+                    f"{name} has outer={shared[name]:.9g} and {sibling} {shared[sibling]:.9g}, but engines "
+                    f"multiply {list(group)} as one matrix with one global scale; quantize them as one: name your "
+                    "layers in fused= of quantize_params and choose_codes, or call quantize_together; or pass "
+                    "fused=() here for an engine that does not"
+                )

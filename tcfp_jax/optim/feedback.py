@@ -274,20 +274,19 @@ class _Step(NamedTuple):
             limit = most * stored.scale_of_values()
             error = jnp.where(jnp.abs(error) > limit, jnp.zeros_like(error), error)
         if self.error_dtype == jnp.float8_e5m2:
-            return numerics.saturating_cast(error / _units(stored, error), self.error_dtype)
+            return numerics.saturating_cast(error / _units(stored), self.error_dtype)
         return error.astype(self.error_dtype)
 
     def _read_error(self, kept: jax.Array, stored: Stored) -> jax.Array:
         error = kept.astype(self._handed_dtype())
-        return error * _units(stored, error) if self.error_dtype == jnp.float8_e5m2 else error
+        return error * _units(stored) if self.error_dtype == jnp.float8_e5m2 else error
 
 
-def _units(stored: Stored, error: jax.Array) -> jax.Array:
-    """The scale of each value of an error; of packed codes without a last one of zero, and no scale is zero."""
+def _units(stored: Stored) -> jax.Array:
+    """The scale of each value of an error; of packed codes none is zero."""
     scale = stored.scale_of_values()
     if not isinstance(stored.scaling, Fp4):
         return scale
-    scale = scale[..., : error.shape[-2], : error.shape[-1]]
     return jnp.where(scale == 0, jnp.float32(1), scale)
 
 

@@ -3,7 +3,7 @@
 y = fp4_matmul(x, w)                                    w float [k, n]: NVFP4 with two levels of scales, x in BF16
 y = fp4_matmul(x, w, recipe="mxfp4")                    MXFP4
 y = fp4_matmul(x, w, recipe=recipe("nvfp4", rule="one_level"))            E4M3 scales alone
-y = fp4_matmul(x, w, activation="float8_e4m3fn")        x in E4M3 with a scale for each row
+y = fp4_matmul(x, w, recipe=recipe("nvfp4", rule="fold_exact"), activation="float8_e4m3fn")     x in E4M3, by rows
 packed = pack_fp4(w)                                    once, two codes a byte; fp4_matmul(x, packed)
 """
 
@@ -16,7 +16,7 @@ from pallas_kernels.checks import check_real
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.products.axes import Sharding
 from tcfp_jax.products.layer import matmul
-from tcfp_jax.recipes import Recipe, TCFPMode
+from tcfp_jax.recipes import Recipe, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored, of_operand
@@ -28,7 +28,7 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
     """A float weight `[k, n]` as packed codes with their scales: 4.5 bits a value, 4.25 with "mxfp4".
 
     The result is a pytree, a constant of products: `fp4_matmul`, `tcfp_jax.matmul` and layers read it as it is. With
-    an odd k it holds one more code, of zero.
+    an odd k it holds one more code, of zero, which its `shape` does not count.
 
     Raises:
       TypeError: w is not real floating point.
@@ -37,12 +37,15 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
     >>> packed = pack_fp4(jnp.ones((64, 8)))
     >>> packed.shape, packed.forward.values.shape, packed.nbytes
     ((64, 8), (8, 32), 292)
+    >>> odd = pack_fp4(jnp.ones((33, 8)))
+    >>> odd.shape, odd.forward.values.shape
+    ((33, 8), (8, 17))
     """
     w = jnp.asarray(w)
     check_real("w", w)
     if w.ndim != 2:
         raise ValueError(f"w{list(w.shape)} is no matrix [k, n]; reshape it, or use jax.vmap over its leading axes")
-    return quantize_weight(w, _of_fp4(named_recipe(recipe)))[0]
+    return quantize_weight(w, of_fp4(recipe))[0]
 
 
 def fp4_matmul(
@@ -60,18 +63,19 @@ def fp4_matmul(
       w: real floats `[k, n]`, packed here, whose gradient is the straight-through one; or packed codes (`pack_fp4`,
         `quantize_params`), which are a constant: no gradient goes to them.
       recipe: "nvfp4", "mxfp4" or a recipe made of them; None is "nvfp4" for floats, and for codes what they are.
-      activation: what x is rounded to: "bfloat16" (W4A16) or "float8_e4m3fn" with a float32 scale for each row (W4A8);
-        None is as the recipe's `forward` says, "bfloat16" unless it was changed.
+      activation: what x is rounded to: "bfloat16" (W4A16) or "float8_e4m3fn" with a float32 scale for each row (W4A8),
+        for codes of the rule "fold_exact", as no kernel reads others beside it; None is as the recipe's `forward` says,
+        "bfloat16" unless it was changed. dx has `dgrad` of the recipe.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in the dtype of x. dx reads the same codes; dw is a BF16 product, FP8 where the recipe says so. A NaN
-      or inf in w makes the outputs NaN that read its block, one in x those of its row.
+      or inf in w makes the outputs NaN that read its block, one in x those of its row. Sums are float32 before NVFP4's
+      `outer` multiplies them, so that results from 2**128 outer on are inf: from 1.2e35 max |w| on, by the rule "amax".
 
     Raises:
       TypeError: x or w is not real floating point; or a gradient with respect to packed codes is asked for.
-      ValueError: k differs, k is odd beside packed codes, codes of another format than the recipe's, or a recipe that
-        is not one of FP4.
+      ValueError: k differs, codes of another format or tile than the recipe's, or a recipe that is not one of FP4.
 
     >>> fp4_matmul(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), recipe="mxfp4")[0].tolist()
     [1.5, 1.5, 1.5, 1.5]
@@ -80,7 +84,7 @@ def fp4_matmul(
         w = of_operand(w)
     if recipe is None and isinstance(w, Stored) and isinstance(w.scaling, Fp4):
         recipe = named_recipe(w.scaling.format, scaling=w.scaling)
-    chosen = _of_fp4(named_recipe("nvfp4" if recipe is None else recipe))
+    chosen = of_fp4("nvfp4" if recipe is None else recipe)
     if activation is not None:
         forward = {"bfloat16": "bf16", "float8_e4m3fn": "full"}
         if activation not in forward:
@@ -111,10 +115,25 @@ def fp4_linear(x: jax.Array, w: Any, bias: jax.Array | None = None, **options: A
     return y + bias.astype(y.dtype)
 
 
-def _of_fp4(recipe: Recipe) -> Recipe:
-    if recipe.mode is not TCFPMode.FP4:
+def of_fp4(recipe: Recipe | str) -> Recipe:
+    """The recipe, if it packs weights of four bits.
+
+    Raises:
+      ValueError: it does not.
+
+    >>> of_fp4("mxfp4").scaling.format
+    'mxfp4'
+    """
+    chosen = named_recipe(recipe)
+    if chosen.fp4 is not None:
         raise ValueError(
-            f'the recipe stores weights as {recipe.weight} with {recipe.scaling}, not in FP4; use recipe="nvfp4" or '
-            '"mxfp4", or tcfp_jax.matmul'
+            f'recipe "{describe(chosen)}" packs no weight: in training each product quantizes a float one anew; '
+            'multiply with tcfp_jax.matmul(x, w, recipe=..., key=key) or a TCFP layer, or pack by recipe="nvfp4"'
         )
-    return recipe
+    if chosen.mode is not TCFPMode.FP4:
+        kept = f"weight={chosen.weight} with {chosen.scaling}" if chosen.weight is not None else "weights as floats"
+        raise ValueError(
+            f'recipe "{describe(chosen)}" stores {kept}, not packed codes of four bits; use recipe="nvfp4" or "mxfp4", '
+            "or multiply with tcfp_jax.matmul or a TCFP layer"
+        )
+    return chosen

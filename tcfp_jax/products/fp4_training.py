@@ -49,7 +49,7 @@ from tcfp_jax.formats.nvfp4_kernel import Numbers
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.products.sites import named
-from tcfp_jax.recipes import Fp4Training, Product, Recipe
+from tcfp_jax.recipes import Fp4Training, Product, Recipe, describe
 
 # The streams of a product's bits.
 _SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
@@ -104,8 +104,9 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
 
 def _missing_key(recipe: Recipe) -> str:
     return (
-        f"{recipe.fp4} draws random bits, and got no key; pass one that differs at each step: key= of tcfp_jax.matmul, "
-        'rngs={"tcfp": key} of a Linen model\'s apply, product_key= of a transformed function, rngs= of an NNX layer'
+        f'recipe "{describe(recipe)}" draws random bits, and got no key; pass one that differs at each step: key= of '
+        'tcfp_jax.matmul, rngs={"tcfp": key} of a Linen model\'s apply, product_key= of a transformed function; of NNX '
+        "rngs=nnx.Rngs(tcfp=seed) of a layer or of convert_to_tcfp, which draw at each call"
     )
 
 

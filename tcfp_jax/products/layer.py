@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Key, has_explicit_axes, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Fp4, Operand, Quantized
@@ -37,7 +36,15 @@ from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.wire import Wire, reduced
 from tcfp_jax.products import fp4_training, packed
 from tcfp_jax.products.axes import Sharding, entries, with_entries
-from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, Carrier, quantize_operand
+from tcfp_jax.products.operands import (
+    ACTIVATION_NAME,
+    WEIGHT_NAME,
+    Carrier,
+    check_input,
+    check_shapes,
+    check_stored,
+    quantize_operand,
+)  # fmt: skip
 from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
 from tcfp_jax.recipes import recipe as named_recipe
@@ -139,11 +146,13 @@ def product(
     Returns `(result, Carrier)` where the gradient comes quantized.
     """
     recipe = asked.recipe
-    _check_input("x", x)
+    check_input("x", x)
     if w is not None:
-        _check_input("w", w)
-    _check_shapes(x.shape, None if w is None else w.shape, quantized)
-    if quantized is None and recipe.weight is not None:
+        check_input("w", w)
+    check_shapes(x.shape, None if w is None else w.shape, quantized)
+    n = (quantized if w is None else w).shape[-1]  # type: ignore[union-attr]
+    empty = 0 in (*x.shape, n) and asked.gradient == "float"
+    if quantized is None and recipe.weight is not None and not empty:
         assert w is not None, "one of w and quantized is there"
         form, read = recipe.weight, recipe
         if isinstance(form, Dual) and not form.reads_lo:
@@ -153,9 +162,11 @@ def product(
     elif quantized is not None:
         quantized = _constant(quantized)
     if quantized is not None:
-        _check_stored(recipe, quantized)
+        check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
     x, w, quantized = _varying_alike((x, w, quantized))
+    if empty:
+        return _empty_product(asked, x, jnp.zeros((x.shape[-1], n), x.dtype) if w is None else w)
     if recipe.fp4 is not None:
         return _fp4_product(asked, x, w, key)
     if x.ndim > 1:
@@ -173,6 +184,12 @@ def _fp4_product(asked: Asked, x: jax.Array, w: jax.Array | None, key: jax.Array
             'the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
         )
     return fp4_training.product(asked.recipe, x, w, key) if x.ndim > 1 else _fp4_product(asked, x[None], w, key)[0]
+
+
+def _empty_product(asked: Asked, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The product where an axis has no values: there are none to find a scale of, and all sums are zero."""
+    x, w, dtype = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), x.dtype
+    return _dot_bf16(x, w, (x.ndim - 1,), (0,), dtype, asked.out_sharding)
 
 
 _shared_product = shared(product)
@@ -355,36 +372,3 @@ def _dot_bf16(
         a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
     )
     return out.astype(dtype)
-
-
-def _check_input(name: str, x: jax.Array) -> None:
-    check_real(name, x)
-    if jnp.dtype(x.dtype).itemsize < 2:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a Stored weight as w"
-        )
-
-
-def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> None:
-    weight = w if quantized is None else quantized.shape
-    assert weight is not None, "one of w and quantized is there"
-    if len(weight) != 2:
-        raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
-    if quantized is not None and quantized.holds((*x[-1:], *weight[1:])):
-        weight = (x[-1], weight[1])  # packed codes of an odd k
-    if not x or x[-1] != weight[0]:
-        raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
-    if w is not None and w != weight:
-        raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
-
-
-def _check_stored(recipe: Recipe, quantized: Stored) -> None:
-    """Raise unless the products of the recipe can read this weight."""
-    if recipe.weight is None:
-        raise ValueError(f'recipe("bf16") multiplies float weights, but got a {quantized.describe()}; dequantize it')
-    dual = isinstance(recipe.weight, Dual)
-    if not quantized.serves(recipe.scaling, recipe.weight):
-        raise ValueError(
-            f"the recipe multiplies a weight of {'hi + lo' if dual else 'one FP8 tensor'} with {recipe.scaling} in "
-            f"both orientations, but quantized is a {quantized.describe()}; build the state with the same recipe"
-        )

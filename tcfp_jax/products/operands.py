@@ -1,4 +1,7 @@
-"""Activations and gradients as the products of a recipe read them, and how a quantized gradient travels."""
+"""What the products of a recipe read: activations and gradients quantized, and which operands fit each other.
+
+A quantized gradient travels by a `Carrier`.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -8,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.checks import check_real
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.operands import Orientation, Quantization, Quantized
+from pallas_kernels.operands import Fp4, Orientation, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.api import quantize
-from tcfp_jax.recipes import Halves, Recipe
+from tcfp_jax.recipes import Dual, Halves, Recipe, describe
+from tcfp_jax.weights.stored import Stored
 
 # Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
 # without them a policy re-runs the quantization in the backward pass.
@@ -92,3 +97,57 @@ def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves
         return quantize(x, dtype, scaling, **options)
     parts = dual_quantize(x, scaling, dtype=dtype, **options)
     return Quantized(parts.rows, None if parts.columns is None else parts.columns.drop_residual())
+
+
+def check_input(name: str, x: jax.Array) -> None:
+    """Raise unless an operand of a product is an array of real floats that are not quantized yet.
+
+    Raises:
+      TypeError: it is none.
+    """
+    check_real(name, x)
+    if jnp.dtype(x.dtype).itemsize < 2:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a Stored weight as w"
+        )
+
+
+def check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> None:
+    """Raise unless x `[..., k]` and a weight `[k, n]`, which is there as floats, quantized, or both, can be multiplied.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    weight = w if quantized is None else quantized.shape
+    assert weight is not None, "one of w and quantized is there"
+    if len(weight) != 2:
+        raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
+    if quantized is not None and quantized.holds((*x[-1:], *weight[1:])):
+        weight = (x[-1], weight[1])  # packed codes of an odd k
+    if not x or x[-1] != weight[0]:
+        raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
+    if w is not None and w != weight:
+        raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
+
+
+def check_stored(recipe: Recipe, quantized: Stored) -> None:
+    """Raise unless the products of the recipe can read this weight.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    what = quantized.describe()
+    if recipe.weight is None:
+        raise ValueError(f'recipe "{describe(recipe)}" multiplies float weights, but got a {what}; dequantize it')
+    if quantized.serves(recipe.scaling, recipe.weight):
+        return
+    wanted, repair = f"packed FP4 codes with {recipe.scaling}", "build the state with the same recipe"
+    if not isinstance(recipe.scaling, Fp4):
+        halves = "hi + lo" if isinstance(recipe.weight, Dual) else "one FP8 tensor"
+        wanted = f"a weight of {halves} with {recipe.scaling} in both orientations"
+    if isinstance(codes := quantized.scaling, Fp4):
+        repair = (
+            f'products read codes in the format and tile that they have: use recipe("{codes.format}", '
+            f'tile="{codes.tile}"), which fp4_matmul does with recipe=None, or pack the float weight by this recipe'
+        )
+    raise ValueError(f"the recipe multiplies {wanted}, but quantized is a {what}; {repair}")

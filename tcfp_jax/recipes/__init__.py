@@ -24,9 +24,9 @@ from tcfp_jax.recipes.forms import (
     TCFPMode,
     WeightFormat,
 )  # fmt: skip
-from tcfp_jax.recipes.named import NAMES, recipe
+from tcfp_jax.recipes.named import NAMES, describe, recipe
 
 __all__ = [
     "NAMES", "Amax", "Blocks", "Copies", "Dual", "Format", "Fp4Training", "Halves", "Product", "Recipe", "Remainder",
-    "Single", "TCFPMode", "WeightFormat", "recipe",
+    "Single", "TCFPMode", "WeightFormat", "describe", "recipe",
 ]  # fmt: skip

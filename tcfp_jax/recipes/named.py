@@ -1,6 +1,7 @@
 """The named recipes, and overrides of them."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.operands import Block, Fp4, Row, Scaling, Tensor
@@ -111,6 +112,33 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     if isinstance(fields.get("scaling"), Block):
         fields = {p: "full" for p in ("forward", "dgrad", "wgrad") if getattr(base, p) == "fast"} | fields
     return dataclasses.replace(base, **fields)
+
+
+def describe(recipe: Recipe) -> str:
+    """The name of a recipe, or the fields in which it differs from the first one of its kind.
+
+    >>> describe(recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
+    "tcfp12 with weight.dgrad='hi', wgrad='full'"
+    >>> describe(recipe("quartet2")), describe(recipe("nvfp4_training", rotation="none"))
+    ('quartet2', "nvfp4_training with fp4.rotation='none'")
+    """
+    for name, known in _NAMED.items():
+        if known == recipe:
+            return name
+    base = "tcfp12" if recipe.fp4 is None else "nvfp4_training"
+    if isinstance(recipe.scaling, Fp4):
+        base = recipe.scaling.format
+    return f"{base} with " + ", ".join(_differences(recipe, _NAMED[base]))
+
+
+def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]:
+    """`name=value` of every field in which two of a kind differ, down to the fields of their values."""
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        mine, theirs = getattr(value, field.name), getattr(base, field.name)
+        if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
+            yield from _differences(mine, theirs, f"{prefix}{field.name}.")
+        elif mine != theirs:
+            yield f"{prefix}{field.name}={mine!r}"
 
 
 def _with_weight(weight: Single | Dual | None, given: dict[str, Any]) -> Single | Dual:

@@ -61,13 +61,17 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = 
 
 def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
     n, k = w.shape
+    if w.size == 0:
+        scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
+        outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
+        return Operand(jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer)
     # A tile of the format library is no longer than its axis; zeros change no block's largest value.
     short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
     # Not saturated, as casts do: what is not finite must be seen.
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
     if key is None and scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
-        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=found.outer)
+        return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
     options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
     rounding: Any = {} if key is None else dict(roundmode="stochastic", key=key)
     packed = pack(w, datatype_of(scaling), **options, **rounding)
@@ -77,6 +81,11 @@ def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand
     if scaling.has_outer:
         outer = jnp.ones((), jnp.float32)
         if packed.outer is not None:
-            outer = lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32)
+            outer = _above_zero(lax.bitcast_convert_type(packed.outer.reshape(4), jnp.float32))
     values = packed.values.reshape(w.shape[0], w.shape[1] // 2)[:n, : k // 2]
     return Operand(values, scale, scaling=scaling, outer=outer)
+
+
+def _above_zero(outer: jax.Array) -> jax.Array:
+    """The scale of a weight's scales; of zeros alone 1, because files hold its reciprocal."""
+    return jnp.where(outer == 0, jnp.float32(1), outer)

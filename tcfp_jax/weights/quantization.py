@@ -162,8 +162,7 @@ def quantize_weight(
         stored = _stored(quantize_values(target, form.dtype, recipe.scaling, **options))
     if error is None:
         return stored, None
-    kept = stored.dequantize()[: w.shape[0], : w.shape[1]]  # packed codes of an odd k end in one of zero
-    return stored, numerics.residual(target, kept).astype(error.dtype)
+    return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
 
 
 def _stored(parts: Quantized) -> Stored:
@@ -185,7 +184,8 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
 
     # Blocks merge and cut axes, which XLA does and types do not.
     operand = with_automatic_axes(pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w)
-    return Stored(operand, None) if contracts == "first" else Stored(None, operand)
+    odd = columns % 2
+    return Stored(operand, None, padding=odd) if contracts == "first" else Stored(None, operand, padding=odd)
 
 
 def _parts(entry: Any) -> int:

@@ -15,7 +15,7 @@ copy exists, has a `Training`: see `tcfp_jax.weights.training`.
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -43,12 +43,14 @@ class Stored:
       sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None
         where there is none to compare with, as in weights for inference.
       training: of a weight that is the parameter (`training.Training`), or None.
+      padding: how many codes of zero packed codes have behind their k: one where k is odd, as a byte holds two.
     """
 
     forward: Operand | None
     backward: Operand | None
     sample: jax.Array | None = None
     training: Any = None
+    padding: int = field(default=0, metadata=dict(static=True))
 
     @property
     def _one(self) -> Operand:
@@ -75,10 +77,10 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, `[..., k, n]`."""
-        if self.backward is not None:
-            return self.backward.shape
-        *stack, n, k = self._one.shape
-        return (*stack, k, n)
+        shape = self._one.shape
+        if self.padding:
+            shape = (*shape[:-1], shape[-1] - self.padding)
+        return shape if self.backward is not None else (*shape[:-2], shape[-1], shape[-2])
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -105,12 +107,15 @@ class Stored:
         return one.scaling == scaling and halves and (both or scaling.serves_both)
 
     def holds(self, shape: Sequence[int]) -> bool:
-        """Whether it is a weight of this shape `[..., k, n]`; packed codes of an odd k end in a code of zero."""
+        """Whether it is a weight of this shape `[..., k, n]`.
+
+        Packed codes whose `padding` a checkpoint without a template did not keep may hold an odd k and a code of zero.
+        """
         padded = list(shape)
         if isinstance(self.scaling, Fp4):
             k = -2 if self.backward is None else -1
             padded[k] += padded[k] % 2
-        return self.shape == tuple(padded)
+        return self.shape in (tuple(shape), tuple(padded))
 
     def describe(self) -> str:
         """What it is, for messages."""
@@ -144,8 +149,8 @@ class Stored:
 
     def scale_of_values(self) -> jax.Array:
         """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""
-        if self.backward is None and isinstance(self.scaling, Fp4):
-            return self._one.scale_of_values().swapaxes(-1, -2)
+        if isinstance(self.scaling, Fp4):
+            return self._unpadded(self._one.scale_of_values())
         return self.for_dgrad().scale_of_values()
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -156,9 +161,13 @@ class Stored:
         >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        if self.backward is None:
-            return self._one.dequantize(dtype).swapaxes(-1, -2)
-        return self.backward.dequantize(dtype)
+        return self._unpadded(self._one.dequantize(dtype))
+
+    def _unpadded(self, values: jax.Array) -> jax.Array:
+        """Values of the operand that is there as those of the weight `[..., k, n]`."""
+        if self.padding:
+            values = values[..., : -self.padding]
+        return values if self.backward is not None else values.swapaxes(-1, -2)
 
     def __getitem__(self, index: Any) -> "Stored":
         """The same, for `kernel[...]`, as NNX layers read a parameter.

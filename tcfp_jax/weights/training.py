@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels import counter, numerics
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Fp4, Operand, Tensor
-from tcfp_jax.recipes import Dual, Recipe
+from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
@@ -302,6 +302,11 @@ def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
             'parameter that updates change; keep float parameters, which recipe("nvfp4") packs in every step '
             "(error_feedback keeps them packed beside), or freeze the packed weight and train adapters (LoRA, see "
             "docs/fp4.md)"
+        )
+    if recipe.weight is None:
+        raise ValueError(
+            f'recipe "{describe(recipe)}" stores nothing: its products read float parameters, which the optimizer '
+            'updates; keep these, or store with recipe("tcfp12_single")'
         )
     if not isinstance(recipe.weight, Dual):
         raise ValueError(

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
@@ -39,6 +40,26 @@ def test_diagnose_says_what_would_happen(capsys):
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
     # Two halves in two orientations, each of which has its scale, and a sample of 16 values.
     assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4 + 64, 8 * 1024 + 2 * 4 + 64)
+
+
+def test_of_fp4_the_noise_is_that_of_its_blocks_and_their_share_in_e4m3_is_said(capsys):
+    """Blocks lie along k of the kernel's own matrix, here of an odd k."""
+    layer, x = nn.DenseGeneral((4, 8), use_bias=False), jnp.zeros((2, 33))
+    kernel = np.random.default_rng(0).standard_normal((33, 4, 8)).astype(np.float32)
+    folded = named_recipe("nvfp4", rule="fold_exact")
+
+    def line(recipe, kernel=kernel):
+        return diagnose(layer, x, recipe=recipe, params={"kernel": kernel}).lines[0]
+
+    assert line(folded).exact == 1 and "(E4M3 holds 100.0% of its blocks)" in capsys.readouterr().out
+    plain = line("nvfp4")
+    assert 0.2 < plain.exact < 0.5 and 20 < plain.snr_db < 21 and 20 < line(folded).snr_db < 21.5
+    # Of an output that is smaller nothing spreads to blocks of others, as it would in other blocks than the product's.
+    uneven = kernel * np.where(np.arange(32) % 2, 1, 1e-2).reshape(4, 8)
+    assert 20 < line("nvfp4", uneven).snr_db < 21
+    # Nothing is stored by FP4 training, and BF16's speed and noise are not those of an emulation.
+    trained = line("nvfp4_training")
+    assert (trained.snr_db, trained.speed_up, trained.exact) == (None, None, None)
 
 
 def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):

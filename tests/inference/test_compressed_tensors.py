@@ -17,6 +17,7 @@ from pallas_kernels.operands import Fp4, Operand, Row, Tensor
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import quantize_together
+from tcfp_jax.weights.fp4 import quantize_fp4
 
 REASON = "compressed-tensors brings torch; install .[export-test] in an environment of its own"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -140,6 +141,13 @@ def test_a_file_of_the_package_is_read(tmp_path, preset, format):
     again = files.load_file(tmp_path / "again/model.safetensors")
     for name, tensor in packed.items():
         assert torch.equal(again[f"up_proj.{name}"].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def test_the_package_reads_zeros_and_gives_them_our_scale(tmp_path):
+    save_compressed(tmp_path, {"up_proj.weight": quantize_fp4(jnp.zeros((32, 64)))})
+    assert not decoded(tmp_path, "up_proj").any()
+    shared = files.load_file(tmp_path / "model.safetensors")["up_proj.weight_global_scale"]
+    assert shared == scales.generate_gparam(torch.zeros(()), torch.zeros(())) == 1
 
 
 def test_the_package_shares_the_scale_that_we_share():

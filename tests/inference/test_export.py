@@ -18,7 +18,7 @@ from models.llama import Llama, LlamaConfig
 from pallas_kernels.operands import Block, Fp4, Operand, Row, Tensor
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
-from tcfp_jax.formats import quantize_nvfp4
+from tcfp_jax.formats import exact_share, quantize_nvfp4
 from tcfp_jax.inference import choose_codes, quantize_params, safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import divisor_of, quantize_together
@@ -211,6 +211,63 @@ def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
         load_compressed(tmp_path)
 
 
+def test_zeros_go_out_and_come_back(tmp_path):
+    """LoRA's B, or a head that starts as zeros: their outer has no reciprocal, but any other has the same values."""
+    zeros = quantized(np.where(np.arange(64) == 0, -np.zeros((32, 64), np.float32), 0))
+    entries = saved(tmp_path, zeros)
+    assert not decoded(entries).any() and np.signbit(decoded(entries)[:, 0]).all()
+    assert np.frombuffer(dict(entries)[f"{NAME}.weight_global_scale"]["data"], np.float32) == 1
+    back = load_compressed(tmp_path)[0][f"{NAME}.weight"]
+    assert not np.asarray(dequantized(back)).any() and float(back.forward.outer) == 1
+    # What is NaN stays loud.
+    with pytest.raises(ValueError, match=r"has outer=nan"):
+        saved(tmp_path, dataclasses.replace(zeros, outer=jnp.float32(np.nan)))
+
+
+def test_zeros_take_the_global_scale_of_their_family(tmp_path):
+    q, zeros = quantized(matrix()), quantized(jnp.zeros((32, 64)))
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    for parts in ([q, zeros, zeros], [zeros, q, dataclasses.replace(zeros, outer=jnp.float32(1))], [zeros] * 3):
+        save_compressed(tmp_path, dict(zip(names, parts, strict=True)))
+        found = load_compressed(tmp_path)[0]
+        wanted = np.float32(1) if parts[1] is parts[0] else np.float32(1) / divisor_of("q", np.float32(q.outer))
+        assert {float(found[name].forward.outer) for name in names} == {wanted}
+        for name, part in zip(names, parts, strict=True):
+            np.testing.assert_allclose(dequantized(found[name]).T, dequantized(part), rtol=2**-22)
+    with pytest.raises(ValueError, match=r"multiply .* as one matrix with one global scale"):
+        save_compressed(tmp_path, dict(zip(names, [q, zeros, quantized(2 * matrix())], strict=True)))
+
+
+def test_every_weight_of_a_file_has_its_own_rule(tmp_path):
+    """By the rule "fold_exact" products are FP8, so that it must neither be lost nor be given to another weight."""
+    scalings = {"a.weight": Fp4(rule="fold_exact"), "b.weight": Fp4(), "c.weight": Fp4(rule="one_level")}
+    scalings["d.weight"] = Fp4("mxfp4")
+    tensors = {name: codes(32, 64, scaling=scaling) for name, scaling in scalings.items()}
+    tensors["a.weight"] = quantized(matrix(), Fp4(rule="fold_exact"))
+    save_compressed(tmp_path, tensors)
+    found, _ = load_compressed(tmp_path)
+    assert {name: found[name].scaling for name in scalings} == scalings
+    assert exact_share(found["a.weight"].forward.scale) == 1
+    # Files of before have one rule for all of their weights, or none.
+    arrays, _ = safetensors.read(tmp_path / "model.safetensors")
+    ours = {name: np.array(array) for name, array in arrays.items() if name.startswith("a.")}
+    for metadata, rule in (({"tcfp_jax.fp4_rule": "fold_exact"}, "fold_exact"), ({}, "amax")):
+        safetensors.write(tmp_path / "model.safetensors", ours, metadata)
+        assert load_compressed(tmp_path)[0]["a.weight"].scaling == Fp4(rule=rule)
+
+
+def test_a_rule_that_the_scales_do_not_follow_is_refused(tmp_path):
+    wrong = dataclasses.replace(quantized(matrix()), scaling=Fp4(rule="fold_exact"))
+    with pytest.raises(ValueError, match=r"rule='fold_exact'\), but only \d\d\.\d% of its scales are of that rule"):
+        saved(tmp_path, wrong)
+    saved(tmp_path, quantized(matrix()))
+    arrays, _ = safetensors.read(tmp_path / "model.safetensors")
+    claimed = {name: np.array(array) for name, array in arrays.items()}
+    safetensors.write(tmp_path / "model.safetensors", claimed, {"tcfp_jax.fp4_rule": "fold_exact"})
+    with pytest.raises(ValueError, match=r"are of that rule.*drop tcfp_jax.fp4_rule from the file's metadata"):
+        load_compressed(tmp_path)
+
+
 def test_the_divisor_gives_the_outer_back():
     kept = 0
     for outer in np.random.default_rng(0).uniform(2**-16, 2**-8, 300).astype(np.float32):
@@ -271,6 +328,10 @@ def zero_points(arrays):
     arrays[f"{NAME}.weight_zero_point"] = np.ones((4, 1), np.int8)
 
 
+def global_scale(number):
+    return lambda arrays: arrays.update({f"{NAME}.weight_global_scale": np.float32([number])})
+
+
 def halved(arrays):
     arrays[f"{NAME}.weight_scale"] = arrays[f"{NAME}.weight_scale"][:, :1]
 
@@ -286,6 +347,10 @@ def halved(arrays):
         (lambda folder: change(folder, zero_points), "zero points"),
         (lambda folder: change(folder, halved), r"nvfp4 has bytes with scales float8_e4m3fn\[32, 4\]"),
         (lambda folder: change(folder, lambda arrays: arrays.pop(f"{NAME}.weight_packed")), "copy all files"),
+        *[
+            (functools.partial(change, changed=global_scale(x)), rf"{NAME}.weight_global_scale is {x}, .*store 1 if")
+            for x in (0.0, np.nan, np.inf, -1.0)
+        ],
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, changed, message):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint
+import pytest
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
@@ -30,16 +31,27 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     flax_nnx.replace_by_pure_dict(state := flax_nnx.state(model), params)
     flax_nnx.update(model, state)
     y = jax.jit(layer.apply)(variables, X)
-    stored = pack_fp4(params["kernel"]).dequantize()[:33]
+    stored = pack_fp4(params["kernel"]).dequantize()
     expected = X.astype(jnp.bfloat16).astype(jnp.float32) @ stored + params["bias"]
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
     served = quantize_params(params, "nvfp4")
-    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].holds((33, 6))
+    assert set(served["params"]) == {"bias"} and served["tcfp"]["kernel"].shape == (33, 6)
     np.testing.assert_allclose(layer.apply(served, X), y, rtol=0, atol=1e-6)
     load_quantized(model, served)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
     assert type(export(layer)) is nn.Dense
+
+
+@pytest.mark.parametrize(("name", "words"), [("tensorwise", "not packed codes"), ("nvfp4_training", "packs no weight")])
+def test_fp4_dense_refuses_recipes_that_pack_nothing(name, words):
+    for make in (
+        lambda: linen.Fp4Dense(6, recipe=name),
+        lambda: nnx.Fp4Dense(33, 6, recipe=name, rngs=flax_nnx.Rngs(0)),
+    ):
+        with pytest.raises(ValueError, match=f'recipe "{name}".*{words}'):
+            make()
+    assert linen.Fp4Dense(6, recipe=recipe("mxfp4")).clone().recipe == recipe("mxfp4")
 
 
 # A model --------------------------------------------------------------------------------------------------------------

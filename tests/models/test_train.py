@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -376,6 +377,12 @@ class TestCommand:
         assert train.main([*self.ARGUMENTS, "--recipe", "fp7"]) == 2
         assert "recipe 'fp7' is unknown" in capsys.readouterr().err
         assert not Path("runs").exists()
+
+    def test_help_names_every_recipe(self, capsys):
+        with pytest.raises(SystemExit):
+            train.main(["--help"])
+        shown = set(re.findall(r"\w+", capsys.readouterr().out))
+        assert set(tcfp_jax.recipes.NAMES) <= shown
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12", "tcfp12_fast", "tensorwise", "stored"])

@@ -45,7 +45,7 @@ def test_none_takes_the_first_that_accepts():
 
 def test_a_cpu_interprets_a_kernel_only_where_it_is_named():
     assert [v.reason for v in judge(TABLE, None, None, 32)] == [
-        "a CPU runs it in its interpreter, and only where it is named", None,
+        "a CPU runs a kernel only where it is named, in its interpreter if it has one", None,
     ]  # fmt: skip
     assert chosen(TABLE, "mosaic", 32) == "mosaic"
 

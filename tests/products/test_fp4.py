@@ -103,13 +103,57 @@ def test_any_size_without_padding_at_the_caller(name, shape):
     @quick
     def run(x, w):
         y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=RECIPES[name]), x, w)
-        return y, *pull(jnp.ones_like(y)), pack_fp4(w, RECIPES[name])
+        packed = pack_fp4(w, RECIPES[name])
+        again, pull_x = jax.vjp(lambda x: fp4_matmul(x, packed), x)
+        return y, *pull(jnp.ones_like(y)), packed, packed.dequantize(), again, *pull_x(jnp.ones_like(y))
 
-    y, dx, dw, packed = run(x, w)
+    y, dx, dw, packed, dequantized, *of_codes = run(x, w)
     exact = float64_of(packed.forward).T[:k]
+    np.testing.assert_allclose(dequantized, exact, rtol=1e-6)
+    assert packed.shape == (k, n) and same_bits(of_codes, [y, dx])
     np.testing.assert_allclose(y, rounded(x) @ exact, rtol=0, atol=2e-5)
     np.testing.assert_allclose(dx, np.broadcast_to(exact.sum(1), (4, k)), rtol=0, atol=2e-5)
     assert dw.shape == (k, n)
+
+
+def test_packed_codes_know_an_odd_k():
+    """Whichever way the codes lie, and in a stack."""
+    packed = jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32))
+    assert packed.forward.shape == (5, 34) and packed.shape == (33, 5) and packed.holds((33, 5))
+    turned, stacked = (
+        packed.swap(),
+        jax.eval_shape(lambda p: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), p), packed),
+    )
+    assert turned.shape == (5, 33) and stacked.shape == (2, 33, 5)
+    for one in (packed, turned, stacked):
+        values, scales = jax.eval_shape(lambda one: (one.dequantize(), one.scale_of_values()), one)
+        assert values.shape == scales.shape == one.shape
+    with pytest.raises(ValueError, match=re.escape("x[4, 34] @ w[33, 5]: the last axis of x must equal")):
+        jax.eval_shape(fp4_matmul, jnp.ones((4, 34)), packed)
+
+
+def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
+    lost = of_operand(jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32)).forward)
+    assert lost.shape == (34, 5) and lost.holds((33, 5)) and lost.holds((34, 5)) and not lost.holds((32, 5))
+    with pytest.raises(ValueError, match="pad x with one zero"):
+        jax.eval_shape(fp4_matmul, jnp.ones((4, 33)), lost)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (4, 0, 4), (4, 3, 0)], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "quartet2"])
+def test_axes_without_values_give_zeros(name, shape):
+    """As tensors with one FP8 scale do: results and gradients of the right shapes, nothing but zeros."""
+    m, k, n = shape
+    chosen, x, w = recipe(name), jnp.ones((2, m, k)), jnp.ones((k, n))
+    y, pull = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=chosen, key=jax.random.key(0)), x, w)
+    for found, wanted in zip((y, *pull(jnp.ones_like(y))), ((2, m, n), x.shape, w.shape), strict=True):
+        np.testing.assert_array_equal(found, np.zeros(wanted))
+    if name in RECIPES and w.size == 0:
+        packed = pack_fp4(w, chosen)
+        assert packed.shape == packed.dequantize().shape == w.shape
+        y, pull = jax.vjp(lambda x: fp4_matmul(x, packed, activation="float8_e4m3fn"), x)
+        np.testing.assert_array_equal(y, np.zeros((2, m, n)))
+        np.testing.assert_array_equal(pull(y)[0], np.zeros(x.shape))
 
 
 def test_activations_of_eight_bits_and_fp8_gradients():
@@ -199,12 +243,16 @@ def test_packed_codes_have_no_gradient():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: fp4_matmul(X[..., :63], pack_fp4(W)), ValueError, "pad x with one zero"),
         (lambda: fp4_matmul(X[..., :62], pack_fp4(W)), ValueError, "the last axis of x must equal"),
-        (lambda: fp4_matmul(X, W, recipe="tensorwise"), ValueError, 'use recipe="nvfp4"'),
+        (lambda: fp4_matmul(X, W, recipe="tensorwise"), ValueError, 'recipe "tensorwise" stores weight=Single('),
+        (lambda: fp4_matmul(X, W, recipe="bf16"), ValueError, 'recipe "bf16" stores weights as floats'),
+        (lambda: fp4_matmul(X, W, recipe="nvfp4_training"), ValueError, "tcfp_jax.matmul(x, w, recipe=..., key=key)"),
+        (lambda: pack_fp4(W, "quartet2"), ValueError, 'recipe "quartet2" packs no weight'),
+        (lambda: optim.store({"kernel": W}, "quartet2"), ValueError, 'recipe "quartet2" stores nothing'),
+        (lambda: fp4_matmul(X, pack_fp4(W), recipe=SQUARES), ValueError, 'use recipe("nvfp4", tile="vector")'),
         (lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"), ValueError, "packed FP4 codes with Fp4(format='nvfp4'"),
         (lambda: fp4_matmul(X, W, activation="float8"), ValueError, "activation='float8' is unknown"),
-        (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32"),
+        (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32, but only real floats are"),
         (lambda: pack_fp4(X), ValueError, "is no matrix [k, n]"),
         (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
     ],
@@ -291,6 +339,10 @@ def test_a_state_of_codes_lies_as_its_kernel_does():
     state = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, params)
     found = state_shardings(place(P("fsdp", "tensor")), state).weights["kernel"].forward
     assert (found.values.spec, found.scale.spec, found.outer.spec) == (P("tensor", "fsdp"), P("tensor", "fsdp"), P())
+    odd = jax.eval_shape(tcfp_jax.error_feedback("nvfp4").init, {"kernel": jax.ShapeDtypeStruct((33, N), jnp.float32)})
+    shardings = state_shardings(place(P(None, "tensor")), odd)
+    assert jax.tree.structure(shardings) == jax.tree.structure(odd)  # which k of 33 is part of
+    assert shardings.weights["kernel"].forward.values.spec == P("tensor")
     small = {"kernel": jax.ShapeDtypeStruct((32, N), jnp.float32)}
     state = jax.eval_shape(tcfp_jax.error_feedback("mxfp4").init, small)
     with pytest.raises(ValueError, match=re.escape("kernel: blocks of 32 values along axis 1 of [32, 32] are cut")):

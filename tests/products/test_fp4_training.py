@@ -5,13 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from tcfp_jax.conversion import convert_to_tcfp
+from tcfp_jax.conversion import convert_to_tcfp, export
 from tcfp_jax.formats import nvfp4_values
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values
 from tcfp_jax.linen import TCFPDense
@@ -147,7 +148,9 @@ def test_without_a_key_there_is_a_forward_pass_and_no_gradient():
     np.testing.assert_array_equal(y, products(recipe("nvfp4_training"), x, w, g, KEY)[0])
     loss = lambda x, w, how: tcfp_jax.matmul(x, w, recipe=how).sum()
     for place in (0, 1):
-        with pytest.raises(ValueError, match=r"draws random bits, and got no key; pass .* key= of tcfp_jax.matmul"):
+        with pytest.raises(
+            ValueError, match=r'recipe "nvfp4_training" draws random bits, and got no key; .*key= of tcf'
+        ):
             jax.grad(loss, place)(x, w, "nvfp4_training")
     with pytest.raises(ValueError, match="got no key"):
         loss(x, w, recipe("nvfp4_training", activation_rounding="stochastic"))
@@ -261,6 +264,75 @@ def test_converted_models_draw_by_place_and_turn():
     assert (np.asarray(first) != np.asarray(other)).any(axis=(1, 2)).all()
     with pytest.raises(ValueError, match="got no key"):
         jax.grad(loss)(variables, None)
+
+
+class Two(nnx.Module):
+    """Two layers, and perhaps the rngs that they were made with."""
+
+    def __init__(self, rngs, keep=False):
+        self.first, self.second = (nnx.Linear(32, 32, use_bias=False, rngs=rngs) for _ in range(2))
+        if keep:
+            self.rngs = rngs
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+QUIET = recipe("nvfp4_training", rotation="none", forward_operands="bf16")  # the least that draws
+convert_two = functools.partial(convert_to_tcfp, include=("linear", "small", "head"))
+
+
+def test_converted_nnx_models_draw_from_streams_of_their_own():
+    x = operands(32, 32, 32)[0]
+    model = convert_two(Two(nnx.Rngs(0)), QUIET, x, rngs=nnx.Rngs(tcfp=3))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.square(model(x)).mean())(model)
+        optimizer.update(model, gradients)
+        return loss, nnx.to_pure_dict(gradients)
+
+    held = nnx.to_pure_dict(nnx.state(model, nnx.RngState))
+    assert set(held["tcfp_keys"]) == set(held["first"]["tcfp_keys"]) == {"key", "count"}  # checkpoints have them
+    (loss, first), (again, second) = step(model, optimizer), step(model, optimizer)
+    assert loss == again  # no parameter changed, and the forward pass draws nothing
+    assert all((first[name]["kernel"] != second[name]["kernel"]).any() for name in ("first", "second"))
+    assert model.tcfp_keys.count[...] == 2
+    nnx.grad(lambda model: jnp.square(model.first(x)).mean())(model)  # a part draws from its own
+    assert (model.tcfp_keys.count[...], model.first.tcfp_keys.count[...]) == (2, 1)
+
+    export(model)
+    assert not jax.tree.leaves(nnx.state(model, nnx.RngState))
+
+
+def test_converted_nnx_models_without_keys():
+    x = operands(32, 32, 32)[0]
+    loss = lambda model: jnp.square(model(x)).mean()
+    model = convert_two(Two(nnx.Rngs(0)), QUIET, x)
+    assert jnp.isfinite(loss(model))  # an evaluation needs none
+    with pytest.raises(ValueError, match=r"draws random bits, and got no key; .*rngs=nnx.Rngs\(tcfp=seed\)"):
+        nnx.grad(loss)(model)
+    drawn = recipe(QUIET, activation_rounding="stochastic", forward_operands="fp4")
+    for inputs in ((x,), ()):
+        untouched = Two(nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"forward pass draws random bits, and rngs=None; pass rngs=nnx.Rngs"):
+            convert_two(untouched, drawn, *inputs)
+        assert type(untouched.first) is nnx.Linear and type(untouched) is Two
+    with pytest.raises(TypeError, match=r"rngs is a .*; pass nnx.Rngs\(tcfp=seed\)"):
+        convert_two(Two(nnx.Rngs(0)), QUIET, x, rngs=jax.random.key(0))
+    with pytest.raises(ValueError, match=r'a Linen model gets them at apply, as rngs=\{"tcfp": key\}'):
+        convert_two(nn.Dense(32), QUIET, x, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["the model's own", "the default of what is given"])
+def test_where_converted_nnx_models_find_a_stream(kept):
+    x, given = operands(32, 32, 32)[0], None if kept else nnx.Rngs(5)
+    model = convert_two(Two(nnx.Rngs(0, tcfp=1), keep=kept), QUIET, rngs=given)
+    gradient = lambda: nnx.grad(lambda model: jnp.square(model(x)).mean())(model).second.kernel[...]
+    assert (np.asarray(gradient()) != np.asarray(gradient())).any() and model.tcfp_keys.count[...] == 2
+    plain = convert_two(Two(nnx.Rngs(0, tcfp=1), keep=kept), "tensorwise", x, rngs=given)
+    assert not hasattr(plain, "tcfp_keys")  # nothing draws
 
 
 def test_a_stored_weight_is_refused():
