@@ -18,6 +18,7 @@ chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes the
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -28,8 +29,9 @@ import math
 import platform
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,10 +102,14 @@ def library_digest(root: Path = ROOT) -> str:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def main(name: str, arguments: list[str] | None = None) -> list[Any]:
+Refusals = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def main(name: str, arguments: list[str] | None = None, refusals: Refusals = contextlib.nullcontext) -> list[Any]:
     """Run `python -m benchmarks.<name>` and return its rows; JSON is written after every row.
 
     A module that has `beside(options)` runs the benchmarks that it names, with the same options, one after the other.
+    Each request becomes settings within the context of `refusals`.
     """
     benchmark = importlib.import_module(f"benchmarks.{name}")
     options = _parse(benchmark, arguments)
@@ -111,8 +117,10 @@ def main(name: str, arguments: list[str] | None = None) -> list[Any]:
     rows: list[Any] = []
     for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):
         module = importlib.import_module(f"benchmarks.{chosen}")
-        options.path = result_path(module.json_name(options) if hasattr(module, "json_name") else chosen, options)
-        rows += _run(module, header, options)
+        with refusals():
+            options.path = result_path(module.json_name(options) if hasattr(module, "json_name") else chosen, options)
+            config = module.configure(options)
+        rows += _run(module, header, config, options.path)
     return rows
 
 
@@ -121,16 +129,17 @@ def _parse(benchmark: Any, arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/<device>/{name}.json")
     parser.add_argument(
-        "--smoke", action="store_true", help="tiny sizes, to see that it works; its numbers mean nothing"
-    )
+        "--smoke", action="store_true",
+        help="tiny sizes, few steps and one seed, whatever else is asked for: its numbers mean nothing",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, help="folder instead of benchmarks/results; implies --json")
     if hasattr(benchmark, "add_options"):
         benchmark.add_options(parser)
     return parser.parse_args(arguments)
 
 
-def _run(benchmark: Any, header: Header, options: argparse.Namespace) -> list[Any]:
-    config, rows = benchmark.configure(options), []
+def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list[Any]:
+    rows: list[Any] = []
     print(
         f"benchmarks.{benchmark.NAME} on {header.device}, jax {header.jax}, Python {header.python}, commit "
         f"{header.commit or 'unknown'}, library {header.library}, {header.date}\n{dataclasses.asdict(config)}\n"
@@ -139,17 +148,40 @@ def _run(benchmark: Any, header: Header, options: argparse.Namespace) -> list[An
     )
     for row in benchmark.measure(config):
         rows.append(row)
-        write_result(options.path, benchmark.NAME, header, config, rows)
+        write_result(path, benchmark.NAME, header, config, rows)
     benchmark.show(rows)
-    if options.path is not None:
-        print(f"written: {options.path}")
+    if path is not None:
+        print(f"written: {path}")
     return rows
 
 
 def command(name: str) -> None:
-    """What a benchmark does that is run as a program."""
+    """What a benchmark does that is run as a program; a request that cannot be met is one line, and status 2."""
     take_memory_as_needed()
-    main(name)
+    main(name, refusals=_in_one_line)
+
+
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts: a whole number of at least 1.
+
+    >>> positive("3")
+    3
+
+    Raises:
+      ArgumentTypeError: another text.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1; give one")
+    return int(text)
 
 
 def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
@@ -227,8 +259,11 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
     """Where the rows of a run go: None without --json; for a smoke run --out or a temporary folder.
 
     Raises:
-      ValueError: a smoke run would overwrite committed numbers.
+      ValueError: a smoke run would overwrite committed numbers; or there is nothing to resume.
     """
+    if getattr(options, "resume", False) and options.out is None and (options.smoke or not options.json):
+        needed = "--out" if options.smoke else "--json or --out"
+        raise ValueError(f"--resume continues a JSON file, so it needs {needed}")
     if options.smoke and options.out is not None and options.out.resolve() == RESULTS:
         raise ValueError(f"--smoke with --out {options.out} would overwrite committed numbers; choose another folder")
     if options.smoke and options.out is None:
@@ -258,15 +293,30 @@ def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]
     """Rows of an earlier run with the same settings, as JSON has them; none if there is no file.
 
     Raises:
-      ValueError: the file is of other settings.
+      ValueError: the file is of other settings; the message names those that differ.
     """
     if not path.exists():
         return []
     content = json.loads(path.read_text(encoding="utf-8"))
-    found = {name: content["config"].get(name) for name in settings}
-    if found != settings:
-        raise ValueError(f"{path} has settings {found}, not {settings}; drop --resume")
+    found = _leaves({name: content["config"].get(name) for name in settings})
+    wanted = _leaves(settings)
+    differences = ", ".join(
+        f"{name}={found.get(name)!r} in the file but {wanted.get(name)!r} now"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
+    )
+    if differences:
+        raise ValueError(
+            f"{path} has rows of other settings: {differences}; ask for the same, choose another --out, or drop "
+            f"--resume, which overwrites its {len(content['rows'])} rows"
+        )
     return content["rows"]
+
+
+def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
+    """What is no dict in nested ones, named as "size.layers"."""
+    leaves = jax.tree_util.tree_leaves_with_path(settings, is_leaf=lambda node: not isinstance(node, dict))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _finite(tree: Any) -> Any:

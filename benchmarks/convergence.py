@@ -55,14 +55,14 @@ from benchmarks.fork_runs import (
 )
 from benchmarks.fork_training import TASKS, Config, last_phase, start_fork, train_config
 from benchmarks.memory import bytes_of_kernels
-from benchmarks.variants import BASELINE, GROUPS, VARIANTS, chosen_of
+from benchmarks.variants import BASELINE, GROUPS, RERUN, VARIANTS, chosen_of
 from models.data import load_data
 from models.families import ModelConfig, model_config, model_names
 from models.gpt import GPTConfig
-from models.settings import preset
+from models.settings import TrainConfig, preset
 from models.text import Corpus, load_installed
 from models.train import keep_programs
-from models.training import check_text, evaluate, init
+from models.training import check_corpus, count_parameters, evaluate
 
 __all__ = ["Config", "Row", "plot", "ratios_of", "summarize", "table"]
 
@@ -149,8 +149,10 @@ def measure(config: Config) -> Iterator[Row]:
             base = None
             if task == "text":
                 base = train_base(config, seed, _on_device(config.data, config.text_bytes), corpus.digest, deadline)
-                if BASELINE not in wanted and not any((r.name, r.base) == (BASELINE, base.name) for r in kept):
-                    wanted.insert(0, BASELINE)  # of a base that was trained again
+                again = [BASELINE] + [RERUN] * (RERUN in config.variants or any(r.name == RERUN for r in kept))
+                there = {*wanted, *(row.name for row in kept if row.base == base.name)}
+                # Of a base that was trained again: what others are compared with, and its noise floor.
+                wanted[:0] = [name for name in again if name not in there]
             while wanted and time.perf_counter() < deadline:
                 row = _attempt(config, wanted[0], seed, base, corpus, deadline, failed)
                 wanted.pop(0)
@@ -231,7 +233,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks", default=None, help="text, digits or both (default: both of the small GPT, else text)"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="how many bases, or pairs of runs (default: 3)")
+    parser.add_argument(
+        "--seeds", type=common.positive, default=3, help="how many bases, or pairs of runs (default: 3)"
+    )
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--steps", type=int, default=None, help="of a fork, or of a run (default: 300 or 1000)")
     parser.add_argument("--base-steps", type=int, default=None, help="before forks (default: 1000)")
@@ -241,7 +245,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rate", type=float, default=None, help="the peak (default: the model's own, or 6e-4)"
     )
-    parser.add_argument("--budget-seconds", type=float, default=math.inf, help="stop then, and keep what was begun")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=math.inf,
+        help="stop then, and keep what was begun; all programs are compiled before, which this cannot stop",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep the rows of the JSON file and do those it lacks")
     parser.add_argument(
         "--bases", type=Path, default=None,
@@ -299,11 +306,9 @@ def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown names; a variant that the model or the steps do not have; a text shorter than a window; base
-        steps of runs from scratch; or nothing to resume.
+      ValueError: unknown names; a variant that the model or the steps do not have; a text shorter than a window; or
+        base steps of runs from scratch.
     """
-    if options.resume and options.path is None:
-        raise ValueError("--resume continues a JSON file, so it needs --json or --out")
     names, forks = chosen_of(options.variants), options.protocol == "fork"
     if options.base_steps is not None and (options.base_steps > 0) != forks:
         raise ValueError(
@@ -323,16 +328,22 @@ def configure(options: argparse.Namespace) -> Config:
         options.seeds, bases = 1, options.bases or options.out / "bases"
     if jax.default_backend() == "gpu":
         keep_programs(bases)
-    runs = [train_config(config, VARIANTS[name]) for name in names]
+    runs = [_run_of(config, name) for name in names]
     corpus = _corpus(tuple(options.data), config.text_bytes)
-    for part, text in (("training", corpus.train), ("held-out", corpus.heldout)):
-        check_text(part, text, runs[0])
+    check_corpus(corpus, runs[0])
     return dataclasses.replace(
         config, text=corpus.digest[:12], text_read=len(corpus.train) + len(corpus.heldout), data=tuple(options.data),
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: init(runs[0])).params)),
-        variants=names, tasks=tasks, seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
+        parameters=count_parameters(runs[0]), variants=names, tasks=tasks,
+        seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
         bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
     )  # fmt: skip
+
+
+def _run_of(config: Config, name: str) -> TrainConfig:
+    try:
+        return train_config(config, VARIANTS[name])
+    except ValueError as error:
+        raise ValueError(f"--variants {name}: {error}") from error
 
 
 def _asked(options: argparse.Namespace, model: str, forks: bool) -> Config:

@@ -290,9 +290,7 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     found = []
     if losses:
         size = f"{config['batch']} × {config['sequence']} bytes" if "batch" in config else ""
-        read = f" of {config['text_read'] / 1e6:,.0f} MB of text" if "text_read" in config else ""
-        if config.get("data"):
-            read += f" in {', '.join(config['data'])}"
+        read = _text_of(config)
         rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its own"
         if config.get("base_steps"):
             way = f"{config['base_steps']} steps in BF16 at a rate of {rate}, then {steps} to zero"
@@ -312,6 +310,14 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     if any(row.name == RERUN for row in rows):
         found.append("The mean of BF16's run and its rerun is what the others are compared with.")
     return [*found, "Ratios are means ± standard error over bases or seeds."]
+
+
+def _text_of(config: dict[str, Any]) -> str:
+    """What was read, how much of it, and its digest, which says whether another machine has the same."""
+    if "text_read" not in config:
+        return ""
+    named = ", ".join(config.get("data") or ()) or "the Python sources of every installed package and of Python"
+    return f" of {named} ({config['text_read'] / 1e6:,.0f} MB, digest {config['text']})"
 
 
 def _floors(rows: list[Row]) -> list[str]:

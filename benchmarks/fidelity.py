@@ -49,6 +49,7 @@ from benchmarks.variants import BASELINE, GROUPS, VARIANTS, Variant, chosen_of
 from models import ComputeDtype
 from models.families import ModelConfig, model_names
 from models.llama import LlamaConfig
+from models.running import checked_corpus
 from models.settings import TrainConfig, preset
 from models.train import corpus_of, keep_programs
 from models.training import batch_key, init, make_train_step, windows
@@ -210,7 +211,8 @@ def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown variants, or such without a gradient of their own, no batch, or negative steps.
+      ValueError: unknown variants, or such without a gradient of their own, no batch, negative steps, or a text that is
+        shorter than a window.
     """
     on_gpu = jax.default_backend() == "gpu"
     config = SMOKE if options.smoke else Config() if on_gpu else CPU
@@ -226,6 +228,7 @@ def configure(options: argparse.Namespace) -> Config:
             f"--batches {config.batches} and --base-steps {config.base_steps}: gradients need a batch, and a base has "
             "no negative number of steps; raise them"
         )
+    checked_corpus(_run(config))
     if on_gpu:
         keep_programs(common.ROOT / "runs" / NAME)
     return config

@@ -26,6 +26,7 @@ from benchmarks import common
 from benchmarks.common import Result, markdown_table
 from models.checkpoint import export
 from models.families import model_names
+from models.running import checked_corpus
 from models.settings import TrainConfig, preset
 from models.train import corpus_of
 from models.training import TrainState, batch_key, evaluate, init, make_train_step
@@ -83,22 +84,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line."""
+    """The settings of a command line.
+
+    Raises:
+      ValueError: unknown ways, no steps, or a text that is shorter than a window.
+    """
     config = Config() if jax.default_backend() == "gpu" and not options.smoke else SMOKE
     names = ("model", "base_steps", "steps")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    data = tuple(options.data or ())
-    return dataclasses.replace(config, **given, data=data, ways=common.chosen_of("ways", options.ways, tuple(WAYS)))
+    data, ways = tuple(options.data or ()), common.chosen_of("ways", options.ways, tuple(WAYS))
+    config = dataclasses.replace(config, **given, data=data, ways=ways)
+    checked_corpus(_run(config, config.base_steps, recipe="bf16"))
+    _run(config, config.steps)
+    return config
+
+
+def _run(config: Config, steps: int, **own: Any) -> TrainConfig:
+    """The run of the base, or of a way."""
+    return preset(
+        config.model, steps=steps, batch=config.batch, sequence=config.sequence, data=config.data, seed=config.seed,
+        heldout_windows=config.heldout_windows, **own,
+    )  # fmt: skip
 
 
 def measure(config: Config) -> Iterator[Row]:
     """The base, and each way before and after it is trained, and written as floats."""
-    sizes: Any = dict(
-        batch=config.batch, sequence=config.sequence, heldout_windows=config.heldout_windows, seed=config.seed,
-        data=config.data,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        base, path = preset(config.model, recipe="bf16", steps=config.base_steps, **sizes), Path(folder) / "base.npz"
+        base, path = _run(config, config.base_steps, recipe="bf16"), Path(folder) / "base.npz"
         rate = base.learning_rate * config.rate
         state = _trained(base, init(base))
         export(path, state.params)
@@ -106,9 +118,7 @@ def measure(config: Config) -> Iterator[Row]:
         row = functools.partial(_row, reference[1])
         yield row("bf16", "base", reference)
         for way in config.ways:
-            own = preset(
-                config.model, **WAYS[way], steps=config.steps, start=str(path), learning_rate=rate, **sizes
-            )  # fmt: skip
+            own = _run(config, config.steps, **WAYS[way], start=str(path), learning_rate=rate)
             state = init(own)
             yield row(way, "start", _losses(own, state))
             state = _trained(own, state)

@@ -120,10 +120,7 @@ class Kept:
 
     def _open(self) -> RunDirectory:
         assert self.path is not None
-        try:
-            return RunDirectory(self.path, self._run, self._digest, resume="allowed")
-        except ValueError as error:
-            raise ValueError(f"{error}: choose another folder of bases by --bases, or delete that one") from error
+        return RunDirectory(self.path, self._run, self._digest, resume="allowed", option="--bases")
 
     @property
     def newest(self) -> int:

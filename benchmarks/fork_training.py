@@ -20,7 +20,7 @@ from benchmarks.variants import BASELINE, Variant
 from models.families import ModelConfig
 from models.phases import phase_at
 from models.settings import TrainConfig
-from models.training import B1, B2, TrainState, jittered, layouts, make_optimizer, make_steps
+from models.training import B1, B2, TrainState, in_stacks, jittered, layouts, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.paths import path_names
@@ -56,7 +56,8 @@ class Config:
       resume: the JSON whose rows are kept.
 
     Raises:
-      ValueError: `steps_per_call` does not divide the steps.
+      ValueError: a count below 1, `steps_per_call` does not divide the steps, or the warm-up does not end within the
+        base, or within a run from scratch.
     """
 
     model: str
@@ -84,6 +85,9 @@ class Config:
     resume: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        for name, least in dict(batch=1, steps_per_call=1, digits_steps=1, warmup_steps=0).items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         for name, least in (("base_steps", 0), ("steps", 1)):
             if getattr(self, name) < least or getattr(self, name) % self.steps_per_call:
                 raise ValueError(
@@ -93,6 +97,11 @@ class Config:
         if not self.base_steps and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} of steps={self.steps}: the rate never falls; lower warmup_steps"
+            )
+        if 0 < self.base_steps < self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} with base_steps={self.base_steps}: forks fall from the peak, which "
+                "the base must have reached; lower warmup_steps, or raise base_steps"
             )
 
     @property
@@ -116,8 +125,8 @@ def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig
         before = call * round((1 - part) * config.steps / call)
         if not 0 < before < config.steps:
             raise ValueError(
-                f"finish={variant.finish} never switches: {part:g} of {config.steps} steps in calls of {call} begins "
-                f"at step {before}; choose another part, more steps, or fewer of them in a call"
+                f"the finish of {variant.meaning or 'this variant'} never switches: {part:g} of {config.steps} steps "
+                f"in calls of {call} begins at step {before}; choose another part, more steps, or fewer in a call"
             )
         schedule = (((config.base_steps + before) / total, later),)
     run = TrainConfig(
@@ -178,6 +187,7 @@ def _start(config: Config, variant: Variant) -> Any:
 
     @jax.jit
     def start(base: TrainState, key: jax.Array) -> tuple[TrainState, Any]:
+        base = in_stacks(run, base)
         params = jittered(base.params, key, variant.perturbation) if variant.perturbation else base.params
         state = _with_floats(base, params) if variant.weights == "float" else _with_stored(base, params, key)
         # Copies: jit hands on what it does not change, and the steps of a fork would donate arrays of the base.

@@ -277,7 +277,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", help=f"of {','.join(METHODS)} (default: {','.join(DEFAULT)})")
     for name, default in dict(layers=8, width=512, heads=8).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
-    parser.add_argument("--seeds", type=int, default=1, help="how many models (default: 1)")
+    parser.add_argument("--seeds", type=common.positive, default=1, help="how many models (default: 1)")
     for name in ("steps", "batch", "sequence", "calibration_windows", "heldout_windows", "text_bytes"):
         default = getattr(Config, name)
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"(default: {default})")

@@ -63,7 +63,9 @@ class Row(timing.Timing):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The models, and how often."""
     parser.add_argument("--models", default=None, help=f"some of {', '.join(model_names())}")
-    parser.add_argument("--every", type=int, default=None, help="steps, of which one is observed (default: 10)")
+    parser.add_argument(
+        "--every", type=common.positive, default=Config.every, help="steps, of which one is observed (default: 10)"
+    )
 
 
 def configure(options: argparse.Namespace) -> Config:
@@ -71,7 +73,7 @@ def configure(options: argparse.Namespace) -> Config:
     config = Config() if jax.default_backend() == "gpu" and not options.smoke else SMOKE
     if options.models:
         config = dataclasses.replace(config, models=common.chosen_of("models", options.models, model_names()))
-    return dataclasses.replace(config, every=options.every or config.every)
+    return dataclasses.replace(config, every=options.every)
 
 
 def measure(config: Config) -> Iterator[Row]:

@@ -191,13 +191,15 @@ def wanted_of(options: argparse.Namespace, variants: Mapping[str, Any]) -> Wante
     """The runs that a command line asks for.
 
     Raises:
-      ValueError: unknown names; no baseline; or nothing to resume.
+      ValueError: unknown names, no baseline, or no seed.
     """
-    if options.resume and options.path is None:
-        raise ValueError("--resume continues a JSON file, so it needs --json or --out")
     names = common.chosen_of("variants", options.variants, tuple(variants))
     if BASELINE not in names and not options.resume:
         raise ValueError(f"--variants must contain {BASELINE}, to which the others are compared, or --resume a file")
+    if options.seeds < 1:
+        raise ValueError(
+            f"--seeds {options.seeds} asks for no run, and would write a JSON without rows; give 1 or more"
+        )
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     return Wanted(names, seeds, options.budget_seconds, str(options.path) if options.resume else None)
 

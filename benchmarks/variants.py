@@ -48,8 +48,8 @@ class Variant:
     def __post_init__(self) -> None:
         if self.finish is not None and not 0 < self.finish[0] < 1:
             raise ValueError(
-                f"finish={self.finish} never switches: its first value is the part of the run that has the other "
-                "recipe; give one between 0 and 1, such as 0.2"
+                f"the finish of {self.meaning or 'this variant'} never switches: {self.finish[0]:g} is the part of the "
+                "run that has the other recipe; give one between 0 and 1, such as 0.2"
             )
 
     @property

@@ -48,17 +48,20 @@ class RunDirectory:
       config: of the run; `dtype="auto"` is stored as what it stands for here.
       corpus_digest: `models.text.Corpus.digest`.
       resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
+      option: of the command line, which chooses another folder.
 
     Raises:
       FileExistsError: the folder holds a run and `resume` is "never", or it holds parts of a run without its config.
       ValueError: the run in it differs from `config` or its text; the message names every difference.
     """
 
-    def __init__(self, path: Path, config: TrainConfig, corpus_digest: str, *, resume: Resume) -> None:
+    def __init__(
+        self, path: Path, config: TrainConfig, corpus_digest: str, *, resume: Resume, option: str = "--out"
+    ) -> None:
         self.path = Path(path).absolute()
         wanted = describe(config, corpus_digest)
         # Nobody writes before all have looked, and nobody goes on before it is written.
-        together(lambda: self._look(wanted, resume))
+        together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted))
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
@@ -67,16 +70,16 @@ class RunDirectory:
             ),
         )
 
-    def _look(self, wanted: dict[str, Any], resume: Resume) -> None:
+    def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         if not holds_run(self.path):
-            _check_unused(self.path)
+            _check_unused(self.path, option)
         elif resume == "never":
             recipe = _stored(self.path)["config"]["recipe"]
             raise FileExistsError(
-                f"{self.path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another --out"
+                f"{self.path} holds a run (recipe {recipe!r}); continue it with --resume, or choose another {option}"
             )
         else:
-            _check_same(self.path, _stored(self.path), wanted)
+            _check_same(self.path, _stored(self.path), wanted, option)
 
     def _begin(self, wanted: dict[str, Any]) -> None:
         if is_first() and not holds_run(self.path):
@@ -263,7 +266,7 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in fields.items() if isinstance(part, dict)]
 
 
-def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str) -> None:
     old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     # What a text is called does not matter where it is the same.
@@ -273,6 +276,8 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> N
     for part in ("model", "recipe"):
         if f"config.{part}" in names:
             names = [name for name in names if not name.startswith(f"{part}.")]
+    # Of a model without a name the sizes are those of the config.
+    names = [name for name in names if f"config.{name}" not in names]
     if "config.model" in names:
         names = [name for name in names if name != "family"]
     if names:
@@ -280,7 +285,7 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> N
             f"{name.removeprefix('config.')}={old.get(name)!r} in the folder but {new.get(name)!r} now"
             for name in names
         )
-        repair = "resume with the same settings or choose another --out"
+        repair = f"resume with the same settings or choose another {option}"
         if "config.weights" in names:
             repair += _CONVERSIONS[new["config.weights"]]
         raise ValueError(f"{path} holds another run: {differences}; {repair}")
@@ -305,9 +310,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_unused(path: Path) -> None:
+def _check_unused(path: Path, option: str) -> None:
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file, not a folder; choose another --out")
+        raise FileExistsError(f"{path} is a file, not a folder; choose another {option}")
     for name in (METRICS_FILE, CHECKPOINTS):
         if (path / name).exists():
-            raise FileExistsError(f"{path / name} belongs to no run that {CONFIG_FILE} describes; choose another --out")
+            raise FileExistsError(
+                f"{path / name} belongs to no run that {CONFIG_FILE} describes; choose another {option}"
+            )

@@ -35,6 +35,9 @@ INCLUDE: tuple[Include, ...] = ("linear", "small")
 RULES = {"^embedding": None}
 
 
+Ends = tuple[int, int, Recipe]
+
+
 class Learner(NamedTuple):
     """A model that maps tokens to logits, and its weights as `error_feedback` and `store` take them."""
 
@@ -51,24 +54,21 @@ class Family:
       sizes: by name.
       tokens: what its models can read: "bytes" alone, or "ids" up to their vocabulary, of which bytes are some.
       plain: the model in plain Flax, of a size and a dtype.
-      learner: makes one of a size, a recipe and a dtype, with every layer as the recipe says.
+      learner: makes one of a size, a recipe and a dtype, with every layer as the recipe says, but for the ends: two
+        numbers and a recipe, which so many of the first and of the last blocks have; None of none.
     """
 
     config: type[Any]
     sizes: Mapping[str, Any]
     tokens: Literal["bytes", "ids"]
     plain: Callable[[Any, ComputeDtype], nn.Module]
-    learner: Callable[[Any, Recipe, ComputeDtype], Learner]
+    learner: Callable[[Any, Recipe, ComputeDtype, Ends | None], Learner]
 
 
-def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
-    return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
-
-
-@functools.lru_cache(maxsize=16)
-def gpt_with_ends(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype, ends: tuple[int, int, Recipe]) -> Learner:
-    """A GPT whose first and last blocks, so many of each, have a recipe of their own."""
+def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype, ends: Ends | None) -> Learner:
     model = GPT(config, recipe=recipe, dtype=dtype, ends=ends)
+    if ends is None:
+        return Learner(model, recipe)
     kernel = Layout((0,), (1,))
     return Learner(model, {
         f"block_{layer}/{name}/kernel": Weight(gpt.recipe_of(layer, config.layers, recipe, ends), kernel)
@@ -85,9 +85,12 @@ def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
     return Llama(config, dtype=dtype)
 
 
-def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype, ends: Ends | None) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=INCLUDE)
+    plain, rules = _plain_llama(config, dtype), None
+    if ends is not None:
+        plain, rules = Llama(config, dtype=dtype, ends=ends[:2]), {"^(first|last)_layers/": ends[2]}
+    model = convert_to_tcfp(plain, recipe, tokens, include=INCLUDE, rules=rules)
     return Learner(model, find_weights(model))
 
 
@@ -146,19 +149,21 @@ def learner(
     recipe: Recipe,
     dtype: ComputeDtype,
     tokens: tuple[int, int] | None = None,
+    ends: Ends | None = None,
 ) -> Learner:
     """The model of a size, and its weights.
 
     Args:
       tokens: batch and positions of a step, to convert what pays there, as `convert_to_tcfp` with "measured" finds it;
         None converts every layer but a Llama's head.
+      ends: as of `Family.learner`, without tokens.
 
     Raises:
       ValueError: nothing is to be converted, and not because measured times say so.
     """
     family = FAMILIES[family_of(config)]
     if tokens is None:
-        return family.learner(config, recipe, dtype)
+        return family.learner(config, recipe, dtype, ends)
     shape = jax.ShapeDtypeStruct(tokens, jnp.int32)
     model = convert_to_tcfp(family.plain(config, dtype), recipe, shape, include="measured", rules=RULES)
     return Learner(model, find_weights(model))

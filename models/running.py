@@ -21,7 +21,7 @@ from models.phases import phase_at, switched
 from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
-from models.training import batch_key, check_text, evaluate, init, make_train_step
+from models.training import batch_key, check_corpus, evaluate, init, make_train_step
 
 Progress = Literal["none", "bar"]
 BOARD = "tensorboard"  # the folder of its files in that of a run
@@ -85,7 +85,7 @@ def run(
     if mesh is not None:
         heads = {name: getattr(config.size, name) for name in ("heads", "kv_heads") if hasattr(config.size, name)}
         check_mesh(mesh, batch=config.batch, heads=heads)
-    corpus = together(lambda: _checked_corpus(config))
+    corpus = together(lambda: checked_corpus(config))
     settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
     check_same({**settings, **flatten(describe(config, corpus.digest))})
     if tensorboard == "on":
@@ -109,16 +109,20 @@ def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
         export(path, directory.restore(init(phase, mesh))[0].params)
 
 
-def _checked_corpus(config: TrainConfig) -> Corpus:
-    corpus = corpus_of(config)
-    check_text("training", corpus.train, config)
-    check_text("held-out", corpus.heldout, config)
-    return corpus
-
-
 def corpus_of(config: TrainConfig) -> Corpus:
     """The text of a run; read once per process."""
     return _corpus(config.data, config.vocabulary, config.corpus_bytes)
+
+
+def checked_corpus(config: TrainConfig) -> Corpus:
+    """The text of a run, of which both parts hold a window.
+
+    Raises:
+      ValueError: one does not; the message says how to repair it.
+    """
+    corpus = corpus_of(config)
+    check_corpus(corpus, config)
+    return corpus
 
 
 @functools.lru_cache(maxsize=4)

@@ -10,8 +10,7 @@ import tcfp_jax
 from models import ComputeDtype
 from models.data import check_names
 from models.families import ModelConfig, model_config
-from models.gpt import GPTConfig
-from tcfp_jax.recipes import Dual, Recipe
+from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
 Weights = Literal["float", "stored"]
@@ -50,8 +49,8 @@ class TrainConfig:
       data: files and folders of text, read as bytes, or one `.npy` of ids of tokens (`models.data.load_data`); none is
         the source of Python's standard library.
       vocabulary: of ids of tokens, how many there are; the model gets rows for them where it has fewer.
-      monitor: every so many steps one is observed, and what it says of its numerics is in the metrics; 0 is never. The
-        step is part of the run, and may differ from a plain one in the last bit.
+      monitor: every so many steps, at most all, one is observed, and what it says of its numerics is in the metrics; 0
+        is never. The step is part of the run, and may differ from a plain one in the last bit.
       start: a file of float parameters of this model, as `models.train --export` writes it, to start from in the place
         of random ones, whatever recipe and weights trained them. The optimizer starts anew.
       initial_jitter: relative standard deviation of a perturbation of the initial weights. Runs are bit-for-bit
@@ -180,8 +179,8 @@ def _check_weights(config: TrainConfig) -> None:
         return
     if not isinstance(tcfp_jax.recipe(config.recipe).weight, Dual):
         raise ValueError(
-            f"weights='stored' with recipe {config.recipe!r}: it has no residual, and W_hi alone has too few bits to "
-            "be a parameter; use recipe 'tcfp12_single', which multiplies by W_hi alone, or weights='float'"
+            f"weights='stored' with recipe {_named(config.recipe)!r}: it has no residual, and W_hi alone has too few "
+            "bits to be a parameter; use recipe 'tcfp12_single', which multiplies by W_hi alone, or weights='float'"
         )
     if config.error_dtype != "float32":
         raise ValueError(
@@ -212,8 +211,9 @@ def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
     for name, (mine, theirs) in pairs.items():
         if mine != theirs:
             raise ValueError(
-                f"stored weights with {name}={mine!r} cannot go to recipe {products!r}, which has {name}={theirs!r}: "
-                "they are parameters, and are not rounded anew; choose a recipe that stores alike, or 'bf16'"
+                f"stored weights with {name}={mine!r} cannot go to recipe {_named(products)!r}, which has "
+                f"{name}={theirs!r}: they are parameters, and are not rounded anew; choose a recipe that stores alike, "
+                "or 'bf16'"
             )
     assert isinstance(asked.weight, Dual), "compared"
     weight = replace(kept.weight, forward=asked.weight.forward, dgrad=asked.weight.dgrad)
@@ -221,39 +221,56 @@ def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
 
 
 def _check_phases(config: TrainConfig) -> None:
-    """Raise `ValueError` where a schedule never switches, or blocks have no ends."""
+    """Raise `ValueError` where no step is observed, a schedule never switches, or blocks have no such ends."""
+    if config.monitor > config.steps:
+        raise ValueError(
+            f"monitor={config.monitor} of steps={config.steps}: no step would be observed; lower monitor, ask for more "
+            "steps, or use 0 for never"
+        )
     before, last = config.recipe, 0
     parts = [0.0, *(part for part, _ in config.recipe_schedule)]
+    schedule = "recipe_schedule " + " ".join(f"{part:g}={_named(later)}" for part, later in config.recipe_schedule)
     if parts != sorted(set(parts)):
-        raise ValueError(f"recipe_schedule={config.recipe_schedule}: its parts of the run must rise from above 0")
+        raise ValueError(
+            f"{schedule}: its parts of the run must rise from above 0; write them in order, such as 0.5=tensorwise "
+            "0.9=bf16, or give the first part's recipe by recipe"
+        )
     for (part, later), (first, _) in zip(config.recipe_schedule, config.switches, strict=True):
         if tcfp_jax.recipe(later) == tcfp_jax.recipe(before):
             raise ValueError(
-                f"recipe_schedule={config.recipe_schedule} never switches at {part}: the recipe is {before!r} before "
-                "it, too; give another recipe, or leave it out"
+                f"{schedule} never switches at {part}: the recipe is {_named(before)!r} before it, too; give another "
+                "recipe, or leave it out"
             )
         if not last < first < config.steps:
             raise ValueError(
-                f"recipe_schedule={config.recipe_schedule} never switches at {part}: of {config.steps} steps in calls "
-                f"of {config.steps_per_call} that is step {first}; choose a part between 0 and 1, or more steps"
+                f"{schedule} never switches at {part}: of {config.steps} steps in calls of {config.steps_per_call} "
+                f"that is step {first}; choose a part between 0 and 1, or more steps"
             )
         before, last = later, first
-    if config.ends is None:
-        return
-    first, last, recipe = config.ends
-    tcfp_jax.recipe(recipe)
-    if not isinstance(config.size, GPTConfig):
-        raise ValueError(
-            f"ends={config.ends} with model {config.model!r}: its blocks run as one stack of parameters, and have one "
-            "recipe; use a GPT, or rules of convert_to_tcfp for a model whose blocks have names"
-        )
+    if config.ends is not None:
+        _check_ends(config, *config.ends)
+
+
+def _check_ends(config: TrainConfig, first: int, last: int, recipe: str | Recipe) -> None:
+    ends, weight = f"ends {first},{last}={_named(recipe)}", tcfp_jax.recipe(recipe).weight
     if min(first, last) < 0 or not 0 < first + last < config.size.layers:
         raise ValueError(
-            f"ends={config.ends} of {config.size.layers} blocks leaves none between, or has none; choose 1 to "
+            f"{ends} of {config.size.layers} blocks leaves none between, or has none; choose 1 to "
             f"{config.size.layers - 1} in all, or give all blocks that recipe"
         )
     if config.include != "every":
-        raise ValueError(f"ends={config.ends} with include={config.include!r}: measured times choose; leave one out")
+        raise ValueError(f"{ends} with include={config.include!r}: measured times choose; leave one out")
+    if config.weights == "stored" and not isinstance(weight, Dual | None):
+        raise ValueError(
+            f"stored weights with weight='Dual' cannot have {ends}, which has weight={type(weight).__name__!r}: it has "
+            "no residual, without which a parameter has too few bits; choose a recipe that has one, or 'bf16', whose "
+            "weights are float32"
+        )
+
+
+def _named(recipe: str | Recipe) -> str:
+    """What a recipe is called, for messages."""
+    return recipe if isinstance(recipe, str) else describe(recipe)
 
 
 _PRESETS: dict[str, dict[str, Any]] = {

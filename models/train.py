@@ -43,7 +43,15 @@ from models.plotting import plot_losses, plot_reports
 from models.processes import HEARTBEAT_TIMEOUT, end_after, is_first, of_first, start, together
 from models.running import RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import Included, Moments, TrainConfig, Weights, preset
-from models.training import TrainState, batch_key, evaluate, init, make_optimizer, make_train_step
+from models.training import (
+    TrainState,
+    batch_key,
+    count_parameters,
+    evaluate,
+    init,
+    make_optimizer,
+    make_train_step,
+)
 from tcfp_jax.recipes import NAMES
 
 __all__ = [
@@ -125,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         help="recipes of later parts of the run, such as 0.85=bf16: the last 15 %% of the steps in BF16",
     )  # fmt: skip
     parser.add_argument(
-        "--ends", type=_count_and_recipe, metavar="FIRST,LAST=RECIPE",
-        help="of so many of the first and of the last blocks of a GPT, such as 0,2=bf16",
+        "--ends", type=_counts_and_recipe, metavar="FIRST,LAST=RECIPE",
+        help="of so many of the first and of the last blocks, such as 0,2=bf16",
     )  # fmt: skip
     parser.add_argument(
         "--include", choices=get_args(Included),
@@ -212,14 +220,20 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _part_and_recipe(text: str) -> tuple[float, str]:
-    part, _, recipe = text.partition("=")
-    return float(part), recipe
+    try:
+        part, recipe = text.split("=")
+        return float(part), recipe
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write PART=RECIPE, such as 0.9=bf16") from None
 
 
-def _count_and_recipe(text: str) -> tuple[int, int, str]:
-    counts, _, recipe = text.partition("=")
-    first, _, last = counts.partition(",")
-    return int(first), int(last), recipe
+def _counts_and_recipe(text: str) -> tuple[int, int, str]:
+    try:
+        counts, recipe = text.split("=")
+        first, last = map(int, counts.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write FIRST,LAST=RECIPE, such as 0,2=bf16") from None
+    return first, last, recipe
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:
@@ -260,14 +274,13 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
 
 def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
     corpus = corpus_of(config)
-    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: init(config)).params))
     device = jax.devices()[0].device_kind
     if mesh is not None:
         axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
         device = f"{mesh.size} x {device} ({axes or 'whole'}) in {jax.process_count()} process(es)"
     return (
-        f"{config.model}: {size:,} parameters, {config.steps} steps of {config.batch} x {config.sequence} tokens, "
-        f"activations in {config.compute_dtype}, on {device}\n"
+        f"{config.model}: {count_parameters(config):,} parameters, {config.steps} steps of {config.batch} x "
+        f"{config.sequence} tokens, activations in {config.compute_dtype}, on {device}\n"
         f"text: {_source(config)}: {len(corpus.train):,} to train in {len(corpus.train_files)} files, "
         f"{len(corpus.heldout):,} held out in {len(corpus.heldout_files)} files\nfolder: {out}"
     )

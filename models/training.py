@@ -12,6 +12,7 @@ and each device reads the windows of its own part of a batch from it, so no wind
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
-from models.families import Learner, gpt_with_ends, learner
-from models.gpt import GPTConfig
+from models.families import Learner, learner
+from models.llama import join_layers, split_layers
 from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
 from models.starting import read_parameters
+from models.text import Corpus
 from tcfp_jax import optim
 from tcfp_jax.optim.steps import QualityChoice
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.training import is_stored
@@ -129,22 +132,33 @@ def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
     return jnp.asarray(np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch))
 
 
-def check_text(name: str, text: Any, config: TrainConfig) -> None:
-    """Raise `ValueError` where `text` does not hold one window."""
+def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
+    """Raise `ValueError` where the training or the held-out text does not hold one window."""
+    read = corpus.train.nbytes + corpus.heldout.nbytes
+    # Ids are cut at a whole one.
+    cut = read + corpus.train.itemsize > config.corpus_bytes
+    more = f"raise corpus_bytes (now {config.corpus_bytes})" if cut else "give more text"
+    for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
+        check_text(name, text, config, more)
+
+
+def check_text(name: str, text: Any, config: TrainConfig, more: str = "give more text") -> None:
+    """Raise `ValueError`, which says how to get more, where `text` does not hold one window."""
     if len(text) <= config.sequence:
         raise ValueError(
-            f"the {name} text has {len(text)} tokens, but one window needs {config.sequence + 1}; give more text, "
-            f"raise corpus_bytes (now {config.corpus_bytes}), or shorten the sequence"
+            f"the {name} text has {len(text)} tokens, but one window needs {config.sequence + 1}; {more}, or shorten "
+            f"the sequence (now {config.sequence})"
         )
 
 
 def float_parameters(params: Any) -> Any:
     """The parameters as Flax made them, float32: stored ones dequantized, for export and for BF16 products."""
-    stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
-    return _dequantize(params) if stored else params
+    if any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))):
+        params = _dequantize(params)
+    return _join(params) if {"first_layers", "last_layers"} & set(params) else params
 
 
-_dequantize = jax.jit(tcfp_jax.dequantize)
+_dequantize, _join = jax.jit(tcfp_jax.dequantize), jax.jit(join_layers)
 
 
 def make_optimizer(
@@ -173,7 +187,7 @@ def _optimizer(
     if config.weights == "stored":
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
         return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key, quality=quality)
-    stochastic = any(tcfp_jax.recipe(recipe).stochastic for recipe in (config.recipe, *(config.ends or ())[2:]))
+    stochastic = any(recipe.stochastic for recipe in _recipes(config))
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
@@ -198,21 +212,28 @@ def program(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
 
 
+def _recipes(config: TrainConfig) -> list[Recipe]:
+    """The recipe of most blocks, and that of the ends."""
+    return [tcfp_jax.recipe(recipe) for recipe in (config.recipe, *(config.ends or ())[2:])]
+
+
 def _learner(config: TrainConfig) -> Learner:
-    if config.ends is not None:
-        first, last, recipe = config.ends
-        ends, size = (first, last, tcfp_jax.recipe(recipe)), config.size
-        assert isinstance(size, GPTConfig), "settings say so"
-        return gpt_with_ends(size, tcfp_jax.recipe(config.recipe), config.compute_dtype, ends)
+    recipe, *of_ends = _recipes(config)
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
+    ends = None if config.ends is None else (*config.ends[:2], *of_ends)
+    return learner(config.size, recipe, config.compute_dtype, tokens, ends)
+
+
+def in_stacks(config: TrainConfig, tree: Any) -> Any:
+    """Float parameters, or a state of theirs, as the model of a run has them: a Llama's ends are stacks apart."""
+    return tree if config.ends is None else split_layers(tree, config.size.layers, config.ends[:2])
 
 
 @functools.lru_cache(maxsize=16)
 def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
     key = jax.random.key(0)
-    params = jax.eval_shape(functools.partial(_floats, config), key)
+    params = jax.eval_shape(lambda key: in_stacks(config, _floats(config, key)), key)
     shaped = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         params, parameter_shardings(params, mesh),
@@ -231,7 +252,7 @@ def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[..., Trai
 
 def _initialize(config: TrainConfig, seed_key: jax.Array, start: Any = None, mesh: Mesh | None = None) -> TrainState:
     def floats() -> Any:
-        params = _floats(config, seed_key) if start is None else start
+        params = in_stacks(config, _floats(config, seed_key) if start is None else start)
         return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
     params: Any = None
@@ -252,6 +273,12 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
     if not config.initial_jitter:
         return params
     return jittered(params, jax.random.fold_in(seed_key, _JITTER), config.initial_jitter)
+
+
+def count_parameters(config: TrainConfig) -> int:
+    """How many parameters the model has as floats, whatever a run stores of them."""
+    params = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(0))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
@@ -301,7 +328,7 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
 
 def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.Array | None:
     """What the products of the step that a state is about to take draw from; None where they draw nothing."""
-    if tcfp_jax.recipe(config.recipe).draws == "nothing":
+    if all(recipe.draws == "nothing" for recipe in _recipes(config)):
         return None
     return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
 
@@ -322,7 +349,7 @@ def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
 @functools.lru_cache(maxsize=16)
 def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = _learner(config).model
-    draws = tcfp_jax.recipe(config.recipe).draws == "forward"
+    draws = any(recipe.draws == "forward" for recipe in _recipes(config))
 
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:

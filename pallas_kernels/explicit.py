@@ -9,6 +9,7 @@ each device. So a batch and a length that are both split stay where they are; me
 neighbours.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -157,6 +158,26 @@ def on_own_elements(loop: Callable[..., Any], is_mapped: Sequence[bool], operand
     return run(*moved)
 
 
+def under_own_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(*operands)` under the mesh in use, or where none is, as without `jax.set_mesh`, that of explicit types.
+
+    Operands are trees of arrays, in whose types their mesh is where its axes are explicit.
+    """
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        if not jax.sharding.get_abstract_mesh().empty:
+            return function(*operands)
+        meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(operands))
+        own = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+        if own is None:
+            return function(*operands)
+        with jax.sharding.use_abstract_mesh(own):
+            return function(*operands)
+
+    return call
+
+
 def with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any], *operands: Any) -> Any:
     """`function(*operands)`, inside of which all axes of the mesh are automatic: for what cuts and looks up values.
 
@@ -165,6 +186,10 @@ def with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any]
       spec: of the shape of each of its results, with explicit axes.
       operands: arrays, or None.
     """
+    return under_own_mesh(functools.partial(_with_automatic_axes, function, spec))(*operands)
+
+
+def _with_automatic_axes(function: Callable[..., Any], spec: Callable[[Any], Any], *operands: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return function(*operands)

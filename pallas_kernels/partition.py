@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import has_explicit_axes
-from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts
+from pallas_kernels.explicit import Merged, Rule, Wanted, on_own_elements, on_parts, under_own_mesh
 
 Axes = tuple[str, ...]
 # Runs on one device's part: (operands..., axes of the mesh over which its result must be summed) -> results.
@@ -104,7 +104,7 @@ def partitioned(
         return on_parts(split, _one_at_a_time, automatic, letters, counts, operands, wanted)
 
     of_matrices = _one_at_a_time(automatic)
-    return lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands)
+    return under_own_mesh(lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands))
 
 
 def over_arrays(function: Callable[..., Any], rule: str, merged: Merged | None) -> Callable[..., Any]:
@@ -193,6 +193,28 @@ def _by_xla(
     return call
 
 
+def varying(results: Any, *operands: Any) -> Any:
+    """A kernel's results as types know them in a `jax.shard_map`: they vary between devices wherever an operand does.
+
+    JAX infers that for operations, and cannot look into a kernel. Where it checks (`check_vma=True`) Pallas asks for it
+    in the shapes of results; what Mosaic's `kernel` returns is said to be the same everywhere.
+
+    Args:
+      results: a tree of `jax.ShapeDtypeStruct`, before the kernel runs, or of arrays, after it has.
+      operands: of the kernel.
+    """
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+    def vary(result: Any) -> Any:
+        if isinstance(result, jax.ShapeDtypeStruct):
+            kind = jax.sharding.ManualAxisType(varying=axes)
+            return jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
+        missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
+        return lax.pcast(result, missing, to="varying") if missing else result
+
+    return jax.tree.map(vary, results)
+
+
 def device_count() -> int:
     """Of the mesh in use, else of this program."""
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
@@ -215,12 +237,12 @@ def _between_blocks(mesh: Mesh, chosen: Mapping[str, Axes], blocks: Mapping[str,
     the axis that counts its blocks is split alike.
     """
     found = dict(chosen)
-    for letter, of in blocks.items():
+    for of in blocks.values():
         parts = math.prod(mesh.shape[axis] for axis in found.get(of.letter, ()))
         if of.length % (parts * of.size):
             found[of.letter] = ()
-        found[letter] = found.get(of.letter, ())
-    return found
+    # Behind that of all: bytes are blocks of two values, which parts may hold where they hold no whole scale.
+    return found | {letter: found.get(of.letter, ()) for letter, of in blocks.items()}
 
 
 def _summed(chosen: Mapping[str, Axes], blocks: Mapping[str, BlocksOf], outputs: list[list[str]]) -> Axes:

@@ -19,7 +19,7 @@ import jax
 from jax import lax
 
 from pallas_kernels.expression import Form
-from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.partition import BlocksOf, partitioned, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
 Runs = Literal["kernel", "reference"]
@@ -239,7 +239,7 @@ def _call(
     scalar_spec = pl.BlockSpec((1,), lambda i, j: (0,))
     return pl.pallas_call(
         kernel,
-        out_shape=shapes,
+        out_shape=varying(shapes, *operands),
         grid=(m // rows, k // columns),
         in_specs=[read[form] for form in given] + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
@@ -247,4 +247,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*operands)
+    )(*varying(operands, *operands))  # what is written in place varies as what it replaces does

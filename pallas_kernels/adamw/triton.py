@@ -22,7 +22,7 @@ from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, Step, Tile
 from pallas_kernels.explicit import entries_of
 from pallas_kernels.moments import BLOCK
-from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.partition import BlocksOf, partitioned, varying
 
 ROWS = 16  # a shard has a multiple of them, and tiles of its amax
 _WARPS = 4
@@ -151,6 +151,8 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
+    # What is written in place varies as what it replaces does.
+    operands = varying(operands, *operands)
     words, gradient, *state = operands[: 2 + _STATE]
     places = operands[2 + _STATE :]
     l, k, n = gradient.shape
@@ -179,7 +181,7 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
     first = pl.BlockSpec((1,), lambda *at: (0,))
     new = pl.pallas_call(
         functools.partial(_kernel, options, (rows, n, columns), Portable if interpret else Device, len(places)),
-        out_shape=shapes,
+        out_shape=varying(shapes, *operands),
         grid=grid,
         in_specs=[of_entry, values, *specs, *[first] * len(places)],
         out_specs=results,

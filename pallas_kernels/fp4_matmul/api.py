@@ -1,5 +1,6 @@
 """`fp4_matmul`: activations times an FP4 weight, whose codes are read as they are stored."""
 
+import functools
 from typing import Any, get_args
 
 import jax
@@ -8,6 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
+from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.fp4_matmul import mosaic, parts, reference
 from pallas_kernels.fp4_matmul.reference import Activation, Contracts, Options
 from pallas_kernels.operands import Fp4, Operand
@@ -62,7 +64,7 @@ def fp4_matmul(
     check_real("x", x)
     _check(x, w, contracts, activation)
     options = Options(jnp.dtype(x.dtype if out_dtype is None else out_dtype), activation, contracts, out_sharding)
-    return dispatch("fp4_matmul", IMPLEMENTATIONS, backend, options, x, w)
+    return under_own_mesh(functools.partial(dispatch, "fp4_matmul", IMPLEMENTATIONS, backend, options))(x, w)
 
 
 def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:

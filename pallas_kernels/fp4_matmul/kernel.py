@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul import decode, decode_fp8, owned
+from pallas_kernels.partition import varying
 
 ROWS = 64
 # A row of x in shared memory, the widest swizzle: what is decoded and multiplied at a time.
@@ -116,6 +117,7 @@ def call(
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
+    operands = [x, codes, scales, table, *([] if factors is None else [factors])]
     product = plgpu.kernel(
         functools.partial(_kernel, config, form),
         out_type=written,
@@ -126,7 +128,8 @@ def call(
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(x, codes, scales, table, *([] if factors is None else [factors]))
+    )(*operands)
+    product = varying(product, *operands)
     return product if out is None else product[: out.shape[0]]
 
 

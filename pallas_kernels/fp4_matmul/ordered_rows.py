@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.fp4_matmul import decode_fp8, reference
+from pallas_kernels.partition import varying
 from pallas_kernels.quantize.triton_rows import LONGEST_ROW, multiplied, scale_and_inverse, warps_of
 
 
@@ -60,7 +61,7 @@ def _call(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> tupl
     )  # fmt: skip
     values, factors = pl.pallas_call(
         kernel,
-        out_shape=shapes,
+        out_shape=varying(shapes, x, outer),
         grid=(rows,),
         compiler_params=plgpu.CompilerParams(num_warps=warps_of((1, width)), num_stages=1),
         interpret=interpret,

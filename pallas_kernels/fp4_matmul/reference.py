@@ -74,19 +74,20 @@ def quantize_rows(x: jax.Array) -> Operand:
     return quantize(ROWS, x, None).rows
 
 
-def round_activation(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array | None]:
+def round_activation(x: jax.Array | Operand, activation: Activation) -> tuple[jax.Array, jax.Array | None]:
     """(x in bfloat16, the float32 scale of each row or None): x itself rounded, or the E4M3 values of its rows."""
     if activation == "bfloat16":
+        assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
         return x.astype(jnp.bfloat16), None
-    rows = quantize_rows(x)
+    rows = x if isinstance(x, Operand) else quantize_rows(x)
     # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
     return lax.optimization_barrier(rows.values).astype(jnp.bfloat16), rows.scale
 
 
-def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
-    """The product; see `api.fp4_matmul`."""
+def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
+    """The product, see `api.fp4_matmul`, of x or of its rounded rows."""
     values, scale = round_activation(x, options.activation)
-    axes = (((x.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
+    axes = (((values.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
 
     def in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
         x, w = x.astype(jnp.float32), w.astype(jnp.float32)
@@ -96,7 +97,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
         wide = jnp.float32
         return lax.dot_general(x, w, axes, preferred_element_type=wide, out_sharding=options.out_sharding)
 
-    if x.size == 0 or w.values.size == 0:
+    if values.size == 0 or w.values.size == 0:
         out = in_float32(values, decode(w))
     else:
         out = lax.platform_dependent(values, decode(w), cuda=on_tensor_cores, default=in_float32)

@@ -9,10 +9,13 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Fp4, Operand, Row, Scaling
 
 
-def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
-    """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores."""
+def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
+    """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores.
+
+    The rows of x may be rounded already.
+    """
     if folds(w.scaling) and options.activation == "float8_e4m3fn":
-        return in_fp8(options, reference.quantize_rows(x), w)
+        return in_fp8(options, x if isinstance(x, Operand) else reference.quantize_rows(x), w)
     return reference.fp4_matmul(options, x, w)
 
 

@@ -41,6 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Plan
 from pallas_kernels.hopper.steps import Ring, Steps, Tile
+from pallas_kernels.partition import varying
 
 _WAVE_ROWS = 64
 
@@ -62,7 +63,7 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
         # Two clusters show every path of the persistent grid.
         plan = replace(plan, blocks=2)
     halves, accumulation = "dual" if plan.halves == 2 else "single", "full" if plan.promote else "fast"
-    return plgpu.kernel(
+    product = plgpu.kernel(
         functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         # As many clusters as the chip holds at once. Each walks several output tiles, so copies of one tile may start
@@ -78,6 +79,7 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
         kernel_name=f"matmul_fp8_{halves}_{accumulation}_{plan.scaling}{steps.suffix}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
+    return varying(product, *operands)
 
 
 def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:

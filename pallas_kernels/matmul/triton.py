@@ -21,6 +21,7 @@ from pallas_kernels import numerics
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.matmul.reference import product_scale
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
+from pallas_kernels.partition import varying
 
 # What Triton's tensor-core products ask of a tile's side.
 SMALLEST_SIDE = 16
@@ -141,7 +142,7 @@ def _call(scaling: Scaling, halves: int, out_dtype: Any, *operands: jax.Array, i
         specs.append(pl.BlockSpec((tile_n,), lambda i, j: (j,)))
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_shape=varying(jax.ShapeDtypeStruct((m, n), out_dtype), *operands),
         grid=(m // tile_m, n // tile_n),
         in_specs=specs,
         out_specs=pl.BlockSpec((tile_m, tile_n), lambda i, j: (i, j)),

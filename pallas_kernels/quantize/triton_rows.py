@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.partition import BlocksOf, device_count, partitioned
+from pallas_kernels.partition import BlocksOf, device_count, partitioned, varying
 from pallas_kernels.quantize import reference
 from pallas_kernels.tiled import WIDE, Tile
 
@@ -135,7 +135,7 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
 
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((grid[1], m), dtype), jax.ShapeDtypeStruct((grid[0], k), dtype)],
+        out_shape=varying([jax.ShapeDtypeStruct((grid[1], m), dtype), jax.ShapeDtypeStruct((grid[0], k), dtype)], x),
         grid=grid,
         in_specs=[pl.BlockSpec(sides, lambda i, j: (i, j))],
         out_specs=[pl.BlockSpec((None, rows), lambda i, j: (j, i)), pl.BlockSpec((None, columns), lambda i, j: (i, j))],
@@ -174,7 +174,7 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
 
     return pl.pallas_call(
         kernel,
-        out_shape=shapes[:count],
+        out_shape=varying(shapes[:count], x, *inverses),
         grid=(last[0] + 1, last[1] + 1),
         in_specs=[pl.BlockSpec(sides, at), *vectors[:count]],
         out_specs=results[:count],
@@ -201,7 +201,7 @@ def _call_scales(options: Quantization, tops: jax.Array, *, interpret: bool) -> 
     vector = pl.BlockSpec(sides[1:], lambda i: (i,))
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((n,), jnp.float32)] * 2,
+        out_shape=varying([jax.ShapeDtypeStruct((n,), jnp.float32)] * 2, tops),
         grid=(pl.cdiv(n, _LINES),),
         in_specs=[pl.BlockSpec(sides, lambda i: (0, i))],
         out_specs=[vector, vector],
@@ -231,7 +231,7 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
     matrix = pl.BlockSpec(sides, lambda i: (i, 0))
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)],
+        out_shape=varying([jax.ShapeDtypeStruct((m, k), options.dtype), jax.ShapeDtypeStruct((m,), jnp.float32)], x),
         grid=(pl.cdiv(m, rows),),
         in_specs=[matrix],
         out_specs=[matrix, pl.BlockSpec((rows,), lambda i: (i,))],

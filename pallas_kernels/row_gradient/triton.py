@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_kernels import dispatch, tuning
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import partitioned, varying
 from pallas_kernels.row_gradient import rows
 from pallas_kernels.row_gradient.reference import OP, Gradients, Options, key
 from pallas_kernels.row_gradient.rows import Frame
@@ -171,10 +171,10 @@ def _call(
     steps = _share_out(config, m)
     programs = -(-m // (steps * config.rows))
     matrix = pl.BlockSpec((steps * config.rows, width), lambda i: (i, 0))
+    dx, sums = jax.ShapeDtypeStruct((m, k), operands[0].dtype), jax.ShapeDtypeStruct((programs, k), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, traced, config, (m, k, steps), gradients, count),
-        out_shape=[jax.ShapeDtypeStruct((m, k), operands[0].dtype)]
-        + [jax.ShapeDtypeStruct((programs, k), jnp.float32)] * count,
+        out_shape=varying([dx, *[sums] * count], *operands),
         grid=(programs,),
         in_specs=[matrix] * (len(operands) - count) + [pl.BlockSpec((width,), lambda i: (0,))] * count,
         out_specs=[matrix] + [pl.BlockSpec((None, width), lambda i: (i, 0))] * count,

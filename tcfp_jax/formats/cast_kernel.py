@@ -19,7 +19,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import partitioned, varying
 from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
@@ -123,7 +123,7 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
     spec = pl.BlockSpec((tiles, size), lambda i: (i, 0))
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        out_shape=varying(jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows),
         grid=(count // tiles,),
         in_specs=[spec],
         out_specs=spec,

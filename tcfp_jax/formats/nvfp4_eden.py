@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.counter import random_bits
-from pallas_kernels.partition import device_count, partitioned
+from pallas_kernels.partition import device_count, partitioned, varying
 from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY
 from tcfp_jax.formats.numbers import number
@@ -237,7 +237,7 @@ def _call(
     wanted = (grid, jnp.int32) if job.output == "amax" else (x.shape, jnp.bfloat16)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(*wanted),
+        out_shape=varying(jax.ShapeDtypeStruct(*wanted), scalars, x, matrix, *given),
         grid=grid,
         in_specs=[whole(scalars.shape), block, whole(matrix.shape), *(whole(g.shape) for g in given)],
         out_specs=pl.BlockSpec((1,) * len(grid), lambda *at: at) if job.output == "amax" else block,

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.partition import device_count, partitioned
+from pallas_kernels.partition import device_count, partitioned, varying
 from tcfp_jax.formats.nvfp4_tiles import (
     SIDE,
     Device,
@@ -257,7 +257,7 @@ def _call(
     out_shape, out_specs = _results(job, pl, x.shape, grid, block)
     return pl.pallas_call(
         kernel,
-        out_shape=out_shape,
+        out_shape=varying(out_shape, words, x, *given),
         grid=grid,
         in_specs=[whole(words.size), block, *(whole(g.size) for g in given)],
         out_specs=out_specs,

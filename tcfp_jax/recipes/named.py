@@ -115,20 +115,16 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
 
 
 def describe(recipe: Recipe) -> str:
-    """The name of a recipe, or the fields in which it differs from the first one of its kind.
+    """The name of a recipe, or that of the nearest one and the fields in which it differs.
 
-    >>> describe(recipe("tcfp12", wgrad="full", dgrad_weight="hi"))
-    "tcfp12 with weight.dgrad='hi', wgrad='full'"
+    >>> describe(recipe("tensorwise", gradient="float8_e4m3fn"))
+    "tensorwise with gradient='float8_e4m3fn'"
     >>> describe(recipe("quartet2")), describe(recipe("nvfp4_training", rotation="none"))
     ('quartet2', "nvfp4_training with fp4.rotation='none'")
     """
-    for name, known in _NAMED.items():
-        if known == recipe:
-            return name
-    base = "tcfp12" if recipe.fp4 is None else "nvfp4_training"
-    if isinstance(recipe.scaling, Fp4):
-        base = recipe.scaling.format
-    return f"{base} with " + ", ".join(_differences(recipe, _NAMED[base]))
+    found = {name: list(_differences(recipe, known)) for name, known in _NAMED.items()}
+    nearest = min(found, key=lambda name: len(found[name]))
+    return f"{nearest} with {', '.join(found[nearest])}" if found[nearest] else nearest
 
 
 def _differences(value: object, base: object, prefix: str = "") -> Iterator[str]:

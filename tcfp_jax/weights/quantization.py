@@ -174,9 +174,10 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
     """The codes `[n, k]` of a matrix, which both products read; an odd k gets a row of zeros."""
     n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
     rows, columns = w.shape if contracts == "last" else w.shape[::-1]
+    mesh = jax.typeof(w).sharding.mesh
     # A device has whole blocks or all of an axis.
-    n = n if rows % (_parts(n) * (scaling.block if scaling.tile == "square" else 1)) == 0 else None
-    k = k if columns % (_parts(k) * scaling.block) == 0 else None
+    n = n if rows % (_parts(mesh, n) * (scaling.block if scaling.tile == "square" else 1)) == 0 else None
+    k = k if columns % (_parts(mesh, k) * scaling.block) == 0 else None
 
     def pack(w: jax.Array) -> Operand:
         w = w if contracts == "last" else w.T
@@ -188,6 +189,6 @@ def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
     return Stored(operand, None, padding=odd) if contracts == "first" else Stored(None, operand, padding=odd)
 
 
-def _parts(entry: Any) -> int:
+def _parts(mesh: Any, entry: Any) -> int:
     names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in names)

@@ -244,6 +244,27 @@ def test_scan_compares_both_forms(tmp_path):
         scan.check("tcfp12", jnp.ones(4), jnp.zeros(4))
 
 
+@pytest.mark.parametrize("name", ["fidelity", "finetune"])
+def test_a_text_shorter_than_a_window_is_refused_before_anything_is_trained(name, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match="the training text has 6 tokens, but one window needs 33; give more text"):
+        common.main(name, ["--smoke", "--out", str(tmp_path), "--data", str(tmp_path / "short.txt")])
+
+
+def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
+    monkeypatch.setattr(common, "take_memory_as_needed", lambda: None)
+    for arguments, message in {
+        ("finetune", "--ways", "none"): "error: --ways has ['none'], which are unknown",
+        ("monitoring", "--every", "0"): "argument --every: 0 is no whole number of at least 1; give one",
+        ("monitoring", "--every", "-5"): "argument --every: -5 is no",
+        ("fp4_quality", "--seeds", "0"): "argument --seeds: 0 is no",
+    }.items():
+        monkeypatch.setattr("sys.argv", list(arguments))
+        with pytest.raises(SystemExit) as status:
+            common.command(arguments[0])
+        assert status.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_smoke_never_overwrites_committed_numbers():
     with pytest.raises(ValueError, match="overwrite"):
         gemm.main(["--smoke", "--out", str(common.RESULTS)])

@@ -81,6 +81,7 @@ def test_every_fork_is_a_row(smoke):
     assert "hi + lo alone" in page and "| 4.02 |" in page and "4 steps in BF16" in page
     assert f"`{OTHER_BATCHES}` within " in page and "--protocol fork --json" in page
     assert "late switch" not in page  # there is no run without it
+    assert f"every installed package and of Python (1 MB, digest {content['config']['text']})" in page
 
 
 def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
@@ -92,7 +93,7 @@ def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
     assert [row.name for row in kept] == [name for name in NAMES_OF_SMOKE if name != RERUN]  # another one now
     assert f"1 runs left undone: {RERUN} of seed 0" in capsys.readouterr().out
     path = out / common.device_slug() / f"{FORK}.json"
-    with pytest.raises(ValueError, match="drop --resume"):
+    with pytest.raises(ValueError, match=r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"):
         convergence.read_rows(path, TINY)
     assert convergence.read_rows(out / "nothing.json", TINY) == []
 
@@ -116,9 +117,9 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
         convergence.main(command(tmp_path, "--resume", "--bases", str(out / "bases")))
     written = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["base"] == "another") for row in written] == [
-        *((name, True) for name in NAMES_OF_SMOKE[:-1]), (BASELINE, False),
+        *((name, True) for name in NAMES_OF_SMOKE[:-1]), (BASELINE, False), (RERUN, False),
     ]  # fmt: skip
-    assert written[-1]["heldout_loss"] == rows[0].heldout_loss
+    assert [row["heldout_loss"] for row in written[-2:]] == [row.heldout_loss for row in rows[:2]]
 
 
 def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
@@ -145,7 +146,7 @@ def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     assert len(losses) == 10 and convergence_tables.curve(losses) == rows[-1].curve  # as without a stop
     assert math.isnan(milliseconds)  # the first part was another process's
     run_there = fork_runs.Kept(config, fork_training.train_config(config, VARIANTS["stored"]), "", folder.name)
-    with pytest.raises(ValueError, match=r"holds another run: .*weights='float' in the folder .* by --bases"):
+    with pytest.raises(ValueError, match=r"another run: .*weights='float' in the folder .* or choose another --bases"):
         run_there.restore(state)
 
 
@@ -252,14 +253,19 @@ def test_a_fork_has_the_moments_of_its_base(smoke, name):
 
 
 def test_a_llama_forks_with_every_layer():
-    stack = LlamaConfig(layers=2, width=32, heads=4, kv_heads=2, hidden=48, context=32)
+    stack = LlamaConfig(layers=3, width=32, heads=4, kv_heads=2, hidden=48, context=32)
     config = dataclasses.replace(TINY, size=stack)
     run = fork_training.train_config(config, VARIANTS["stored"])
     base = jax.eval_shape(lambda: init(run.in_bf16))
     state, noise = jax.eval_shape(fork_training.start_fork(config, VARIANTS["stored"]), base, jax.random.key(0))
     assert len(noise) == 7 == sum(map(is_stored, jax.tree.leaves(state.params, is_leaf=is_stored)))
-    with pytest.raises(ValueError, match="its blocks run as one stack"):
-        fork_training.train_config(config, VARIANTS["stored_ends_bf16"])
+    for name, kept in (("stored_ends_bf16", [False, True, False]), ("tensorwise_ends_bf16", [False, False, False])):
+        state, noise = jax.eval_shape(fork_training.start_fork(config, VARIANTS[name]), base, jax.random.key(0))
+        assert len(noise) == 7 * sum(kept) and {path.split("/")[0] for path in noise} <= {"layers"}
+        kernels = [state.params[stack]["up"]["kernel"] for stack in ("first_layers", "layers", "last_layers")]
+        assert list(map(is_stored, kernels)) == kept
+        own = jax.eval_shape(lambda name=name: init(fork_training.train_config(config, VARIANTS[name])))
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(own.opt_state)
 
 
 def test_the_rate_rises_stays_and_falls_to_zero():
@@ -274,6 +280,10 @@ def test_the_rate_rises_stays_and_falls_to_zero():
         dataclasses.replace(config, base_steps=150)
     with pytest.raises(ValueError, match="the rate never falls"):
         dataclasses.replace(config, base_steps=0, warmup_steps=100)
+    with pytest.raises(ValueError, match="warmup_steps=120 with base_steps=100: forks fall from the peak"):
+        dataclasses.replace(config, warmup_steps=120)
+    with pytest.raises(ValueError, match="steps_per_call=0 must be at least 1"):
+        dataclasses.replace(config, steps_per_call=0)
 
 
 def test_what_does_not_convert_says_which_field():
@@ -295,10 +305,12 @@ def test_what_does_not_convert_says_which_field():
 def test_options_name_what_is_wrong(tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    small = ["--smoke", "--data", str(text)]
+    small, short = ["--smoke", "--data", str(text)], ["--steps", "20"]
     wrong = {
         "tcfp13.*unknown": ["fork", "--variants", "tcfp13"],
         "needs --json": ["fork", "--resume"],
+        "needs --out": ["fork", "--smoke", "--resume"],
+        f"--variants {LATE}: the finish of `tensorwise`, the.* never": ["fork", f"--variants={LATE}", *short],
         "from scratch none": ["scratch", "--base-steps", "100"],
         "one step or more": ["fork", "--base-steps", "0"],
         "learned from scratch": ["fork", "--smoke", "--tasks", "digits"],

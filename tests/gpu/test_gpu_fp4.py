@@ -37,11 +37,14 @@ def exact(q):
     return numbers * np.asarray(q.scaling.spread(q.scale, q.shape), np.float64)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-def test_every_scale_times_every_code_goes_through_the_kernel(form):
+def test_every_scale_times_every_code_goes_through_the_kernel(form, steps):
     scaling = Fp4(form)
-    block, k = scaling.block, 16 * scaling.block
-    # Each of 256 rows has one scale byte and all codes; x picks out one value after another.
+    block, k = scaling.block, steps * 16 * scaling.block
+    # Each of 256 rows has one scale byte and all codes; x picks out one value after another. Two steps are split, and
+    # decide with that which end of the kernel writes.
+    assert mosaic.choose(reference.Options(jnp.dtype(jnp.float32)), scaling, 16, k, 256).splits == steps
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, k // 16))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // block, axis=1)
     scale = jax.lax.bitcast_convert_type(jnp.asarray(scales), scaling.scale_dtype)

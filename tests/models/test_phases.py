@@ -22,7 +22,16 @@ from models.plotting import color_range, matrix_of, plot_reports
 from models.running import run
 from models.settings import TrainConfig, products_over
 from models.train import main
-from models.training import TrainState, batch_key, init, make_train_step
+from models.training import (
+    TrainState,
+    batch_key,
+    float_parameters,
+    init,
+    loss_function,
+    lower_evaluation,
+    make_train_step,
+    product_key,
+)
 from tcfp_jax.weights.training import is_stored
 from tests.helpers import same_bits
 
@@ -123,17 +132,59 @@ def test_colors_do_not_make_a_picture_of_noise():
     assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
 
 
+@pytest.mark.parametrize("weights", ["float", "stored"])
+def test_ends_of_a_stack_are_stacks_of_their_own(weights):
+    size, plain = dataclasses.replace(STACK, layers=4), STORED if weights == "stored" else CONFIG
+    plain = dataclasses.replace(plain, model=size, steps_per_call=1, **WITHOUT)
+    config = dataclasses.replace(plain, ends=(1, 2, "bf16"))
+    state: TrainState = jax.eval_shape(lambda: init(config))
+    names = ("first_layers", "layers", "last_layers")
+    scales, kernels = ([state.params[name][part] for name in names] for part in ("mlp_norm", "up"))
+    assert [scale["scale"].shape for scale in scales] == [(1, 32), (1, 32), (2, 32)]
+    assert [is_stored(kernel["kernel"]) for kernel in kernels] == [False, weights == "stored", False]
+    if weights == "float":
+        assert list(tcfp_jax.layer_state(state.opt_state)) == ["layers"]
+    text = jax.ShapeDtypeStruct((1000,), jnp.uint8)
+    after, *_ = jax.eval_shape(make_train_step(config), state, text, batch_key(config))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    whole = jax.eval_shape(lambda: init(plain.in_bf16)).params
+    assert jax.eval_shape(float_parameters, state.params) == whole  # as exports and BF16's evaluation have them
+
+
+def test_ends_draw_where_other_blocks_do_not():
+    drawing = tcfp_jax.recipe("nvfp4_training", activation_rounding="stochastic")
+    two = dataclasses.replace(MICRO, layers=2)
+    config = dataclasses.replace(CONFIG, model=two, recipe="tensorwise", ends=(1, 0, drawing), **WITHOUT)
+    state, key = jax.eval_shape(lambda: init(config)), batch_key(config)
+    bits = jax.eval_shape(lambda: product_key(config, TrainState(None, None, jnp.int32(0)), key))
+    text = jax.ShapeDtypeStruct((4, 17), jnp.int32)
+    quantized = tcfp_jax.layer_state(state.opt_state)
+    assert jax.eval_shape(loss_function(config), state.params, quantized, text, bits).shape == ()
+    lower_evaluation(config, state, 1000)
+    assert product_key(dataclasses.replace(config, ends=(1, 0, "bf16")), state, key) is None
+
+
 SCHEDULE = "recipe_schedule"
 WRONG = {
-    "at 0": (CONFIG, {SCHEDULE: ((0.0, "bf16"),)}, "must rise from above 0"),
+    "at 0": (CONFIG, {SCHEDULE: ((0.0, "bf16"),)}, "schedule 0=bf16: .* must rise from above 0; write them in order"),
     "at 1": (CONFIG, {SCHEDULE: ((1.0, "bf16"),)}, "never switches at 1.0: of 20 steps .* that is step 20"),
     "too late": (CONFIG, {SCHEDULE: ((0.95, "bf16"),)}, "never switches at 0.95"),
     "the same": (CONFIG, {SCHEDULE: ((0.5, "tcfp12_fast"),)}, "'tcfp12_fast' before it, too"),
+    "nameless": (
+        CONFIG,
+        {SCHEDULE: ((1.0, tcfp_jax.recipe("tensorwise", gradient="float8_e4m3fn")),)},
+        "1=tensorwise with gradient=",
+    ),
     "falling": (CONFIG, {SCHEDULE: ((0.5, "bf16"), (0.25, "tensorwise"))}, "must rise"),
     "one half": (STORED, {SCHEDULE: ((0.5, "tensorwise"),)}, "weight='Dual' cannot go .* weight='Single'"),
     "blocks": (STORED, {SCHEDULE: ((0.5, "tcfp12_blockwise"),)}, "scaling=Tensor.* has scaling=Block"),
-    "ends of a stack": (CONFIG, dict(model=STACK, ends=(1, 1, "bf16")), "run as one stack"),
-    "no middle": (CONFIG, dict(ends=(1, 1, "bf16")), "leaves none between"),
+    "no middle": (CONFIG, dict(ends=(1, 1, "bf16")), "ends 1,1=bf16 of 1 blocks leaves none between"),
+    "ends of one half": (
+        STORED,
+        dict(model=STACK, ends=(1, 0, "blockwise")),
+        "weight='Dual' cannot have ends .* has weight='Single'",
+    ),
+    "too rare": (CONFIG, dict(monitor=25), "monitor=25 of steps=20: no step would be observed; lower monitor"),
     "monitor": (CONFIG, dict(monitor=7), "not a multiple of steps_per_call=5.*use 5"),
     "jitter": (CONFIG, dict(start="base.npz", initial_jitter=0.1), "leave one of them out"),
 }
@@ -180,6 +231,13 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
 def test_the_command_knows_schedules(capsys):
     assert main(["--recipe-schedule", "0.9=bf16", "--recipe", "bf16", "--out", "/nowhere"]) == 2
     assert "never switches at 0.9" in capsys.readouterr().err
+    for wrong, form in {
+        "--recipe-schedule foo": "foo: write PART=RECIPE, such as 0.9=bf16",
+        "--ends 1=bf16": "1=bf16: write FIRST,LAST=RECIPE, such as 0,2=bf16",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(wrong.split())
+        assert form in capsys.readouterr().err
 
 
 class FakeWriter:

@@ -22,7 +22,9 @@ from models import running, train
 from models.checkpoint import RunDirectory, read_config
 from models.gpt import MODELS, GPTConfig
 from models.llama import LLAMAS, LlamaConfig
+from models.text import Corpus
 from models.train import TrainConfig, preset, run
+from models.training import check_corpus
 from tests.helpers import same_bits
 
 MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
@@ -180,7 +182,10 @@ def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
         ({"seed": 7}, "seed=0 in the folder but 7 now"),
         ({"recipe": "bf16"}, "recipe='tcfp12' in the folder but 'bf16' now"),
         ({"steps": 80}, "steps=60 in the folder but 80 now"),
-        ({"model": dataclasses.replace(MICRO, layers=2)}, "layers=1 in the folder but 2 now"),
+        (
+            {"model": dataclasses.replace(MICRO, layers=2)},
+            r"another run: model\.layers=1 in the folder but 2 now; resume .* choose another --out$",
+        ),
         ({"model": MICRO_LLAMA}, "family='gpt' in the folder but 'llama' now.*kv_heads=None in the folder but 2 now"),
         ({"weights": "stored"}, r"weights='float' in the folder but 'stored' now.*tcfp_jax\.store\(params, recipe"),
     ],
@@ -282,6 +287,10 @@ def test_checkpoints_fall_on_calls():
 def test_too_little_text():
     with pytest.raises(ValueError, match="one window needs 33"):
         train.evaluate(CONFIG, train.init(CONFIG), jnp.zeros(32, jnp.uint8))
+    corpus = Corpus(np.zeros(90, np.uint8), np.zeros(10, np.uint8), (), ())
+    for limit, repair in ((1000, "give more text, or shorten the sequence"), (100, "raise corpus_bytes .now 100., or")):
+        with pytest.raises(ValueError, match=f"the held-out text has 10 tokens, but one window needs 33; {repair}"):
+            check_corpus(corpus, dataclasses.replace(CONFIG, corpus_bytes=limit))
 
 
 def test_jitter_perturbs_the_initial_weights():
@@ -337,8 +346,9 @@ class TestCommand:
         summary = json.loads(Path("runs/micro-tcfp12_single-stored-0/summary.json").read_text())
         assert summary["config"]["moments"] == "8bit"
         assert summary["run"]["heldout_loss"] == stored[1].heldout_loss
-        assert "exported: weights.npz" in capsys.readouterr().out
-        assert "positions" in np.load("weights.npz")
+        printed, exported = capsys.readouterr().out, np.load("weights.npz")
+        assert "exported: weights.npz" in printed and "positions" in exported
+        assert f"{sum(array.size for array in exported.values()):,} parameters" in printed
         assert train.main([*self.ARGUMENTS, "--export=weights.txt", "--out=new"]) == 2
         assert not Path("new").exists()
 

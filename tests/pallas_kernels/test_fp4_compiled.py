@@ -3,11 +3,15 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import matmul, recipe
+from tcfp_jax.weights.fp4 import quantize_fp4
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 
@@ -96,3 +100,22 @@ def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
     values = 2 if activation == "bfloat16" else 1
     assert compiled.temporary_bytes < 1.2 * N * K * values + 8 * 2048 * K
     assert ("__cublas$lt$matmul$f8" in compiled.targets) == (activation == "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("rows", [16, 4096])
+def test_kernels_in_a_shard_map_that_checks_what_varies(rows):
+    mesh, w = h200s(2), on(h200s(2), (N, N), jnp.bfloat16)
+
+    def few(x, w):  # quantized here, and decoded
+        return fp4_matmul(x, quantize_fp4(w))
+
+    def gradients(x, w):
+        loss = lambda x, w: matmul(x, w, recipe=recipe("tensorwise", backend="mosaic")).astype(jnp.float32).sum()
+        return jax.grad(loss, (0, 1))(x, w)
+
+    inside, results = (few, P("a")) if rows == 16 else (gradients, (P("a"), P()))
+    run = jax.shard_map(inside, in_specs=(P("a"), P()), out_specs=results)
+    compiled = compile_for(mesh, run, on(mesh, (rows, N), jnp.bfloat16, "a"), w)
+    assert set(compiled.targets) == {"mosaic_gpu_v2", "__gpu$xla.gpu.triton"}
+    # Nothing moves but the sum of the gradients of a weight that devices share.
+    assert not compiled.results("all-gather") and len(compiled.results("all-reduce")) == (rows != 16)

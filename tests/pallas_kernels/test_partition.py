@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.adamw.api import Moments, Rates, adamw
 from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.fp4_matmul import ordered_rows
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import partitioned
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.row_gradient.api import row_gradient
 from pallas_kernels.tiled import Tiling
+from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_values
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
@@ -198,3 +203,35 @@ def test_tiles_divide():
         tile = Tiling().fit(m, k)
         assert m % tile.rows == k % tile.columns == 0
     assert Tiling().fit(64, 0) is None
+
+
+ONE, HALF = jnp.float32(1), functools.partial(Operand, scale=jnp.float32(0.5))
+RATES = Rates(**{name: ONE for name in Rates._fields if name != "keep"}, keep=jnp.bool_(True))
+WORDS = (jnp.uint32(1), jnp.uint32(2))
+# Of rows that vary, beside numbers that do not.
+KERNELS = {
+    "tiles": lambda x: quantize(x, E4M3, orientation="both", backend="triton"),
+    "tiles in place": lambda x: dual_quantize(x, error=jnp.zeros(x.shape), backend="triton"),
+    "lines": lambda x: quantize(x, E4M3, Row(), orientation="both", backend="triton"),
+    "rows": lambda x: quantize(x, E4M3, Row(), backend="triton"),
+    "product": lambda x: matmul(HALF(x.astype(E4M3)), HALF(jnp.ones((128, 128), E4M3)), backend="triton"),
+    "row gradient": lambda x: row_gradient(lambda x, g: x * g, x, (jnp.ones(128),), x, backend="triton"),
+    "adamw": lambda x: adamw(
+        x, *[x.astype(E4M3)] * 2, Moments.zeros(x.shape), RATES, jnp.stack(WORDS), backend="triton"
+    ),
+    "ordered rows": lambda x: ordered_rows.ordered(x, 128, ONE),
+    "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
+    "nvfp4": lambda x: nvfp4_values.along(x, 0, "amax", "stochastic", WORDS).values,
+    "ms-eden": lambda x: nvfp4_values.along(x.astype(jnp.bfloat16), -1, "amax", "eden", WORDS, jnp.ones(128)).values,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", KERNELS)
+def test_results_of_kernels_vary_in_a_shard_map_as_their_operands_do(name):
+    def inside(x):
+        for leaf in jax.tree.leaves(KERNELS[name](x)):
+            assert jax.typeof(leaf).manual_axis_type.varying == {"a"}, leaf
+        return lax.psum(x, "a")
+
+    jax.eval_shape(jax.shard_map(inside, mesh=mesh_of(2), in_specs=P("a"), out_specs=P()), jnp.ones((256, 128)))

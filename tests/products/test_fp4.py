@@ -1,5 +1,6 @@
 """FP4 weights in products: exact against float64, both gradients, odd sizes, bad input, bytes, meshes."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from pallas_kernels.fp4 import E2M1
+from pallas_kernels.fp4_matmul.reference import quantize_rows
 from pallas_kernels.operands import Fp4
 from tcfp_jax import optim, recipe
 from tcfp_jax.products import fp4_linear, fp4_matmul, pack_fp4
@@ -384,3 +386,59 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped
     found, expected = (tcfp_jax.layer_state(made[2])["kernel"].forward for made in (split, alone))
     np.testing.assert_allclose(found.dequantize(), expected.dequantize(), rtol=0, atol=0.6)
     assert np.mean(np.asarray(found.values) == np.asarray(expected.values)) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "activation", "whole"),
+    [("nvfp4", 64, None, False), ("mxfp4", 128, None, False), ("mxfp4", 64, None, False), ("nvfp4", 128, None, True),
+     ("nvfp4", 128, "float8_e4m3fn", True)],
+)  # fmt: skip
+def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, k, activation, whole):
+    """Eight devices have parts of k; only where those are whole blocks does each multiply its own."""
+    mesh, x, w = mesh_of(8, axis_type=AxisType.Explicit), normal(4, k), normal(k, N, seed=1)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+    @quick
+    def run(x, w, packed):
+        multiply = lambda x, w: fp4_matmul(x, w, recipe=RECIPES[name], activation=activation, out_sharding=P())
+        y, pull = jax.vjp(multiply, x, w)
+        return y, multiply(x, packed), *pull(jnp.ones_like(y))
+
+    with jax.set_mesh(mesh):
+        codes = packed_by(put(w, "a"), RECIPES[name]).forward
+        assert codes.values.sharding.spec[1] == codes.scale.sharding.spec[1] == ("a" if whole else None)
+        # Whoever packs it, bytes can be cut where scales cannot.
+        cut = of_operand(dataclasses.replace(codes, values=put(codes.values, None, "a")))
+        split = run(put(x, None, "a"), put(w, "a"), cut)
+    exact, ones = float64_of(codes).T, np.ones((4, N))
+    assert np.linalg.norm(exact - w) < 0.15 * np.linalg.norm(w)
+    read = (
+        rounded(x) if activation is None else np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)
+    )
+    for got, wanted in zip(split, (read @ exact, read @ exact, ones @ exact.T, rounded(x).T @ ones), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_types_say_the_mesh_where_none_is_set(name):
+    mesh, x = mesh_of(2, 2, axis_type=AxisType.Explicit), normal(4, K)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    w = put(W, None, "b")
+    y, codes = multiply(put(x, "a"), w, recipe=name), packed_by(w, RECIPES[name]).forward
+    assert jax.typeof(y).sharding.spec == P("a", "b")
+    assert codes.values.sharding.spec == codes.scale.sharding.spec == P("b", None)
+    np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "squares"])
+def test_a_replicated_float_weight_in_shard_map(name):
+    gradients = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=RECIPES[name]))), (0, 1))
+
+    def inside(x, w):
+        loss, gradient = gradients(x, w)
+        return jax.lax.psum(loss, "a"), gradient
+
+    x, w = normal(8, K), normal(K, N, seed=1)
+    parts = jax.shard_map(inside, mesh=mesh_of(2), in_specs=(P("a"), P()), out_specs=(P(), (P("a"), P())))
+    for a, b in zip(jax.tree.leaves(quick(parts)(x, w)), jax.tree.leaves(quick(gradients)(x, w)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)

@@ -20,7 +20,7 @@ from tcfp_jax.nnx import TCFPLinear
 from tcfp_jax.products import fp4_training
 from tcfp_jax.recipes import Fp4Training, Single, recipe
 from tests.formats_oracles import QUICK
-from tests.helpers import variables_of
+from tests.helpers import mesh_of, variables_of
 
 KEY = jax.random.key(3)
 NAMES = ("nvfp4_training", "nvfp4_training_four_over_six", "nvfp4_training_fold_exact", "quartet2")
@@ -183,6 +183,22 @@ def test_vmap_and_meshes_are_the_same_products():
     on_two = jax.jit(functools.partial(rule, how), compiler_options=QUICK)(split(x), w, split(g), KEY)
     for one, both in zip(products(how, x, w, g, KEY), on_two, strict=True):
         np.testing.assert_allclose(one, both, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_training", "quartet2"])
+def test_in_shard_map_each_device_has_the_products_of_its_tokens(name):
+    (x, w, g), data, same = operands(64, 32, 32), PartitionSpec("a"), PartitionSpec()
+
+    def inside(x, w, g):
+        y, pull = jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=name, key=KEY), x, w)
+        return y, *pull(g)
+
+    parts = jax.shard_map(inside, mesh=mesh_of(2), in_specs=(data, same, data), out_specs=(data, data, same))
+    y, dx, dw = jax.jit(parts, compiler_options=QUICK)(x, w, g)
+    first, last = (products(recipe(name), x[half], w, g[half], KEY) for half in (slice(32), slice(32, 64)))
+    for got, *expected in zip((y, dx), first, last):
+        np.testing.assert_allclose(got, jnp.concatenate(expected), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dw, first[2] + last[2], rtol=1e-5, atol=1e-4)
 
 
 def test_layers_take_keys_from_rngs():
