@@ -4,9 +4,9 @@
         "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ..., "g": ...,
         "moved": ..., "edq": ..., "stale": ...}, ...}}
 
-x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`), `moved` and `edq` what became of the
-weight's update (`tcfp_jax.monitor.Quality`), and `stale` the share of its second moments that stood still. Of layers
-that run as one stack there are lists, an entry for each.
+x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`), of FP4 training those of its backward
+pass, too; `moved` and `edq` are what became of the weight's update (`tcfp_jax.monitor.Quality`), and `stale` is the
+share of its second moments that stood still. Of layers that run as one stack there are lists, an entry for each.
 """
 
 import functools
@@ -178,7 +178,7 @@ def _writer_class() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ValueError(
-            "TensorBoard's files are written by tensorboardX, which is not installed; pip install 'tcfp_jax[monitor]', "
-            "or leave --tensorboard out: metrics.jsonl and monitor.png say the same"
+            "TensorBoard's files are written by tensorboardX, which is not installed; pip install -e '.[monitor]' in "
+            "the checkout, or leave --tensorboard out: metrics.jsonl has the same numbers"
         ) from error
     return SummaryWriter

@@ -4,9 +4,9 @@
     TrainConfig(recipe="tcfp12_fast", ends=(1, 1, "bf16"))                    the first and the last block in BF16
 
 Each part of a run is a config of its own, whose programs are those of a run with that recipe alone: a switch compiles
-the step once more, and nothing else. Float parameters and their moments go on as they are, and the quantized weights
-beside them are made anew, unless both recipes store the same. Stored weights are what they are: from the recipe that
-comes later they take the products, and keep how they are stored.
+its steps, plain and observed. Float parameters and their moments go on as they are, and the quantized weights beside
+them are made anew, by a program of its own, unless both recipes store the same. Stored weights are what they are: from
+the recipe that comes later they take the products, and keep how they are stored.
 """
 
 import dataclasses

@@ -1,9 +1,13 @@
-"""Loss curves of runs as a PNG."""
+"""Loss curves of runs, and what their observed steps said, as PNGs."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tcfp_jax.monitor import OPERANDS
+
+_ABSENT = object()
 
 
 def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> None:
@@ -52,20 +56,26 @@ def _draw(axes: Any, losses: np.ndarray, *, color: str, style: str, label: str) 
     axes.grid(alpha=0.3)
 
 
-# Of each panel: its title, where its numbers are in a report, and the range of its colors.
-_PANELS: tuple[tuple[str, tuple[str, ...], tuple[float | None, float | None]], ...] = (
-    *((f"SNR of {name} (dB)", (name, "snr"), (None, None)) for name in ("x", "w", "g")),
-    *((f"underflow of {name}", (name, "underflow"), (0.0, None)) for name in ("x", "w", "g")),
-    ("entries moved", ("moved",), (0.0, 1.0)),
-    ("effective descent", ("edq",), (0.0, 1.0)),
-    ("second moments at rest", ("stale",), (0.0, 1.0)),
-)
+# What of an operand is drawn: its title, and the range of its colors, which is left open where it is None.
+_OF_OPERANDS: dict[str, tuple[str, tuple[float | None, float | None]]] = {
+    "snr": ("SNR of {} (dB)", (None, None)),
+    "underflow": ("underflow of {}", (0.0, None)),
+    "saturation": ("saturation of {}", (0.0, None)),
+}
+_OF_UPDATES: dict[str, tuple[str, tuple[float | None, float | None]]] = {
+    "moved": ("entries moved", (0.0, 1.0)),
+    "edq": ("effective descent", (0.0, 1.0)),
+    "stale": ("second moments at rest", (0.0, 1.0)),
+}
+# Colors span at least this much: of less they would make a picture of noise.
+_LEAST = {"snr": 10.0, "underflow": 0.01, "saturation": 0.01}
 
 
 def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
     """Write heat maps over weights and steps of what steps said of their numerics, by step, to `path`.
 
-    What is not known is white.
+    A column for each operand has its SNR, underflow and saturation; the last line is of updates. What is not known is
+    white.
 
     Raises:
       ValueError: there are no reports.
@@ -74,28 +84,60 @@ def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
         raise ValueError("no step was observed: the run is shorter than monitor says; observe more often")
     from matplotlib.figure import Figure
 
-    found = [(name, matrix_of(reports, place), limits) for name, place, limits in _PANELS]
-    rows = max(len(names) for _, (names, _), _ in found)
-    figure = Figure(figsize=(15, 3 * (1.2 + 0.14 * rows)), layout="constrained")
-    for axes, (name, (names, values), (low, high)) in zip(figure.subplots(3, 3).flat, found, strict=True):
-        axes.set_title(name, fontsize=9)
-        axes.tick_params(labelsize=6)
-        if not names:
+    weights = [weight for report in reports.values() for weight in report.values()]
+    operands = [name for name in OPERANDS if any(name in weight for weight in weights)]
+    lines: list[Any] = [[((name, what), form) for name in operands] for what, form in _OF_OPERANDS.items()]
+    lines.append([((what,), form) for what, form in _OF_UPDATES.items()])
+    found = [[(place, form, matrix_of(reports, place)) for place, form in line] for line in lines]
+    rows = max(len(names) for line in found for _, _, (names, _) in line)
+    columns = max(map(len, found))
+    figure = Figure(figsize=(5 * columns, 4 * (1.2 + 0.14 * rows)), layout="constrained")
+    steps = list(reports)
+    for panels, line in zip(figure.subplots(len(lines), columns, squeeze=False), found, strict=True):
+        for axes in panels[len(line) :]:
             axes.set_axis_off()
-            continue
-        edges = [*range(len(reports) + 1)], [*range(len(names) + 1)]
-        image = axes.pcolormesh(*edges, values, vmin=low, vmax=high, cmap="viridis")
-        figure.colorbar(image, ax=axes).ax.tick_params(labelsize=6)
-        shown = range(0, len(reports), max(1, len(reports) // 8))
-        axes.set_xticks([i + 0.5 for i in shown], [str(list(reports)[i]) for i in shown])
-        axes.set_yticks([i + 0.5 for i in range(len(names))], names)
-        axes.invert_yaxis()
+        for axes, (place, (name, limits), (names, values)) in zip(panels, line, strict=False):
+            axes.set_title(name.format(place[0]), fontsize=9)
+            _draw_map(figure, axes, steps, names, values, color_range(values, limits, _LEAST.get(place[-1], 0.0)))
     figure.suptitle(title)
     figure.savefig(path, dpi=140)
 
 
+def _draw_map(figure: Any, axes: Any, steps: list[int], names: list[str], values: np.ndarray, limits: Any) -> None:
+    axes.tick_params(labelsize=6)
+    if not names:
+        axes.set_axis_off()
+        return
+    edges = [*range(len(steps) + 1)], [*range(len(names) + 1)]
+    image = axes.pcolormesh(*edges, values, vmin=limits[0], vmax=limits[1], cmap="viridis")
+    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=6)
+    shown = range(0, len(steps), max(1, len(steps) // 8))
+    axes.set_xticks([i + 0.5 for i in shown], [str(steps[i]) for i in shown])
+    axes.set_yticks([i + 0.5 for i in range(len(names))], names)
+    axes.invert_yaxis()
+
+
+def color_range(values: np.ndarray, limits: tuple[float | None, float | None], least: float) -> tuple[float, float]:
+    """The range of colors: of the values where limits are open, and there at least so wide.
+
+    >>> color_range(np.array([31.5, 31.7, np.nan]), (None, None), 10.0)
+    (26.6, 36.6)
+    >>> color_range(np.array([0.0, 1e-6]), (0.0, None), 0.01)
+    (0.0, 0.01)
+    """
+    known = values[np.isfinite(values)]
+    first, last = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    low, high = limits
+    missing = max(0.0, least - ((last if high is None else high) - (first if low is None else low)))
+    if low is None:
+        low, missing = first - (missing / 2 if high is None else missing), missing / 2
+    return low, last + missing if high is None else high
+
+
 def matrix_of(reports: dict[int, Any], place: tuple[str, ...]) -> tuple[list[str], np.ndarray]:
     """(names of rows, `[rows, steps]`) of one number of reports; a stack of layers has a row for each.
+
+    A weight whose reports do not have the number has no row; where it is not known, the row is NaN.
 
     >>> matrix_of({10: {"up": {"x": {"snr": [1.0, 2.0]}}}}, ("x", "snr"))
     (['up 0', 'up 1'], array([[1.],
@@ -105,14 +147,15 @@ def matrix_of(reports: dict[int, Any], place: tuple[str, ...]) -> tuple[list[str
     for column, report in enumerate(reports.values()):
         for path, value in report.items():
             for name in place:
-                value = value.get(name) if isinstance(value, dict) else None
+                value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+            if value is _ABSENT:
+                continue
             short = path.removesuffix("/kernel")
             entries = np.asarray(value, np.float64)
             named = [(short, entries)] if entries.ndim == 0 else _numbered(short, entries)
             for row, entry in named:
                 rows.setdefault(row, [np.nan] * len(reports))[column] = float(entry)
-    known = {name: values for name, values in rows.items() if not np.isnan(values).all()}
-    return list(known), np.asarray(list(known.values()), np.float64).reshape(len(known), len(reports))
+    return list(rows), np.asarray(list(rows.values()), np.float64).reshape(len(rows), len(reports))
 
 
 def _numbered(name: str, entries: np.ndarray) -> list[tuple[str, Any]]:

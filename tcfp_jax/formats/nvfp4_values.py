@@ -5,9 +5,8 @@
 `values` have at most 6 significant bits, so they are exact in BF16; by the rule "fold_exact", 2**-3 of them is exact in
 E4M3, and may be written instead, with outer 2**3 times as large. They are what `parts.quantize` defines, to nearest
 and stochastically, by every rule of `scale_choice`, bit for bit: `tests/formats/test_nvfp4_values.py` compares the two.
-What is done to each value is written as comparisons with multiples of its block's scale: differences of nearby floats
-are exact, so nothing is divided, and XLA fuses all of it into the pass that writes the values. NaN and inf make their
-block NaN; a cast saturates inf.
+What is done to each value is written as comparisons with multiples of its block's scale (`e2m1`): nothing is divided,
+and XLA fuses all of it into the pass that writes the values. NaN and inf make their block NaN; a cast saturates inf.
 
 "eden" is MS-EDEN (Panferov et al. 2026, "Quartet II"), which no cast has: values are rounded to nearest, with steps
 that are best for normal values, and scales are then corrected by <x, x> / <x, rounded x> of what was rotated together
@@ -24,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.counter import bits_of
-from tcfp_jax.formats import float_bits, nvfp4_eden, nvfp4_kernel, nvfp4_tiles, scale_choice
+from tcfp_jax.formats import e2m1, float_bits, nvfp4_eden, nvfp4_kernel, nvfp4_tiles, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_arrays import MODES, Key, Rule
@@ -84,11 +83,7 @@ def along(
     """
     folds = rule == "fold_exact" and rounding != "eden"  # whose corrected scales have any mantissa
     assert numbers == "bfloat16" or folds, "others are no E4M3 numbers"
-    size = BLOCK if signs is None else signs.shape[0]
-    short = -x.shape[axis] % size
-    if short:
-        x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
-    place: Place = "first" if axis % x.ndim == 0 else "last"
+    x, place, size = _filled(x, axis, signs)
     by_definition = functools.partial(_defined, place=place, rule=rule, rounding=rounding, numbers=numbers)
     if rounding == "eden":
         if signs is None or not nvfp4_eden.serves(x.shape, x.dtype, size, place):
@@ -113,6 +108,27 @@ def _defined(
     rounding: Rounding,
     numbers: Numbers,
 ) -> Nvfp4Values:
+    shape = x.shape
+    x, (axes, blocks, group) = _in_blocks(x, signs, place)
+    found = quantize(x, axes, rule, rounding, key, blocks, group)
+    found = found._replace(values=found.values.reshape(shape))
+    if numbers == "bfloat16":
+        return found
+    found = _in_e4m3(found)
+    return found._replace(values=jnp.moveaxis(found.values, 0 if place == "first" else -1, -1))
+
+
+def _filled(x: jax.Array, axis: int, signs: jax.Array | None) -> tuple[jax.Array, Place, int]:
+    """(x filled with zeros up to whole blocks and rotations, where their axis is, how many values are one of them)."""
+    size = BLOCK if signs is None else signs.shape[0]
+    short = -x.shape[axis] % size
+    if short:
+        x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
+    return x, "first" if axis % x.ndim == 0 else "last", size
+
+
+def _in_blocks(x: jax.Array, signs: jax.Array | None, place: Place) -> tuple[jax.Array, Any]:
+    """(x, the arguments `axes`, `blocks` and `group` of `quantize`), x rotated, if blocks do not rotate it."""
     shape, first, size = x.shape, place == "first", BLOCK if signs is None else signs.shape[0]
     axis = 0 if first else x.ndim - 1
     apart = signs is not None and first and size == BLOCK  # as the rows of a block then are
@@ -128,12 +144,7 @@ def _defined(
         assert signs is not None, "only what is rotated is taken apart"
         return rotate_arrays(rows, list(signs))
 
-    found = quantize(x, (axis + 1,), rule, rounding, key, blocks, (axis, size // BLOCK))
-    found = found._replace(values=found.values.reshape(shape))
-    if numbers == "bfloat16":
-        return found
-    found = _in_e4m3(found)
-    return found._replace(values=jnp.moveaxis(found.values, axis, -1))
+    return x, ((axis + 1,), blocks, (axis, size // BLOCK))
 
 
 def _in_e4m3(found: Nvfp4Values) -> Nvfp4Values:
@@ -176,12 +187,65 @@ def squares(w: jax.Array, rule: Rule, numbers: Numbers = "bfloat16") -> Nvfp4Val
     >>> squares(jnp.ones((20, 3)), "amax").values.shape
     (32, 16)
     """
-    padded = jnp.pad(w, [(0, -size % BLOCK) for size in w.shape])
-    rows, columns = padded.shape
-    blocks = lambda w: (w.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),)
-    found = quantize(padded, (1, 3), rule, blocks=blocks)
+    padded, axes, blocks = _in_squares(w)
+    found = quantize(padded, axes, rule, blocks=blocks)
     found = found._replace(values=found.values.reshape(padded.shape))
     return found if numbers == "bfloat16" else _in_e4m3(found)
+
+
+def _in_squares(w: jax.Array) -> tuple[jax.Array, tuple[int, int], Any]:
+    """(the matrix filled with zeros up to whole squares, the arguments `axes` and `blocks` of `quantize`)."""
+    padded = jnp.pad(w, [(0, -size % BLOCK) for size in w.shape])
+    rows, columns = padded.shape
+    return padded, (1, 3), lambda w: (w.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK),)
+
+
+class Observed(NamedTuple):
+    """What becomes of each value where it is quantized; arrays of the shape of `found`.
+
+    Attributes:
+      exact: what is rounded, rotated where there are signs; float32.
+      found: the numbers, bfloat16, and the scale of all.
+      largest: of each value's block, the largest magnitude that its scale holds, in units of `found.outer`; float32.
+    """
+
+    exact: jax.Array
+    found: Nvfp4Values
+    largest: jax.Array
+
+
+def observe(
+    x: jax.Array, axis: int | None, rule: Rule, rounding: Rounding, key: Key | None, signs: jax.Array | None
+) -> Observed:
+    """What `along` does with these arguments; or, where the axis is None, `squares`. By XLA, on GPUs too.
+
+    >>> seen = observe(jnp.array([[6.2, *[1.0] * 15]]), -1, "amax", "nearest", None, None)
+    >>> float(seen.exact[0, 0]), float(seen.found.dequantize()[0, 0]), float(seen.largest[0, 1] * seen.found.outer)
+    (6.199999809265137, 6.199999809265137, 6.199999809265137)
+    """
+    if axis is None:
+        x, axes, blocks = _in_squares(x)
+        coded = _code(x, axes, rule, blocks=blocks)
+    else:
+        x, place, _ = _filled(x, axis, signs)
+        x, (axes, blocks, group) = _in_blocks(x, signs, place)
+        coded = _code(x, axes, rule, rounding, key, blocks, group)
+    largest = jnp.broadcast_to(coded.scale * _LARGEST, coded.x.shape).reshape(x.shape)
+    found = coded.values()
+    return Observed(coded.x.reshape(x.shape), found._replace(values=found.values.reshape(x.shape)), largest)
+
+
+class _Coded(NamedTuple):
+    """Blocks of float32 `x`, the E2M1 magnitude `units` of each value, and the scales of blocks and of all."""
+
+    x: jax.Array
+    units: jax.Array
+    scale: jax.Array
+    outer: jax.Array
+
+    def values(self) -> Nvfp4Values:
+        values = (jnp.copysign(self.units, self.x) * self.scale).astype(jnp.bfloat16)
+        return Nvfp4Values(values, self.outer.reshape(()))
 
 
 def quantize(
@@ -212,6 +276,18 @@ def quantize(
     >>> quantize(jnp.arange(16.0)[None] - 6, (1,), "amax").dequantize()[0, :8].round(2).tolist()
     [-6.0, -4.5, -4.5, -3.0, -2.25, -0.75, 0.0, 0.75]
     """
+    return _code(x, axes, rule, rounding, key, blocks, group).values()
+
+
+def _code(
+    x: jax.Array,
+    axes: tuple[int, ...],
+    rule: Rule,
+    rounding: Rounding = "nearest",
+    key: Key | None = None,
+    blocks: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: (x,),
+    group: tuple[int, int] = (0, 1),
+) -> _Coded:
     bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
     amax = _largest([scale_choice.finite_magnitude(part) for part in bits], axes)
     lost = _largest(bits, axes) >= INFINITY
@@ -226,7 +302,7 @@ def quantize(
     if rounding == "eden":
         outer = scale_choice.choose_scale(whole, nvfp4_eden.LARGEST * nvfp4_eden.TOP, _FLOAT32)
         (scale,) = scale_choice.tile_scales(amax, outer, nvfp4_eden.LARGEST, _E4M3, "max", False)
-        units = _nearest(magnitude, _divisor(scale, outer))
+        units = e2m1.nearest(magnitude, _divisor(scale, outer))
         scale = _corrected(scale, _divisor(scale, outer) * units, magnitude, axes, group, key)
     else:
         outer = scale_choice.choose_outer(whole, _LARGEST, _E4M3, _FLOAT32, mode)
@@ -234,11 +310,11 @@ def quantize(
         scale = scales[0] if len(scales) == 1 else _best(magnitude, scales, outer, axes)
         if covers:
             assert key is not None, "stochastic rounding has random bits"
-            units = _stochastic(magnitude, scale * outer, bits_of(x.shape, *key, fastest=axes[0]))
+            units = e2m1.stochastic(magnitude, scale * outer, bits_of(x.shape, *key, fastest=axes[0]))
         else:
-            units = _nearest(magnitude, _divisor(scale, outer))
+            units = e2m1.nearest(magnitude, _divisor(scale, outer))
     scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
-    return Nvfp4Values((jnp.copysign(units, x) * scale).astype(jnp.bfloat16), outer.reshape(()))
+    return _Coded(x, units, scale, outer)
 
 
 def _largest(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:
@@ -266,7 +342,7 @@ def _best(magnitude: jax.Array, scales: list[jax.Array], outer: jax.Array, axes:
     def error(scale: jax.Array) -> jax.Array:
         one = float_bits.to_bits(jnp.float32(1))
         inverse = float_bits.divide(one, lax.bitcast_convert_type(_product(scale, outer), jnp.int32))
-        units = _nearest(magnitude, _divisor(scale, outer))
+        units = e2m1.nearest(magnitude, _divisor(scale, outer))
         return scale_choice.score(magnitude * inverse, units, scale, axes)
 
     best, least = scales[0], error(scales[0])
@@ -298,61 +374,3 @@ def _corrected(
     wanted = scale * jnp.where(along > 0, whole / jnp.where(along > 0, along, 1), 1)
     wanted = jnp.minimum(wanted, jnp.float32(_E4M3.max))
     return float_bits.round_to_grid(wanted, scale_choice.grid_of(_E4M3), "stochastic", bits_of(scale.shape, *key))
-
-
-# Values ---------------------------------------------------------------------------------------------------------------
-# E2M1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A difference of two floats within a factor of two of each other is exact, and
-# others have the right sign, so each comparison below is that of the real numbers.
-
-
-def _nearest(m: jax.Array, f: jax.Array) -> jax.Array:
-    """The E2M1 number nearest to m / f, ties to even, at most 6."""
-    one, two, four = m - f, m - 2 * f, m - 4 * f
-    step = lambda up, size: jnp.where(up, jnp.float32(size), 0)
-    units = step(m > 0.25 * f, 0.5) + step(one >= -0.25 * f, 0.5) + step(one > 0.25 * f, 0.5)
-    units += step(two >= -0.25 * f, 0.5) + step(two > 0.5 * f, 1)
-    return units + step(four >= -0.5 * f, 1) + step(four > f, 2)
-
-
-def _stochastic(m: jax.Array, f: jax.Array, random: jax.Array) -> jax.Array:
-    """One of the two E2M1 numbers around m / f, by distance, at most 6; 0 where f is.
-
-    As `float_bits.round_to_grid` has it, the upper one where a random number of 24 bits, k * 2**-24, is below
-    (m / f - lower) / step for the quotient that is rounded to odd. Its last digit is k's bit of value `last`, so that a
-    k that ends at an odd digit is as good as the even one above it, and there equal ones are below, too.
-    """
-    # Without f's exponent no product leaves float32's range; a quotient that does is zero in casts, too.
-    exponent = (lax.bitcast_convert_type(f, jnp.int32) >> MANTISSA_BITS) - 127
-    power = jnp.where(f < TINY, 0, float_bits.power_of_two(-exponent))
-    m, f = m * power, jnp.where(f < TINY, 1, f * power)
-    half, one, two, four = 0.5 * f, m - f, m - 2 * f, m - 4 * f
-    lower, rest, step = jnp.where(four < 0, 3.0, 4.0), jnp.where(four < 0, two - f, four), jnp.where(four < 0, 1.0, 2.0)
-    for below, value, beyond, size in (
-        (two < f, 2.0, two, 1.0), (two < 0, 1.5, one - half, 0.5), (one < half, 1.0, one, 0.5),
-        (one < 0, 0.5, m - half, 0.5), (m < half, 0.0, m, 0.5),
-    ):  # fmt: skip
-        lower, rest, step = jnp.where(below, value, lower), jnp.where(below, beyond, rest), jnp.where(below, size, step)
-    k = random >> 8
-    last, shorter = jnp.uint32(4), jnp.uint32(3)
-    for below, digit in ((one < 0, 2), (m < half, 1), (m < 0.5 * half, 0)):
-        last = jnp.where(below, jnp.uint32(digit), last)
-        shorter = jnp.where(below, jnp.uint32(max(digit - 1, 0)), shorter)
-    odd = k & last
-    product, error = _exact_product(_halves((k & ~shorter) + odd), step * f * jnp.float32(2.0**-24))
-    over = rest - product
-    return lower + jnp.where(jnp.where(odd > 0, over >= error, over > error), step, 0)
-
-
-def _halves(k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(high, low) floats of integers up to 2**24, in twelve bits each. Conversions are slow on a GPU; this has none."""
-    small = lambda k: lax.bitcast_convert_type(k | jnp.uint32(0x4B000000), jnp.float32) - jnp.float32(2.0**23)
-    return small(k >> 12) * jnp.float32(2.0**12), small(k & 0xFFF)
-
-
-def _exact_product(a: tuple[jax.Array, jax.Array], b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(product, error) whose sum is a * b, `a` in halves (Dekker 1971): every other product here is exact."""
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(b, jnp.int32) & jnp.int32(-(1 << 12)), jnp.float32)
-    low = b - high
-    # abs keeps the compiler from fusing this product with a difference, without rounding it.
-    product = jnp.abs((a[0] + a[1]) * b)
-    return product, ((a[0] * high - product) + a[0] * low + a[1] * high) + a[1] * low

@@ -1,7 +1,7 @@
 """What happened in a step: how operands were rounded, and whether updates arrived; on request, free when off."""
 
 from tcfp_jax.monitor.observation import Readings, value_and_grad
-from tcfp_jax.monitor.readings import Reading
+from tcfp_jax.monitor.readings import OPERANDS, Reading
 from tcfp_jax.monitor.updates import Quality, stale_moments, update_quality
 
-__all__ = ["Quality", "Reading", "Readings", "stale_moments", "update_quality", "value_and_grad"]
+__all__ = ["OPERANDS", "Quality", "Reading", "Readings", "stale_moments", "update_quality", "value_and_grad"]

@@ -11,7 +11,7 @@ always was, by `tcfp_jax.value_and_grad`: nothing of this is in its program.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +22,17 @@ from jax.sharding import Sharding
 from tcfp_jax import paths
 from tcfp_jax.conversion.arrays import arrays_of, is_array, on_arrays
 from tcfp_jax.conversion.evaluation import bind, placed
-from tcfp_jax.conversion.programs import INLINED, opened, scan_counts
-from tcfp_jax.monitor.readings import OPERANDS, OperandName, Reading, read_gradient, read_product
+from tcfp_jax.conversion.programs import opened, scan_counts
+from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
+from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, slots_of
+from tcfp_jax.products.fp4_training import OperandName
 from tcfp_jax.products.operands import Carrier
-from tcfp_jax.products.sites import Site, site_of
+from tcfp_jax.products.sites import Site
 from tcfp_jax.weights.training import is_stored
 
 Readings = dict[str, dict[OperandName, Reading]]
-# Of which arguments a value was computed: pairs of 0 for parameters or 1 for others, and the path.
-Origin = frozenset[tuple[int, str]]
 _FIELDS = len(Reading._fields) + 1  # and that the product ran
-
-
-class _Found(NamedTuple):
-    """A product in a program: the path of its weight, and the leading axes of its probe."""
-
-    site: Site
-    path: str
-    axes: tuple[int, ...]
-
-
-# What to do at an equation, by its number: `_Found`, or the plan of its body, of branches by their numbers.
-_Plan = dict[int, Any]
 
 
 def value_and_grad(
@@ -52,9 +40,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Readings]]:
     """`tcfp_jax.value_and_grad` of a function, and beside its result the readings of its products.
 
-    Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result. A weight that
-    is multiplied again has its further readings under its path and "#2", "#3". Products inside of `jax.shard_map`, of a
-    while loop or of another custom derivative are not read.
+    Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result, as the forward
+    product and dgrad read them; of FP4 training also "x_wgrad" and "g_wgrad", and "w_dgrad" where dgrad quantizes the
+    weight anew. A weight that is multiplied again has its further readings under its path and "#2", "#3". Products
+    inside of `jax.shard_map`, a while loop or another custom derivative have no probe: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
@@ -65,8 +54,9 @@ def value_and_grad(
       A function of the same arguments that returns `((value, gradients), readings)`. It composes with jit and scan.
 
     Raises:
-      ValueError: no low-precision product was found, or an argument that the call lacks.
-      NotImplementedError: a product under `jax.vmap` over an axis that is not the first.
+      ValueError: no low-precision product was found, none of them can be read, or an argument that the call lacks.
+      NotImplementedError: a product under `jax.vmap` over an axis that is not the first, or one that the function
+        differentiates itself.
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
@@ -92,13 +82,9 @@ def value_and_grad(
         # A new function each time: its trace is in no cache, so that it cannot be stale.
         program, out = jax.make_jaxpr(on_arrays(fun, rebuild), return_shape=True)(arrays)
         origins = [*(frozenset() for _ in program.consts), *_origins(given(slots), kwargs, chosen)]
-        _, plan = _find(program.jaxpr, origins, ())
-        found = list(_founds(plan))
-        if not found:
-            raise ValueError(
-                f"{getattr(fun, '__name__', 'the function')} computes no low-precision product that can be read; "
-                "observe the loss of a model with layers of tcfp_jax or converted by it, outside of jax.shard_map"
-            )
+        _, plan = find(program.jaxpr, origins, ())
+        found = list(products_of(plan))
+        check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Any, probes: Any) -> Any:
             arrays, _ = arrays_of((given(slots), kwargs))
@@ -120,94 +106,18 @@ def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
     return found
 
 
-# Where products are --------------------------------------------------------------------------------------------------
-
-
-def _find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], _Plan]:
-    """(the origins of the outputs, the products in a program and its bodies); `axes` are those of loops around it."""
-    known: dict[Any, Origin] = dict(zip([*jaxpr.constvars, *jaxpr.invars], origins, strict=True))
-    read = lambda var: frozenset() if isinstance(var, core.Literal) else known[var]
-    plan: _Plan = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        outputs, step = _look(eqn, [read(var) for var in eqn.invars], axes)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-        if step:
-            plan[number] = step
-    return [read(var) for var in jaxpr.outvars], plan
-
-
-def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Any]:
-    name, params = eqn.primitive.name, eqn.params
-    if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
-        found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
-        return [frozenset().union(*inputs)] * len(eqn.outvars), found
-    if name in INLINED and not params.get("differentiated"):
-        body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
-        return _find(body, [*(frozenset() for _ in consts), *inputs], axes)
-    if name == "scan":
-        return _look_into_scan(eqn, inputs, axes)
-    if name == "cond":
-        bodies = [opened(closed) for closed in params["branches"]]
-        looked = [_find(body, [*(frozenset() for _ in consts), *inputs[1:]], axes) for body, consts in bodies]
-        plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
-        return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
-    return [frozenset().union(*inputs)] * len(eqn.outvars), None
-
-
-def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], _Plan]:
-    (body, consts), (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
-    carry = inputs[first : first + count]
-    while True:  # what a loop carries may come from more in its second round; origins only grow
-        given = [*(frozenset() for _ in consts), *inputs[:first], *carry, *inputs[first + count :]]
-        outputs, plan = _find(body, given, (*axes, eqn.params["length"]))
-        grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
-        if grown == carry:
-            return outputs, plan
-        carry = grown
-
-
-def _path_of(site: Site, inputs: list[Origin]) -> str:
-    """The parameters that the weight of a product was computed from, or else the arguments that it came from."""
-    _, w, quantized, _ = site.structure.unflatten(inputs)
-    whole: Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
-    kind = min((kind for kind, _ in whole), default=1)
-    return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
-
-
-def _vmapped(eqn: Any, site: Site) -> tuple[int, ...]:
-    """The axes that `jax.vmap` has put in front of the operands of a product."""
-    shapes = [var.aval.shape for var in eqn.invars]
-    extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
-    leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
-    fits = all(shape[len(shape) - len(own) :] == own for shape, own in zip(shapes, site.shapes, strict=True))
-    if not fits or len(extra - {0}) > 1 or len(leading) > 1:
-        raise NotImplementedError(
-            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under jax.vmap as "
-            f"{[list(shape) for shape in shapes[:2]]}, and only axes in front of all operands can be read; give "
-            "jax.vmap in_axes of 0 and None"
-        )
-    return next(iter(leading), ())
-
-
 # Probes --------------------------------------------------------------------------------------------------------------
 
 
-def _founds(plan: Any) -> Any:
-    """The products of a plan, in the order of `jax.tree.leaves` of its probes."""
-    if isinstance(plan, _Found):
-        yield plan
-    else:
-        for number in sorted(plan):
-            yield from _founds(plan[number])
-
-
 def _probes(plan: Any) -> Any:
-    if isinstance(plan, _Found):
-        return jnp.zeros((*plan.axes, len(OPERANDS), _FIELDS), jnp.float32)
+    if isinstance(plan, Found):
+        return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
+    if isinstance(plan, Unread):
+        return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
 
 
-def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
+def _named(found: Sequence[Found], probes: Sequence[jax.Array]) -> Readings:
     """Readings by path, from what arrived at the probes."""
     readings: Readings = {}
     for product, probe in zip(found, probes, strict=True):
@@ -216,44 +126,48 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
         path, again = product.path, 2
         while path in readings:
             path, again = f"{product.path}#{again}", again + 1
-        readings[path] = {name: Reading(*fields[..., i]) for i, name in enumerate(OPERANDS)}
+        rows = product.operands
+        readings[path] = {name: Reading(*fields[..., rows.index(name)]) for name in OPERANDS if name in rows}
     return readings
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _watched(site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array) -> Any:
+def _watched(
+    site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
+) -> Any:
     """The outputs of a product; what is known of its operands is the gradient of the probe."""
     return outputs
 
 
-def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Array) -> Any:
-    return outputs, forward
+def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Array, words: Any) -> Any:
+    return outputs, (forward, words)
 
 
-def _watched_backward(site: Site, forward: jax.Array, gradients: Any) -> Any:
+def _watched_backward(site: Site, saved: tuple[jax.Array, Any], gradients: Any) -> Any:
+    forward, words = saved
     made = Carrier(tuple(gradients[1:])) if site.gradient == "quantized" else None
 
-    def of_one(g: jax.Array, made: Carrier | None) -> jax.Array:
-        found = read_gradient(site.recipe, g, None if made is None else made.quantized(site.recipe))
-        return _row(found)
+    def of_one(g: jax.Array, made: Carrier | None, words: jax.Array | None) -> jax.Array:
+        quantized = None if made is None else made.quantized(site.recipe)
+        return _rows(read_gradients(site.recipe, g, quantized, words))
 
     for _ in range(forward.ndim - 2):
-        of_one = jax.vmap(of_one)
-    row = of_one(gradients[0], made)[..., None, :]
-    return gradients, jnp.concatenate([forward, row], axis=-2), jnp.zeros_like(forward)
+        of_one = jax.vmap(of_one, in_axes=(0, 0, 0 if words is not None and words.ndim > 1 else None))
+    rows = of_one(gradients[0], made, words)
+    return gradients, jnp.concatenate([forward, rows], axis=-2), jnp.zeros_like(forward), None
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
 
 
-def _row(reading: Reading) -> jax.Array:
-    return jnp.stack([*reading, jnp.ones_like(reading.amax)])
+def _rows(readings: Sequence[Reading]) -> jax.Array:
+    return jnp.stack([jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings])
 
 
 # The program again ---------------------------------------------------------------------------------------------------
 
 
-def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: _Plan, probes: Any) -> list[Any]:
+def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: Plan, probes: Any) -> list[Any]:
     """The outputs of a program with a probe at each product of its plan."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
@@ -272,8 +186,10 @@ def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: _Plan, probes: An
 def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[Any]:
     """The outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
-    if isinstance(step, _Found):
+    if isinstance(step, Found):
         return _product(eqn, inputs, step.site, probes)
+    if isinstance(step, Unread):
+        return bind(eqn, inputs)
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
@@ -293,11 +209,11 @@ def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[A
     return run(inputs, probes)
 
 
-def _branch(body: Any, consts: Any, plan: _Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> Any:
+def _branch(body: Any, consts: Any, plan: Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> Any:
     return _run(body, consts, inputs, plan, probes.get(number, {}))
 
 
-def _scan(eqn: Any, inputs: list[Any], plan: _Plan, probes: Any) -> list[Any]:
+def _scan(eqn: Any, inputs: list[Any], plan: Plan, probes: Any) -> list[Any]:
     (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
     first, count = scan_counts(options)
     fixed, xs = inputs[:first], inputs[first + count :]
@@ -317,12 +233,11 @@ def _product(eqn: Any, inputs: list[Any], site: Site, probe: jax.Array) -> Seque
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
     def of_one(*leaves: Any) -> jax.Array:
-        x, w, stored, made = site.structure.unflatten(leaves)
-        return jnp.stack([_row(reading) for reading in read_product(site.recipe, x, w, stored, made)])
+        return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
     in_axes = [0 if leaf.ndim > len(own) else None for leaf, own in zip(leaves, site.shapes, strict=True)]
     for _ in range(probe.ndim - 2):
         of_one = jax.vmap(of_one, in_axes=in_axes)
     with jax.named_scope("monitor"):
-        forward = of_one(*leaves)
-        return _watched(site, tuple(bind(eqn, inputs)), probe, forward)
+        forward, (*_, words) = of_one(*leaves), site.structure.unflatten(leaves)
+        return _watched(site, tuple(bind(eqn, inputs)), probe, forward, words)

@@ -1,19 +1,24 @@
-"""`Reading`: how well an operand of a product was rounded, four numbers of it."""
+"""`Reading`: how well an operand of a product was rounded, four numbers of it.
+
+Products of most recipes have three operands: x, the weight as the forward product reads it, and g as dgrad reads it.
+FP4 training quantizes the operands of wgrad, and with some recipes the weight of dgrad, anew; these are read, too.
+"""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
-from pallas_kernels.operands import Operand, Quantized
+from pallas_kernels import fp4, numerics
+from pallas_kernels.operands import Fp4, Operand, Quantized
+from tcfp_jax.formats.nvfp4_values import Nvfp4Values, observe
+from tcfp_jax.products.fp4_training import OperandName, quantization
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Halves, Recipe
 from tcfp_jax.weights.stored import Stored
 
-OperandName = Literal["x", "w", "g"]
-OPERANDS: tuple[OperandName, ...] = ("x", "w", "g")
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad")
 # Larger than the value that it was rounded to by more than this part of it, at the top of the format: it was clipped.
 _CLIPPED = 2.0**-10
 
@@ -28,7 +33,8 @@ class Reading(NamedTuple):
       snr: of the rounded values, in decibels; inf where rounding changed nothing.
 
     NaN stands for what is not known: of a gradient that comes quantized from the kernel that computed it, only `amax`
-    is; of a product that did not run, or whose result has no gradient, nothing is.
+    is; of a product that did not run, whose result has no gradient, or that is where no probe can be, nothing is. An
+    operand that is rotated before it is rounded is compared after the rotation; its `amax` is from before.
     """
 
     amax: jax.Array
@@ -48,19 +54,65 @@ def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
     """
     x = values.astype(jnp.float32)
     q = rounded.dequantize() if isinstance(rounded, Operand) else rounded.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), initial=0.0)
-    underflow = jnp.mean(((x != 0) & (q == 0)).astype(jnp.float32))
+    clipped = _clipped(x, q, rounded) if isinstance(rounded, Operand) else jnp.zeros(x.shape, bool)
+    return _compared(_amax(x), x, q, clipped)
+
+
+def _amax(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
+
+
+def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
+    """The reading of float32 x and of what it was rounded to."""
+    share = lambda these: jnp.mean(these.astype(jnp.float32))
     # In units of amax, so that squares of small gradients are no zeros.
     unit = 1 / jnp.where(amax > 0, amax, 1.0)
     energy = lambda v: jnp.sum(jnp.square(v * unit))
     snr = 10 * jnp.log10(energy(x) / energy(x - q))
-    return Reading(amax, underflow, _saturation(x, q, rounded), snr)
+    return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
+
+
+def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
+    """Which values are larger than the largest number of the format at their scale."""
+    if isinstance(rounded.scaling, Fp4):
+        return (jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()) & _beyond(x, q)
+    dtype, spare = rounded.values.dtype, _CLIPPED
+    if rounded.lo is not None:  # which rounds to either side of values at the top, too
+        spare = 2 * numerics.largest_rounding_error(dtype, halves=2) / numerics.largest(dtype)
+    return (jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)) & _beyond(x, q, spare)
+
+
+def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
+    return jnp.abs(x) > jnp.abs(q) * (1 + spare)
+
+
+def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
+    """What `read_product` reads: operands that are known in the forward pass.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> [forward_operands(recipe(name)) for name in ("tensorwise", "nvfp4_training", "quartet2")]
+    [('x', 'w'), ('x', 'w', 'x_wgrad'), ('x', 'w', 'w_dgrad', 'x_wgrad')]
+    """
+    if recipe.fp4 is None:
+        return "x", "w"
+    anew = recipe.fp4.backward == "requantized" or recipe.fp4.forward_operands == "bf16"
+    return ("x", "w", "w_dgrad", "x_wgrad") if anew else ("x", "w", "x_wgrad")
+
+
+def gradient_operands(recipe: Recipe) -> tuple[OperandName, ...]:
+    """What `read_gradients` reads."""
+    return ("g",) if recipe.fp4 is None else ("g", "g_wgrad")
 
 
 def read_product(
-    recipe: Recipe, x: jax.Array, w: jax.Array | None, stored: Stored | None, made: Quantized | None
-) -> tuple[Reading, Reading]:
-    """The readings of x and of the weight, as the forward product reads them.
+    recipe: Recipe,
+    x: jax.Array,
+    w: jax.Array | None,
+    stored: Stored | None,
+    made: Quantized | None,
+    words: jax.Array | None = None,
+) -> tuple[Reading, ...]:
+    """The readings of x and of the weight, those of `forward_operands`.
 
     Args:
       recipe: of the product.
@@ -68,7 +120,11 @@ def read_product(
       w: `[k, n]`, or zeros in the place of a parameter that is stored; None where there is no float weight.
       stored: the weight as products read it, or None.
       made: x as it was quantized already, or None.
+      words: of FP4 training's key, or None.
     """
+    if recipe.fp4 is not None:
+        assert w is not None, "nothing is stored"
+        return _read_fp4_training(recipe, x, w, words)
     if made is not None:
         of_x = read(x, made.rows)
     elif recipe.forward == "bf16":
@@ -82,29 +138,80 @@ def read_product(
     operand = stored.for_forward(recipe.weight.forward).settled()
     whole = stored.for_forward("hi+lo").dequantize()
     # A parameter that is stored has zeros in the place of floats: what it stands for is all that is stored of it.
-    floats = whole if w is None else jnp.where(jnp.any(w != 0), w.T.astype(jnp.float32), whole)
+    # Packed codes of an odd k end in one of zero.
+    floats = whole if w is None else jnp.where(jnp.any(w != 0), _filled(w.T.astype(jnp.float32), whole.shape), whole)
     return of_x, read(floats, operand)
 
 
-def read_gradient(recipe: Recipe, g: jax.Array, made: Quantized | None = None) -> Reading:
-    """The reading of the gradient of a product's result, which may come quantized alone."""
+def read_gradients(
+    recipe: Recipe, g: jax.Array, made: Quantized | None = None, words: jax.Array | None = None
+) -> tuple[Reading, ...]:
+    """The readings of the gradient of a product's result, which may come quantized alone: of `gradient_operands`."""
+    if recipe.fp4 is not None:
+        given = {"g": g, "g_wgrad": _tokens(g)}
+        return tuple(_read_nvfp4(recipe, name, given[name], words) for name in gradient_operands(recipe))
     if made is not None:
         unknown = jnp.full((), jnp.nan, jnp.float32)
-        return Reading(jnp.max(jnp.abs(made.rows.dequantize()), initial=0.0), unknown, unknown, unknown)
+        return (Reading(_amax(made.rows.dequantize()), unknown, unknown, unknown),)
     if recipe.dgrad == "bf16":
-        return read(g, g.astype(jnp.bfloat16))
-    return read(g, _rows(g, recipe.gradient, recipe, "hi"))
+        return (read(g, g.astype(jnp.bfloat16)),)
+    return (read(g, _rows(g, recipe.gradient, recipe, "hi")),)
+
+
+def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[Reading, ...]:
+    assert recipe.fp4 is not None, "the caller looked"
+    readings: dict[OperandName, Reading] = {}
+    # What the backward pass quantizes in the place of x and w: BF16, or the forward product's own numbers.
+    one = jnp.ones((), jnp.float32)
+    of_x, of_w = (Nvfp4Values(operand.astype(jnp.bfloat16), one) for operand in (x, w))
+    if recipe.fp4.forward_operands == "bf16":
+        readings |= {"x": read(x, of_x.values), "w": read(w, of_w.values)}
+    else:
+        readings |= {"x": _read_nvfp4(recipe, "x", x, words), "w": _read_nvfp4(recipe, "w", w, words)}
+    if recipe.fp4.backward == "requantized":
+        if recipe.fp4.forward_operands == "fp4":
+            of_x = observe(x, *quantization(recipe, "x", words)).found
+            of_w = observe(w, *quantization(recipe, "w", words)).found
+        readings["w_dgrad"] = _read_nvfp4(recipe, "w_dgrad", w, words, of_w)
+    elif recipe.fp4.forward_operands == "bf16":
+        readings["w_dgrad"] = _read_nvfp4(recipe, "w", w, words)
+    readings["x_wgrad"] = _read_nvfp4(recipe, "x_wgrad", _tokens(x), words, of_x._replace(values=_tokens(of_x.values)))
+    return tuple(readings[name] for name in forward_operands(recipe))
+
+
+def _read_nvfp4(
+    recipe: Recipe,
+    operand: OperandName,
+    x: jax.Array,
+    words: jax.Array | None,
+    numbers: Nvfp4Values | None = None,
+) -> Reading:
+    """The reading of an operand of FP4 training; `numbers` is what is quantized in the place of x, and may be longer.
+
+    Zeros that fill blocks up are left out, except along an axis that is rotated, where they are none any more.
+    """
+    how = quantization(recipe, operand, words)
+    if numbers is None:
+        found, outer = observe(x, *how), jnp.ones((), jnp.float32)
+        exact = found.exact
+    else:
+        found, outer = observe(numbers.values, *how), numbers.outer
+        exact = observe(_filled(x, numbers.values.shape), *how).exact
+    rotated = None if how.signs is None or how.axis is None else how.axis % x.ndim
+    kept = tuple(slice(None if axis == rotated else size) for axis, size in enumerate(x.shape))
+    q = found.found.dequantize() * outer
+    top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
+    return _compared(_amax(x.astype(jnp.float32)), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
+
+
+def _filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(x, [(0, whole - size) for whole, size in zip(shape, x.shape, strict=True)])
+
+
+def _tokens(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _rows(x: jax.Array, dtype: str, recipe: Recipe, halves: Halves) -> Operand:
     """As products read them, to the bit; made by XLA, which fuses it with what reads it here."""
     return quantize_operand(x, dtype, dataclasses.replace(recipe, quantize_backend="xla"), halves=halves).rows
-
-
-def _saturation(x: jax.Array, q: jax.Array, rounded: Operand | jax.Array) -> jax.Array:
-    if not isinstance(rounded, Operand):
-        return jnp.zeros((), jnp.float32)
-    if not jnp.issubdtype(rounded.values.dtype, jnp.floating):  # two codes in a byte
-        return jnp.full((), jnp.nan, jnp.float32)
-    top = jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(rounded.values.dtype)
-    return jnp.mean((top & (jnp.abs(x) > jnp.abs(q) * (1 + _CLIPPED))).astype(jnp.float32))

@@ -33,7 +33,7 @@ pass. Rounding has the straight-through gradient.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,17 @@ from pallas_kernels.counter import bits_of, keys
 from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Tensor
+from tcfp_jax.formats.nvfp4_arrays import Rule
 from tcfp_jax.formats.nvfp4_kernel import Numbers
-from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along, squares
+from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Fp4Training, Product, Recipe, describe
 
 # The streams of a product's bits.
 _SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
+# What is quantized: of the forward product x and w, and what dgrad and wgrad quantize anew.
+OperandName = Literal["x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"]
 
 
 def words_of(key: jax.Array) -> jax.Array:
@@ -132,16 +136,52 @@ class _Saved:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> jax.Array:
-    return _forward(recipe, x, w, words)[0]
+    return named(_forward(recipe, x, w, words)[0], recipe, "float", (x, w, None, None), words)
+
+
+class Quantization(NamedTuple):
+    """How an operand is quantized: the arguments of `along`; where the axis is None, the rule is that of `squares`."""
+
+    axis: int | None
+    rule: Rule
+    rounding: Rounding
+    key: Any
+    signs: jax.Array | None
+
+
+def quantization(recipe: Recipe, operand: OperandName, words: jax.Array | None) -> Quantization:
+    """How an operand of a product with these key words is quantized; x and g of wgrad as `[tokens, ...]`."""
+    how = _how(recipe)
+    reused, of_g = how.backward == "reused", how.gradient_rounding
+    of_x: Rounding = how.activation_rounding
+    if operand == "w":
+        return Quantization(None if reused else 0, how.scale_rule, "nearest", None, None)
+    axis, rounding, drawn, turns = {
+        "x": (-1, of_x, _X_FORWARD, None),
+        "g": (-1, of_g, _G_DGRAD, _SIGNS_DGRAD),
+        "w_dgrad": (1, of_g, _W_DGRAD, _SIGNS_DGRAD),
+        "x_wgrad": (0, of_x if reused else of_g, _X_WGRAD, _SIGNS_WGRAD),
+        "g_wgrad": (0, of_g, _G_WGRAD, _SIGNS_WGRAD),
+    }[operand]
+    turned = how.rotation == "backward" or (how.rotation == "wgrad" and turns == _SIGNS_WGRAD)
+    turn = signs(_bits(words, turns), how.hadamard) if turned and turns is not None else None
+    return Quantization(axis, how.scale_rule, rounding, _bits(words, drawn), turn)
+
+
+def _quantized(recipe: Recipe, operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
+    how, numbers = quantization(recipe, operand, words), _numbers(recipe)
+    if how.axis is None:
+        return squares(values, how.rule, numbers)
+    return along(values, how.axis, how.rule, how.rounding, how.key, how.signs, numbers)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
-    how, numbers = _how(recipe), _numbers(recipe)
+    how = _how(recipe)
     reused = how.backward == "reused"
     kept_x: Any
     kept_w: Any
     with jax.named_scope("quantize_w"):
-        w_q = squares(w, how.scale_rule, numbers) if reused else along(w, 0, how.scale_rule, numbers=numbers)
+        w_q: Any = _quantized(recipe, "w", w, None)
         w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), w_q)
     if how.forward_operands == "bf16":
         with jax.named_scope("forward"):
@@ -149,8 +189,7 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
             y = _dot(kept_x, w.astype(jnp.bfloat16), x.ndim - 1, 0)
     else:
         with jax.named_scope("quantize_x"):
-            rounding = how.activation_rounding
-            x_q = along(x, -1, how.scale_rule, rounding, _bits(words, _X_FORWARD), numbers=numbers)
+            x_q = _quantized(recipe, "x", x, words)
         with jax.named_scope("forward"):
             axes = (x.ndim - 1, 0 if reused else _first(recipe))
             y = _multiply(x_q, w_q, axes, recipe, recipe.forward, x.dtype)[..., : w.shape[1]]
@@ -160,25 +199,16 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    how, words, (k, n) = _how(recipe), saved.words, saved.shape
-    reused, rounding = how.backward == "reused", how.gradient_rounding
-    quantized = lambda x, axis, number, turn: along(
-        x, axis, how.scale_rule, rounding, _bits(words, number), turn, _numbers(recipe)
-    )
+    words, (k, n), reused = saved.words, saved.shape, _how(recipe).backward == "reused"
+    quantized = lambda operand, values: _quantized(recipe, operand, values, words)
     with jax.named_scope("dgrad"):
-        turn = signs(_bits(words, _SIGNS_DGRAD), how.hadamard) if how.rotation == "backward" else None
-        g_q = quantized(g, -1, _G_DGRAD, turn)
-        w_q = saved.w if reused else _again(saved.w, 0, lambda w: quantized(w[:, :n], 1, _W_DGRAD, turn))
+        g_q = quantized("g", g)
+        w_q = saved.w if reused else _again(saved.w, 0, lambda w: quantized("w_dgrad", w[:, :n]))
         dx = _multiply(g_q, w_q, (g.ndim - 1, 1), recipe, recipe.dgrad, saved.dtypes[0])
     with jax.named_scope("wgrad"):
-        turn = None if how.rotation == "none" else signs(_bits(words, _SIGNS_WGRAD), how.hadamard)
         tokens = lambda x: x.reshape(-1, x.shape[-1])
-        g_q = quantized(tokens(g), 0, _G_WGRAD, turn)
-        if reused:
-            of_x, numbers = how.activation_rounding, _numbers(recipe)
-            x_q = along(tokens(saved.x), 0, how.scale_rule, of_x, _bits(words, _X_WGRAD), turn, numbers)
-        else:
-            x_q = _again(saved.x, -1, lambda x: quantized(tokens(x), 0, _X_WGRAD, turn))
+        g_q, of_x = quantized("g_wgrad", tokens(g)), lambda x: quantized("x_wgrad", tokens(x))
+        x_q = of_x(saved.x) if reused else _again(saved.x, -1, of_x)
         dw = _multiply(x_q, g_q, (_first(recipe), _first(recipe)), recipe, recipe.wgrad, saved.dtypes[1])
     return dx[..., :k], dw[:k], None
 

@@ -18,7 +18,7 @@ PREFIX = "tcfp_site_"
 class Site(NamedTuple):
     """A product: its recipe, how its gradient comes, and the tree and the shapes of its operands.
 
-    The operands are `(x, w, quantized, x_quantized)` as `products.layer` has them.
+    The operands are `(x, w, quantized, x_quantized)` as `products.layer` has them, and the words of FP4 training's key.
     """
 
     recipe: Recipe
@@ -32,7 +32,13 @@ _SITES: list[Site] = []
 _NUMBERS: dict[Site, int] = {}
 
 
-def named(result: Any, recipe: Recipe, gradient: Literal["float", "quantized"], operands: Any) -> Any:
+def named(
+    result: Any,
+    recipe: Recipe,
+    gradient: Literal["float", "quantized"],
+    operands: Any,
+    words: jax.Array | None = None,
+) -> Any:
     """The result itself, with the product in its name.
 
     >>> from tcfp_jax.recipes import recipe
@@ -40,7 +46,7 @@ def named(result: Any, recipe: Recipe, gradient: Literal["float", "quantized"], 
     >>> site_of(program).recipe == recipe("bf16"), site_of(jax.make_jaxpr(abs)(1.0))
     (True, None)
     """
-    leaves, structure = jax.tree.flatten(operands)
+    leaves, structure = jax.tree.flatten((*operands, words))
     found = Site(recipe, gradient, structure, tuple(leaf.shape for leaf in leaves))
     number = _NUMBERS.setdefault(found, len(_SITES))
     if number == len(_SITES):

@@ -18,7 +18,7 @@ from models.gpt import GPTConfig
 from models.llama import LlamaConfig
 from models.monitoring import Board, make_monitored_step, read_reports
 from models.phases import phase_at, switched
-from models.plotting import plot_reports
+from models.plotting import color_range, matrix_of, plot_reports
 from models.running import run
 from models.settings import TrainConfig, products_over
 from models.train import main
@@ -122,6 +122,14 @@ def test_first_and_last_blocks_have_their_own_recipe(weights):
     text = jax.ShapeDtypeStruct((1000,), jnp.uint8)
     after, *_ = jax.eval_shape(make_monitored_step(config, 2), state, text, batch_key(config))
     assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_colors_do_not_make_a_picture_of_noise():
+    names, values = matrix_of({5: {"up": {"x": {"snr": 31.5}}, "down": {"x": {"snr": None}}, "b": {}}}, ("x", "snr"))
+    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])  # what is not known has a place
+    low, high = color_range(values, (None, None), 10.0)
+    assert (low, high) == (26.5, 36.5)
+    assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
 
 
 @pytest.mark.parametrize("weights", ["float", "stored"])
@@ -258,7 +266,7 @@ def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
 
 def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match=r"pip install 'tcfp_jax\[monitor\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[monitor\]'"):
         run(CONFIG, out=tmp_path / "run", tensorboard="on")
     with pytest.raises(ValueError, match="without out"):
         run(CONFIG, tensorboard="on")

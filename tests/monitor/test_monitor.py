@@ -16,7 +16,7 @@ from tcfp_jax import monitor
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.monitor.readings import read
-from tcfp_jax.products import layer
+from tcfp_jax.products import fp4_training, layer
 from tests.helpers import decibels, same_bits
 
 RNG = np.random.default_rng(0)
@@ -73,6 +73,8 @@ def test_what_was_clipped_is_counted():
     x = jnp.asarray([[1000.0, 449.0, 448.0, 1.0]])
     rounded = quantize(x, "float8_e4m3fn", amax=jnp.float32(448.0)).rows
     assert float(read(x, rounded).saturation) == 0.5
+    near = jnp.asarray([[438.5, 448.0], [1.0, -2.0]])  # 448 and -10, together 0.5 too small
+    assert float(read(near, tcfp_jax.split(near)).saturation) == 0
 
 
 def test_loops_and_branches_have_entries_of_their_own():
@@ -155,22 +157,57 @@ def test_layers_of_all_kinds(kind, weights):
         assert 25 < reading["w"].snr < 35 and 25 < reading["x"].snr < 35 and 25 < reading["g"].snr < 35
 
 
-def test_a_step_without_readings_is_what_it_was(monkeypatch):
-    params = tcfp_jax.store(PARAMS, "tcfp12_single", key=jax.random.key(0))
+@pytest.mark.parametrize("name, module", [("tcfp12_single", layer), ("nvfp4_training", fp4_training)])
+def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
+    one = {"up": {"kernel": W[0]}}
+    params = one if name == "nvfp4_training" else tcfp_jax.store(one, name, key=jax.random.key(0))
 
     def text():
         jax.clear_caches()
-        loss = lambda params, x: loss_of("tcfp12_single", params, x)
+        loss = lambda params, x: tcfp_jax.matmul(x, params["up"]["kernel"], recipe=name, key=jax.random.key(0)).sum()
         return [jax.jit(program).lower(params, X).as_text() for program in (tcfp_jax.value_and_grad(loss), loss)]
 
     with_sites = text()
-    monkeypatch.setattr(layer, "named", lambda result, *_: result)
+    monkeypatch.setattr(module, "named", lambda result, *_: result)
     assert text() == with_sites
     assert "monitor" not in with_sites[0]
 
 
+multiply = functools.partial(tcfp_jax.matmul, recipe="tensorwise")
+
+
+@jax.custom_vjp
+def with_a_rule(x, w):
+    return multiply(x, w)
+
+
+with_a_rule.defvjp(lambda x, w: (multiply(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
+
+
+def in_a_while_loop(x, w):
+    again = lambda carried: (carried[0] + 1, multiply(carried[1], w))
+    return jax.lax.while_loop(lambda carried: carried[0] < 2, again, (0, x))[1]
+
+
+def test_what_no_probe_reaches_is_named_and_not_left_out():
+    hidden = lambda params, x: jnp.sum(with_a_rule(x, params["up"]["kernel"]))
+    with pytest.raises(ValueError, match=r"computes 1 low-precision product.*none .* inside of jax.custom_vjp, where"):
+        monitor.value_and_grad(hidden)(PARAMS, X)
+    loop = lambda params, x: jnp.sum(in_a_while_loop(x, params["up"]["kernel"]))
+    with pytest.raises(ValueError, match=r"are inside of jax.lax.while_loop, where no probe"):
+        monitor.value_and_grad(loop)(PARAMS, X)
+    inner = lambda params, x: jnp.sum(jax.grad(lambda x: jnp.sum(multiply(x, params["up"]["kernel"]) ** 2))(x))
+    with pytest.raises(NotImplementedError, match="differentiates a low-precision product itself"):
+        monitor.value_and_grad(inner)(PARAMS, X)
+
+    half = lambda params, x: hidden(params, x) + jnp.sum(multiply(x, params["down"]["kernel"]) ** 2)
+    _, readings = jax.jit(monitor.value_and_grad(half))(PARAMS, X)
+    assert np.isnan([*readings["up/kernel"].values()]).all() and set(readings["up/kernel"]) == {"x", "w", "g"}
+    assert np.isfinite([*readings["down/kernel"].values()]).all()
+
+
 def test_what_cannot_be_observed_says_so():
-    with pytest.raises(ValueError, match="computes no low-precision product"):
+    with pytest.raises(ValueError, match="computes no low-precision product; observe the loss"):
         monitor.value_and_grad(lambda params, x: jnp.sum(x @ params["up"]["kernel"]))(PARAMS, X)
     with pytest.raises(ValueError, match="argnums=2"):
         monitor.value_and_grad(lambda params, x: 0.0, argnums=2)(PARAMS, X)

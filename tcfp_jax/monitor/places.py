@@ -1,0 +1,170 @@
+"""Where low-precision products are in a program: a plan of its equations, by which they can be observed.
+
+A product is found by its site (`products.sites`), through jit, scan, cond, checkpoint and vmap. Of one that lies where
+no probe can be, in a while loop, in `jax.shard_map` or in another custom derivative, the plan says that it is there.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from tcfp_jax.conversion.programs import INLINED, bodies_of, opened, scan_counts
+from tcfp_jax.monitor.readings import forward_operands, gradient_operands
+from tcfp_jax.products.fp4_training import OperandName
+from tcfp_jax.products.operands import ACTIVATION_NAME
+from tcfp_jax.products.sites import Site, site_of
+
+# Of which arguments a value was computed: pairs of 0 for parameters or 1 for others, and the path.
+Origin = frozenset[tuple[int, str]]
+
+
+class Found(NamedTuple):
+    """A product in a program: the path of its weight, and the leading axes of its probe."""
+
+    site: Site
+    path: str
+    axes: tuple[int, ...]
+
+    @property
+    def operands(self) -> tuple[OperandName, ...]:
+        """What the rows of its probe are of."""
+        return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
+
+
+class Unread(NamedTuple):
+    """Products in the body of an equation that no probe reaches. They have one, to which nothing arrives."""
+
+    inside: str
+    found: tuple[Found, ...]
+
+
+# What programs that hold products are called where users write them.
+_BODIES = {
+    "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
+    "custom_jvp_call": "jax.custom_jvp",
+}  # fmt: skip
+# What to do at an equation, by its number: `Found`, `Unread`, or the plan of its body, of branches by their numbers.
+Plan = dict[int, Any]
+
+
+def find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
+    """(the origins of the outputs, the products in a program and its bodies); `axes` are those of loops around it."""
+    known: dict[Any, Origin] = dict(zip([*jaxpr.constvars, *jaxpr.invars], origins, strict=True))
+    read = lambda var: frozenset() if isinstance(var, core.Literal) else known[var]
+    plan: Plan = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        outputs, step = _look(eqn, [read(var) for var in eqn.invars], axes)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+        if step:
+            plan[number] = step
+        if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
+            raise NotImplementedError(
+                "the function differentiates a low-precision product itself, by jax.grad, jax.vjp or jax.jvp inside of "
+                "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
+                "function that is differentiated"
+            )
+    return [read(var) for var in jaxpr.outvars], plan
+
+
+def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
+        found = Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
+        return [frozenset().union(*inputs)] * len(eqn.outvars), found
+    if name in INLINED and not params.get("differentiated"):
+        body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
+        return find(body, [*(frozenset() for _ in consts), *inputs], axes)
+    if name == "scan":
+        return _look_into_scan(eqn, inputs, axes)
+    if name == "cond":
+        bodies = [opened(closed) for closed in params["branches"]]
+        looked = [find(body, [*(frozenset() for _ in consts), *inputs[1:]], axes) for body, consts in bodies]
+        plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
+        return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
+    whole: Origin = frozenset().union(*inputs)
+    unread: list[Found] = []
+    for body, consts in bodies_of(eqn):
+        given = inputs if len(inputs) == len(body.invars) else [whole] * len(body.invars)
+        _, plan = find(body, [*(frozenset() for _ in consts), *given], axes)
+        unread += products_of(plan)
+    inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
+    return [whole] * len(eqn.outvars), Unread(inside, tuple(unread)) if unread else None
+
+
+def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
+    (body, consts), (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
+    carry = inputs[first : first + count]
+    while True:  # what a loop carries may come from more in its second round; origins only grow
+        given = [*(frozenset() for _ in consts), *inputs[:first], *carry, *inputs[first + count :]]
+        outputs, plan = find(body, given, (*axes, eqn.params["length"]))
+        grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
+        if grown == carry:
+            return outputs, plan
+        carry = grown
+
+
+def _path_of(site: Site, inputs: list[Origin]) -> str:
+    """The parameters that the weight of a product was computed from, or else the arguments that it came from."""
+    _, w, quantized, *_ = site.structure.unflatten(inputs)
+    whole: Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
+    kind = min((kind for kind, _ in whole), default=1)
+    return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
+
+
+def _vmapped(eqn: Any, site: Site) -> tuple[int, ...]:
+    """The axes that `jax.vmap` has put in front of the operands of a product."""
+    shapes = [var.aval.shape for var in eqn.invars]
+    extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
+    leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
+    fits = all(shape[len(shape) - len(own) :] == own for shape, own in zip(shapes, site.shapes, strict=True))
+    if not fits or len(extra - {0}) > 1 or len(leading) > 1:
+        raise NotImplementedError(
+            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under jax.vmap as "
+            f"{[list(shape) for shape in shapes[:2]]}, and only axes in front of all operands can be read; give "
+            "jax.vmap in_axes of 0 and None"
+        )
+    return next(iter(leading), ())
+
+
+def check_read(name: str, plan: Plan) -> None:
+    """Raise unless a product of a plan can be read.
+
+    Raises:
+      ValueError: there is none.
+    """
+    count = len(list(products_of(plan)))
+    if not count:
+        raise ValueError(
+            f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
+            "converted by it"
+        )
+    unread = list(_unread_of(plan))
+    if count == sum(len(step.found) for step in unread):
+        raise ValueError(
+            f"{name} computes {count} low-precision product(s), none of which can be read: they are inside of "
+            f"{' and '.join(sorted({step.inside for step in unread}))}, where no probe can be. Products are read in "
+            "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
+            "layers there"
+        )
+
+
+def products_of(plan: Any) -> Iterator[Found]:
+    """The products of a plan, in the order of `jax.tree.leaves` of its probes."""
+    if isinstance(plan, Found):
+        yield plan
+    elif isinstance(plan, Unread):
+        yield from plan.found
+    else:
+        for number in sorted(plan):
+            yield from products_of(plan[number])
+
+
+def _unread_of(plan: Any) -> Iterator[Unread]:
+    """What of a plan is not read."""
+    if isinstance(plan, Unread):
+        yield plan
+    elif not isinstance(plan, Found):
+        for step in plan.values():
+            yield from _unread_of(step)

@@ -1,0 +1,90 @@
+"""FP4 training is read operand by operand, as its products read them; weights of four bits clip, which is counted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tcfp_jax
+from pallas_kernels.operands import Fp4
+from tcfp_jax import monitor
+from tcfp_jax.formats import nvfp4_values
+from tcfp_jax.monitor.readings import forward_operands, read
+from tcfp_jax.products.fp4_training import quantization, words_of
+from tcfp_jax.recipes import recipe
+from tcfp_jax.weights.fp4 import quantize_fp4
+from tests.formats_oracles import QUICK
+from tests.helpers import decibels, same_bits
+
+KEY = jax.random.key(3)
+QUARTET = recipe("quartet2", hadamard=32)
+
+
+def operands(m, k, n):
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(m, k), (k, n)]))
+    return x.at[3, 7].set(20), w / 6
+
+
+def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was():
+    x, w = operands(20, 37, 25)  # nothing is a multiple of a block
+    params = {"first": w, "last": jnp.ones((25, 3))}
+
+    def loss(params, x):
+        x = tcfp_jax.matmul(x, params["first"], recipe=QUARTET, key=KEY)
+        return jnp.sum(tcfp_jax.matmul(x, params["last"], recipe="tensorwise") ** 2)
+
+    result, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(params, x)
+    assert same_bits(result, jax.jit(tcfp_jax.value_and_grad(loss), compiler_options=QUICK)(params, x))
+    found = readings["first"]
+    assert set(found) == {"x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"} and set(readings["last"]) == {"x", "w", "g"}
+
+    made = jax.jit(lambda x: nvfp4_values.along(x, -1, "four_over_six"), compiler_options=QUICK)(x)
+    rounded = np.asarray(made.dequantize())[:, :37]
+    exact = np.asarray(x)
+    np.testing.assert_allclose(found["x"].snr, decibels(exact, rounded), rtol=1e-4)
+    np.testing.assert_allclose(found["x"].underflow, np.mean((exact != 0) & (rounded == 0)), rtol=1e-5)
+    assert 0 < found["x"].saturation < np.mean(np.abs(exact) > np.abs(rounded) * 1.001)
+    for name, of in (("x_wgrad", x), ("w", w), ("w_dgrad", w)):
+        np.testing.assert_allclose(found[name].amax, jnp.abs(of).max())
+    lost = {name: 10 ** (-float(reading.snr) / 10) for name, reading in found.items()}
+    assert all(18 < reading.snr < 26 for name, reading in found.items() if name not in ("w_dgrad", "x_wgrad"))
+    # The backward pass rounds the forward pass' own numbers once more: the energies of both errors add.
+    assert lost["w_dgrad"] == pytest.approx(lost["w"] + lost["g"], rel=0.3)
+    assert lost["x_wgrad"] == pytest.approx(lost["x"] + lost["g_wgrad"], rel=0.3)
+
+
+def test_what_is_observed_is_what_products_multiply():
+    (x, w), words = operands(20, 37, 25), words_of(KEY)
+
+    def both(x, w):
+        pairs = []
+        for how, name, values in ((QUARTET, "x_wgrad", x), (recipe("nvfp4_training"), "w", w)):
+            use = quantization(how, name, words)
+            made = nvfp4_values.squares(w, use.rule) if use.axis is None else nvfp4_values.along(values, *use)
+            pairs.append((made, nvfp4_values.observe(values, *use)))
+        return pairs
+
+    for values, (made, seen) in zip((x, w), jax.jit(both, compiler_options=QUICK)(x, w), strict=True):
+        assert same_bits(made, seen.found)
+        assert (jnp.abs(seen.found.values.astype(jnp.float32)) <= seen.largest).all()
+        # A rotation keeps what there is in all.
+        np.testing.assert_allclose(jnp.linalg.norm(seen.exact), jnp.linalg.norm(values), rtol=1e-5)
+
+
+def test_which_operands_are_quantized_anew():
+    named = functools.partial(recipe, "nvfp4_training")
+    assert forward_operands(named(forward_operands="bf16")) == ("x", "w", "w_dgrad", "x_wgrad")
+    assert forward_operands(named()) == ("x", "w", "x_wgrad") and forward_operands(recipe("bf16")) == ("x", "w")
+
+
+@pytest.mark.parametrize("scaling, clipped", [(Fp4("mxfp4"), 2), (Fp4("nvfp4"), 1)], ids=["mxfp4", "nvfp4"])
+def test_weights_of_four_bits_clip(scaling, clipped):
+    # MXFP4's scale is 1 here, so that 6 is the largest number; NVFP4's are E4M3 numbers, of which one is a little less
+    # than a sixth of its block's largest value.
+    w = jnp.ones((2, 32)).at[0, 0].set(7.9).at[0, 1].set(6.5).at[1, 0].set(6.0)
+    if scaling.format == "nvfp4":
+        w = w.at[0, 1].set(1.0).at[0, 0].set(450.0).at[1, 0].set(6.2)
+    found = read(w, quantize_fp4(w, scaling))
+    assert float(found.saturation) == clipped / w.size
