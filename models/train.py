@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--tensorboard", action="store_const", const="on", default="off",
-        help="write losses, and what --monitor finds, for TensorBoard, too (needs tcfp_jax[monitor])",
+        help="write losses, and what --monitor finds, for TensorBoard, too (needs pip install -e '.[monitor]')",
     )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
@@ -262,14 +262,16 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         export_run(out, options.export, mesh)
     if not is_first():
         return
+    pictures = ["loss.png"]
     plot_losses(out / "loss.png", curves, title=f"{config.model}, seed {config.seed}: {_source(config)}")
     if config.monitor:
+        pictures.append("monitor.png")
         plot_reports(out / "monitor.png", read_reports(out / METRICS_FILE), title=f"{config.model}: {name}")
     write_json(out / "summary.json", _summary(config, result, baseline))
     print(_table(name, result, baseline))
     if options.export is not None:
         print(f"exported: {options.export}")
-    print(f"written: {out / 'loss.png'}, {out / 'summary.json'}")
+    print("written:", ", ".join(str(out / each) for each in (*pictures, "summary.json")))
 
 
 def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
