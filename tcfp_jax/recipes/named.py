@@ -115,14 +115,16 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
 
 
 def describe(recipe: Recipe) -> str:
-    """The name of a recipe, or that of the nearest one and the fields in which it differs.
+    """The name of a recipe, or that of the nearest one of its kind and the fields in which it differs.
 
     >>> describe(recipe("tensorwise", gradient="float8_e4m3fn"))
     "tensorwise with gradient='float8_e4m3fn'"
     >>> describe(recipe("quartet2")), describe(recipe("nvfp4_training", rotation="none"))
     ('quartet2', "nvfp4_training with fp4.rotation='none'")
     """
-    found = {name: list(_differences(recipe, known)) for name, known in _NAMED.items()}
+    kind = lambda one: (one.fp4 is None, type(one.weight), getattr(one.scaling, "format", None))
+    alike = {name: known for name, known in _NAMED.items() if kind(known) == kind(recipe)}
+    found = {name: list(_differences(recipe, known)) for name, known in (alike or _NAMED).items()}
     nearest = min(found, key=lambda name: len(found[name]))
     return f"{nearest} with {', '.join(found[nearest])}" if found[nearest] else nearest
 
