@@ -110,7 +110,7 @@ def _defined(
 ) -> Nvfp4Values:
     shape = x.shape
     x, (axes, blocks, group) = _in_blocks(x, signs, place)
-    found = quantize(x, axes, rule, rounding, key, blocks, group)
+    found = quantize(x, axes, rule, rounding, key, blocks, group).values()
     found = found._replace(values=found.values.reshape(shape))
     if numbers == "bfloat16":
         return found
@@ -188,7 +188,7 @@ def squares(w: jax.Array, rule: Rule, numbers: Numbers = "bfloat16") -> Nvfp4Val
     (32, 16)
     """
     padded, axes, blocks = _in_squares(w)
-    found = quantize(padded, axes, rule, blocks=blocks)
+    found = quantize(padded, axes, rule, blocks=blocks).values()
     found = found._replace(values=found.values.reshape(padded.shape))
     return found if numbers == "bfloat16" else _in_e4m3(found)
 
@@ -225,17 +225,17 @@ def observe(
     """
     if axis is None:
         x, axes, blocks = _in_squares(x)
-        coded = _code(x, axes, rule, blocks=blocks)
+        coded = quantize(x, axes, rule, blocks=blocks)
     else:
         x, place, _ = _filled(x, axis, signs)
         x, (axes, blocks, group) = _in_blocks(x, signs, place)
-        coded = _code(x, axes, rule, rounding, key, blocks, group)
+        coded = quantize(x, axes, rule, rounding, key, blocks, group)
     largest = jnp.broadcast_to(coded.scale * _LARGEST, coded.x.shape).reshape(x.shape)
     found = coded.values()
     return Observed(coded.x.reshape(x.shape), found._replace(values=found.values.reshape(x.shape)), largest)
 
 
-class _Coded(NamedTuple):
+class Coded(NamedTuple):
     """Blocks of float32 `x`, the E2M1 magnitude `units` of each value, and the scales of blocks and of all."""
 
     x: jax.Array
@@ -244,6 +244,7 @@ class _Coded(NamedTuple):
     outer: jax.Array
 
     def values(self) -> Nvfp4Values:
+        """The numbers, and the scale of all."""
         values = (jnp.copysign(self.units, self.x) * self.scale).astype(jnp.bfloat16)
         return Nvfp4Values(values, self.outer.reshape(()))
 
@@ -256,7 +257,7 @@ def quantize(
     key: Key | None = None,
     blocks: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: (x,),
     group: tuple[int, int] = (0, 1),
-) -> Nvfp4Values:
+) -> Coded:
     """X as NVFP4.
 
     Args:
@@ -271,23 +272,11 @@ def quantize(
       group: for "eden", the axis and number of consecutive blocks that were rotated together.
 
     Returns:
-      `Nvfp4Values` of the shape of all blocks. A NaN or inf in x makes its block NaN.
+      `Coded` of the shape of all blocks. A NaN or inf in x makes its block NaN.
 
-    >>> quantize(jnp.arange(16.0)[None] - 6, (1,), "amax").dequantize()[0, :8].round(2).tolist()
+    >>> quantize(jnp.arange(16.0)[None] - 6, (1,), "amax").values().dequantize()[0, :8].round(2).tolist()
     [-6.0, -4.5, -4.5, -3.0, -2.25, -0.75, 0.0, 0.75]
     """
-    return _code(x, axes, rule, rounding, key, blocks, group).values()
-
-
-def _code(
-    x: jax.Array,
-    axes: tuple[int, ...],
-    rule: Rule,
-    rounding: Rounding = "nearest",
-    key: Key | None = None,
-    blocks: Callable[[jax.Array], Sequence[jax.Array]] = lambda x: (x,),
-    group: tuple[int, int] = (0, 1),
-) -> _Coded:
     bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
     amax = _largest([scale_choice.finite_magnitude(part) for part in bits], axes)
     lost = _largest(bits, axes) >= INFINITY
@@ -314,7 +303,7 @@ def _code(
         else:
             units = e2m1.nearest(magnitude, _divisor(scale, outer))
     scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
-    return _Coded(x, units, scale, outer)
+    return Coded(x, units, scale, outer)
 
 
 def _largest(parts: Sequence[jax.Array], axes: tuple[int, ...]) -> jax.Array:

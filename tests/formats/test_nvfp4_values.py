@@ -1,6 +1,7 @@
 """NVFP4 as numbers: the definition's bits in every mode; MS-EDEN over turns; rotations; which bits are drawn."""
 
 import functools
+import types
 from typing import Any
 
 import jax
@@ -216,9 +217,10 @@ def test_edens_values_are_codes_times_scales():
     ("axis", "size", "dtype"), [(0, 16, "float32"), (0, 32, "bfloat16"), (-1, 16, "float32"), (-1, 128, "bfloat16")]
 )
 def test_rotations_are_the_format_librarys(axis, size, dtype, monkeypatch):
-    keep = lambda x, axes, *rest: nvfp4_values.Nvfp4Values(
-        jnp.concatenate(rest[3](x), axis=axes[0]).astype(jnp.float32), jnp.float32(1)
-    )
+    def keep(x, axes, *rest):
+        blocks = jnp.concatenate(rest[3](x), axis=axes[0]).astype(jnp.float32)
+        return types.SimpleNamespace(values=lambda: nvfp4_values.Nvfp4Values(blocks, jnp.float32(1)))
+
     monkeypatch.setattr(nvfp4_values, "quantize", keep)
     monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
     x = jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)

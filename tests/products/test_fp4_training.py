@@ -1,6 +1,7 @@
 """FP4 training: products of dequantized operands, unbiased gradients, and random bits that a key decides."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,8 @@ def test_fp8_products_of_fold_exact_operands_are_their_bf16_products(backward):
 @pytest.mark.parametrize("name", ["nvfp4_training", "quartet2"])
 def test_rotations_cancel_where_nothing_is_rounded(name, monkeypatch):
     def exact(x, axes, rule, rounding, words, blocks, group):
-        return Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
+        found = Nvfp4Values(jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32), jnp.float32(1))
+        return types.SimpleNamespace(values=lambda: found)
 
     monkeypatch.setattr(nvfp4_values, "quantize", exact)
     monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
