@@ -98,6 +98,7 @@ def test_same_config_same_bits(uninterrupted):
     assert again.heldout_loss == result.heldout_loss
 
 
+@pytest.mark.optimized
 def test_recipes_share_initial_weights_and_batches():
     states = [train.init(dataclasses.replace(CONFIG, recipe=name)) for name in ("bf16", "tcfp12")]
     assert same_bits(states[0].params, states[1].params)

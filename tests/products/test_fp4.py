@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -93,8 +94,8 @@ def test_the_one_level_rule_is_the_seeds():
     scale = jnp.asarray(np.abs(blocks).max(-1) / np.float32(6)).astype(jnp.float8_e4m3fn)
     assert same_bits(codes.scale, scale) and float(codes.outer) == 1.0
     wide = np.asarray(scale.astype(jnp.float32))[..., None]
-    values = jnp.asarray(np.clip(blocks / wide, -6, 6)).astype(jnp.float4_e2m1fn).astype(jnp.float32)
-    np.testing.assert_array_equal(codes.dequantize().reshape(N, -1, 16), np.asarray(values) * wide)
+    values = np.clip(blocks / wide, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(codes.dequantize().reshape(N, -1, 16), values * wide)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("nvfp4", (33, 5)), ("mxfp4", (9, 3)), ("squares", (1, 1))], ids=str)
