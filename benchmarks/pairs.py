@@ -181,7 +181,7 @@ def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
 def add_options(parser: argparse.ArgumentParser, variants: Mapping[str, Any], seeds: int) -> None:
     """Variants, seeds, and when to stop."""
     parser.add_argument("--variants", help=f"of {', '.join(variants)} (default: all)")
-    parser.add_argument("--seeds", type=int, default=seeds, help=f"how many (default: {seeds})")
+    parser.add_argument("--seeds", type=common.positive, default=seeds, help=f"how many (default: {seeds})")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--budget-seconds", type=float, default=math.inf, help="start no run that may end after this")
     parser.add_argument("--resume", action="store_true", help="keep the runs in the JSON file and do those it lacks")
@@ -191,15 +191,11 @@ def wanted_of(options: argparse.Namespace, variants: Mapping[str, Any]) -> Wante
     """The runs that a command line asks for.
 
     Raises:
-      ValueError: unknown names, no baseline, or no seed.
+      ValueError: unknown names, or no baseline.
     """
     names = common.chosen_of("variants", options.variants, tuple(variants))
     if BASELINE not in names and not options.resume:
         raise ValueError(f"--variants must contain {BASELINE}, to which the others are compared, or --resume a file")
-    if options.seeds < 1:
-        raise ValueError(
-            f"--seeds {options.seeds} asks for no run, and would write a JSON without rows; give 1 or more"
-        )
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     return Wanted(names, seeds, options.budget_seconds, str(options.path) if options.resume else None)
 
