@@ -208,6 +208,10 @@ def test_a_late_switch_closes_a_part_of_the_gap():
         common.Result(FORK, {}, content := dict(TINY.settings), [dataclasses.asdict(r) for r in rows], "")
     )
     assert f"| `{LATE}` | 20% | 0.0100 | 0.0040 | 60% | +5.0% |" in text and "within 0.0010" in text
+    assert "rerun, or BF16's run alone where there is none (1 of 2), is what the others are compared with." in text
+    faster = ratio("tensorwise", 1.01, milliseconds=5.0)  # of another machine, where there was no late switch
+    (same,) = convergence_tables.late_switches([*rows, dataclasses.replace(faster, seed=1, base="b")])
+    assert same.longer == pytest.approx(0.05)
     assert f"`{content['model']}`, 32 × 8 bytes a step" in text
 
 
