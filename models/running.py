@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from models.checkpoint import Resume, RunDirectory, describe, export, flatten, read_config
+from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, export, flatten, read_config
 from models.data import load_data
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
@@ -143,7 +143,7 @@ def _train(
     reports: dict[int, Any] = {}
     if directory is not None:
         state, losses = directory.restore(state)
-    board = Board(board_folder, len(losses))
+    board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
     begin, started = len(losses), time.perf_counter()
     text, key = everywhere(corpus.train, mesh), batch_key(config)
     with _bar(config, begin, progress) as bar:

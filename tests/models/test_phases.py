@@ -255,12 +255,14 @@ class FakeWriter:
 
 def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
-    board = Board(tmp_path, begin=4)
+    done = tmp_path / "metrics.jsonl"  # of a run that was killed: what its writer held back is written anew
+    done.write_text('{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up": {"moved": 0.25}}}\n')
+    board = Board(tmp_path, done)
     board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))
     board.close()
     assert FakeWriter.written == [
-        (str(tmp_path), 5), ("loss", 2.0, 5), ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6),
-        ("layers/up/moved", 0.5, 6), "closed",
+        (str(tmp_path), 1), ("loss", 3.0, 3), ("loss", 2.5, 4), ("layers/up/moved", 0.25, 4), ("loss", 2.0, 5),
+        ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6), ("layers/up/moved", 0.5, 6), "closed",
     ]  # fmt: skip
 
 
