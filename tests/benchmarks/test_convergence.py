@@ -122,6 +122,17 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
     assert [row["heldout_loss"] for row in written[-2:]] == [row.heldout_loss for row in rows[:2]]
 
 
+def test_a_base_of_another_model_is_refused_before_anything_is_compiled(smoke, tmp_path, monkeypatch):
+    out, _ = smoke
+    other = dataclasses.replace(config_of(smoke), batch=4)
+    monkeypatch.setattr(convergence, "_smoke", lambda *_: other)
+    again = command(tmp_path, "--bases", str(out / "bases"))
+    options = common._parse(convergence, again)
+    options.path = None
+    with pytest.raises(ValueError, match=r"another run: .*batch=2 in the folder .*or choose another --bases"):
+        convergence.configure(options)
+
+
 def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     out, rows = smoke
     config = dataclasses.replace(config_of(smoke), bases=str(tmp_path))
@@ -148,6 +159,9 @@ def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     run_there = fork_runs.Kept(config, fork_training.train_config(config, VARIANTS["stored"]), "", folder.name)
     with pytest.raises(ValueError, match=r"another run: .*weights='float' in the folder .* or choose another --bases"):
         run_there.restore(state)
+    monkeypatch.setattr(fork_runs.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file is deleted
+    run_there.remove()
+    assert not folder.exists()  # so that a run begins there, and is not refused for parts of another one
 
 
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
