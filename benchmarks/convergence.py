@@ -38,6 +38,7 @@ from benchmarks.convergence_tables import (
     Row,
     curve,
     late_switches,
+    of_today,
     plot,
     ratios_of,
     read_row,
@@ -207,8 +208,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    rows = map(read_row, common.rows_to_resume(path, config.settings))
-    return [row for row in rows if row.name in VARIANTS and row.variant == repr(VARIANTS[row.name])]
+    return of_today([*map(read_row, common.rows_to_resume(path, config.settings))], VARIANTS)
 
 
 # The command ----------------------------------------------------------------------------------------------------------

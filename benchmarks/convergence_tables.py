@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,14 @@ def read_row(row: dict[str, Any]) -> Row:
 def rows_of(result: Result) -> list[Row]:
     """The rows of a JSON whose variants are known."""
     return [row for row in map(read_row, result.rows) if row.name in VARIANTS]
+
+
+def of_today(rows: Sequence[Any], variants: Mapping[str, Any]) -> list[Any]:
+    """The rows of variants that are still the same, to resume from; the others are named, as the file loses them."""
+    kept = [row for row in rows if row.name in variants and row.variant == repr(variants[row.name])]
+    if gone := dict.fromkeys(row.name for row in rows if row not in kept):
+        print(f"--resume drops {len(rows) - len(kept)} rows of variants that are others now: {', '.join(gone)}")
+    return kept
 
 
 # Summaries ------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,9 @@ def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
     monkeypatch.setattr(convergence, "VARIANTS", changed)
     kept = convergence.main(command(out, "--resume", "--budget-seconds", "0"))
     assert [row.name for row in kept] == [name for name in NAMES_OF_SMOKE if name != RERUN]  # another one now
-    assert f"1 runs left undone: {RERUN} of seed 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"drops 1 rows of variants that are others now: {RERUN}\n" in said
+    assert f"1 runs left undone: {RERUN} of seed 0" in said
     path = out / common.device_slug() / f"{FORK}.json"
     with pytest.raises(ValueError, match=r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"):
         convergence.read_rows(path, TINY)
