@@ -231,7 +231,7 @@ def configure(options: argparse.Namespace) -> Config:
         )
     checked_corpus(_run(config))
     if config.start is not None:
-        read_start(_run(config), config.start)  # what is no checkpoint of this model is refused here
+        read_start(_run(config, start=config.start))  # what is no checkpoint of this model is refused here
     if on_gpu:
         keep_programs(common.ROOT / "runs" / NAME)
     return config
