@@ -5,13 +5,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.common import Result, markdown_table
 from benchmarks.fork_training import TASKS, Task
 from benchmarks.variants import BASELINE, OTHER_BATCHES, RERUN, VARIANTS
+
+Key = TypeVar("Key")  # a base or a seed
 
 CURVE_POINTS = 50
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
@@ -128,17 +130,22 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
 
 
 def baselines(rows: list[Row], task: Task, name: str) -> dict[str, float]:
-    """The held-out loss of BF16 by base, to which a variant is compared.
+    """The held-out loss of BF16 by base, to which a variant is compared."""
+    run_again = (BASELINE, RERUN)
+    own, again = ({r.base: r.heldout_loss for r in rows if (r.task, r.name) == (task, bf16)} for bf16 in run_again)
+    return compared_with(name, own, again)
 
-    It is the mean of BF16's run and its rerun, where there is one: chance in a single baseline would move every variant
-    of its base alike. These two are compared with BF16's run alone.
+
+def compared_with(name: str, own: Mapping[Key, float], again: Mapping[Key, float]) -> dict[Key, float]:
+    """The losses that a variant is compared with, of BF16's `own` run and of its rerun.
+
+    It is the mean of both, where there is a rerun: chance in a single baseline would move every variant of its base or
+    seed alike. These two are compared with BF16's run alone.
     """
-    own = {row.base: row.heldout_loss for row in rows if (row.task, row.name) == (task, BASELINE)}
     if name in (BASELINE, RERUN):
-        return own
-    again = {row.base: row.heldout_loss for row in rows if (row.task, row.name) == (task, RERUN)}
-    found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
-    return {base: mean if math.isfinite(mean) else own[base] for base, mean in found.items()}
+        return dict(own)
+    found = {key: (loss + again.get(key, loss)) / 2 for key, loss in own.items()}
+    return {key: mean if math.isfinite(mean) else own[key] for key, mean in found.items()}
 
 
 def ratios(rows: list[Row], task: Task, name: str) -> dict[str, float]:

@@ -256,7 +256,7 @@ def table(result: Result) -> str:
         f"{lines}\n\nA vision Transformer of {config['layers']} layers of width {config['width']} on patches of "
         f"{config['patch']} × {config['patch']}, {config['steps']} steps of {config['batch']} images of "
         f"{glyphs.SIZE} × {glyphs.SIZE}, judged on {config['heldout'] * config['batch']:,} others. "
-        "Means over seeds ± standard error."
+        f"{pairs.MEANS}"
     )
 
 

@@ -192,8 +192,7 @@ def table(result: Result) -> str:
     trained = {s.name for s in found if math.isfinite(s.mean_ratio)}
     return (
         f"{pairs.table(found, MEANINGS, 'held-out perplexity over BF16')}\n\n"
-        f"GPT `{config['model']}`, {config['steps']} steps; means over seeds ± standard error."
-        + (f" {WHY}" if trained >= PLAIN else "")
+        f"GPT `{config['model']}`, {config['steps']} steps. {pairs.MEANS}" + (f" {WHY}" if trained >= PLAIN else "")
     )
 
 

@@ -1,9 +1,9 @@
 """Whole runs from scratch, paired by seed: done in turn within a budget, and compared with the baseline of their seed.
 
 A run and its baseline have the same initial weights and batches. Their ratio is `exp(loss - loss of the baseline)` of
-held-out cross-entropies. `bf16_rerun` is the baseline from weights that are perturbed by one part in a million, which
-shows how far rounding alone moves a run. Rows are kept by a benchmark's JSON, and `--resume` does the runs that it
-lacks.
+held-out cross-entropies. `bf16_rerun` is BF16 from weights that are perturbed by one part in a million, which shows how
+far rounding alone moves a run; the mean of both is the baseline of the others. Rows are kept by a benchmark's JSON, and
+`--resume` does the runs that it lacks.
 """
 
 import argparse
@@ -21,10 +21,11 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Result, markdown_table
-from benchmarks.convergence_tables import of_today, perplexity_ratio, standard_error
+from benchmarks.convergence_tables import compared_with, of_today, perplexity_ratio, standard_error
 from benchmarks.timing import compile_at_once
 from benchmarks.variants import BASELINE, RERUN
 
+MEANS = "Means over seeds ± standard error, compared with the mean of BF16's run and its rerun of that seed."
 LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
 
 
@@ -154,10 +155,9 @@ def read_row(row: Mapping[str, Any]) -> Row:
 
 def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
     """Of every name that shares a seed with the baseline, in the order of the names."""
-    baseline = {row.seed: row.heldout_loss for row in rows if row.name == BASELINE}
     found = []
     for name in names:
-        paired = [row for row in rows if row.name == name and row.seed in baseline]
+        paired, baseline = _paired(rows, name)
         if not paired:
             continue
         ratios = [perplexity_ratio(row.heldout_loss, baseline[row.seed]) for row in paired]
@@ -172,6 +172,12 @@ def summarize(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
             )
         )  # fmt: skip
     return found
+
+
+def _paired(rows: Sequence[Row], name: str) -> tuple[list[Row], dict[int, float]]:
+    """The runs of a variant whose seed has a baseline, and the loss of BF16 by seed that they are compared with."""
+    own, again = ({row.seed: row.heldout_loss for row in rows if row.name == bf16} for bf16 in (BASELINE, RERUN))
+    return [row for row in rows if row.name == name and row.seed in own], compared_with(name, own, again)
 
 
 # The command and its tables -------------------------------------------------------------------------------------------
@@ -234,12 +240,11 @@ def _ratio(summary: Summary) -> str:
 def plot(figure: Any, result: Result, names: Sequence[str], title: str) -> None:
     """A line of dots a variant: one dot a seed, a bar at the mean."""
     rows = [read_row(row) for row in result.rows if row["name"] in names]
-    baseline = {row.seed: row.heldout_loss for row in rows if row.name == BASELINE}
     shown = [s.name for s in summarize(rows, names) if s.name != BASELINE and math.isfinite(s.mean_ratio)]
     figure.set_size_inches(8, 1.4 + 0.36 * len(shown))
     axes = figure.subplots()
     for i, name in enumerate(shown):
-        paired = [row for row in rows if row.name == name and row.seed in baseline]
+        paired, baseline = _paired(rows, name)
         ratios = np.exp([row.heldout_loss - baseline[row.seed] for row in paired])
         color = "C7" if name == RERUN else "C0"
         axes.plot(ratios, np.full(len(ratios), i), "o", color=color, alpha=0.5, markersize=4)

@@ -29,6 +29,9 @@ def test_ratios_are_of_one_seed():
     baseline, fp8 = pairs.summarize(rows, tuple(original.VARIANTS))
     assert (baseline.mean_ratio, baseline.standard_error, fp8.seeds) == (1, 0, 3)  # of seed 2 there is no baseline
     assert (fp8.min_ratio, fp8.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
+    # The rerun is compared with BF16, the others with the mean of both.
+    again, fp8 = pairs.summarize([*rows, row(pairs.RERUN, 0, 1.2)], (pairs.RERUN, "fp8"))
+    assert (again.mean_ratio, fp8.max_ratio) == pytest.approx((math.exp(0.2), 1)) and fp8.seeds == 3
     diverged = pairs.summarize([*rows, row("abd", 0, math.nan), row("abd", 1, 2.0)], ("abd",))
     assert diverged[0].mean_ratio == math.inf and math.isnan(diverged[0].standard_error)
 
