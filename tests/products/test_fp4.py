@@ -243,6 +243,14 @@ def test_packed_codes_have_no_gradient():
         optim.store({"kernel": W}, "nvfp4", key=jax.random.key(0))
 
 
+def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
+    packed = packed_by(W, RECIPES["nvfp4"])
+    with pytest.raises(TypeError, match=r"weight\.dequantize\(\)"):
+        X @ packed
+    with pytest.raises(TypeError, match=r"weight\.dequantize\(\).*LoRA"):
+        tcfp_jax.dequantize({"kernel": packed})
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
