@@ -161,7 +161,7 @@ def choose_outer(
 def lift_of(outer: jax.Array) -> jax.Array:
     """The power of two that brings the scale of a tensor into the binade of 2**-9; of zero 1.
 
-    Values that it multiplies have squares, products and rests that are float32 numbers, however small or large they are.
+    Values that it multiplied have squares, products and rests in float32's range, however small or large they were.
 
     >>> float(lift_of(jnp.float32(3.0)))
     0.0009765625

@@ -121,8 +121,8 @@ def dequantize(params: Any) -> Any:
         if leaf.training is None:
             raise TypeError(
                 f"a {leaf.describe()} was not made by tcfp_jax.store: it has no optimizer and does not know the shape "
-                "of its kernel; take its float matrix [..., k, n] with weight.dequantize(), or train adapters beside it "
-                "(LoRA, see docs/fp4.md)"
+                "of its kernel; take its float matrix [..., k, n] with weight.dequantize(), or train adapters beside "
+                "it (LoRA, see docs/fp4.md)"
             )
         return kernel_of(leaf)
 

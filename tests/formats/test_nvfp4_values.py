@@ -206,7 +206,7 @@ def test_eden_is_unbiased_over_rotations_and_has_less_noise():
     assert squares["eden"] < 0.55 * squares["stochastic"]
 
 
-@pytest.mark.parametrize("exponent", [-100, -60, 65, 100])
+@pytest.mark.parametrize("exponent", [-100, -70, 65, 100])
 def test_edens_corrections_do_not_depend_on_the_size_of_what_is_rounded(exponent):
     """Sums of squares of gradients below 2**-63 or above 2**64 are not float32 numbers."""
     x = jax.random.normal(jax.random.key(6), (4, 128))
