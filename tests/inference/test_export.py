@@ -178,9 +178,9 @@ def inverted(arrays):
             arrays[name] = np.float32(1) / arrays[name]
 
 
-@pytest.mark.parametrize("amax", [0.02, 1.0, 100.0])
-def test_an_inverted_global_scale_is_detected(tmp_path, amax):
-    operand = quantized(matrix(amax=amax))
+@pytest.mark.parametrize(("amax", "rule"), [(0.02, "amax"), (1.0, "amax"), (109.0, "amax"), (36.0, "fold_exact")])
+def test_an_inverted_global_scale_is_detected(tmp_path, amax, rule):
+    operand = quantized(matrix(amax=amax), Fp4(rule=rule))
     saved(tmp_path, operand)
     change(tmp_path, inverted)
     with pytest.raises(ValueError, match=r"largest value is 6 \* \d+ / .*beyond 65504.*inverted.*multiplier"):
