@@ -210,4 +210,6 @@ def _check(
     if amax is not None and jnp.ndim(amax):
         raise ValueError(f"amax has shape {list(jnp.shape(amax))}, but the tensor has one, []; pass a scalar")
     if key is not None and not (isinstance(key, tuple) and len(key) == 2):
-        raise TypeError(f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)")
+        raise TypeError(
+            f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)"
+        )
