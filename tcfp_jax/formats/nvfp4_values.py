@@ -292,7 +292,8 @@ def quantize(
         outer = scale_choice.choose_scale(whole, nvfp4_eden.LARGEST * nvfp4_eden.TOP, _FLOAT32)
         (scale,) = scale_choice.tile_scales(amax, outer, nvfp4_eden.LARGEST, _E4M3, "max", False)
         units = e2m1.nearest(magnitude, _divisor(scale, outer))
-        scale = _corrected(scale, _divisor(scale, outer) * units, magnitude, axes, group, key)
+        lift = scale_choice.lift_of(outer)
+        scale = _corrected(scale, (_divisor(scale, outer) * lift) * units, magnitude * lift, axes, group, key)
     else:
         outer = scale_choice.choose_outer(whole, _LARGEST, _E4M3, _FLOAT32, mode)
         scales = scale_choice.tile_scales(amax, outer, _LARGEST, _E4M3, mode, covers)
