@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 import tcfp_jax.recipes
-from pallas_kernels import dispatch, tuning
-from pallas_kernels.dispatch import recording
 from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
@@ -367,47 +365,3 @@ def test_gradients_of_a_replicated_weight_in_shard_map(name, held, data):
     everywhere = jax.shard_map(gradients, mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=(P("a"), P()))
     for a, b in zip(jax.jit(everywhere)(x, w, stored), jax.jit(gradients)(x, w, stored), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
-
-
-def _layers(recipe, x, ws):
-    return functools.reduce(lambda x, w: jnp.tanh(tcfp_jax.matmul(x, w, recipe=recipe)), ws, x)
-
-
-@pytest.mark.parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
-def test_equal_layers_are_lowered_once(name):
-    def lines(layers):
-        ws = [jnp.ones((K, K))] * layers
-        gradient = jax.jit(jax.grad(lambda ws: jnp.sum(_layers(name, jnp.ones((M, K)), ws))))
-        return len(gradient.lower(ws).as_text().splitlines())
-
-    assert (lines(8) - lines(4)) / 4 < 20  # two calls, a tanh, and its derivative
-
-
-def test_recordings_see_every_layer_and_leave_no_trace():
-    x, ws = jnp.ones((M, K)), [jnp.ones((K, K))] * 3
-    run = jax.jit(functools.partial(_layers, "tensorwise"))
-    before = run.lower(x, ws).as_text()
-    for _ in range(2):  # the second time nothing is new
-        with recording() as calls:
-            jax.eval_shape(run, x, ws)
-        assert [call.step for call in calls] == ["quantize w", "quantize x", "forward"] * 3
-    assert run.lower(x, ws).as_text() == before
-
-
-def test_what_was_measured_is_part_of_a_traced_product(monkeypatch):
-    """A new table of measurements is read, though a product of these shapes was traced before."""
-    x, w = jnp.ones((M, K)), jnp.ones((K, N))
-    trace = lambda: jax.make_jaxpr(functools.partial(tcfp_jax.matmul, recipe="tensorwise"))(x, w)
-    asked = []
-    monkeypatch.setattr(dispatch, "judge", lambda *a, judge=dispatch.judge: asked.append(a[1]) or judge(*a))
-    tuning.load.cache_clear()
-    trace()
-    seen = len(asked)
-    trace()
-    assert 0 < seen == len(asked)
-    tuning.load.cache_clear()
-    trace()
-    assert len(asked) == 2 * seen
-    with jax.default_matmul_precision("float32"):
-        trace()
-    assert len(asked) == 3 * seen
