@@ -61,9 +61,10 @@ def value_and_grad(
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
-    >>> (value, gradients), readings = value_and_grad(loss)({"kernel": jnp.ones((4, 2))}, jnp.full((3, 4), 0.5))
+    >>> step = jax.jit(value_and_grad(loss))
+    >>> (value, gradients), readings = step({"kernel": jnp.ones((4, 2))}, jnp.full((3, 4), 0.5))
     >>> float(value), {name: float(reading.amax) for name, reading in readings["kernel"].items()}
-    (12.0, {'x': 0.5, 'w': 1.0, 'g': 1.0})
+    (12.0, {'g': 1.0, 'w': 1.0, 'x': 0.5})
     """
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
