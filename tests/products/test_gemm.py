@@ -348,16 +348,14 @@ def test_a_vector_is_a_matrix_of_one_row(name, data):
     assert same_bits((dx, dw), (row[0], of_row))
 
 
-# Stored weights with one scale, with a residual, in blocks, in rows, and in microscaled blocks of FP8 and of FP4.
-@pytest.mark.parametrize(
-    ("held", "name"),
-    [("float", name) for name in KEYLESS]
-    + [("stored", name) for name in ("tensorwise", "tcfp12_fast", "tcfp12_blockwise", "rowwise", "mxfp8", "nvfp4")],
-)
+@pytest.mark.parametrize("name", KEYLESS)
+@pytest.mark.parametrize("held", ["float", "stored"])
 def test_gradients_of_a_replicated_weight_in_shard_map(name, held, data):
     """Devices scale their own tokens: with the same largest value everywhere, as without shard_map."""
     mesh, (x, w, _), recipe = mesh_of(4), data, tcfp_jax.recipe(name)
-    stored = None if held == "float" else store(w, recipe)[0]
+    if held == "stored" and recipe.weight is None:
+        pytest.skip("a BF16 recipe stores no weights")
+    stored = None if held == "float" else quantize_weight(w, recipe)[0]
     gradients = jax.grad(
         lambda x, w, stored: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored) ** 2), (0, 1)
     )
