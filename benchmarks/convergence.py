@@ -38,6 +38,7 @@ from benchmarks.convergence_tables import (
     Row,
     curve,
     late_switches,
+    of_today,
     plot,
     ratios_of,
     read_row,
@@ -48,6 +49,7 @@ from benchmarks.fork_runs import (
     Base,
     OutOfTimeError,
     advance,
+    check_bases,
     compile_forks,
     kept_run,
     last_tenth,
@@ -206,8 +208,7 @@ def read_rows(path: Path, config: Config) -> list[Row]:
     Raises:
       ValueError: the file is of other settings.
     """
-    rows = map(read_row, common.rows_to_resume(path, config.settings))
-    return [row for row in rows if row.name in VARIANTS and row.variant == repr(VARIANTS[row.name])]
+    return of_today([*map(read_row, common.rows_to_resume(path, config.settings))], VARIANTS)
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -306,8 +307,8 @@ def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown names; a variant that the model or the steps do not have; a text shorter than a window; or
-        base steps of runs from scratch.
+      ValueError: unknown names; a variant that the model or the steps do not have; a text shorter than a window;
+        base steps of runs from scratch; or kept bases of another model or text.
     """
     names, forks = chosen_of(options.variants), options.protocol == "fork"
     if options.base_steps is not None and (options.base_steps > 0) != forks:
@@ -331,12 +332,15 @@ def configure(options: argparse.Namespace) -> Config:
     runs = [_run_of(config, name) for name in names]
     corpus = _corpus(tuple(options.data), config.text_bytes)
     check_corpus(corpus, runs[0])
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config, text=corpus.digest[:12], text_read=len(corpus.train) + len(corpus.heldout), data=tuple(options.data),
         parameters=count_parameters(runs[0]), variants=names, tasks=tasks,
         seeds=tuple(range(options.first_seed, options.first_seed + options.seeds)),
         bases=str(bases), budget_seconds=options.budget_seconds, resume=str(options.path) if options.resume else None,
     )  # fmt: skip
+    if forks:
+        check_bases(config, corpus.digest)
+    return config
 
 
 def _run_of(config: Config, name: str) -> TrainConfig:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,6 +87,14 @@ def read_row(row: dict[str, Any]) -> Row:
 def rows_of(result: Result) -> list[Row]:
     """The rows of a JSON whose variants are known."""
     return [row for row in map(read_row, result.rows) if row.name in VARIANTS]
+
+
+def of_today(rows: Sequence[Any], variants: Mapping[str, Any]) -> list[Any]:
+    """The rows of variants that are still the same, to resume from; the others are named, as the file loses them."""
+    kept = [row for row in rows if row.name in variants and row.variant == repr(variants[row.name])]
+    if gone := dict.fromkeys(row.name for row in rows if row not in kept):
+        print(f"--resume drops {len(rows) - len(kept)} rows of variants that are others now: {', '.join(gone)}")
+    return kept
 
 
 # Summaries ------------------------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ class Late:
       part: of the run.
       gap, gap_error, left, left_error: mean of the ratio less 1, without and with it, and their standard errors.
       closed: `(gap - left) / gap`; NaN where the gap is no larger than the noise floor.
-      longer: the time of a step over that without it, less 1; None where one of them is not known.
+      longer: mean of the time of a step over that without it, less 1; None where no base has both times.
     """
 
     name: str
@@ -208,8 +216,8 @@ class Late:
 
 def late_switches(rows: list[Row]) -> list[Late]:
     """Of every variant with a `finish` that was run beside the same one without."""
-    floor, times = noise_floor(rows), {s.name: s.milliseconds for s in summarize(rows) if s.task == "text"}
-    found = []
+    floor, found = noise_floor(rows), []
+    times = {(row.name, row.base): row.milliseconds for row in rows if row.task == "text" and row.milliseconds}
     for name, variant in VARIANTS.items():
         if variant.finish is None:
             continue
@@ -219,12 +227,14 @@ def late_switches(rows: list[Row]) -> list[Late]:
         if not both:
             continue
         without, with_it = [before[base] - 1 for base in both], [after[base] - 1 for base in both]
-        gap, left, mine, theirs = statistics.fmean(without), statistics.fmean(with_it), times[name], times[plain]
+        gap, left = statistics.fmean(without), statistics.fmean(with_it)
+        # Bases may be of several machines and libraries, whose times do not compare.
+        timed = [times[name, b] / times[plain, b] for b in both if {(name, b), (plain, b)} <= times.keys()]
         found.append(
             Late(
                 name, plain, variant.finish[0], gap, standard_error(without), left, standard_error(with_it),
                 closed=(gap - left) / gap if floor < gap < math.inf else math.nan,
-                longer=None if mine is None or theirs is None else mine / theirs - 1,
+                longer=statistics.fmean(timed) - 1 if timed else None,
             )
         )  # fmt: skip
     return found
@@ -315,8 +325,15 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
         found.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
     if any(row.task == "digits" for row in rows):
         found.append(f"The MLP has {config['digits_steps']} steps of digits.")
-    if any(row.name == RERUN for row in rows):
-        found.append("The mean of BF16's run and its rerun is what the others are compared with.")
+    task = "text" if losses else "digits"
+    bases, again = ({row.base for row in rows if (row.task, row.name) == (task, n)} for n in (BASELINE, RERUN))
+    if both := len(bases & again):
+        some = (
+            ""
+            if both == len(bases)
+            else f", or BF16's run alone where there is none ({len(bases) - both} of {len(bases)}),"
+        )
+        found.append(f"The mean of BF16's run and its rerun{some} is what the others are compared with.")
     return [*found, "Ratios are means ± standard error over bases or seeds."]
 
 

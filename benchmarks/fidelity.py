@@ -52,7 +52,7 @@ from models.llama import LlamaConfig
 from models.running import checked_corpus
 from models.settings import TrainConfig, preset
 from models.train import corpus_of, keep_programs
-from models.training import batch_key, init, make_train_step, windows
+from models.training import batch_key, init, make_train_step, read_start, windows
 from tcfp_jax.recipes import NAMES
 
 NAME = "fidelity"
@@ -211,8 +211,9 @@ def configure(options: argparse.Namespace) -> Config:
     """The settings of a command line.
 
     Raises:
-      ValueError: unknown variants, or such without a gradient of their own, no batch, negative steps, or a text that is
-        shorter than a window.
+      ValueError: unknown variants, or such without a gradient of their own, no batch, negative steps, a text that is
+        shorter than a window, or a checkpoint of another model.
+      FileNotFoundError: there is no such text or checkpoint.
     """
     on_gpu = jax.default_backend() == "gpu"
     config = SMOKE if options.smoke else Config() if on_gpu else CPU
@@ -229,6 +230,8 @@ def configure(options: argparse.Namespace) -> Config:
             "no negative number of steps; raise them"
         )
     checked_corpus(_run(config))
+    if config.start is not None:
+        read_start(_run(config, start=config.start))  # what is no checkpoint of this model is refused here
     if on_gpu:
         keep_programs(common.ROOT / "runs" / NAME)
     return config

@@ -77,6 +77,23 @@ def compile_forks(config: Config, names: Sequence[str], text_bytes: int, heldout
     compile_at_once(compile_one, names)
 
 
+def kept_base(config: Config, seed: int, digest: str) -> "Kept":
+    """Where the base of a seed lies."""
+    run = train_config(config, VARIANTS[BASELINE], seed)
+    alone = dataclasses.replace(run, steps=config.base_steps)
+    return Kept(config, alone, digest, f"base-{seed}-{config.warmup_steps}-{config.base_steps}")
+
+
+def check_bases(config: Config, digest: str) -> None:
+    """Look at the bases of all seeds that are kept, before anything is compiled.
+
+    Raises:
+      ValueError: one is of another model or text; the message names every difference.
+    """
+    for seed in config.seeds:
+        _ = kept_base(config, seed, digest).newest
+
+
 def train_base(config: Config, seed: int, text: jax.Array, digest: str, deadline: float = math.inf) -> Base:
     """The base of a seed: from its folder, or trained, and kept there; or without a step.
 
@@ -88,8 +105,7 @@ def train_base(config: Config, seed: int, text: jax.Array, digest: str, deadline
     state = init(train_config(config, variant, seed))
     if not config.base_steps:
         return Base(seed, f"seed-{seed}", state)
-    alone = dataclasses.replace(train_config(config, variant, seed), steps=config.base_steps)
-    kept = Kept(config, alone, digest, f"base-{seed}-{config.warmup_steps}-{config.base_steps}")
+    kept = kept_base(config, seed, digest)
     state, losses, _ = advance(config, variant, seed, state, text, kept, deadline, until="base")
     kept.save(state, losses)
     name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
@@ -124,7 +140,11 @@ class Kept:
 
     @property
     def newest(self) -> int:
-        """How many steps are kept."""
+        """How many steps are kept.
+
+        Raises:
+          ValueError: they are of another run.
+        """
         if self.path is None or not holds_run(self.path):
             return 0
         with self._open() as directory:
@@ -150,8 +170,11 @@ class Kept:
 
     def remove(self) -> None:
         """Keep nothing any more."""
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self.path is not None and self.path.exists():
+            # Renamed first: of a folder that was deleted in part, by a process that is killed, no run could begin.
+            gone = self.path.with_name(f"removed-{self.path.name}")
+            shutil.rmtree(gone, ignore_errors=True)
+            shutil.rmtree(self.path.rename(gone), ignore_errors=True)
 
 
 def kept_run(config: Config, name: str, base: Base, digest: str) -> Kept:

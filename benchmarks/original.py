@@ -75,8 +75,8 @@ MEANINGS = {
 }
 WHY = (
     "Plain FP8 does not diverge here: scales of tensors are found anew at every use, so that casts clip nothing, "
-    "products add in float32, and the parameters that the optimizer updates are float32. A step loses the rounding of "
-    "its operands and nothing of its update."
+    "products of the backward pass add in float32, and the parameters that the optimizer updates are float32. A step "
+    "loses the rounding of its operands and nothing of its update."
 )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Result, markdown_table
-from benchmarks.convergence_tables import compared_with, perplexity_ratio, standard_error
+from benchmarks.convergence_tables import compared_with, of_today, perplexity_ratio, standard_error
 from benchmarks.timing import compile_at_once
 from benchmarks.variants import BASELINE, RERUN
 
@@ -145,8 +145,7 @@ def read_rows(path: Path, settings: dict[str, Any], variants: Mapping[str, Any])
     Raises:
       ValueError: the file is of other settings.
     """
-    rows = map(read_row, common.rows_to_resume(path, settings))
-    return [row for row in rows if row.name in variants and row.variant == repr(variants[row.name])]
+    return of_today([*map(read_row, common.rows_to_resume(path, settings))], variants)
 
 
 def read_row(row: Mapping[str, Any]) -> Row:

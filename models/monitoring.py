@@ -140,14 +140,19 @@ class Board:
 
     Args:
       folder: of event files, or None.
-      begin: steps that are done already; what an interrupted run wrote beyond them is hidden.
+      metrics: the file of the steps that are done already, which are written anew: a run that was killed lost what its
+        writer held back, and wrote steps that are repeated now. What earlier files have is hidden.
 
     Raises:
       ValueError: tensorboardX is not installed.
     """
 
-    def __init__(self, folder: Path | None, begin: int = 0) -> None:
-        self._writer: Any = None if folder is None else _writer_class()(str(folder), purge_step=begin + 1)
+    def __init__(self, folder: Path | None, metrics: Path | None = None) -> None:
+        self._writer: Any = None if folder is None else _writer_class()(str(folder), purge_step=1)
+        if self._writer is not None and metrics is not None and metrics.exists():
+            for entry in map(json.loads, metrics.read_text(encoding="utf-8").splitlines()):
+                loss = math.nan if entry["loss"] is None else entry["loss"]
+                self.add(entry["step"], np.array([loss]), entry.get("monitor"))
 
     def add(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
         """The losses of steps from this one on, and the written report of the last."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from models.checkpoint import Resume, RunDirectory, describe, export, flatten, read_config
+from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, export, flatten, holds_run, read_config
 from models.data import load_data
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
@@ -21,7 +21,7 @@ from models.phases import phase_at, switched
 from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
-from models.training import batch_key, check_corpus, evaluate, init, make_train_step
+from models.training import batch_key, check_corpus, evaluate, init, make_train_step, read_start
 
 Progress = Literal["none", "bar"]
 BOARD = "tensorboard"  # the folder of its files in that of a run
@@ -75,9 +75,9 @@ def run(
       ValueError: `checkpoint_every` as above; TensorBoard without a folder, or without tensorboardX; too little
         text, or none that can be read (see `models.data.load_data`); the run in `out` is another one; the mesh lacks an
         axis, or has one that does not divide what it splits; or processes have different settings, or one of them
-        cannot read the text.
+        cannot read the text; or `config.start` is no checkpoint of this model.
       FileExistsError: `out` holds a run and `resume` is "never".
-      FileNotFoundError: `config.data` does not exist or holds no text.
+      FileNotFoundError: `config.data` or `config.start` does not exist, or the former holds no text.
     """
     every = _checkpoint_interval(config, checkpoint_every)
     if mesh is None and jax.process_count() > 1:
@@ -86,6 +86,9 @@ def run(
         heads = {name: getattr(config.size, name) for name in ("heads", "kv_heads") if hasattr(config.size, name)}
         check_mesh(mesh, batch=config.batch, heads=heads)
     corpus = together(lambda: checked_corpus(config))
+    if config.start is not None and not (out is not None and holds_run(out)):
+        # Before there is a folder: with the right checkpoint it would be another run's.
+        together(lambda: read_start(config))
     settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
     check_same({**settings, **flatten(describe(config, corpus.digest))})
     if tensorboard == "on":
@@ -143,7 +146,7 @@ def _train(
     reports: dict[int, Any] = {}
     if directory is not None:
         state, losses = directory.restore(state)
-    board = Board(board_folder, len(losses))
+    board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
     begin, started = len(losses), time.perf_counter()
     text, key = everywhere(corpus.train, mesh), batch_key(config)
     with _bar(config, begin, progress) as bar:

@@ -200,6 +200,11 @@ def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
     """
     kept, asked = tcfp_jax.recipe(storage), tcfp_jax.recipe(products)
     assert isinstance(kept.weight, Dual), "checked: stored weights have two halves"
+    if asked.fp4 is not None:
+        raise ValueError(
+            f"stored weights with weight='Dual' cannot go to recipe {_named(products)!r}, whose products round float "
+            "weights to four bits (fp4); choose a recipe that stores alike, or 'bf16'"
+        )
     if asked.weight is None:
         whole = replace(kept.weight, forward="hi+lo", dgrad="hi+lo")
         return replace(kept, weight=whole, forward="bf16", dgrad="bf16", wgrad="bf16", activation_halves="hi")
@@ -227,7 +232,7 @@ def _check_phases(config: TrainConfig) -> None:
             f"monitor={config.monitor} of steps={config.steps}: no step would be observed; lower monitor, ask for more "
             "steps, or use 0 for never"
         )
-    before, last = config.recipe, 0
+    before, before_products, last = config.recipe, tcfp_jax.recipe(config.recipe), 0
     parts = [0.0, *(part for part, _ in config.recipe_schedule)]
     schedule = "recipe_schedule " + " ".join(f"{part:g}={_named(later)}" for part, later in config.recipe_schedule)
     if parts != sorted(set(parts)):
@@ -235,8 +240,8 @@ def _check_phases(config: TrainConfig) -> None:
             f"{schedule}: its parts of the run must rise from above 0; write them in order, such as 0.5=tensorwise "
             "0.9=bf16, or give the first part's recipe by recipe"
         )
-    for (part, later), (first, _) in zip(config.recipe_schedule, config.switches, strict=True):
-        if tcfp_jax.recipe(later) == tcfp_jax.recipe(before):
+    for (part, later), (first, products) in zip(config.recipe_schedule, config.switches, strict=True):
+        if tcfp_jax.recipe(products) == before_products:
             raise ValueError(
                 f"{schedule} never switches at {part}: the recipe is {_named(before)!r} before it, too; give another "
                 "recipe, or leave it out"
@@ -246,7 +251,7 @@ def _check_phases(config: TrainConfig) -> None:
                 f"{schedule} never switches at {part}: of {config.steps} steps in calls of {config.steps_per_call} "
                 f"that is step {first}; choose a part between 0 and 1, or more steps"
             )
-        before, last = later, first
+        before, before_products, last = later, tcfp_jax.recipe(products), first
     if config.ends is not None:
         _check_ends(config, *config.ends)
 

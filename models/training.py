@@ -72,8 +72,18 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
     own, key = program(config), jax.random.key(config.seed)
     if config.start is None:
         return _init_function(own, mesh)(key)
-    shapes = jax.eval_shape(functools.partial(_floats, own), key)
-    return _init_function(own, mesh)(key, read_parameters(Path(config.start), shapes))
+    return _init_function(own, mesh)(key, read_start(config))
+
+
+def read_start(config: TrainConfig) -> Any:
+    """The float parameters in `config.start`.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is one of another model.
+    """
+    shapes = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(config.seed))
+    return read_parameters(Path(str(config.start)), shapes)
 
 
 def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:

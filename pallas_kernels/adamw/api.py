@@ -61,7 +61,7 @@ def adamw(
     >>> numbers = dict(b1=0.9, b2=0.999, rate=0.125 / 0.1, rate_g=0, correction=1000, eps=1e-8, eps_root=0, decay=1,
     ...     gradient_scale=1, scale=1, new_scale=1)
     >>> rates = Rates(**{name: jnp.float32(x) for name, x in numbers.items()}, keep=jnp.bool_(True))
-    >>> step = adamw(jnp.array([[3.0, 0.0]]), hi, hi * 0, moments, rates, jnp.zeros(2, jnp.uint32))
+    >>> step = jax.jit(adamw)(jnp.array([[3.0, 0.0]]), hi, hi * 0, moments, rates, jnp.zeros(2, jnp.uint32))
     >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """

@@ -74,15 +74,16 @@ def quantize_nvfp4(
       value of its tile.
 
     Raises:
-      TypeError: `x` is not real floating point.
-      ValueError: an odd k, an unknown rule or tile, or what the arguments say that goes with vectors only.
+      TypeError: `x` is not real floating point, or the key is not two words.
+      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax of several numbers, or
+        what the arguments say that goes with vectors only.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)
     (215, [[448.0]], 0.002232)
     """
     array = jnp.asarray(x)
-    _check(array, rule, tile, signs)
+    _check(array, rule, tile, signs, amax, key)
     run = functools.partial(_quantized, rule=rule, tile=tile, interpret=interpret)
     wide = None if amax is None else jnp.asarray(amax, jnp.float32)
     flips = None if signs is None else jnp.asarray(signs, jnp.float32)
@@ -187,7 +188,9 @@ def _in_one_pass(
     return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
 
 
-def _check(x: jax.Array, rule: str, tile: str, signs: ArrayLike | None) -> None:
+def _check(
+    x: jax.Array, rule: str, tile: str, signs: ArrayLike | None, amax: ArrayLike | None, key: Key | None
+) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as x.astype(float32)")
     for name, value, known in (("rule", rule, Rule), ("tile", tile, Shape)):
@@ -200,4 +203,13 @@ def _check(x: jax.Array, rule: str, tile: str, signs: ArrayLike | None) -> None:
     if signs is not None and (tile != "vector" or x.shape[-1] % SIDE):
         raise ValueError(
             f"signs rotate every 16 values of a vector, not x{list(x.shape)} in tiles {tile!r}; drop signs="
+        )
+    side = x.shape[-2:] if tile == "square" else x.shape[-1:]
+    if len(side) < (2 if tile == "square" else 1) or min(side) < SIDE:
+        raise ValueError(f"x{list(x.shape)} is smaller than one tile of {SIDE} ({tile!r}); pad it with zeros")
+    if amax is not None and jnp.ndim(amax):
+        raise ValueError(f"amax has shape {list(jnp.shape(amax))}, but the tensor has one, []; pass a scalar")
+    if key is not None and not (isinstance(key, tuple) and len(key) == 2):
+        raise TypeError(
+            f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)"
         )

@@ -26,11 +26,10 @@ from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.rotation import flushed
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE
+from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE, lift_of
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
-_LIFTED = -9  # the exponent of the tensor's scale
 VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
 _LARGEST, _LARGEST_CODE = 6.0, 0x7E  # of E2M1, and E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
@@ -75,8 +74,7 @@ class Divisor(NamedTuple):
 
 def words(options: Options, outer: jax.Array, signs: jax.Array | None, key: Any) -> jax.Array:
     """The scalars of a call, uint32 `[16 or 32]`: of the tensor's scale, the key's words, and the signs."""
-    exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> MANTISSA_BITS) - 127
-    lift = float_bits.power_of_two(jnp.where(outer > 0, _LIFTED - exponent, 0))
+    lift = lift_of(outer)
     lifted = outer * lift
     parts = [outer * jnp.float32(divisor) * lift for divisor in options.divisors]
     parts = [part for value in parts for part in (value, 1 / jnp.where(value == 0, 1.0, value))]

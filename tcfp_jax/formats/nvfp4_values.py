@@ -76,9 +76,9 @@ def along(
     Returns:
       `Nvfp4Values` of the shape of x, the axis filled with zeros up to whole blocks and rotations.
 
-    >>> along(jnp.ones((2, 20)), -1, "amax").values.shape
+    >>> jax.eval_shape(lambda: along(jnp.ones((2, 20)), -1, "amax")).values.shape
     (2, 32)
-    >>> along(jnp.ones((16, 3)), 0, "fold_exact", numbers="float8_e4m3fn").values.shape
+    >>> jax.eval_shape(lambda: along(jnp.ones((16, 3)), 0, "fold_exact", numbers="float8_e4m3fn")).values.shape
     (3, 16)
     """
     folds = rule == "fold_exact" and rounding != "eden"  # whose corrected scales have any mantissa
@@ -184,7 +184,7 @@ def _in_one_pass(
 def squares(w: jax.Array, rule: Rule, numbers: Numbers = "bfloat16") -> Nvfp4Values:
     """A matrix in squares of 16 x 16, filled with zeros up to whole ones, rounded to nearest; its axes as they are.
 
-    >>> squares(jnp.ones((20, 3)), "amax").values.shape
+    >>> jax.eval_shape(lambda: squares(jnp.ones((20, 3)), "amax")).values.shape
     (32, 16)
     """
     padded, axes, blocks = _in_squares(w)
@@ -219,7 +219,7 @@ def observe(
 ) -> Observed:
     """What `along` does with these arguments; or, where the axis is None, `squares`. By XLA, on GPUs too.
 
-    >>> seen = observe(jnp.array([[6.2, *[1.0] * 15]]), -1, "amax", "nearest", None, None)
+    >>> seen = jax.jit(lambda x: observe(x, -1, "amax", "nearest", None, None))(jnp.array([[6.2, *[1.0] * 15]]))
     >>> float(seen.exact[0, 0]), float(seen.found.dequantize()[0, 0]), float(seen.largest[0, 1] * seen.found.outer)
     (6.199999809265137, 6.199999809265137, 6.199999809265137)
     """
@@ -274,7 +274,8 @@ def quantize(
     Returns:
       `Coded` of the shape of all blocks. A NaN or inf in x makes its block NaN.
 
-    >>> quantize(jnp.arange(16.0)[None] - 6, (1,), "amax").values().dequantize()[0, :8].round(2).tolist()
+    >>> rounded = jax.jit(lambda x: quantize(x, (1,), "amax").values().dequantize())(jnp.arange(16.0)[None] - 6)
+    >>> rounded[0, :8].round(2).tolist()
     [-6.0, -4.5, -4.5, -3.0, -2.25, -0.75, 0.0, 0.75]
     """
     bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
@@ -292,7 +293,8 @@ def quantize(
         outer = scale_choice.choose_scale(whole, nvfp4_eden.LARGEST * nvfp4_eden.TOP, _FLOAT32)
         (scale,) = scale_choice.tile_scales(amax, outer, nvfp4_eden.LARGEST, _E4M3, "max", False)
         units = e2m1.nearest(magnitude, _divisor(scale, outer))
-        scale = _corrected(scale, _divisor(scale, outer) * units, magnitude, axes, group, key)
+        lift = scale_choice.lift_of(outer)
+        scale = _corrected(scale, (_divisor(scale, outer) * lift) * units, magnitude * lift, axes, group, key)
     else:
         outer = scale_choice.choose_outer(whole, _LARGEST, _E4M3, _FLOAT32, mode)
         scales = scale_choice.tile_scales(amax, outer, _LARGEST, _E4M3, mode, covers)

@@ -36,6 +36,7 @@ NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-qu
 # In the file's metadata: the rule that found the scales of its NVFP4 weights, or in JSON that of each by its name.
 _RULE = "tcfp_jax.fp4_rule"
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
+_COPY = "copy all files"
 _INVERT = (
     'store 1 / weight_global_scale, or, of a file that is not yours, load_compressed(folder, global_scale="{other}")'
 )
@@ -126,7 +127,8 @@ def load_compressed(
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: another format, rotated or sparse weights, zero points, NaN scales, scales that are not of the rule
-        "fold_exact" where it is noted, a global scale that is inverted or no positive number, or an unknown choice.
+        "fold_exact" where it is noted, codes or scales that are missing, a global scale that is inverted or no positive
+        number, or an unknown choice.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
@@ -148,6 +150,9 @@ def load_compressed(
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
+    alone = (n for n, a in arrays.items() if n.endswith(".weight_packed") or a.dtype == jnp.float8_e4m3fn)
+    if (lone := next(alone, None)) is not None:
+        raise ValueError(f"{lone} is there, but {lone.removesuffix('_packed')}_scale is missing; {_COPY}")
     other = "divisor" if global_scale == "multiplier" else "multiplier"
     check_global_scales(largest, _INVERT.format(other=other))
     return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
@@ -285,12 +290,14 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
         raise ValueError(f"{name} has zero points, and no format here has them; quantize it with symmetric=True")
     scale = arrays.pop(f"{name}_scale")
     if not {name, f"{name}_packed"} & set(arrays):
-        raise ValueError(f"{name}_scale is there, but neither {name} nor {name}_packed; copy all files")
+        raise ValueError(f"{name}_scale is there, but neither {name} nor {name}_packed; {_COPY}")
     if f"{name}_packed" not in arrays:
         return _float8(name, arrays.pop(name), scale.astype(np.float32))
     values = arrays.pop(f"{name}_packed")
     n, k = values.shape[0], 2 * values.shape[-1]
     held = arrays.pop(f"{name}_global_scale", None)
+    if held is None and scale.dtype == jnp.float8_e4m3fn:
+        raise ValueError(f"{name}_scale is float8_e4m3fn, as NVFP4 has it, but {name}_global_scale is missing; {_COPY}")
     scaling = Fp4("mxfp4") if held is None else Fp4("nvfp4", rule=rule)
     dtypes = (np.uint8, SCALE_DTYPE) if held is None else (jnp.float8_e4m3fn,)
     if values.dtype != np.uint8 or scale.dtype not in dtypes or scale.shape != scaling.scale_shape((n, k)):

@@ -250,7 +250,8 @@ def check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str)
     block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
     7.2e6 / max |w|. A weight is suspect where `6 * s * outer` exceeds the largest float16, 65504, and a file is
     inverted where more than half of the weights whose global scale is not 1 are suspect: never where half of the
-    weights fit float16, always where the largest values of most weights are below 110.
+    weights fit float16, always where the largest values of most weights are below 110. "four_over_six" and "fold_exact"
+    have s from 256 on and a global scale of 6 * 256 / max |w|, so that there it is 36.
 
     Args:
       largest: by name (largest block scale, `outer` as it was read).

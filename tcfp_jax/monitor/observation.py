@@ -42,8 +42,9 @@ def value_and_grad(
 
     Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result, as the forward
     product and dgrad read them; of FP4 training also "x_wgrad" and "g_wgrad", and "w_dgrad" where dgrad quantizes the
-    weight anew. A weight that is multiplied again has its further readings under its path and "#2", "#3". Products
-    inside of `jax.shard_map`, a while loop or another custom derivative have no probe: their readings are NaN.
+    weight anew. A weight that is an argument itself is "argument 0". One that is multiplied again has its further
+    readings under its path and "#2", "#3". Products inside of `jax.shard_map`, a while loop or another custom
+    derivative have no probe: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
@@ -60,9 +61,10 @@ def value_and_grad(
 
     >>> import tcfp_jax
     >>> loss = lambda params, x: jnp.sum(tcfp_jax.matmul(x, params["kernel"], recipe="tcfp12"))
-    >>> (value, gradients), readings = value_and_grad(loss)({"kernel": jnp.ones((4, 2))}, jnp.full((3, 4), 0.5))
+    >>> step = jax.jit(value_and_grad(loss))
+    >>> (value, gradients), readings = step({"kernel": jnp.ones((4, 2))}, jnp.full((3, 4), 0.5))
     >>> float(value), {name: float(reading.amax) for name, reading in readings["kernel"].items()}
-    (12.0, {'x': 0.5, 'w': 1.0, 'g': 1.0})
+    (12.0, {'g': 1.0, 'w': 1.0, 'x': 0.5})
     """
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
@@ -100,9 +102,13 @@ def value_and_grad(
 def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
     """Of each array among the arguments its name; a stored weight is one thing."""
     found: list[Origin] = []
-    for kind, tree in [*((int(i not in chosen), arg) for i, arg in enumerate(args)), (1, kwargs)]:
+    for i, tree in enumerate([*args, kwargs]):
+        kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
-            found += [frozenset({(kind, path)}) for array in jax.tree.leaves(leaf) if is_array(array)]
+            # What is an argument itself has no path.
+            found += [
+                frozenset({(kind, path or f"argument {i}")}) for array in jax.tree.leaves(leaf) if is_array(array)
+            ]
     return found
 
 

@@ -68,7 +68,8 @@ def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -
     # In units of amax, so that squares of small gradients are no zeros.
     unit = 1 / jnp.where(amax > 0, amax, 1.0)
     energy = lambda v: jnp.sum(jnp.square(v * unit))
-    snr = 10 * jnp.log10(energy(x) / energy(x - q))
+    noise = energy(x - q)
+    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))  # of zeros, too
     return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
 
 

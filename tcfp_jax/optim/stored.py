@@ -107,11 +107,26 @@ def dequantize(params: Any) -> Any:
 
     In a jitted program only what is read of them is computed.
 
+    Raises:
+      TypeError: a stored weight that `store` did not make, which does not know the shape of its kernel.
+
     >>> stored = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
     >>> dequantize(stored)["kernel"].tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    return jax.tree.map(lambda leaf: kernel_of(leaf) if is_stored(leaf) else leaf, params, is_leaf=is_stored)
+
+    def floats(leaf: Any) -> Any:
+        if not is_stored(leaf):
+            return leaf
+        if leaf.training is None:
+            raise TypeError(
+                f"a {leaf.describe()} was not made by tcfp_jax.store: it has no optimizer and does not know the shape "
+                "of its kernel; take its float matrix [..., k, n] with weight.dequantize(), or train adapters beside "
+                "it (LoRA, see docs/fp4.md)"
+            )
+        return kernel_of(leaf)
+
+    return jax.tree.map(floats, params, is_leaf=is_stored)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

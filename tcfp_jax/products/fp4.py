@@ -70,8 +70,9 @@ def fp4_matmul(
 
     Returns:
       `[..., n]` in the dtype of x. dx reads the same codes; dw is a BF16 product, FP8 where the recipe says so. A NaN
-      or inf in w makes the outputs NaN that read its block, one in x those of its row. Sums are float32 before NVFP4's
-      `outer` multiplies them, so that results from 2**128 outer on are inf: from 1.2e35 max |w| on, by the rule "amax".
+      or inf in w makes the outputs NaN that read its block, one in x those of its row NaN or, in W4A16, inf. Sums are
+      float32 before NVFP4's `outer` multiplies them, so that results from 2**128 outer on are inf: from 1.2e35 max |w|
+      on, by the rule "amax". In W4A8 the scale of a row is that of 1e-12 at least, as in recipes with scale="float32".
 
     Raises:
       TypeError: x or w is not real floating point; or a gradient with respect to packed codes is asked for.
@@ -99,6 +100,7 @@ def fp4_linear(x: jax.Array, w: Any, bias: jax.Array | None = None, **options: A
     """`x @ w + bias` with a weight of four bits; everything else as in `fp4_matmul`.
 
     Raises:
+      TypeError: bias is not real floating point; and what `fp4_matmul` raises.
       ValueError: bias is not `[n]`; and what `fp4_matmul` raises.
 
     >>> fp4_linear(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), jnp.ones(4), recipe="mxfp4")[0].tolist()
@@ -108,6 +110,7 @@ def fp4_linear(x: jax.Array, w: Any, bias: jax.Array | None = None, **options: A
     if bias is None:
         return y
     bias = jnp.asarray(bias)
+    check_real("bias", bias)
     if bias.shape != y.shape[-1:]:
         raise ValueError(
             f"bias has shape {list(bias.shape)}, but w has n={y.shape[-1]} outputs; pass one value for each"

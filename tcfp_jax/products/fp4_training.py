@@ -92,7 +92,8 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
       ValueError: there is no key, and the forward pass draws bits; or it is asked for a gradient that draws some.
 
     >>> from tcfp_jax.recipes import recipe
-    >>> product(recipe("nvfp4_training"), jnp.ones((2, 16)), jnp.full((16, 3), 0.5), jax.random.key(0)).tolist()
+    >>> multiply = jax.jit(functools.partial(product, recipe("nvfp4_training")))
+    >>> multiply(jnp.ones((2, 16)), jnp.full((16, 3), 0.5), jax.random.key(0)).tolist()
     [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
     """
     if key is None and recipe.draws == "forward":

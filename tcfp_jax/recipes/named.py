@@ -155,7 +155,7 @@ def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
     if "rule" in given:
         raise ValueError(
             f"rule={given['rule']!r} with scaling={scaling}: rules choose the scales of FP4 weights; use "
-            'recipe("nvfp4") or recipe("mxfp4")'
+            'recipe("nvfp4") or recipe("mxfp4"), or scale_rule= of FP4 training'
         )
     if given.get("block", ...) is None:
         return Tensor(given.get("scale", "pow2"))

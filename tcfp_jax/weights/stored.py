@@ -180,10 +180,14 @@ class Stored:
         return self
 
     def _refuse(self, what: str = "reads") -> NoReturn:
+        floats = (
+            "give tcfp_jax.optim.on_stored(tx) to optax, or take the float parameters with tcfp_jax.dequantize(params)"
+            if self.training is not None
+            else "or take its float matrix [..., k, n] with weight.dequantize()"
+        )
         raise TypeError(
             f"the parameter is a stored {self.describe()}, but code {what} it as a float array; multiply by it with a "
-            "layer of tcfp_jax or a converted model, give tcfp_jax.optim.on_stored(tx) to optax, or take the float "
-            "parameters with tcfp_jax.dequantize(params)"
+            f"layer of tcfp_jax or a converted model, {floats}"
         )
 
     def __jax_array__(self) -> NoReturn:

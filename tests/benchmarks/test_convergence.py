@@ -91,7 +91,9 @@ def test_forks_resume_and_stop_at_their_budget(smoke, capsys, monkeypatch):
     monkeypatch.setattr(convergence, "VARIANTS", changed)
     kept = convergence.main(command(out, "--resume", "--budget-seconds", "0"))
     assert [row.name for row in kept] == [name for name in NAMES_OF_SMOKE if name != RERUN]  # another one now
-    assert f"1 runs left undone: {RERUN} of seed 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"drops 1 rows of variants that are others now: {RERUN}\n" in said
+    assert f"1 runs left undone: {RERUN} of seed 0" in said
     path = out / common.device_slug() / f"{FORK}.json"
     with pytest.raises(ValueError, match=r"batch=2 in the file but 32 now, .*size\.context=32 in the file but 8 now"):
         convergence.read_rows(path, TINY)
@@ -122,6 +124,17 @@ def test_a_base_that_is_gone_is_trained_again_with_the_baseline(smoke, tmp_path,
     assert [row["heldout_loss"] for row in written[-2:]] == [row.heldout_loss for row in rows[:2]]
 
 
+def test_a_base_of_another_model_is_refused_before_anything_is_compiled(smoke, tmp_path, monkeypatch):
+    out, _ = smoke
+    other = dataclasses.replace(config_of(smoke), batch=4)
+    monkeypatch.setattr(convergence, "_smoke", lambda *_: other)
+    again = command(tmp_path, "--bases", str(out / "bases"))
+    options = common._parse(convergence, again)
+    options.path = None
+    with pytest.raises(ValueError, match=r"another run: .*batch=2 in the folder .*or choose another --bases"):
+        convergence.configure(options)
+
+
 def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     out, rows = smoke
     config = dataclasses.replace(config_of(smoke), bases=str(tmp_path))
@@ -148,6 +161,9 @@ def test_a_run_that_its_budget_stops_is_continued(smoke, tmp_path, monkeypatch):
     run_there = fork_runs.Kept(config, fork_training.train_config(config, VARIANTS["stored"]), "", folder.name)
     with pytest.raises(ValueError, match=r"another run: .*weights='float' in the folder .* or choose another --bases"):
         run_there.restore(state)
+    monkeypatch.setattr(fork_runs.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file is deleted
+    run_there.remove()
+    assert not folder.exists()  # so that a run begins there, and is not refused for parts of another one
 
 
 def test_runs_from_scratch_start_from_their_seed(tmp_path):
@@ -208,6 +224,10 @@ def test_a_late_switch_closes_a_part_of_the_gap():
         common.Result(FORK, {}, content := dict(TINY.settings), [dataclasses.asdict(r) for r in rows], "")
     )
     assert f"| `{LATE}` | 20% | 0.0100 | 0.0040 | 60% | +5.0% |" in text and "within 0.0010" in text
+    assert "rerun, or BF16's run alone where there is none (1 of 2), is what the others are compared with." in text
+    faster = ratio("tensorwise", 1.01, milliseconds=5.0)  # of another machine, where there was no late switch
+    (same,) = convergence_tables.late_switches([*rows, dataclasses.replace(faster, seed=1, base="b")])
+    assert same.longer == pytest.approx(0.05)
     assert f"`{content['model']}`, 32 × 8 bytes a step" in text
 
 

@@ -117,3 +117,7 @@ def test_wrong_requests_are_refused(tmp_path):
     for message, arguments in {**wrong, "need a batch": ["--batches", "0"]}.items():
         with pytest.raises(ValueError, match=message):
             fidelity.main(["--smoke", "--out", str(tmp_path), *arguments])
+    np.savez(tmp_path / "other.npz", kernel=np.ones(2))
+    options = common._parse(fidelity, ["--smoke", "--start", str(tmp_path / "other.npz")])
+    with pytest.raises(ValueError, match="the parameters of another model"):
+        fidelity.configure(options)

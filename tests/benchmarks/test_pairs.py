@@ -91,6 +91,8 @@ def test_a_plain_fp8_that_diverges_is_not_explained_away(tmp_path):
     common.write_result(path, "original", common.make_header(), original.Config(), rows)
     page = report.render_section("original", tmp_path)
     assert "diverged" in page and original.WHY not in page
+    plain = [original.VARIANTS[name] for name in original.PLAIN]
+    assert {"full"} == {way for one in plain for way in (one.dgrad, one.wgrad)}  # what it says of the backward pass
 
 
 def test_fake_quantization_rounds_weights_and_activations_alone():

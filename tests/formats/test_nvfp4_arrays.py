@@ -89,6 +89,10 @@ def test_an_amax_that_is_not_finite_is_loud_and_random_bits_are_of_the_index():
         ({"rule": "max"}, ValueError, "rule='max' is unknown"), ({"tile": "row"}, ValueError, "tile='row'"),
         ({"tile": "square", "signs": SIGNS}, ValueError, "drop signs="),
         ({"x": jnp.zeros((2, 24)), "signs": SIGNS}, ValueError, "drop signs="),
+        ({"x": jnp.zeros((16, 6))}, ValueError, "smaller than one tile of 16"),
+        ({"x": jnp.zeros(16), "tile": "square"}, ValueError, "smaller than one tile of 16"),
+        ({"amax": jnp.ones(2)}, ValueError, r"amax has shape \[2\]"),
+        ({"key": jax.random.key(0)}, TypeError, "not two words"),
     ],
 )  # fmt: skip
 def test_bad_input_raises(change, error, why):

@@ -206,6 +206,16 @@ def test_eden_is_unbiased_over_rotations_and_has_less_noise():
     assert squares["eden"] < 0.55 * squares["stochastic"]
 
 
+@pytest.mark.parametrize("exponent", [-100, -70, 65, 100])
+def test_edens_corrections_do_not_depend_on_the_size_of_what_is_rounded(exponent):
+    """Sums of squares of gradients below 2**-63 or above 2**64 are not float32 numbers."""
+    x = jax.random.normal(jax.random.key(6), (4, 128))
+    quantize = lambda x: along(x, -1, "amax", "eden", KEY, jnp.ones(128))
+    plain, moved = quantize(x), quantize(x * 2.0**exponent)
+    assert np.array_equal(np.asarray(moved.values, np.float32), np.asarray(plain.values, np.float32))
+    assert float(moved.outer) == float(plain.outer) * 2.0**exponent
+
+
 def test_edens_values_are_codes_times_scales():
     values = np.asarray(along(wild(9.0), -1, "four_over_six", "eden", KEY).values, np.float32)
     assert np.isin(np.abs(values[~np.isnan(values)]), PRODUCTS.astype(np.float32)).all()

@@ -178,9 +178,9 @@ def inverted(arrays):
             arrays[name] = np.float32(1) / arrays[name]
 
 
-@pytest.mark.parametrize("amax", [0.02, 1.0, 100.0])
-def test_an_inverted_global_scale_is_detected(tmp_path, amax):
-    operand = quantized(matrix(amax=amax))
+@pytest.mark.parametrize(("amax", "rule"), [(0.02, "amax"), (1.0, "amax"), (109.0, "amax"), (36.0, "fold_exact")])
+def test_an_inverted_global_scale_is_detected(tmp_path, amax, rule):
+    operand = quantized(matrix(amax=amax), Fp4(rule=rule))
     saved(tmp_path, operand)
     change(tmp_path, inverted)
     with pytest.raises(ValueError, match=r"largest value is 6 \* \d+ / .*beyond 65504.*inverted.*multiplier"):
@@ -346,7 +346,13 @@ def halved(arrays):
         (lambda folder: change(folder, nan_scale), "0x7f"),
         (lambda folder: change(folder, zero_points), "zero points"),
         (lambda folder: change(folder, halved), r"nvfp4 has bytes with scales float8_e4m3fn\[32, 4\]"),
-        (lambda folder: change(folder, lambda arrays: arrays.pop(f"{NAME}.weight_packed")), "copy all files"),
+        *[
+            (functools.partial(change, changed=lambda arrays, part=part: arrays.pop(f"{NAME}.weight_{part}")), message)
+            for part, message in (
+                ("packed", "neither .* copy all files"), ("scale", "weight_scale is missing; copy all files"),
+                ("global_scale", "weight_global_scale is missing; copy all files"),
+            )
+        ],
         *[
             (functools.partial(change, changed=global_scale(x)), rf"{NAME}.weight_global_scale is {x}, .*store 1 if")
             for x in (0.0, np.nan, np.inf, -1.0)

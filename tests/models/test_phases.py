@@ -178,6 +178,12 @@ WRONG = {
     "falling": (CONFIG, {SCHEDULE: ((0.5, "bf16"), (0.25, "tensorwise"))}, "must rise"),
     "one half": (STORED, {SCHEDULE: ((0.5, "tensorwise"),)}, "weight='Dual' cannot go .* weight='Single'"),
     "blocks": (STORED, {SCHEDULE: ((0.5, "tcfp12_blockwise"),)}, "scaling=Tensor.* has scaling=Block"),
+    "four bits": (STORED, {SCHEDULE: ((0.5, "nvfp4_training"),)}, r"'nvfp4_training', whose products round .* \(fp4\)"),
+    "the same products": (
+        STORED,
+        {SCHEDULE: ((0.5, tcfp_jax.recipe("tcfp12_single", copies="both")),)},
+        "the recipe is 'tcfp12_single' before it, too",
+    ),
     "no middle": (CONFIG, dict(ends=(1, 1, "bf16")), "ends 1,1=bf16 of 1 blocks leaves none between"),
     "ends of one half": (
         STORED,
@@ -226,6 +232,9 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     written.write_text("no arrays")
     with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
         init(dataclasses.replace(config, start=str(written)))
+    with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
+        run(dataclasses.replace(config, start=str(written)), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()  # the right file may start a run there
 
 
 def test_the_command_knows_schedules(capsys):
@@ -255,12 +264,14 @@ class FakeWriter:
 
 def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
-    board = Board(tmp_path, begin=4)
+    done = tmp_path / "metrics.jsonl"  # of a run that was killed: what its writer held back is written anew
+    done.write_text('{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up": {"moved": 0.25}}}\n')
+    board = Board(tmp_path, done)
     board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))
     board.close()
     assert FakeWriter.written == [
-        (str(tmp_path), 5), ("loss", 2.0, 5), ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6),
-        ("layers/up/moved", 0.5, 6), "closed",
+        (str(tmp_path), 1), ("loss", 3.0, 3), ("loss", 2.5, 4), ("layers/up/moved", 0.25, 4), ("loss", 2.0, 5),
+        ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6), ("layers/up/moved", 0.5, 6), "closed",
     ]  # fmt: skip
 
 

@@ -77,6 +77,13 @@ def test_what_was_clipped_is_counted():
     assert float(read(near, tcfp_jax.split(near)).saturation) == 0
 
 
+def test_zeros_are_known():
+    x = jnp.zeros((2, 4))
+    assert [float(value) for value in read(x, quantize(x, "float8_e4m3fn").rows)] == [0.0, 0.0, 0.0, np.inf]
+    nan = x.at[0, 0].set(jnp.nan)
+    assert np.isnan(read(nan, quantize(nan, "float8_e4m3fn").rows).snr)
+
+
 def test_loops_and_branches_have_entries_of_their_own():
     def loss(params, x, turned):
         def block(x, w):
@@ -86,6 +93,10 @@ def test_loops_and_branches_have_entries_of_their_own():
         multiply = lambda name: lambda x: tcfp_jax.matmul(x, params[name], recipe="tensorwise")
         return jnp.sum(jax.lax.cond(turned, multiply("yes"), multiply("no"), x))
 
+    _, bare = monitor.value_and_grad(lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe="tensorwise")), argnums=1)(
+        X, W[0]
+    )
+    assert list(bare) == ["argument 1"]
     params = {"stack": W, "yes": W[0], "no": W[1]}
     _, readings = jax.jit(monitor.value_and_grad(loss))(params, X, True)
     assert readings["stack"]["x"].snr.shape == (2,) and np.isfinite(readings["stack"]["g"].snr).all()

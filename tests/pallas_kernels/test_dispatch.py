@@ -1,11 +1,15 @@
 """Which implementation of an op runs, what is said of the others, and what is recorded."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
+import tcfp_jax
 from pallas_kernels import dispatch as module
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import Implementation, dispatch, judge, recording
 from pallas_kernels.quantize.api import quantize
 from tests.helpers import mesh_of
@@ -80,3 +84,52 @@ def test_calls_are_recorded_with_what_they_are_for():
     assert [(call.step, call.op) for call in calls] == [("quantize x", "quantize")] * 2
     assert calls[0].operands == "bfloat16[24, 16]" and calls[0].chosen.backend == "xla"
     assert calls[1].chosen is None and "multiples of 16" in calls[1].verdicts[0].reason
+
+
+# Traced products -----------------------------------------------------------------------------------------------------
+
+M, K, N = 24, 32, 16
+
+
+def _layers(recipe, x, ws):
+    return functools.reduce(lambda x, w: jnp.tanh(tcfp_jax.matmul(x, w, recipe=recipe)), ws, x)
+
+
+@pytest.mark.parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
+def test_equal_layers_are_lowered_once(name):
+    def lines(layers):
+        ws = [jnp.ones((K, K))] * layers
+        gradient = jax.jit(jax.grad(lambda ws: jnp.sum(_layers(name, jnp.ones((M, K)), ws))))
+        return len(gradient.lower(ws).as_text().splitlines())
+
+    assert (lines(8) - lines(4)) / 4 < 20  # two calls, a tanh, and its derivative
+
+
+def test_recordings_see_every_layer_and_leave_no_trace():
+    x, ws = jnp.ones((M, K)), [jnp.ones((K, K))] * 3
+    run = jax.jit(functools.partial(_layers, "tensorwise"))
+    before = run.lower(x, ws).as_text()
+    for _ in range(2):  # the second time nothing is new
+        with recording() as calls:
+            jax.eval_shape(run, x, ws)
+        assert [call.step for call in calls] == ["quantize w", "quantize x", "forward"] * 3
+    assert run.lower(x, ws).as_text() == before
+
+
+def test_what_was_measured_is_part_of_a_traced_product(monkeypatch):
+    """A new table of measurements is read, though a product of these shapes was traced before."""
+    x, w = jnp.ones((M, K)), jnp.ones((K, N))
+    trace = lambda: jax.make_jaxpr(functools.partial(tcfp_jax.matmul, recipe="tensorwise"))(x, w)
+    asked = []
+    monkeypatch.setattr(module, "judge", lambda *a, judge=module.judge: asked.append(a[1]) or judge(*a))
+    tuning.load.cache_clear()
+    trace()
+    seen = len(asked)
+    trace()
+    assert 0 < seen == len(asked)
+    tuning.load.cache_clear()
+    trace()
+    assert len(asked) == 2 * seen
+    with jax.default_matmul_precision("float32"):
+        trace()
+    assert len(asked) == 3 * seen

@@ -243,6 +243,14 @@ def test_packed_codes_have_no_gradient():
         optim.store({"kernel": W}, "nvfp4", key=jax.random.key(0))
 
 
+def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
+    packed = packed_by(W, RECIPES["nvfp4"])
+    with pytest.raises(TypeError, match=r"weight\.dequantize\(\)"):
+        X @ packed
+    with pytest.raises(TypeError, match=r"weight\.dequantize\(\).*LoRA"):
+        tcfp_jax.dequantize({"kernel": packed})
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -257,6 +265,7 @@ def test_packed_codes_have_no_gradient():
         (lambda: fp4_matmul(X, W, activation="float8"), ValueError, "activation='float8' is unknown"),
         (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32, but only real floats are"),
         (lambda: pack_fp4(X), ValueError, "is no matrix [k, n]"),
+        (lambda: fp4_linear(X, W, jnp.ones(N, jnp.complex64)), TypeError, "bias has dtype complex64"),
         (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
     ],
 )

@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 import tcfp_jax.recipes
-from pallas_kernels import dispatch, tuning
-from pallas_kernels.dispatch import recording
 from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
@@ -52,22 +50,28 @@ def every_kind(test):
     return pytest.mark.parametrize("recipe", [RECIPES[name] for name in kinds], ids=kinds)(test)
 
 
+# One program each, where every operation would be one; each compiled once for all tests.
+quantize = jax.jit(tcfp_jax.quantize, static_argnames=("dtype", "scale"))
+store = jax.jit(quantize_weight, static_argnames=("recipe", "copies"))
+dequantize = jax.jit(lambda stored, *dtype: stored.dequantize(*dtype), static_argnums=1)
+
+
 def operand(x, dtype, recipe):
     """The values that a product sees for x, in float64."""
     if dtype == "bfloat16":
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
-    return np.asarray(tcfp_jax.quantize(x, dtype, scale=recipe.scaling.scale).dequantize(), np.float64)
+    return np.asarray(dequantize(quantize(x, dtype, scale=recipe.scaling.scale)), np.float64)
 
 
 def weight(w, recipe, product):
     """The values of the weight that a product sees, `[k, n]`, in float64."""
     if recipe.weight is None:
         return operand(w, "bfloat16", recipe)
-    stored, _ = quantize_weight(w, recipe)
+    stored, _ = store(w, recipe)
     if getattr(recipe.weight, product) == "hi":
         stored = stored.drop_residual()
     dtype = jnp.bfloat16 if getattr(recipe, product) == "bf16" else jnp.float32
-    return np.asarray(stored.dequantize(dtype), np.float64)
+    return np.asarray(dequantize(stored, dtype), np.float64)
 
 
 def activation(recipe):
@@ -86,6 +90,12 @@ def value_and_gradients(recipe, x, w, g, **options):
     return (y, *vjp(g.astype(y.dtype)))
 
 
+@functools.cache
+def jitted(recipe):
+    """`value_and_gradients` as one program for each shape, that tests share."""
+    return jax.jit(functools.partial(value_and_gradients, recipe))
+
+
 @every_recipe
 def test_forward_is_the_product_of_the_quantized_operands(recipe, data):
     x, w, _ = data
@@ -97,7 +107,7 @@ def test_forward_is_the_product_of_the_quantized_operands(recipe, data):
 @every_recipe
 def test_gradients_are_those_of_the_straight_through_reference(recipe, data):
     x, w, g = data
-    _, dx, dw = jax.jit(functools.partial(value_and_gradients, recipe))(x, w, g)
+    _, dx, dw = jitted(recipe)(x, w, g)
     g_q = operand(g, "bfloat16" if recipe.dgrad == "bf16" else recipe.gradient, recipe)
     assert_product(dx, g_q, weight(w, recipe, "dgrad").T)
     if recipe.wgrad == "bf16":
@@ -118,8 +128,8 @@ def test_gradients_equal_jax_grad_of_a_straight_through_model(data):
         w_q = through(w, tcfp_jax.split(w).dequantize())
         return jnp.vdot(g_q, jnp.matmul(x_q, w_q, precision="highest"))
 
-    expected = jax.grad(loss, argnums=(0, 1))(x, w)
-    _, *got = value_and_gradients(recipe, x, w, g)
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    _, *got = jitted(recipe)(x, w, g)
     bounds = (np.abs(g_q) @ np.abs(w.T), np.abs(x.T) @ np.abs(g_q))
     for a, b, bound in zip(got, expected, bounds, strict=True):
         assert np.all(np.abs(np.asarray(a) - np.asarray(b)) <= 16 * np.sqrt(K) * FLOAT32_EPS * bound)
@@ -136,12 +146,12 @@ def test_stored_weights_give_the_result_of_fresh_ones(recipe, data):
     x, w, g = data
     if recipe.mode is tcfp_jax.TCFPMode.BF16:
         pytest.skip("a BF16 recipe stores no weights")
+    fresh = jitted(recipe)(x, w, g)
     for copies in ("one", "both"):
-        stored, _ = quantize_weight(w, recipe, copies=copies)
-        fresh = value_and_gradients(recipe, x, w, g)
-        for a, b in zip(value_and_gradients(recipe, x, w, g, quantized=stored), fresh, strict=True):
+        stored, _ = store(w, recipe, copies=copies)
+        for a, b in zip(jitted(recipe)(x, w, g, quantized=stored), fresh, strict=True):
             nearly_equal(a, b)
-    y, vjp = jax.vjp(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe), x)
+    y, vjp = jax.vjp(jax.jit(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe)), x)
     nearly_equal(y, fresh[0])
     nearly_equal(vjp(g)[0], fresh[1])
 
@@ -155,7 +165,7 @@ def nearly_equal(a, b):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_dtypes_in_are_dtypes_out(recipe, dtype, data):
     x, w, g = data
-    y, dx, dw = value_and_gradients(recipe, x.astype(dtype), w, g)
+    y, dx, dw = jitted(recipe)(x.astype(dtype), w, g)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
     a = operand(x.astype(dtype), activation(recipe), recipe)
     assert_product(y, a, weight(w, recipe, "forward"), eps=max(float(jnp.finfo(dtype).eps), FLOAT32_EPS))
@@ -164,8 +174,8 @@ def test_dtypes_in_are_dtypes_out(recipe, dtype, data):
 @every_kind
 def test_leading_axes(recipe, data):
     x, w, g = data
-    flat = value_and_gradients(recipe, x, w, g)
-    y, dx, dw = value_and_gradients(recipe, x.reshape(2, 3, 4, K), w, g.reshape(2, 3, 4, N))
+    flat = jitted(recipe)(x, w, g)
+    y, dx, dw = jitted(recipe)(x.reshape(2, 3, 4, K), w, g.reshape(2, 3, 4, N))
     assert jnp.array_equal(y.reshape(M, N), flat[0]) and jnp.array_equal(dx.reshape(M, K), flat[1])
     np.testing.assert_allclose(dw, flat[2], rtol=0, atol=1e-5)
     vector = tcfp_jax.matmul(x[0], w, recipe=recipe)
@@ -177,11 +187,11 @@ def test_jit_scan_and_remat_change_no_bit(recipe, data):
     x, w, g = data
     run = functools.partial(value_and_gradients, recipe)
     expected = run(x, w, g)
-    jitted = jax.jit(run)(x, w, g)
+    in_one = jitted(recipe)(x, w, g)
     scanned = lax.scan(lambda c, _: (c, run(x, w, g)), 0, None, length=2)[1]
     product = jax.checkpoint(functools.partial(tcfp_jax.matmul, recipe=recipe))
     y, vjp = jax.vjp(product, x, w)
-    for a, b, c, d in zip(expected, jitted, scanned, (y, *vjp(g)), strict=True):
+    for a, b, c, d in zip(expected, in_one, scanned, (y, *vjp(g)), strict=True):
         # Products may be summed in another order when they are fused differently; quantization may not change.
         for other in (b, c[1], d):
             np.testing.assert_allclose(a, other, rtol=0, atol=1e-5)
@@ -205,8 +215,8 @@ def test_remat_policy_by_name_keeps_the_quantized_operands(data):
 def test_vmap_quantizes_each_example_by_itself(recipe, data):
     x, w, g = data
     xs, gs = x.reshape(3, 8, K), g.reshape(3, 8, N)
-    together = jax.vmap(functools.partial(value_and_gradients, recipe), in_axes=(0, None, 0))(xs, w, gs)
-    alone = [value_and_gradients(recipe, a, w, b) for a, b in zip(xs, gs, strict=True)]
+    together = jax.jit(jax.vmap(jitted(recipe), in_axes=(0, None, 0)))(xs, w, gs)
+    alone = [jitted(recipe)(a, w, b) for a, b in zip(xs, gs, strict=True)]
     for got, expected in zip(together, zip(*alone, strict=True), strict=True):
         np.testing.assert_allclose(got, jnp.stack(expected), rtol=0, atol=1e-5)
 
@@ -215,9 +225,10 @@ def test_gradient_of_vmap_over_stacked_weights(data):
     x, w, _ = data
     ws = jnp.stack([w, 4 * w])
     product = functools.partial(tcfp_jax.matmul, recipe="tcfp12_fast")
-    gradient = jax.grad(lambda ws: jnp.sum(jax.vmap(product, in_axes=(None, 0))(x, ws) ** 2))(ws)
+    gradient = jax.jit(jax.grad(lambda ws: jnp.sum(jax.vmap(product, in_axes=(None, 0))(x, ws) ** 2)))(ws)
+    one = jax.jit(jax.grad(lambda w: jnp.sum(product(x, w) ** 2)))
     for i in range(2):
-        alone = jax.grad(lambda w: jnp.sum(product(x, w) ** 2))(ws[i])
+        alone = one(ws[i])
         np.testing.assert_allclose(gradient[i], alone, rtol=1e-6)
 
 
@@ -252,7 +263,7 @@ def test_meshes_give_the_result_of_one_device(recipe, axis_type, data):
     if jax.device_count() < 4:
         pytest.skip(f"needs 4 devices, this process has {jax.device_count()}")
     x, w, g = data
-    expected = value_and_gradients(recipe, x.reshape(4, 6, K), w, g.reshape(4, 6, N))
+    expected = jitted(recipe)(x.reshape(4, 6, K), w, g.reshape(4, 6, N))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
@@ -352,47 +363,3 @@ def test_gradients_of_a_replicated_weight_in_shard_map(name, held, data):
     everywhere = jax.shard_map(gradients, mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=(P("a"), P()))
     for a, b in zip(jax.jit(everywhere)(x, w, stored), jax.jit(gradients)(x, w, stored), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
-
-
-def _layers(recipe, x, ws):
-    return functools.reduce(lambda x, w: jnp.tanh(tcfp_jax.matmul(x, w, recipe=recipe)), ws, x)
-
-
-@pytest.mark.parametrize("name", ["bf16", "tcfp12_fast", "rowwise"])
-def test_equal_layers_are_lowered_once(name):
-    def lines(layers):
-        ws = [jnp.ones((K, K))] * layers
-        gradient = jax.jit(jax.grad(lambda ws: jnp.sum(_layers(name, jnp.ones((M, K)), ws))))
-        return len(gradient.lower(ws).as_text().splitlines())
-
-    assert (lines(8) - lines(4)) / 4 < 20  # two calls, a tanh, and its derivative
-
-
-def test_recordings_see_every_layer_and_leave_no_trace():
-    x, ws = jnp.ones((M, K)), [jnp.ones((K, K))] * 3
-    run = jax.jit(functools.partial(_layers, "tensorwise"))
-    before = run.lower(x, ws).as_text()
-    for _ in range(2):  # the second time nothing is new
-        with recording() as calls:
-            jax.eval_shape(run, x, ws)
-        assert [call.step for call in calls] == ["quantize w", "quantize x", "forward"] * 3
-    assert run.lower(x, ws).as_text() == before
-
-
-def test_what_was_measured_is_part_of_a_traced_product(monkeypatch):
-    """A new table of measurements is read, though a product of these shapes was traced before."""
-    x, w = jnp.ones((M, K)), jnp.ones((K, N))
-    trace = lambda: jax.make_jaxpr(functools.partial(tcfp_jax.matmul, recipe="tensorwise"))(x, w)
-    asked = []
-    monkeypatch.setattr(dispatch, "judge", lambda *a, judge=dispatch.judge: asked.append(a[1]) or judge(*a))
-    tuning.load.cache_clear()
-    trace()
-    seen = len(asked)
-    trace()
-    assert 0 < seen == len(asked)
-    tuning.load.cache_clear()
-    trace()
-    assert len(asked) == 2 * seen
-    with jax.default_matmul_precision("float32"):
-        trace()
-    assert len(asked) == 3 * seen
