@@ -20,7 +20,11 @@ QUICK = "jax_disable_most_optimizations"
 # What is set already stays. With XLA's older emitters for a CPU all tests take 647 s, and 1,009 with its new ones. They
 # cannot be chosen for one test, and jax 0.11 no longer has them (XLA stops at a flag that it does not know), so the run
 # of `.ci/run` on the newest jax has those that users have.
-FLAGS = {"--xla_force_host_platform_device_count": "8"}
+FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # A worker has one core: a program that is split to be compiled by several threads takes a tenth longer.
+    "--xla_cpu_parallel_codegen_split_count": "1",
+}
 if jax.__version_info__ < (0, 11):
     FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 # Read when JAX first looks for devices, which no import of a test file does before this one.

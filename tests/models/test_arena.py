@@ -26,7 +26,8 @@ SIZE = LlamaConfig(
     layers=2, width=1024, heads=8, kv_heads=8, hidden=1024, context=2048, vocabulary=8192, remat="products"
 )
 TOKENS = (8, 2048)
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}  # without a device to time them, it only takes longer to compile
+# Without a device to time them, GEMMs of Triton only take longer to compile.
+OPTIONS = h200.OPTIONS | {"xla_gpu_enable_triton_gemm": False}
 FEW = 2**16  # bytes: scales, keys and sums, which BF16 does not have
 
 
