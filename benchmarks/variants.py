@@ -135,6 +135,10 @@ _BLOCKS = {
 }
 _FP4 = {
     "nvfp4_nearest": _of("nvfp4_training", "gradients rounded to nearest: a control", gradient_rounding="nearest"),
+    "nvfp4_nearest_not_rotated": _of(
+        "nvfp4_training", "all operands rounded to nearest and none rotated: a control", gradient_rounding="nearest",
+        rotation="none",
+    ),
     "nvfp4_stochastic_activations": _of(
         "nvfp4_training", "activations rounded stochastically: a control", activation_rounding="stochastic"
     ),

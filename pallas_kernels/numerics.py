@@ -34,7 +34,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
 # A floor under amax, so that a zero tensor has a finite multiplier. It is a float64, which lies between the float32 of
 # the same digits and that one's neighbour.
-_FLOAT32_SCALE_FLOOR = 1e-12
+FLOAT32_SCALE_FLOOR = 1e-12
 
 
 def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -91,9 +91,9 @@ def scale_and_inverse(
         return power, reciprocal_pow2(power)
     correctly_rounded = division or divide
     finite = jnp.isfinite(amax)
-    floor = np.float32(_FLOAT32_SCALE_FLOOR)
+    floor = np.float32(FLOAT32_SCALE_FLOOR)
     multiplier = correctly_rounded(largest(dtype), jnp.maximum(amax, floor))
-    multiplier = jnp.where(amax <= floor, np.float32(largest(dtype) / _FLOAT32_SCALE_FLOOR), multiplier)
+    multiplier = jnp.where(amax <= floor, np.float32(largest(dtype) / FLOAT32_SCALE_FLOOR), multiplier)
     reciprocal = correctly_rounded(1.0, multiplier)
     nan = jnp.float32(jnp.nan)
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)

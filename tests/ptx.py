@@ -8,21 +8,42 @@ import re
 import ml_dtypes
 import numpy as np
 
+WARP = 32
+
 
 def run(text, count, operands, memory=None):
     """The `count` results `$0`, `$1`, ... of a text whose further `$` are operands."""
-    body = re.sub(r"\.reg [^;]*;", "", text.strip()[1:-1] if text.strip().startswith("{.reg") else text)
+    body = re.sub(r"\.reg [^;]*;", "", text.strip()[1:-1] if text.strip().startswith("{") else text)
     shape = np.broadcast_shapes(*(np.shape(operand) for operand in operands))
     registers = {f"${count + i}": np.broadcast_to(_u32(operand), shape) for i, operand in enumerate(operands)}
+    registers["%laneid"] = _u32(np.arange(shape[0] if shape else 1) % WARP)
     for line in filter(None, (line.strip() for line in body.split(";"))):
+        line, where = _predicate(line, registers)
         name, _, rest = line.partition(" ")
         if name.startswith("ld.shared"):
             _load(name, rest, registers, memory)
-            continue
-        target, *sources = (word.strip() for word in rest.split(","))
-        values = [registers[source] if source in registers else _u32(int(source, 0)) for source in sources]
-        registers[target] = np.broadcast_to(_INSTRUCTIONS[name](*values), shape)
+        elif name == "st.shared.b32":
+            _store(rest, registers, memory, np.broadcast_to(where, shape))
+        else:
+            target, *sources = (word.strip("{} ") for word in rest.split(","))
+            values = [_value(source, registers) for source in sources]
+            registers[target] = np.broadcast_to(_INSTRUCTIONS[name](*values), shape)
     return [registers[f"${i}"] for i in range(count)]
+
+
+def _predicate(line, registers):
+    """A line without its predicate, and in which threads it is run."""
+    if not line.startswith("@"):
+        return line, True
+    name, _, line = line.partition(" ")
+    return line, registers[name[1:]] != 0
+
+
+def _value(source, registers):
+    """Of a register, or of a constant: a float is written as 0f and its bits."""
+    if source in registers:
+        return registers[source]
+    return _u32(int(source[2:], 16) if source.startswith("0f") else int(source, 0))
 
 
 def _u32(value):
@@ -68,11 +89,68 @@ def _half(a, i):
     return bits.view(ml_dtypes.bfloat16).astype(np.float64)
 
 
+def _larger_halves(a, b):
+    low, high = (np.maximum(a >> np.uint32(16 * i) & np.uint32(0xFFFF), b >> np.uint32(16 * i) & np.uint32(0xFFFF))
+                 for i in range(2))  # fmt: skip
+    return low | high << np.uint32(16)
+
+
+def _of_warp(a, members):
+    """The largest of every warp."""
+    assert members == 0xFFFFFFFF and a.shape[0] % WARP == 0
+    return np.repeat(a.reshape(-1, WARP).max(axis=1), WARP)
+
+
+def _float(a):
+    return np.array(a, np.uint32).view(np.float32)
+
+
+def _flushed(a):
+    return np.where(np.abs(a) < 2.0**-126, np.copysign(np.float32(0), a), a)
+
+
+def _in_float(operation, flush=False):
+    """Of float32, rounded to nearest."""
+
+    def run(*operands):
+        with np.errstate(all="ignore"):
+            values = [_flushed(_float(a)) if flush else _float(a) for a in operands]
+            out = np.asarray(operation(*values), np.float32)
+            return (_flushed(out) if flush else out).view(np.uint32)
+
+    return run
+
+
+def _e4m3x2(high, low):
+    """Two E4M3 of float32; what is too large becomes the largest."""
+
+    def cast(a):
+        wide = np.clip(_float(a), -448, 448)
+        return _u32(wide.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+    return cast(high) << np.uint32(8) | cast(low)
+
+
 _INSTRUCTIONS = {
     "and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "xor.b32": np.bitwise_xor, "lop3.b32": _lop3,
     "prmt.b32": _prmt, "shr.u32": np.right_shift, "add.u32": np.add, "mul.lo.u32": _product,
     "mad.lo.u32": lambda a, b, c: _product(a, b) + c, "mul.rn.bf16x2": _bf16x2,
+    "shl.b32": np.left_shift, "bfe.u32": lambda a, at, size: a >> at & (np.uint32(1) << size) - np.uint32(1),
+    "mov.b32": lambda low, high=0: low | _u32(high) << np.uint32(16), "mov.u32": lambda a: a,
+    "max.u32": np.maximum, "max.u16x2": _larger_halves, "redux.sync.max.u32": _of_warp,
+    "setp.eq.u32": lambda a, b: a == b, "setp.ge.u32": lambda a, b: a >= b,
+    "setp.le.f32": lambda a, b: _float(a) <= _float(b), "selp.f32": lambda a, b, which: np.where(which, a, b),
+    "div.rn.f32": _in_float(np.divide), "rcp.rn.f32": _in_float(np.reciprocal),
+    "mul.rn.ftz.f32": _in_float(np.multiply, flush=True), "cvt.rn.satfinite.e4m3x2.f32": _e4m3x2,
 }  # fmt: skip
+
+
+def _store(rest, registers, memory, where):
+    """A word at the address in brackets."""
+    address, source = re.match(r"\[(\S+)\], (\S+)$", rest).groups()
+    at, words = np.broadcast_to(registers[address], where.shape), np.broadcast_to(registers[source], where.shape)
+    assert not (at % 4).any()
+    memory.view(np.uint32)[at[where] // 4] = words[where]
 
 
 def _load(name, rest, registers, memory):

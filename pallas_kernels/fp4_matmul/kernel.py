@@ -23,7 +23,7 @@ in the kernel (E4M3 46.0 us where it is 41.1, BF16 44.8 and 45.4), and clusters,
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8, owned
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded
 from pallas_kernels.partition import varying
 
 ROWS = 64
@@ -40,6 +40,8 @@ ROWS = 64
 CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
 _COPYING = 24
+# References to global memory where there are factors: x, codes, scales, their table, factors, and the output.
+_GMEM = 6
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
+      x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`).
     """
 
     warpgroups: int = 4
     stages: int = 4
     splits: int = 1
     rows: int | None = None
+    x: Literal["copied", "rounded"] = "copied"
 
     @property
     def height(self) -> int:
@@ -94,24 +98,27 @@ def call(
 ) -> jax.Array:
     """The product, `out`, or where k is split sums to be added, float32 `[splits, n, m]`.
 
-    Those are still to be multiplied by what the table leaves, `FACTOR` of the module that made it, and by the factors.
+    Without factors those are still to be multiplied by what the table leaves, `FACTOR` of the module that made it.
     E4M3 is added in the tensor core's own accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
 
     Args:
       config: sizes; its splits divide the steps of k.
       form: the format; "nvfp4" where x is E4M3.
       x: bfloat16 or float8_e4m3fn `[m, k]`, `permuted` by the module of its dtype; the rows of a block are a multiple
-        of 8, at most 256, m is one of them, k one of `owned.step_of(form)`.
+        of 8, at most 256, m is one of them, k one of `owned.step_of(form)`. Where blocks round it: bfloat16 as it is,
+        at most 8 rows, which the sums have.
       codes: uint8 `[n, k / 2]`; n is a multiple of 64 times the warpgroups.
       scales: their bytes, uint8 `[n, k / block]`.
       table: that of the module.
-      factors: float32 `[m]`, or `[1]`, which is multiplied by what the table leaves; None where k is split.
+      factors: float32 `[m]`, or `[1]`, which is multiplied by what the table leaves, and by the scales of rows that
+        blocks round; None where x is multiplied in bfloat16 and k is split.
       out: bfloat16 or float32 `[rows, n]`, of the first rows of x, behind which is padding; None where k is split.
     """
-    (m, k), n = x.shape, codes.shape[0]
+    m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert (factors is None) == (out is None) == (config.splits > 1), "parts of k are added before they are scaled"
+    assert config.x == "copied" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
+    assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
@@ -133,13 +140,19 @@ def call(
     return product if out is None else product[: out.shape[0]]
 
 
+def _rows_of(config: Config, x: Any) -> int:
+    """Rows of x with those of zeros that blocks add."""
+    return int(x.shape[0]) if config.x == "copied" else rounded.ROWS
+
+
 def _kernel(config: Config, form: Any, *refs: Any) -> None:
-    x_gmem, _, _, table_gmem, *factors_gmem, out_gmem = refs
-    m, step = config.rows or x_gmem.shape[0], owned.step_of(form)
+    x_gmem, _, _, table_gmem, *_, out_gmem = refs
+    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x == "copied"
     steps = x_gmem.shape[1] // step // config.splits
     # With a single buffer its copy would wait for a release that comes behind it.
     stages = max(2, min(config.stages, steps))
-    width = CHUNK_BYTES // x_gmem.dtype.itemsize
+    x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
+    width = CHUNK_BYTES // x_dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
@@ -150,11 +163,14 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
         scope,
         codes=plgpu.SMEM((stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)),
         scales=plgpu.SMEM((stages, config.height, owned.BLOCKS), jnp.uint8),
-        x=plgpu.SMEM((stages, m, step), x_gmem.dtype, transforms=swizzled(width)),
+        x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=_out_buffers(config, m, out_gmem.dtype) if factors_gmem else None,
+        out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
+        largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
+        scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
-        filled=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        met=None if copied else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
+        filled=plgpu.Barrier(num_arrivals=3 if copied else 2, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         collective_axes="warpgroup",
     )
@@ -182,12 +198,13 @@ class _Block:
     @property
     def rows(self) -> int:
         """Of x, how many this block multiplies."""
-        return self.config.rows or self.gmem[0].shape[0]
+        return self.config.rows or _rows_of(self.config, self.gmem[0])
 
     @property
     def _place(self) -> tuple[Any, Any, Any]:
         """Which band of x, which tile of outputs and which part of k this block has."""
-        block, bands, splits = lax.axis_index("block"), self.gmem[0].shape[0] // self.rows, self.config.splits
+        bands, splits = _rows_of(self.config, self.gmem[0]) // self.rows, self.config.splits
+        block = lax.axis_index("block")
         return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
 
     @property
@@ -214,7 +231,7 @@ class _Block:
         # (global memory, rows, how many columns a step takes, where to)
         copies = (
             (codes_gmem, outputs, step // 2, smem["codes"]), (scales_gmem, outputs, owned.BLOCKS, smem["scales"]),
-            (x_gmem, self._band, step, smem["x"]),
+            *([(x_gmem, self._band, step, smem["x"])] if self.config.x == "copied" else []),
         )  # fmt: skip
 
         @pl.loop(0, self.steps)
@@ -232,9 +249,15 @@ class _Block:
     def consume(self) -> None:
         """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
         self._hand_over(self.config.registers[1], "increase")
+        if self.config.x == "rounded":
+            rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
         plgpu.barrier_wait(self.smem["ready"])
         sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
         pl.run_scoped(functools.partial(self._multiply, owned.place(self.form)), sums)
+
+    def _meet(self, time: int) -> None:
+        plgpu.barrier_arrive(self.smem["met"].at[time])
+        plgpu.barrier_wait(self.smem["met"].at[time])
 
     def _multiply(self, place: Any, acc: Any) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
@@ -245,8 +268,9 @@ class _Block:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = self._operand(slot, warpgroup * ROWS, place)
+            x = x_smem.at[slot if self.config.x == "copied" else k]
             for chunk in range(step // width):
-                plgpu.wgmma(acc, operand(chunk), x_smem.at[slot, :, pl.ds(chunk * width, width)].T)
+                plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
                 # One product runs while the next operand is decoded; that before has read its registers.
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
@@ -255,10 +279,11 @@ class _Block:
 
         plgpu.wgmma_wait(0)
         outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
+        sums = acc[...] * self._factors() if len(self.gmem) == _GMEM else acc[...]
         if self.smem["out"] is None:
-            out_gmem[self._place[2], outputs, self._band] = acc[...]
+            out_gmem[self._place[2], outputs, self._band] = sums
         else:
-            _store(acc[...], self._factors(), self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+            _store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
 
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
@@ -270,10 +295,13 @@ class _Block:
     def _factors(self) -> Any:
         """What sums are multiplied by: a number, or one for each row of x."""
         factors = self.gmem[-2]
-        if factors.shape == (1,):
+        if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.FACTOR[self.form])
-        # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
-        found = plgpu.load(factors.at[self._band], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        copied = self.config.x == "copied"
+        # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
+        of_rows = factors.at[self._band] if copied else self.smem["scales_of_rows"]
+        found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))
 
     def _operand(self, slot: Any, first_row: Any, place: Any) -> Any:
@@ -297,12 +325,12 @@ def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
     )
 
 
-def _store(sums: jax.Array, factor: Any, out_smem: Any, out_gmem: Any) -> None:
-    """Write the products of the sums of 64 outputs and their factors, transposed, in pieces of m through a buffer.
+def _store(sums: jax.Array, out_smem: Any, out_gmem: Any) -> None:
+    """Write 64 outputs of all rows, transposed, in pieces of m through a buffer.
 
     Rows behind the last of the output are not written: copies leave out what lies beyond it.
     """
-    out, piece = (sums * factor).astype(out_gmem.dtype), out_smem.shape[0]
+    out, piece = sums.astype(out_gmem.dtype), out_smem.shape[0]
     out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
     for first in range(0, sums.shape[1], piece):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -23,6 +23,8 @@ from pallas_kernels.partition import device_count
 MOST_ROWS: dict[Activation, float] = {"bfloat16": 512, "float8_e4m3fn": math.inf}
 ROWS = 64
 _SHARED_BYTES = 228_000
+# Rows of x that every block rounds for itself, in the place of a kernel before.
+_ROUNDED_BY_BLOCKS = 4
 # Of a block, the fastest first on an H200 with 28672 x 8192: the more outputs share the rows of x that it reads the
 # better.
 _WARPGROUPS = (4, 2, 1)
@@ -88,6 +90,19 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     return dataclasses.replace(config, stages=stages) if stages >= 2 and config.holds(rows) else None
 
 
+def _rounding(config: Any, options: Options, x: jax.Array) -> Any:
+    """The same sizes for blocks that round x themselves, where its rows are few and have room; else those given."""
+    from pallas_kernels.fp4_matmul import decode_fp8, rounded
+
+    (m, k), height = x.shape, config.height
+    part, written = k // config.splits, 0 if config.splits > 1 else height * options.out_dtype.itemsize
+    buffers = config.stages * height * (decode_fp8.STEP // 2 + 16)
+    fits = buffers + rounded.ROWS * (part + written) <= _SHARED_BYTES
+    if m > _ROUNDED_BY_BLOCKS or x.dtype != jnp.bfloat16 or not fits or not rounded.serves(part):
+        return config
+    return dataclasses.replace(config, x="rounded")
+
+
 def _bands(m: int, most: int) -> tuple[int, int]:
     """How many bands of at most so many rows hold m, and their rows, a multiple of 8.
 
@@ -137,6 +152,8 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
         rows, chosen = None if scale is None else Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
         if chosen is None:
             return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
+        if config is None and rows is None:
+            chosen = _rounding(chosen, options, x)
         return _in_fp8(chosen, options, rows or x, w, table)
 
     assert isinstance(w.scaling, Fp4), "api checked it"
@@ -174,15 +191,19 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
     (m, _), outer = x.shape, jnp.float32(1) if w.outer is None else w.outer
     count = _padded(m, config)
     if isinstance(x, Operand):
+        assert config.x == "copied", "rows that are rounded are not rounded again"
         rows = decode_fp8.permuted(jnp.pad(x.values, ((0, count - m), (0, 0))))
         factors = jnp.pad(outer / decode_fp8.FACTOR * x.scale, (0, count - m))
+    elif config.x == "rounded":
+        rows, factors = x, outer.reshape(1)
     else:
         rows, factors = ordered_rows.ordered(x, count, outer)
     # 256 values are the most that a dimension of a copy has.
-    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), table.reshape(2, 256))
+    tables = table.reshape(2, 256)
+    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), tables, factors)
     if config.splits == 1:
-        return call(factors, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
-    return (_added(call()).T * factors[:, None]).astype(options.out_dtype)[:m]
+        return call(jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
+    return _added(call()).T[:m].astype(options.out_dtype)
 
 
 def _added(sums: jax.Array) -> jax.Array:

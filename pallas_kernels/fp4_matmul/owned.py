@@ -101,6 +101,13 @@ def words(count: int, operands: list[Any], text: str, *, effects: bool = False) 
     return [made] if count == 1 else [llvm.extractvalue(i32, made, [i]) for i in range(count)]
 
 
+def effect(operands: list[Any], text: str) -> None:
+    """PTX with no result, which writes to shared memory."""
+    constraints = ",".join(["r"] * len(operands)) + ",~{memory}"
+    nothing = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(nothing, operands, text, constraints, asm_dialect=0, has_side_effects=True)
+
+
 def together(separate: list[Any]) -> Any:
     """Words as an array in registers."""
     count = len(separate)

@@ -1,5 +1,6 @@
 """The decode kernel of FP4 weights on a GPU: every scale byte times every code, all shapes, and what it refuses."""
 
+import dataclasses
 import functools
 
 import jax
@@ -119,6 +120,22 @@ def test_products_in_e4m3_are_those_of_an_unpacked_weight(n, k, m):
     assert (np.abs(got - expected) <= bound).all()
     assert (np.abs(got - by_xla) <= 2 * bound).all()
     assert np.linalg.norm(got - expected) <= 2.0**-6 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(8192, 1792), (1024, 14336), (14336, 2048), (33792, 512)])
+@pytest.mark.parametrize("m", [1, 5, 8])
+def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
+    q, x = operands(FOLDS, n, k)
+    x = x[:m].astype(jnp.bfloat16).at[m - 1, 3].set(jnp.inf if m == 5 else 7.0).at[0, 0].set(1e-39)
+    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+    copied = mosaic.choose(options, FOLDS, m, k, n)
+    run = functools.partial(mosaic.fp4_matmul, options)
+    by_blocks, before = (
+        np.asarray(jax.jit(functools.partial(run, config=dataclasses.replace(copied, x=how)))(x, q))
+        for how in ("rounded", "copied")
+    )
+    np.testing.assert_array_equal(by_blocks, before)
+    assert np.isnan(by_blocks[-1]).all() == (m == 5) and np.isfinite(by_blocks[:1]).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (384, 1536), (33792, 512)])

@@ -11,7 +11,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
-from pallas_kernels.fp4_matmul import decode, decode_fp8, kernel, mosaic, ordered_rows, owned, reference, unpacked
+from pallas_kernels.fp4_matmul import (
+    decode,
+    decode_fp8,
+    kernel,
+    mosaic,
+    ordered_rows,
+    owned,
+    reference,
+    rounded,
+    unpacked,
+)
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
@@ -180,10 +190,54 @@ def test_ordered_rows_are_those_of_the_definition(m, k, rows, dtype):
     assert not bits(values[m:]).any() and np.isfinite(factors[m:]).all()
 
 
+@pytest.mark.parametrize(("m", "steps", "warpgroups"), [(5, 8, 4), (2, 7, 2)])
+def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypatch):
+    random = np.random.default_rng(0)
+    x = np.ldexp(random.standard_normal((m, 256 * steps)), random.integers(-14, 3, (m, 1)))
+    x[0], x[1, 3], x[2:3, -1], x[-1, 5] = 0, np.nan, np.inf, -1e-39
+    x[3:4] *= 1e-14
+    x = x.astype(ml_dtypes.bfloat16)
+    # Shared memory: what warps found, and rows as `wgmma` takes them, tiles of 8 rows of 128 bytes.
+    warps, threads = 4 * warpgroups, np.arange(128 * warpgroups)
+    rows = 4 * 8 * warps
+    memory = np.zeros(rows + 2048 * steps, np.uint8)
+    monkeypatch.setattr(owned, "words", lambda n, given, text, effects=False: ptx.run(text, n, given, memory))
+    monkeypatch.setattr(owned, "effect", lambda given, text: ptx.run(text, 0, given, memory))
+    monkeypatch.setattr(owned, "constant", np.uint32)
+
+    def share(row):
+        """The first step of the units of a thread's warpgroup, and its pairs of values."""
+        monkeypatch.setattr(rounded.lax, "axis_index", lambda name: threads // 128)
+        for first in map(np.asarray, rounded._share(steps, warpgroups)):
+            at = 256 * first[:, None] + 4 * (threads % 128)[:, None] + np.arange(4)
+            yield first.astype(np.uint32), x[row][at].view(np.uint32).T
+
+    for row in range(m):
+        rounded.store_largest(row, [pair for _, pairs in share(row) for pair in pairs], np.uint32(0), warps, threads)
+    scales = []
+    for row in range(m):
+        multiplier, scale = rounded.scale_of(row, np.uint32(0), warps)
+        scales.append(scale.view(np.float32).item())
+        for first, pairs in share(row):
+            (at,) = rounded.places_of(row, [np.uint32(rows) + 2048 * first], threads)
+            owned.effect([at, *pairs, multiplier], rounded.WRITE_ROUNDED)
+    tiles = memory[rows:].reshape(2 * steps, 8, 8, 16)
+    low = np.arange(8)[:, None]
+    got = tiles[:, low, np.arange(8) ^ low].transpose(1, 0, 2, 3).reshape(8, -1)
+    expected = reference.quantize_rows(jnp.asarray(x))
+    values = np.asarray(decode_fp8.permuted(expected.values)).view(np.uint8)
+    broken = ~np.isfinite(np.asarray(expected.scale))
+    assert broken.any() and not broken.all() and not got[m:].any()
+    np.testing.assert_array_equal(scales, expected.scale)
+    np.testing.assert_array_equal(got[:m][~broken], values[~broken])
+    assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
+@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded")])
+def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypatch):
     rng = np.random.default_rng(0)
-    x, codes = rng.normal(size=(2, 3, 512)).astype(np.float32), rng.integers(0, 256, (64, 256), np.uint8)
+    x, codes = rng.normal(size=(2, 3, 512)).astype(ml_dtypes.bfloat16), rng.integers(0, 256, (64, 256), np.uint8)
     scales = jnp.asarray(rng.integers(0, 120, (64, 32), np.uint8).view(ml_dtypes.float8_e4m3fn))
     q = Operand(jnp.asarray(codes), scales, scaling=Fp4(rule="fold_exact"), outer=jnp.float32(0.01))
     options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
@@ -193,20 +247,24 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(monkeypatch):
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
         decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
-        assert x.shape[0] == 8 and table.shape == (2, 256) and (factors is None) == (config.splits > 1)
+        if config.x == "rounded":
+            rows = reference.quantize_rows(jnp.pad(x, ((0, 8 - x.shape[0]), (0, 0))))
+            x, factors = decode_fp8.permuted(rows.values), factors / decode_fp8.FACTOR * rows.scale
+        assert x.shape[0] == 8 and table.shape == (2, 256)
         if out is not None:
             return ((decoded @ x.astype(jnp.float32).T) * factors).T.astype(out.dtype)[: out.shape[0]]
         # One tile of two steps, of which each of two blocks has one.
         halves = [jnp.split(array, 2, axis=1) for array in (decoded, x.astype(jnp.float32))]
-        return jnp.stack([w @ x.T for w, x in zip(*halves, strict=True)])
+        return jnp.stack([(w @ x.T) * factors for w, x in zip(*halves, strict=True)])
 
     monkeypatch.setattr(kernel, "call", call)
-    whole, parts = kernel.Config(1), kernel.Config(1, splits=2)
+    monkeypatch.setattr(mosaic, "device_count", lambda: devices)
+    configs = [kernel.Config(1, splits=splits, x=how) for splits in (1, 2)]
 
     @jax.jit
     def both(x, q):
         expected = unpacked.fp4_matmul(options, x, q)
-        return expected, [mosaic.fp4_matmul(options, x, q, config=config) for config in (whole, parts)]
+        return expected, [mosaic.fp4_matmul(options, x, q, config=config) for config in configs]
 
     expected, products = both(x, q)
     for got in products:
