@@ -72,20 +72,19 @@ def permuted(x: jax.Array, form: Form) -> jax.Array:
     return parts.transpose(0, 1, 3, 5, 6, 2, 4).reshape(m, k)
 
 
-def decode(form: Form, place: jax.Array, codes_ref: Any, scales_ref: Any, table_ref: Any) -> Any:
+def decode(form: Form, place: jax.Array, codes_ref: Any, scales: jax.Array, table_ref: Any) -> Any:
     """The operands of one step of 64 rows: codes times scales, bfloat16 `[64, 64]` as `wgmma` takes it from registers.
 
     Args:
       form: the format.
       place: of `owned.place`.
       codes_ref: in shared memory, uint8 `[64, bytes]` with the widest swizzle.
-      scales_ref: their bytes, `[64, 16]`, without a swizzle.
+      scales: of `owned.load_scales`.
       table_ref: `table(form)`, in shared memory.
 
     Returns:
       A function of the chunk, which 64 values of k: its operand is made where it is called, chunk after chunk.
     """
-    scales = owned.in_registers(owned.load_scales, plgpu.RefType(), owned.PAIRS)(scales_ref, place)
     made = plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, plgpu.Layout.WGMMA)
     loaded: dict[int, Any] = {}
 
@@ -93,7 +92,7 @@ def decode(form: Form, place: jax.Array, codes_ref: Any, scales_ref: Any, table_
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
             load = functools.partial(_load_codes, form, unit)
-            loaded[unit] = owned.in_registers(load, owned.CODES, owned.PAIRS, layout=owned.EIGHTS)(codes_ref, place)
+            loaded[unit] = owned.in_registers(load, owned.CODES, owned.SINGLE, layout=owned.EIGHTS)(codes_ref, place)
         run = plgpu.inline_mgpu(arg_types=(owned.EIGHTS, plgpu.RefType(), owned.PAIRS), return_type=made)
         return run(functools.partial(_decode, form, chunk))(loaded[unit], table_ref, scales)
 
@@ -101,7 +100,7 @@ def decode(form: Form, place: jax.Array, codes_ref: Any, scales_ref: Any, table_
 
 
 def _load_codes(form: Form, unit: int, context: Any, codes: Any, place: Any) -> Any:
-    return owned.together(owned.code_words(form, unit, owned.apart(place)[1], owned.address(codes)))
+    return owned.together(owned.code_words(form, unit, owned.apart(place)[0], owned.address(codes)))
 
 
 def _decode(form: Form, chunk: int, context: Any, codes: Any, table: Any, scales: Any) -> Any:

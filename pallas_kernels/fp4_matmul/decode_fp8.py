@@ -76,23 +76,22 @@ def word_at(place: jax.Array) -> jax.Array:
     return (place & ~0x3F) | (place & 0x3) << 4 | (place & 0x38) >> 2 | (place & 0x4) >> 2
 
 
-def decode(place: jax.Array, codes_ref: Any, scales_ref: Any, table_ref: Any) -> Any:
+def decode(place: jax.Array, codes_ref: Any, scales: jax.Array, table_ref: Any) -> Any:
     """The operands of one step of 64 rows: codes times their scales, E4M3 `[64, 128]` as `wgmma` takes registers.
 
     Args:
       place: of `owned.place`.
       codes_ref: in shared memory, uint8 `[64, 128]` with the widest swizzle.
-      scales_ref: their bytes, `[64, 16]`, without a swizzle.
+      scales: of `owned.load_scales`.
       table_ref: `table()`, in shared memory.
 
     Returns:
       A function of the chunk, which half of the step: its operand is made where it is called.
     """
-    scales = owned.in_registers(owned.load_scales, plgpu.RefType(), owned.PAIRS)(scales_ref, place)
     made = plgpu.ShapeDtypeStruct((64, CHUNK), jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
 
     def operand(chunk: int) -> Any:
-        run = plgpu.inline_mgpu(arg_types=(owned.CODES, plgpu.RefType(), owned.PAIRS, owned.PAIRS), return_type=made)
+        run = plgpu.inline_mgpu(arg_types=(owned.CODES, plgpu.RefType(), owned.PAIRS, owned.SINGLE), return_type=made)
         return run(functools.partial(_decode, chunk))(codes_ref, table_ref, scales, place)
 
     return operand
@@ -100,7 +99,7 @@ def decode(place: jax.Array, codes_ref: Any, scales_ref: Any, table_ref: Any) ->
 
 def _decode(chunk: int, context: Any, codes: Any, table: Any, scales: Any, place: Any) -> Any:
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-    loaded = owned.code_words("nvfp4", chunk, owned.apart(place)[1], owned.address(codes))
+    loaded = owned.code_words("nvfp4", chunk, owned.apart(place)[0], owned.address(codes))
     values = value_words(chunk, loaded, owned.address(table), owned.apart(scales))
     return owned.operand_of(values, four, mgpu.WGMMA_LAYOUT_8BIT, CHUNK)
 

@@ -14,11 +14,15 @@ On an H200, 8192 x 28672 with cold weights at m = 16, over BF16's product in the
 scales converted by arithmetic and a wait behind every step, 2.37 with one product in flight, 2.57 with codes placed by
 a multiplication (the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads, E4M3 3.1.
 112 of 132 multiprocessors have a tile, and issue in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
-With the permutation of x BF16 has 2.59. Equal shares of all steps on all multiprocessors ("stream-K", Osama et al.
-2023) gained 3 % there at first, lost 12 % in E4M3, and are gone: parts of sums have to be written and added. So are
-blocks on the other 20 that did the last 4 of 32 steps of others' tiles, whose blocks waited for the sums and added them
-in the kernel (E4M3 46.0 us where it is 41.1, BF16 44.8 and 45.4), and clusters, whose blocks shared a copy of x: with
-256 rows they gained nothing.
+With the permutation of x BF16 has 2.59, and E4M3 at m = 1, where blocks round x themselves, 2.9 to 3.0. Scales are
+copied for several steps at a time, because 16 bytes of a row are less than memory is read in: where nothing is decoded
+35.3 us in the place of 37.2, and with all 0.1 to 0.6 us of 36.6 to 39.5.
+
+What is gone: equal shares of all steps on all multiprocessors ("stream-K", Osama et al. 2023) gained 3 % at first, and
+lost 12 % in E4M3: parts of sums have to be written and added. Blocks on the other 20 that did the last 4 of 32 steps of
+others' tiles, whose blocks waited for the sums (E4M3 46.0 us where it was 41.1, BF16 44.8 and 45.4). Clusters, whose
+blocks shared a copy of x, gained nothing with 256 rows. Asking the cache for codes four steps before they are copied
+takes 45.8 us where it was 40.9, so it is done where the ring is short alone.
 """
 
 import functools
@@ -54,6 +58,8 @@ class Config:
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
       x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`).
+      scale_steps: whose scales are copied together: 1, 2, 4 or 8, which divide a block's steps.
+      prefetch: so many steps before a part of the weight is copied the cache asks for it; 0 is not at all.
     """
 
     warpgroups: int = 4
@@ -61,6 +67,8 @@ class Config:
     splits: int = 1
     rows: int | None = None
     x: Literal["copied", "rounded"] = "copied"
+    scale_steps: int = 1
+    prefetch: int = 0
 
     @property
     def height(self) -> int:
@@ -76,6 +84,15 @@ class Config:
         threads = self.warpgroups + 1
         even = 512 // threads // 8 * 8
         return even, min(240, (even * threads - _COPYING) // self.warpgroups // 8 * 8)
+
+    @property
+    def scale_buffers(self) -> int:
+        """So many that one is free when codes of its first step have room."""
+        return 1 + -(-(self.stages - 1) // self.scale_steps)
+
+    def weight_bytes(self, step: int) -> int:
+        """Of shared memory, what codes and scales take."""
+        return self.height * (self.stages * step // 2 + self.scale_buffers * self.scale_steps * owned.BLOCKS)
 
     def holds(self, m: int, *, evenly: bool = False) -> bool:
         """Whether registers suffice: half of m for sums, and 64 for what is decoded and what is multiplied."""
@@ -162,7 +179,11 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
     pl.run_scoped(
         scope,
         codes=plgpu.SMEM((stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)),
-        scales=plgpu.SMEM((stages, config.height, owned.BLOCKS), jnp.uint8),
+        scales=plgpu.SMEM(
+            (config.scale_buffers, config.height, owned.BLOCKS * config.scale_steps),
+            jnp.uint8,
+            transforms=owned.scale_transforms(config.scale_steps),
+        ),
         x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
         out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
@@ -230,9 +251,10 @@ class _Block:
         outputs = pl.ds(self._first_output, self.config.height)
         # (global memory, rows, how many columns a step takes, where to)
         copies = (
-            (codes_gmem, outputs, step // 2, smem["codes"]), (scales_gmem, outputs, owned.BLOCKS, smem["scales"]),
+            (codes_gmem, outputs, step // 2, smem["codes"]),
             *([(x_gmem, self._band, step, smem["x"])] if self.config.x == "copied" else []),
-        )  # fmt: skip
+        )
+        together = self.config.scale_steps
 
         @pl.loop(0, self.steps)
         def _steps(k: Any) -> None:
@@ -246,6 +268,32 @@ class _Block:
                 block = source.at[at, pl.ds((first + k) * columns, columns)]
                 plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot])
 
+            def _scales() -> None:
+                group, columns = lax.div(k, together), owned.BLOCKS * together
+                block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
+                buffer = smem["scales"].at[lax.rem(group, self.config.scale_buffers)]
+                plgpu.copy_gmem_to_smem(block, buffer, smem["filled"].at[slot])
+
+            if self.config.prefetch:
+                self._prefetch(first, k)
+            # With every step there is an arrival, so that those who wait need not branch.
+            lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(smem["filled"].at[slot]))
+
+    def _prefetch(self, first: Any, k: Any) -> None:
+        """Have the cache ask for what is copied some steps behind k: of a row 256 bytes of codes and 128 of scales."""
+        outputs = pl.ds(self._first_output, self.config.height)
+
+        def ask(source: Any, of_step: int, size: int) -> None:
+            every = size // of_step
+            at = k + max(every, self.config.prefetch // every * every)
+
+            @pl.when((lax.rem(k, every) == 0) & (at + every <= self.steps))
+            def _ask() -> None:
+                plgpu.async_prefetch(source.at[outputs, pl.ds((first + at) * of_step, size)])
+
+        ask(self.gmem[1], owned.step_of(self.form) // 2, 256)
+        ask(self.gmem[2], owned.BLOCKS, 128)
+
     def consume(self) -> None:
         """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
         self._hand_over(self.config.registers[1], "increase")
@@ -253,13 +301,14 @@ class _Block:
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
         plgpu.barrier_wait(self.smem["ready"])
         sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
-        pl.run_scoped(functools.partial(self._multiply, owned.place(self.form)), sums)
+        places = owned.place(self.form), owned.scale_place(self.config.scale_steps)
+        pl.run_scoped(functools.partial(self._multiply, places), sums)
 
     def _meet(self, time: int) -> None:
         plgpu.barrier_arrive(self.smem["met"].at[time])
         plgpu.barrier_wait(self.smem["met"].at[time])
 
-    def _multiply(self, place: Any, acc: Any) -> None:
+    def _multiply(self, places: Any, acc: Any) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
         step, width = owned.step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
 
@@ -267,7 +316,7 @@ class _Block:
         def _steps(k: Any) -> None:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
-            operand = self._operand(slot, warpgroup * ROWS, place)
+            operand = self._operand(k, warpgroup * ROWS, places)
             x = x_smem.at[slot if self.config.x == "copied" else k]
             for chunk in range(step // width):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
@@ -304,10 +353,14 @@ class _Block:
         found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))
 
-    def _operand(self, slot: Any, first_row: Any, place: Any) -> Any:
-        """A function of the chunk: the weight's values as the dtype of x."""
-        own, table = pl.ds(first_row, ROWS), self.smem["table"]
-        codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
+    def _operand(self, k: Any, first_row: Any, places: Any) -> Any:
+        """A function of the chunk: the weight's values of a step as the dtype of x."""
+        own, table, (place, scale_place) = pl.ds(first_row, ROWS), self.smem["table"], places
+        together, buffers = self.config.scale_steps, self.config.scale_buffers
+        scales_smem = self.smem["scales"].at[lax.rem(lax.div(k, together), buffers), own]
+        within = (owned.BLOCKS * lax.rem(k, together)).astype(jnp.uint32)
+        scales = owned.load_scales(scales_smem, scale_place ^ within)
+        codes = self.smem["codes"].at[lax.rem(k, self.stages), own]
         if self.smem["x"].dtype == jnp.float8_e4m3fn:
             return decode_fp8.decode(place, codes, scales, table)
         return decode.decode(self.form, place, codes, scales, table)

@@ -21,43 +21,55 @@ BLOCKS = 16
 # Codes in shared memory, with the widest swizzle.
 CODES = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
 
-# Of thread $2 of a warpgroup: $0, where the scales of its first row are, and $1, where its codes are. 16 bytes lie
-# where the lowest bits of their row say, so that the 8 threads that read at a time do so from all banks. A row of NVFP4
-# is 128 bytes of a step, and one of MXFP4 256, the second half of which lies behind 8 rows of the first.
-_PLACE = """{{.reg .b32 row, low, warp, quarter, unit;
-and.b32 quarter, $2, 3;
-shr.u32 low, $2, 2;
+# Where the codes of thread $1 of a warpgroup are. 16 bytes lie where the lowest bits of their row say, so that the 8
+# threads that read at a time do so from all banks. A row of NVFP4 is 128 bytes of a step, and one of MXFP4 256, the
+# second half of which lies behind 8 rows of the first.
+_PLACE = """{{.reg .b32 low, warp, quarter, unit;
+and.b32 quarter, $1, 3;
+shr.u32 low, $1, 2;
 and.b32 low, low, 7;
-shr.u32 warp, $2, 1;
+shr.u32 warp, $1, 1;
 and.b32 warp, warp, 0x30;
-or.b32 row, warp, low;
-mul.lo.u32 unit, quarter, 4;
-mad.lo.u32 $0, row, 16, unit;
 {unit}
 xor.b32 unit, unit, low;
 mul.lo.u32 unit, unit, 16;
-mad.lo.u32 $1, low, 128, unit;
-mad.lo.u32 $1, warp, {width}, $1;
+mad.lo.u32 $0, low, 128, unit;
+mad.lo.u32 $0, warp, {width}, $0;
 {half}}}"""
 PLACES: dict[Form, str] = {
     "nvfp4": _PLACE.format(unit="mul.lo.u32 unit, quarter, 2;", width=128, half=""),
     "mxfp4": _PLACE.format(
         unit="and.b32 unit, quarter, 1;\nmul.lo.u32 unit, unit, 4;", width=256,
-        half="shr.u32 quarter, quarter, 1;\nmad.lo.u32 $1, quarter, 1024, $1;\n",
+        half="shr.u32 quarter, quarter, 1;\nmad.lo.u32 $0, quarter, 1024, $0;\n",
     ),
 }  # fmt: skip
+# Where the scales of thread $1's first row are, of the first of as many steps as rows of $2 bytes have: units of 16
+# bytes, one a step, which lie where the bits $3 of their row say.
+SCALE_PLACE = """{.reg .b32 low, row, quarter;
+shr.u32 low, $1, 2;
+and.b32 low, low, 7;
+shr.u32 row, $1, 1;
+and.b32 row, row, 0x30;
+or.b32 row, row, low;
+and.b32 quarter, $1, 3;
+shr.u32 low, low, $3;
+mul.lo.u32 low, low, 16;
+mad.lo.u32 low, quarter, 4, low;
+mad.lo.u32 $0, row, $2, low;
+}"""
 # Rows r and r + 8.
-_LOAD_SCALES = "{.reg .b32 t; add.u32 t, $2, $3; ld.shared.b32 $0, [t]; ld.shared.b32 $1, [t + 128];}"
+_LOAD_SCALES = "{{.reg .b32 t; add.u32 t, $2, $3; ld.shared.b32 $0, [t]; ld.shared.b32 $1, [t + {below}];}}"
 # The unit $10 / 16 of a thread's codes: its lowest bits are free in `PLACES`.
 _LOAD_CODES = """{{.reg .b32 t; xor.b32 t, $9, $10; add.u32 t, t, $8;
 ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t];
 ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];
 }}"""
 
-# Two words for each thread, and eight.
+# A word for each thread, two, and eight.
+SINGLE = plgpu.Layout.WG_STRIDED((128,), 1)
 PAIRS = plgpu.Layout.WG_STRIDED((128 * 2,), 2)
 EIGHTS = plgpu.Layout.WG_STRIDED((128 * 8,), 8)
-_SIZES = {PAIRS: 2, EIGHTS: 8}
+_SIZES = {SINGLE: 1, PAIRS: 2, EIGHTS: 8}
 
 
 def step_of(form: Form) -> int:
@@ -66,8 +78,22 @@ def step_of(form: Form) -> int:
 
 
 def place(form: Form) -> jax.Array:
-    """Where a thread finds what it decodes, a pair of words: once for all steps."""
-    return in_registers(lambda context: together(words(2, [mgpu.utils.thread_idx()], PLACES[form])))()
+    """Where a thread finds its codes: once for all steps."""
+    return in_registers(lambda context: together(words(1, [mgpu.utils.thread_idx()], PLACES[form])), layout=SINGLE)()
+
+
+def scale_place(steps: int) -> jax.Array:
+    """Where a thread finds its scales in the first of so many steps, whose scales come together: 1, 2, 4 or 8.
+
+    Those of step i are there with 16 i added to its bits without carries.
+    """
+    make = lambda: words(1, [mgpu.utils.thread_idx(), *scale_place_of(steps)], SCALE_PLACE)
+    return in_registers(lambda context: together(make()), layout=SINGLE)()
+
+
+def scale_place_of(steps: int) -> list[Any]:
+    """What `SCALE_PLACE` is told of so many steps: bytes of a row, and how many of its number's bits choose no unit."""
+    return [constant(16 * steps), constant(4 - steps.bit_length())]
 
 
 def in_registers(function: Any, *arguments: Any, layout: Any = PAIRS) -> Any:
@@ -76,14 +102,27 @@ def in_registers(function: Any, *arguments: Any, layout: Any = PAIRS) -> Any:
     return plgpu.inline_mgpu(arg_types=arguments, return_type=made)(function)
 
 
-def load_scales(context: Any, scales: Any, place: Any) -> Any:
-    """The scales of a thread's four blocks in a step, a word for each of its rows r and r + 8."""
-    return together(scale_words(apart(place)[0], address(scales)))
+def load_scales(scales: Any, place: jax.Array) -> jax.Array:
+    """The scales of a thread's four blocks in a step, a word for each of its rows r and r + 8.
+
+    Args:
+      scales: in shared memory, uint8 `[64, 16 steps]`, with `scale_transforms`.
+      place: of `scale_place`, plus 16 times which of these steps.
+    """
+    steps = scales.shape[-1] // BLOCKS
+    run = lambda context, scales, place: together(scale_words(steps, apart(place)[0], address(scales)))
+    return in_registers(run, plgpu.RefType(scale_transforms(steps)), SINGLE)(scales, place)
 
 
-def scale_words(place: Any, scales: Any) -> list[Any]:
-    """The same from addresses."""
-    return words(2, [scales, place], _LOAD_SCALES, effects=True)
+def scale_transforms(steps: int) -> tuple[Any, ...]:
+    """How scales of so many steps lie in shared memory: so that 8 rows are read at a time from all banks."""
+    size = BLOCKS * steps
+    return () if steps == 1 else (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(size))
+
+
+def scale_words(steps: int, place: Any, scales: Any) -> list[Any]:
+    """The same from addresses, of rows with the scales of so many steps."""
+    return words(2, [scales, place], _LOAD_SCALES.format(below=128 * steps), effects=True)
 
 
 def code_words(form: Form, unit: int, place: Any, codes: Any) -> list[Any]:

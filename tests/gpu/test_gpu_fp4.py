@@ -138,6 +138,22 @@ def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
     assert np.isnan(by_blocks[-1]).all() == (m == 5) and np.isfinite(by_blocks[:1]).all()
 
 
+@pytest.mark.parametrize("change", [{"scale_steps": 1}, {"scale_steps": 2}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize(("m", "how"), [(16, "copied"), (1, "rounded")])
+def test_how_a_weight_is_copied_changes_no_bit(m, how, change):
+    n, k = 33792, 4096
+    q, x = operands(FOLDS, n, k)
+    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+    chosen = dataclasses.replace(mosaic.choose(options, FOLDS, m, k, n), x=how)
+    assert chosen.scale_steps == 4 and not chosen.prefetch
+    run = functools.partial(mosaic.fp4_matmul, options)
+    one, other = (
+        np.asarray(jax.jit(functools.partial(run, config=config))(x[:m].astype(jnp.bfloat16), q))
+        for config in (chosen, dataclasses.replace(chosen, **change))
+    )
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (384, 1536), (33792, 512)])
 @pytest.mark.parametrize("m", [257, 600, 1024])
 def test_bands_of_rows_are_products_of_fewer_rows(n, k, m):

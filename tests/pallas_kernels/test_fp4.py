@@ -1,6 +1,8 @@
 """Products with FP4 weights on CPUs: codes, the definition, what is refused, and devices."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -129,21 +131,27 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
     assert ordinary.mean() > 0.8
 
 
-@pytest.mark.parametrize("kind", ["nvfp4 bfloat16", "mxfp4 bfloat16", "nvfp4 float8_e4m3fn"])
-def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(kind, monkeypatch):
-    form, dtype = kind.split()
+@pytest.mark.parametrize(
+    ("form", "dtype", "together", "which"),
+    [("nvfp4", "bfloat16", 1, 0), ("mxfp4", "bfloat16", 1, 0), ("nvfp4", "float8_e4m3fn", 1, 0)]
+    + [("nvfp4", "float8_e4m3fn", together, together - 1) for together in (2, 4, 8)],
+)
+def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, together, which, monkeypatch):
     module, block = (decode if dtype == "bfloat16" else decode_fp8), 16 if form == "nvfp4" else 32
     table = (decode.table(form) if module is decode else decode_fp8.table()).view(np.uint8)
     rng, rows, step = np.random.default_rng(0), 64, owned.step_of(form)
     codes = rng.integers(0, 256, (rows, step // 2), np.uint8)
     scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (rows, 16), np.uint8)
-    # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales;
-    # and the table.
+    # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales of
+    # several steps, with a swizzle as wide as they are (PTX ISA, "Swizzling modes"); and the table.
     units = np.empty((rows // 8, step // 256, 8, 8, 16), np.uint8)
     low = np.arange(8)[:, None]
     tiles = codes.reshape(rows // 8, 8, step // 256, 8, 16).transpose(0, 2, 1, 3, 4)
     units[:, :, low, np.arange(8) ^ low] = tiles
-    parts = [units.reshape(-1), scales.reshape(-1), table]
+    laid = np.full((rows, together, 16), 255, np.uint8)
+    moved = which ^ np.arange(rows) // (8 // together) % together
+    laid[np.arange(rows), moved] = scales
+    parts = [units.reshape(-1), laid.reshape(-1), table]
     of_codes, of_scales, of_table = np.cumsum([0, *(len(part) for part in parts)])[:3]
     memory = np.concatenate(parts)
     run = lambda count, operands, text, effects=False: ptx.run(text, count, operands, memory)
@@ -151,8 +159,9 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(kind, monkeypatch):
     monkeypatch.setattr(owned, "constant", np.uint32)
 
     thread = np.arange(128)
-    of_scale, of_code = run(2, [thread], owned.PLACES[form])
-    words = owned.scale_words(of_scale, of_scales)
+    (of_code,) = run(1, [thread], owned.PLACES[form])
+    (of_scale,) = run(1, [thread, *owned.scale_place_of(together)], owned.SCALE_PLACE)
+    words = owned.scale_words(together, of_scale ^ np.uint32(16 * which), of_scales)
     # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16" and "m64nNk32": four bytes of k in each register.
     values = 4 // jnp.dtype(dtype).itemsize
     first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, values * (thread % 4)
@@ -273,8 +282,9 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
-    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1)), (128, 28672, (2, 4, 1)), (256, 28672, (2, 2, 1)),
-     (16, 14336, (2, 4, 1)), (16, 8192, (4, 4, 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 4, 16, 128)),
+    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1, None, "copied", 4)), (128, 28672, (2, 4, 1)),
+     (256, 28672, (2, 2, 1, None, "copied", 1, 4)), (16, 14336, (2, 4, 1, None, "copied", 4)),
+     (16, 8192, (4, 4, 4, None, "copied", 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 4, 16, 128)),
      (257, 28672, (4, 3, 1, 96)), (512, 28672, (2, 4, 1, 128)), (2048, 28672, (2, 2, 1, 256)),
      (512, 192, (1, 4, 8, 128)), (0, 64, None), (64, 96, None)],
 )  # fmt: skip
@@ -282,6 +292,29 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
     assert config == (sizes and kernel.Config(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "how"),
+    [(1, 28672, 8192, ("rounded", 2)), (2, 28672, 8192, ("rounded", 2)), (4, 28672, 8192, ("copied", 4)),
+     (4, 8192, 8192, ("rounded", 4)), (5, 8192, 8192, ("copied", 4)), (1, 4096, 14336, ("rounded", 1)),
+     (1, 28672, 16384, ("copied", 4)), (1, 28672, 256, ("copied", 1))],
+)  # fmt: skip
+def test_blocks_round_few_rows_that_have_room(m, n, k, how):
+    options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
+    chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
+    config = mosaic._rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16))
+    assert (config.x, config.scale_steps) == how
+    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps) == chosen
+
+
+@pytest.mark.parametrize(("stages", "steps"), [*itertools.product([2, 3, 4], [1, 2, 4, 8])])
+def test_a_buffer_of_scales_is_free_before_it_is_filled(stages, steps):
+    # Codes of step k have room when step k - stages was multiplied; so were all steps of the scales that lie there.
+    config = kernel.Config(stages=stages, scale_steps=steps)
+    for k in range(0, 32, steps):
+        last_reader = k - (config.scale_buffers - 1) * steps - 1
+        assert last_reader <= k - stages
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
