@@ -200,7 +200,8 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 
 
 def _forward_rule(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
-    return _forward(recipe, *differentiated_once((x, w)), words)
+    x, w = differentiated_once((x, w))
+    return _forward(recipe, x, w, words)
 
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
