@@ -12,7 +12,9 @@ from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, S
 
 
 def check_real(name: str, x: jax.Array) -> None:
-    """Raise a TypeError unless `x` holds real floating-point numbers."""
+    """Raise a TypeError unless `x` is an array of real floating-point numbers."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is a {type(x).__name__}, not an array; use jnp.asarray({name})")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"{name} has dtype {x.dtype}, but only real floats are multiplied or rounded in FP8 and FP4; use "

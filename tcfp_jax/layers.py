@@ -7,7 +7,7 @@ computes the product of a kernel as a recipe says. The functions here are the bo
 conversion runs in the place of Flax's own, so that all of them give the same bits. None of them writes a variable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -135,7 +135,7 @@ def forward_of(function: Callable[..., jax.Array], reader: Callable[[Any], Reade
 
 def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
     """Sizes or axes, of which Flax takes one as it is."""
-    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
 
 
 def as_contraction(equation: str | Contraction, x: jax.Array) -> Contraction:
@@ -202,7 +202,7 @@ def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
 def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """`DenseGeneral`, `LinearGeneral`: contracts `axis`, keeps `batch` apart; W `[*batch, *in, *features]`."""
     inputs = _promotable("inputs", inputs)
-    axes, batch = (tuple(sorted(axis % inputs.ndim for axis in chosen)) for chosen in (read.axis, read.batch))
+    axes, batch = _axes(inputs.shape, read.axis, read.batch)
     features = read.features
     contraction = axes_product(inputs.ndim, axes, batch, len(features))
     take = lambda chosen: tuple(inputs.shape[axis] for axis in chosen)
@@ -252,6 +252,17 @@ def embed(read: Reader, inputs: jax.Array, out_sharding: Any = None) -> jax.Arra
 def layer_norm(read: Reader, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
     """`LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, straight-through."""
     return read.normalize(_Rounded(read), x, mask=mask)
+
+
+def _axes(shape: tuple[int, ...], axis: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The axes of an input that `dense_general` contracts, and those that it keeps apart, counted from 0 and sorted."""
+    ndim, given = len(shape), (*axis, *batch)
+    if not all(-ndim <= one < ndim for one in given) or len({one % ndim for one in given}) < len(given) or not axis:
+        raise ValueError(
+            f"axis={axis} and batch axes {batch} of inputs{list(shape)}: at least one must be contracted, and each "
+            f"must be one of {ndim} and be named once; correct axis="
+        )
+    return tuple(tuple(sorted(one % ndim for one in chosen)) for chosen in (axis, batch))
 
 
 class _Rounded:

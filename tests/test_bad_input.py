@@ -88,6 +88,8 @@ def test_integers_and_complex_numbers_raise(dtype):
 
 
 def test_float8_operands_raise():
+    with pytest.raises(TypeError, match=r"x is a list, .*jnp\.asarray\(x\)"):
+        tcfp_jax.matmul([[1.0] * 32], W, recipe="tcfp12")
     with pytest.raises(TypeError, match="quantizes by itself"):
         tcfp_jax.matmul(X.astype(jnp.float8_e4m3fn), W, recipe="tcfp12")
 

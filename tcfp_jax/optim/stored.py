@@ -194,8 +194,10 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             raise ValueError("on_stored shows the parameters to the optimizer; call tx.update(grads, state, params)")
         floats = dequantize(params)
         step = lambda: inner.update(updates, state.inner, floats, **extra)
-        shapes, _ = jax.eval_shape(step)
-        nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), state.inner)
+        shapes, after_step = jax.eval_shape(step)
+        # A first step may widen a state, as float32 gradients do the moments that optax makes of bfloat16 parameters.
+        same = jax.tree.map(lambda old, new: jnp.asarray(old, new.dtype), state.inner, after_step)
+        nothing = lambda: (jax.tree.map(jnp.zeros_like, shapes), same)
         finite = all_finite(updates)
         made, after = lax.cond(finite, step, nothing)
         return made, OnStoredState(after, state.skipped + jnp.where(finite, 0, 1))

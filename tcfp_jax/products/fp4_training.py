@@ -47,7 +47,7 @@ from pallas_kernels.operands import Operand, Tensor
 from tcfp_jax.formats.nvfp4_arrays import Rule
 from tcfp_jax.formats.nvfp4_kernel import Numbers
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
-from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once
 from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Fp4Training, Product, Recipe, describe
 
@@ -199,7 +199,13 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
     return y.astype(x.dtype), _Saved(kept_x, kept_w, words, (w.shape[0], w.shape[1]), (x.dtype, w.dtype))
 
 
+def _forward_rule(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
+    x, w = differentiated_once((x, w))
+    return _forward(recipe, x, w, words)
+
+
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    g = differentiated_once(g)
     words, (k, n), reused = saved.words, saved.shape, _how(recipe).backward == "reused"
     quantized = lambda operand, values: _quantized(recipe, operand, values, words)
     with jax.named_scope("dgrad"):
@@ -214,7 +220,7 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
     return dx[..., :k], dw[:k], None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_forward_rule, _backward)
 
 
 def _how(recipe: Recipe) -> Fp4Training:

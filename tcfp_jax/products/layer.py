@@ -43,6 +43,7 @@ from tcfp_jax.products.operands import (
     check_input,
     check_shapes,
     check_stored,
+    differentiated_once,
     quantize_operand,
 )  # fmt: skip
 from tcfp_jax.products.sites import named
@@ -81,7 +82,8 @@ def matmul(
       which costs about as much as quantizing them once more.
 
     Raises:
-      TypeError: integer, complex or 8-bit x or w; or a gradient with respect to a stored weight is asked for.
+      TypeError: integer, complex or 8-bit x or w; or a gradient with respect to a stored weight is asked for, or a
+        second derivative where operands are rounded.
       ValueError: k differs, w is not `[k, n]`, or `quantized` is not what the recipe stores.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
@@ -280,8 +282,22 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
     return (y if asked.gradient == "float" else (y, Carrier.blank(y, recipe))), saved
 
 
+def _forward_rule(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: Any) -> tuple[Any, _Saved]:
+    # w beside what the product reads: what nobody reads would be left out of the program, and the check with it.
+    if quantized is not None:
+        quantized, w = differentiated_once((quantized, w))
+    x = differentiated_once(x) if _rounds(asked.recipe) else x
+    return _forward(asked, x, w, quantized, x_quantized)
+
+
+def _rounds(recipe: Recipe) -> bool:
+    """Whether a product rounds activations or gradients to fewer bits than BF16."""
+    return any(how != "bf16" for how in (recipe.forward, recipe.dgrad, recipe.wgrad))
+
+
 def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array | None, None, None]:
     recipe = asked.recipe
+    g = differentiated_once(g) if _rounds(recipe) else g
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
     g_q: Any = None
     if asked.gradient == "quantized":
@@ -320,7 +336,7 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     return dx, dw, None, None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_forward_rule, _backward)
 
 
 def _multiply(

@@ -99,6 +99,28 @@ def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves
     return Quantized(parts.rows, None if parts.columns is None else parts.columns.drop_residual())
 
 
+@jax.custom_jvp
+def differentiated_once(operands: Any) -> Any:
+    """What a rule of derivatives was given: operands of a backward pass, or of the forward pass that goes with it.
+
+    Both round, and a derivative of rounding is zero almost everywhere. So a second derivative, such as that of a
+    penalty on gradients, would lose these terms in silence.
+
+    Raises:
+      TypeError: it is differentiated.
+    """
+    return operands
+
+
+@differentiated_once.defjvp
+def _refuse_twice(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a second derivative of a product in low precision is asked for (a gradient of gradients, a Hessian): the "
+        "gradient is that of rounded operands, and rounding has no derivative of its own, so terms would be zero in "
+        'silence; use recipe("bf16") for the products that are differentiated twice'
+    )
+
+
 def check_input(name: str, x: jax.Array) -> None:
     """Raise unless an operand of a product is an array of real floats that are not quantized yet.
 

@@ -183,6 +183,19 @@ def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
         np.testing.assert_allclose(np.float32(found), np.float32(wanted), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("axis, batch", [((7,), ()), ((-5,), ()), ((2, -1), ()), ((0,), (0,)), ((), ())])
+def test_axes_that_the_input_does_not_have_raise(axis, batch):
+    """An axis beyond the last was counted from the first again, and another one contracted."""
+    layer = TCFPDenseGeneral(4, axis=axis, batch_dims=batch)
+    with pytest.raises(ValueError, match=r"inputs\[2, 3, 8\].*must be one of 3 and be named once"):
+        jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3, 8)))
+
+
+@pytest.mark.parametrize("layer", [TCFPDense, TCFPDenseGeneral])
+def test_features_may_be_numbers_of_numpy(layer):
+    assert jax.eval_shape(layer(np.int64(3)).init, jax.random.key(0), jnp.ones((2, 8)))["params"]["bias"].shape == (3,)
+
+
 def test_bad_input():
     x, w = jnp.ones((2, 3)), jnp.ones((4, 5))
     bf16 = tcfp_jax.recipe("bf16")

@@ -271,6 +271,17 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_and_is_counte
     assert same_bits(after.inner, state.inner) and int(after.skipped) == int(state.skipped) + 1
 
 
+def test_gradients_may_be_wider_than_the_parameters():
+    """optax makes moments of a parameter's dtype, and the first update widens them: a branch that skips does, too."""
+    params = tcfp_jax.store({"kernel": jnp.ones((8, 8), jnp.bfloat16)}, "tcfp12_single", key=KEY)
+    tx = on_stored(optax.adam(1e-2))
+    gradients = {"kernel": jnp.ones((8, 8), jnp.float32)}
+    _, state = tx.update(gradients, tx.init(params), params)
+    assert state.inner[0].mu["kernel"].dtype == jnp.float32 and int(state.inner[0].count) == 1
+    _, skipped = tx.update({"kernel": gradients["kernel"].at[0, 0].set(jnp.nan)}, state, params)
+    assert same_bits(skipped.inner, state.inner) and int(skipped.skipped) == 1
+
+
 def test_an_update_of_zeros_keeps_every_bit():
     params, *_ = train(on_stored(optax.sgd(0.1)), stored_of(), 2)
     zeros = jax.tree.map(jnp.zeros_like, tcfp_jax.dequantize(params))

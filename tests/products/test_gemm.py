@@ -363,3 +363,27 @@ def test_gradients_of_a_replicated_weight_in_shard_map(name, held, data):
     everywhere = jax.shard_map(gradients, mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=(P("a"), P()))
     for a, b in zip(jax.jit(everywhere)(x, w, stored), jax.jit(gradients)(x, w, stored), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def _second(recipe, outer, inner):
+    """The gradient, with respect to one operand, of a penalty on the gradient with respect to an operand."""
+    operands = jnp.ones((4, 16)), jnp.ones((16, 8))
+    key = jax.random.key(0) if recipe == "nvfp4_training" else None
+    loss = lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, key=key))
+    penalty = lambda *operands: jnp.sum(jax.grad(loss, inner)(*operands) ** 2)
+    return jax.eval_shape(jax.jit(jax.grad(penalty, outer)), *operands), jax.eval_shape(jax.grad(loss), *operands)
+
+
+@pytest.mark.parametrize("recipe", ["tcfp12", "blockwise", "nvfp4", "nvfp4_training"])
+@pytest.mark.parametrize("outer, inner", [(1, 0), (0, 1)], ids=str)
+def test_a_second_derivative_raises_where_rounding_would_make_it_zero(recipe, outer, inner):
+    """Gradient penalties and Hessians were zero in silence; the codes of "nvfp4" are constants of exact products."""
+    if recipe == "nvfp4" and outer == 0:
+        _second(recipe, outer, inner)
+        return
+    with pytest.raises(TypeError, match="second derivative"):
+        _second(recipe, outer, inner)
+    jax.eval_shape(
+        jax.grad(lambda x: jnp.sum(tcfp_jax.matmul(x, jnp.ones((16, 8)), recipe="tcfp12"))), jnp.ones((4, 16))
+    )
+    _second("bf16", outer, inner)
