@@ -28,7 +28,10 @@ CHOOSE = "choose"
 FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEAST_BASES = 3
 NOISE = {RERUN: "from perturbed weights", OTHER_BATCHES: "on other batches"}
-LEARNED = ("convergence", "convergence-llama-124m", "convergence-6x384", "convergence-fork-6x384", *FORKS)
+LEARNED = (
+    "convergence", "convergence-llama-124m", "convergence-6x384", "convergence-fork-6x384", "convergence-fork-6x640",
+    *FORKS,
+)  # fmt: skip
 BENCHMARKS = (
     "fidelity", "original", "images", "finetune", "monitoring",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
