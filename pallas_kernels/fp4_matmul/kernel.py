@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded, shared
 from pallas_kernels.partition import varying
 
 ROWS = 64
@@ -44,8 +44,8 @@ ROWS = 64
 CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
 _COPYING = 24
-# References to global memory where there are factors: x, codes, scales, their table, factors, and the output.
-_GMEM = 6
+# Operands where there are factors: x, codes, scales, their table, and factors.
+_INPUTS = 5
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,23 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
-      x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`).
+      x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`), or "shared": a
+        cluster's blocks round rows for each other and copy them (`shared.py`).
       scale_steps: whose scales are copied together: 1, 2, 4 or 8, which divide a block's steps.
       prefetch: so many steps before a part of the weight is copied the cache asks for it; 0 is not at all.
+      early: whether codes give their buffer back when they are in registers, and not when they are multiplied.
+      members: blocks of a cluster, which share rows.
     """
 
     warpgroups: int = 4
     stages: int = 4
     splits: int = 1
     rows: int | None = None
-    x: Literal["copied", "rounded"] = "copied"
+    x: Literal["copied", "rounded", "shared"] = "copied"
     scale_steps: int = 1
     prefetch: int = 0
+    early: bool = False
+    members: int = 1
 
     @property
     def height(self) -> int:
@@ -142,38 +147,46 @@ def call(
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table, *([] if factors is None else [factors])]
+    made = [written]
+    if config.x == "shared":
+        made += [jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)]
     product = plgpu.kernel(
-        functools.partial(_kernel, config, form),
-        out_type=written,
+        functools.partial(_kernel, config, form, len(operands)),
+        out_type=made,
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
-        grid=(tiles * config.splits * bands,),
+        grid=(tiles * config.splits * bands // config.members,),
         grid_names=("block",),
+        **({} if config.members == 1 else {"cluster": (config.members,), "cluster_names": ("member",)}),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(*operands)
+    )(*operands)[0]
     product = varying(product, *operands)
     return product if out is None else product[: out.shape[0]]
 
 
 def _rows_of(config: Config, x: Any) -> int:
     """Rows of x with those of zeros that blocks add."""
+    if config.x == "shared":
+        return -(-int(x.shape[0]) // 8) * 8
     return int(x.shape[0]) if config.x == "copied" else rounded.ROWS
 
 
-def _kernel(config: Config, form: Any, *refs: Any) -> None:
-    x_gmem, _, _, table_gmem, *_, out_gmem = refs
-    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x == "copied"
+def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
+    (x_gmem, _, _, table_gmem, *_), (out_gmem, *_) = refs[:inputs], refs[inputs:]
+    m, step, ring = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x != "rounded"
     steps = x_gmem.shape[1] // step // config.splits
     # With a single buffer its copy would wait for a release that comes behind it.
     stages = max(2, min(config.stages, steps))
-    x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
+    x_dtype = x_gmem.dtype if config.x == "copied" else jnp.dtype(jnp.float8_e4m3fn)
+    x_stages = stages + 2 if config.early else stages
+    share = m // config.members
     width = CHUNK_BYTES // x_dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, refs, smem)
+        block = _Block(config, form, steps, stages, x_stages, refs[:inputs], refs[inputs:], smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -184,15 +197,18 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
             jnp.uint8,
             transforms=owned.scale_transforms(config.scale_steps),
         ),
-        x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
+        x=plgpu.SMEM((x_stages if ring else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
         out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
-        largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
-        scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
+        largest=None if config.x == "copied" else plgpu.SMEM((share, 4 * config.warpgroups), jnp.uint32),
+        scales_of_rows=None if ring else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
-        met=None if copied else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
-        filled=plgpu.Barrier(num_arrivals=3 if copied else 2, num_barriers=stages),
+        met=None if config.x == "copied" else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
+        filled=plgpu.Barrier(num_arrivals=3 if ring else 2, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        multiplied=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=x_stages)
+        if config.early and ring
+        else None,
         collective_axes="warpgroup",
     )
 
@@ -213,7 +229,9 @@ class _Block:
     form: Any
     steps: int
     stages: int
+    x_stages: int
     gmem: Any
+    outs: Any
     smem: dict[str, Any]
 
     @property
@@ -226,6 +244,8 @@ class _Block:
         """Which band of x, which tile of outputs and which part of k this block has."""
         bands, splits = _rows_of(self.config, self.gmem[0]) // self.rows, self.config.splits
         block = lax.axis_index("block")
+        if self.config.members > 1:
+            block = block * self.config.members + lax.axis_index("member")
         return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
 
     @property
@@ -244,40 +264,59 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        (x_gmem, codes_gmem, scales_gmem, table_gmem, *_), smem = self.gmem, self.smem
+        table_gmem, smem = self.gmem[3], self.smem
         self._hand_over(_COPYING, "decrease")
         plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
-        step, first = owned.step_of(self.form), self._place[2] * self.steps
-        outputs = pl.ds(self._first_output, self.config.height)
-        # (global memory, rows, how many columns a step takes, where to)
-        copies = (
-            (codes_gmem, outputs, step // 2, smem["codes"]),
-            *([(x_gmem, self._band, step, smem["x"])] if self.config.x == "copied" else []),
-        )
-        together = self.config.scale_steps
+        x_gmem = None if self.config.x == "rounded" else self.gmem[0]
+        begun = 0
+        if self.config.x == "shared":
+            shared.arrive()
+            x_gmem, begun = self.outs[1], self.stages
+            pl.loop(0, begun)(self._copy_weight)
+            shared.wait()
+            pl.loop(0, begun)(functools.partial(self._copy_x, x_gmem))
 
-        @pl.loop(0, self.steps)
+        @pl.loop(begun, self.steps)
         def _steps(k: Any) -> None:
             slot = lax.rem(k, self.stages)
 
-            @pl.when(k >= self.stages - 1)
+            @pl.when(k >= (self.stages if self.config.early else self.stages - 1))
             def _wait() -> None:
                 plgpu.barrier_wait(smem["consumed"].at[slot])
 
-            for source, at, columns, buffer in copies:
-                block = source.at[at, pl.ds((first + k) * columns, columns)]
-                plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot])
+            self._copy_weight(k)
+            if x_gmem is not None:
+                if self.config.early:
 
-            def _scales() -> None:
-                group, columns = lax.div(k, together), owned.BLOCKS * together
-                block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
-                buffer = smem["scales"].at[lax.rem(group, self.config.scale_buffers)]
-                plgpu.copy_gmem_to_smem(block, buffer, smem["filled"].at[slot])
+                    @pl.when(k >= self.x_stages - 1)
+                    def _wait_x() -> None:
+                        plgpu.barrier_wait(smem["multiplied"].at[lax.rem(k, self.x_stages)])
 
-            if self.config.prefetch:
-                self._prefetch(first, k)
-            # With every step there is an arrival, so that those who wait need not branch.
-            lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(smem["filled"].at[slot]))
+                self._copy_x(x_gmem, k)
+
+    def _copy_weight(self, k: Any) -> None:
+        (_, codes_gmem, scales_gmem, *_), smem, together = self.gmem, self.smem, self.config.scale_steps
+        step, first, slot = owned.step_of(self.form), self._place[2] * self.steps, lax.rem(k, self.stages)
+        outputs = pl.ds(self._first_output, self.config.height)
+        block = codes_gmem.at[outputs, pl.ds((first + k) * (step // 2), step // 2)]
+        plgpu.copy_gmem_to_smem(block, smem["codes"].at[slot], smem["filled"].at[slot])
+
+        def _scales() -> None:
+            group, columns = lax.div(k, together), owned.BLOCKS * together
+            block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
+            buffer = smem["scales"].at[lax.rem(group, self.config.scale_buffers)]
+            plgpu.copy_gmem_to_smem(block, buffer, smem["filled"].at[slot])
+
+        if self.config.prefetch:
+            self._prefetch(first, k)
+        # With every step there is an arrival, so that those who wait need not branch.
+        lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(smem["filled"].at[slot]))
+
+    def _copy_x(self, x_gmem: Any, k: Any) -> None:
+        step, smem = owned.step_of(self.form), self.smem
+        block = x_gmem.at[self._band, pl.ds((self._place[2] * self.steps + k) * step, step)]
+        barrier = smem["filled"].at[lax.rem(k, self.stages)]
+        plgpu.copy_gmem_to_smem(block, smem["x"].at[lax.rem(k, self.x_stages)], barrier)
 
     def _prefetch(self, first: Any, k: Any) -> None:
         """Have the cache ask for what is copied some steps behind k: of a row 256 bytes of codes and 128 of scales."""
@@ -299,6 +338,11 @@ class _Block:
         self._hand_over(self.config.registers[1], "increase")
         if self.config.x == "rounded":
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
+        if self.config.x == "shared":
+            values, scales = self.outs[1:]
+            shared.round_rows(self.gmem[0], self.rows, self.config.members, values, scales, self.smem, self._meet)
+            shared.arrive()
+            shared.wait()
         plgpu.barrier_wait(self.smem["ready"])
         sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
         places = owned.place(self.form), owned.scale_place(self.config.scale_steps)
@@ -317,18 +361,20 @@ class _Block:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = self._operand(k, warpgroup * ROWS, places)
-            x = x_smem.at[slot if self.config.x == "copied" else k]
+            if self.config.early:
+                plgpu.barrier_arrive(self.smem["consumed"].at[slot])
+            x = x_smem.at[k if self.config.x == "rounded" else lax.rem(k, self.x_stages)]
             for chunk in range(step // width):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
                 # One product runs while the next operand is decoded; that before has read its registers.
                 plgpu.wgmma_wait(1)
-                if chunk == 0:
+                if chunk == 0 and not (self.config.early and self.config.x == "rounded"):
                     # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
                     self._release(k - 1)
 
         plgpu.wgmma_wait(0)
-        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
-        sums = acc[...] * self._factors() if len(self.gmem) == _GMEM else acc[...]
+        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.outs[0]
+        sums = acc[...] * self._factors() if len(self.gmem) == _INPUTS else acc[...]
         if self.smem["out"] is None:
             out_gmem[self._place[2], outputs, self._band] = sums
         else:
@@ -339,16 +385,18 @@ class _Block:
 
         There is one arrival for step -1, for which `fill` waits before it fills the last of the buffers at first.
         """
-        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
+        given, size = ("multiplied", self.x_stages) if self.config.early else ("consumed", self.stages)
+        plgpu.barrier_arrive(self.smem[given].at[lax.rem(k + size, size)])
 
     def _factors(self) -> Any:
         """What sums are multiplied by: a number, or one for each row of x."""
-        factors = self.gmem[-2]
+        factors = self.gmem[-1]
         if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.FACTOR[self.form])
         copied = self.config.x == "copied"
         # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
         of_rows = factors.at[self._band] if copied else self.smem["scales_of_rows"]
+        of_rows = self.outs[2] if self.config.x == "shared" else of_rows
         found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))

@@ -217,7 +217,7 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     def share(row):
         """The first step of the units of a thread's warpgroup, and its pairs of values."""
         monkeypatch.setattr(rounded.lax, "axis_index", lambda name: threads // 128)
-        for first in map(np.asarray, rounded._share(steps, warpgroups)):
+        for first in map(np.asarray, rounded.share_of(steps, warpgroups)):
             at = 256 * first[:, None] + 4 * (threads % 128)[:, None] + np.arange(4)
             yield first.astype(np.uint32), x[row][at].view(np.uint32).T
 
