@@ -86,31 +86,21 @@ def decode(place: jax.Array, codes_ref: Any, scales: jax.Array, table_ref: Any) 
       table_ref: `table()`, in shared memory.
 
     Returns:
-      A function of the chunk, which half of the step: its operand is made where it is called, of codes that are in
-      registers when this returns.
+      A function of the chunk, which half of the step: its operand is made where it is called.
     """
     made = plgpu.ShapeDtypeStruct((64, CHUNK), jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)
 
-    def load(chunk: int) -> Any:
-        run = owned.in_registers(functools.partial(_load, chunk), owned.CODES, owned.SINGLE, layout=owned.EIGHTS)
-        return run(codes_ref, place)
-
-    loaded = [load(chunk) for chunk in range(STEP // CHUNK)]
-
     def operand(chunk: int) -> Any:
-        run = plgpu.inline_mgpu(arg_types=(owned.EIGHTS, plgpu.RefType(), owned.PAIRS), return_type=made)
-        return run(functools.partial(_decode, chunk))(loaded[chunk], table_ref, scales)
+        run = plgpu.inline_mgpu(arg_types=(owned.CODES, plgpu.RefType(), owned.PAIRS, owned.SINGLE), return_type=made)
+        return run(functools.partial(_decode, chunk))(codes_ref, table_ref, scales, place)
 
     return operand
 
 
-def _load(chunk: int, context: Any, codes: Any, place: Any) -> Any:
-    return owned.together(owned.code_words("nvfp4", chunk, owned.apart(place)[0], owned.address(codes)))
-
-
-def _decode(chunk: int, context: Any, codes: Any, table: Any, scales: Any) -> Any:
+def _decode(chunk: int, context: Any, codes: Any, table: Any, scales: Any, place: Any) -> Any:
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-    values = value_words(chunk, owned.apart(codes), owned.address(table), owned.apart(scales))
+    loaded = owned.code_words("nvfp4", chunk, owned.apart(place)[0], owned.address(codes))
+    values = value_words(chunk, loaded, owned.address(table), owned.apart(scales))
     return owned.operand_of(values, four, mgpu.WGMMA_LAYOUT_8BIT, CHUNK)
 
 

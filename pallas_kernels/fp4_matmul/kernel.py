@@ -44,8 +44,8 @@ ROWS = 64
 CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
 _COPYING = 24
-# Operands where there are factors: x, codes, scales, their table, and factors.
-_INPUTS = 5
+# Those where there are factors: x, codes, scales, their table, and factors.
+_OPERANDS = 5
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,10 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
-      x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`), or "shared": a
-        cluster's blocks round rows for each other and copy them (`shared.py`).
+      x: "copied" step by step; in E4M3 also, of at most 8 rows, "rounded" by every block (`rounded.py`), or "shared": a
+        cluster's blocks round rows for each other, and then copy them (`shared.py`).
       scale_steps: whose scales are copied together: 1, 2, 4 or 8, which divide a block's steps.
       prefetch: so many steps before a part of the weight is copied the cache asks for it; 0 is not at all.
-      early: whether codes give their buffer back when they are in registers, and not when they are multiplied.
       members: blocks of a cluster, which share rows.
     """
 
@@ -72,7 +71,6 @@ class Config:
     x: Literal["copied", "rounded", "shared"] = "copied"
     scale_steps: int = 1
     prefetch: int = 0
-    early: bool = False
     members: int = 1
 
     @property
@@ -139,7 +137,8 @@ def call(
     m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert config.x == "copied" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
+    assert config.x != "rounded" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
+    assert config.x != "shared" or shared.serves(m, k, config.members), "a block rounds rows of two steps at least"
     assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
@@ -147,16 +146,14 @@ def call(
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table, *([] if factors is None else [factors])]
-    made = [written]
-    if config.x == "shared":
-        made += [jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)]
+    clusters = {} if config.members == 1 else {"cluster": (config.members,), "cluster_names": ("member",)}
     product = plgpu.kernel(
         functools.partial(_kernel, config, form, len(operands)),
-        out_type=made,
+        out_type=[written, *(shared.buffers(m, k) if config.x == "shared" else [])],
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
         grid=(tiles * config.splits * bands // config.members,),
         grid_names=("block",),
-        **({} if config.members == 1 else {"cluster": (config.members,), "cluster_names": ("member",)}),
+        **clusters,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
@@ -167,26 +164,22 @@ def call(
 
 
 def _rows_of(config: Config, x: Any) -> int:
-    """Rows of x with those of zeros that blocks add."""
-    if config.x == "shared":
-        return -(-int(x.shape[0]) // 8) * 8
-    return int(x.shape[0]) if config.x == "copied" else rounded.ROWS
+    """Rows of x with those that blocks add."""
+    return int(x.shape[0]) if config.x == "copied" else -(-int(x.shape[0]) // rounded.ROWS) * rounded.ROWS
 
 
 def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
     (x_gmem, _, _, table_gmem, *_), (out_gmem, *_) = refs[:inputs], refs[inputs:]
-    m, step, ring = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x != "rounded"
+    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x != "rounded"
     steps = x_gmem.shape[1] // step // config.splits
     # With a single buffer its copy would wait for a release that comes behind it.
     stages = max(2, min(config.stages, steps))
     x_dtype = x_gmem.dtype if config.x == "copied" else jnp.dtype(jnp.float8_e4m3fn)
-    x_stages = stages + 2 if config.early else stages
-    share = m // config.members
     width = CHUNK_BYTES // x_dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, x_stages, refs[:inputs], refs[inputs:], smem)
+        block = _Block(config, form, steps, stages, refs[:inputs], refs[inputs:], smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -197,18 +190,15 @@ def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
             jnp.uint8,
             transforms=owned.scale_transforms(config.scale_steps),
         ),
-        x=plgpu.SMEM((x_stages if ring else steps, m, step), x_dtype, transforms=swizzled(width)),
+        x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
         out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
-        largest=None if config.x == "copied" else plgpu.SMEM((share, 4 * config.warpgroups), jnp.uint32),
-        scales_of_rows=None if ring else plgpu.SMEM((m,), jnp.float32),
+        largest=None if config.x == "copied" else plgpu.SMEM((m // config.members, 4 * config.warpgroups), jnp.uint32),
+        scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
         met=None if config.x == "copied" else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
-        filled=plgpu.Barrier(num_arrivals=3 if ring else 2, num_barriers=stages),
+        filled=plgpu.Barrier(num_arrivals=3 if copied else 2, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-        multiplied=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=x_stages)
-        if config.early and ring
-        else None,
         collective_axes="warpgroup",
     )
 
@@ -221,7 +211,8 @@ class _Block:
       config, form: of the kernel.
       steps: of k, those of a block.
       stages: buffers of a step.
-      gmem: references to global memory: x, codes, scales, table, perhaps factors, and the output.
+      gmem: references to global memory: x, codes, scales, table, and perhaps factors.
+      made: the output, and where rows are shared these and their scales.
       smem: buffers and barriers, by the names that `_kernel` gives them.
     """
 
@@ -229,9 +220,8 @@ class _Block:
     form: Any
     steps: int
     stages: int
-    x_stages: int
     gmem: Any
-    outs: Any
+    made: Any
     smem: dict[str, Any]
 
     @property
@@ -264,59 +254,50 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        table_gmem, smem = self.gmem[3], self.smem
+        smem, begun = self.smem, 0
         self._hand_over(_COPYING, "decrease")
-        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
-        x_gmem = None if self.config.x == "rounded" else self.gmem[0]
-        begun = 0
+        plgpu.copy_gmem_to_smem(self.gmem[3], smem["table"], smem["ready"])
+        x_gmem = {"copied": self.gmem[0], "rounded": None, "shared": self.made[-2:][0]}[self.config.x]
         if self.config.x == "shared":
+            # What has room without a wait comes while rows are rounded.
             shared.arrive()
-            x_gmem, begun = self.outs[1], self.stages
+            begun = self.stages - 1
             pl.loop(0, begun)(self._copy_weight)
             shared.wait()
             pl.loop(0, begun)(functools.partial(self._copy_x, x_gmem))
 
         @pl.loop(begun, self.steps)
         def _steps(k: Any) -> None:
-            slot = lax.rem(k, self.stages)
-
-            @pl.when(k >= (self.stages if self.config.early else self.stages - 1))
+            @pl.when(k >= self.stages - 1)
             def _wait() -> None:
-                plgpu.barrier_wait(smem["consumed"].at[slot])
+                plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
 
             self._copy_weight(k)
             if x_gmem is not None:
-                if self.config.early:
-
-                    @pl.when(k >= self.x_stages - 1)
-                    def _wait_x() -> None:
-                        plgpu.barrier_wait(smem["multiplied"].at[lax.rem(k, self.x_stages)])
-
                 self._copy_x(x_gmem, k)
 
     def _copy_weight(self, k: Any) -> None:
+        """Copy the codes of a step, and with those of the first of several their scales."""
         (_, codes_gmem, scales_gmem, *_), smem, together = self.gmem, self.smem, self.config.scale_steps
-        step, first, slot = owned.step_of(self.form), self._place[2] * self.steps, lax.rem(k, self.stages)
-        outputs = pl.ds(self._first_output, self.config.height)
-        block = codes_gmem.at[outputs, pl.ds((first + k) * (step // 2), step // 2)]
-        plgpu.copy_gmem_to_smem(block, smem["codes"].at[slot], smem["filled"].at[slot])
+        columns, first, slot = owned.step_of(self.form) // 2, self._place[2] * self.steps, lax.rem(k, self.stages)
+        outputs, filled = pl.ds(self._first_output, self.config.height), smem["filled"].at[slot]
+        block = codes_gmem.at[outputs, pl.ds((first + k) * columns, columns)]
+        plgpu.copy_gmem_to_smem(block, smem["codes"].at[slot], filled)
 
         def _scales() -> None:
             group, columns = lax.div(k, together), owned.BLOCKS * together
             block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
-            buffer = smem["scales"].at[lax.rem(group, self.config.scale_buffers)]
-            plgpu.copy_gmem_to_smem(block, buffer, smem["filled"].at[slot])
+            plgpu.copy_gmem_to_smem(block, smem["scales"].at[lax.rem(group, self.config.scale_buffers)], filled)
 
         if self.config.prefetch:
             self._prefetch(first, k)
         # With every step there is an arrival, so that those who wait need not branch.
-        lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(smem["filled"].at[slot]))
+        lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(filled))
 
     def _copy_x(self, x_gmem: Any, k: Any) -> None:
-        step, smem = owned.step_of(self.form), self.smem
+        step, slot = owned.step_of(self.form), lax.rem(k, self.stages)
         block = x_gmem.at[self._band, pl.ds((self._place[2] * self.steps + k) * step, step)]
-        barrier = smem["filled"].at[lax.rem(k, self.stages)]
-        plgpu.copy_gmem_to_smem(block, smem["x"].at[lax.rem(k, self.x_stages)], barrier)
+        plgpu.copy_gmem_to_smem(block, self.smem["x"].at[slot], self.smem["filled"].at[slot])
 
     def _prefetch(self, first: Any, k: Any) -> None:
         """Have the cache ask for what is copied some steps behind k: of a row 256 bytes of codes and 128 of scales."""
@@ -339,8 +320,7 @@ class _Block:
         if self.config.x == "rounded":
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
         if self.config.x == "shared":
-            values, scales = self.outs[1:]
-            shared.round_rows(self.gmem[0], self.rows, self.config.members, values, scales, self.smem, self._meet)
+            shared.round_rows(self.gmem[0], *self.made[1:], self.smem["largest"], functools.partial(self._meet, 0))
             shared.arrive()
             shared.wait()
         plgpu.barrier_wait(self.smem["ready"])
@@ -361,20 +341,18 @@ class _Block:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = self._operand(k, warpgroup * ROWS, places)
-            if self.config.early:
-                plgpu.barrier_arrive(self.smem["consumed"].at[slot])
-            x = x_smem.at[k if self.config.x == "rounded" else lax.rem(k, self.x_stages)]
+            x = x_smem.at[k if self.config.x == "rounded" else slot]
             for chunk in range(step // width):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
                 # One product runs while the next operand is decoded; that before has read its registers.
                 plgpu.wgmma_wait(1)
-                if chunk == 0 and not (self.config.early and self.config.x == "rounded"):
+                if chunk == 0:
                     # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
                     self._release(k - 1)
 
         plgpu.wgmma_wait(0)
-        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.outs[0]
-        sums = acc[...] * self._factors() if len(self.gmem) == _INPUTS else acc[...]
+        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.made[0]
+        sums = acc[...] * self._factors() if len(self.gmem) == _OPERANDS else acc[...]
         if self.smem["out"] is None:
             out_gmem[self._place[2], outputs, self._band] = sums
         else:
@@ -385,8 +363,7 @@ class _Block:
 
         There is one arrival for step -1, for which `fill` waits before it fills the last of the buffers at first.
         """
-        given, size = ("multiplied", self.x_stages) if self.config.early else ("consumed", self.stages)
-        plgpu.barrier_arrive(self.smem[given].at[lax.rem(k + size, size)])
+        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
 
     def _factors(self) -> Any:
         """What sums are multiplied by: a number, or one for each row of x."""
@@ -395,8 +372,8 @@ class _Block:
             return factors[0] * jnp.float32(decode.FACTOR[self.form])
         copied = self.config.x == "copied"
         # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
-        of_rows = factors.at[self._band] if copied else self.smem["scales_of_rows"]
-        of_rows = self.outs[2] if self.config.x == "shared" else of_rows
+        rounded_here = self.made[-1] if self.config.x == "shared" else self.smem["scales_of_rows"]
+        of_rows = factors.at[self._band] if copied else rounded_here
         found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))

@@ -30,9 +30,6 @@ _ROUNDED_BY_BLOCKS, _ROUNDED_VALUES = 4, 48 * 1024
 # Steps whose scales come in one copy where E4M3 has at most so many rows: 64 bytes of a row are asked for, and not 16.
 # On an H200 that is 1 to 3 %; eight are not faster than four, more rows and BF16 are slower.
 _SCALE_STEPS, _FEW_ROWS = (4, 2, 1), 16
-# Blocks of a cluster, which round up to two rows each for all of them. More than six sevenths of the chip would not hold
-# clusters of eight: some of its groups of multiprocessors have 16 and some 18.
-_MEMBERS = 8
 # Of a ring that has room for two steps the cache asks this many steps ahead: at m = 256 112 us on an H200, and 120
 # without. Where several bands read the same codes it costs 4 to 11 %, and rings of four steps lose 10 to 40.
 _PREFETCH = 4
@@ -104,7 +101,6 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     if options.activation == "bfloat16":
         return config
     if rows <= _FEW_ROWS:
-        config = dataclasses.replace(config, early=True)
         return _with_wide_scales(config, steps // splits, step, _SHARED_BYTES - of_output - stages * of_rows)
     return dataclasses.replace(config, prefetch=_PREFETCH) if stages == 2 and bands == 1 else config
 
@@ -115,22 +111,17 @@ def _with_wide_scales(config: Any, steps: int, step: int, room: int) -> Any:
     return next((each for each in wide if each.weight_bytes(step) <= room), wide[-1])
 
 
-def _rounding(config: Any, options: Options, x: jax.Array, n: int) -> Any:
-    """The same sizes for blocks that round x themselves or for each other, where its rows are few; else those given."""
+def _rounding(config: Any, options: Options, x: jax.Array) -> Any:
+    """The same sizes for blocks that round x themselves, where its rows are few and have room; else those given."""
     from pallas_kernels.fp4_matmul import decode_fp8, rounded
 
     (m, k), step, part = x.shape, decode_fp8.STEP, x.shape[1] // config.splits
-    if x.dtype != jnp.bfloat16 or m > _FEW_ROWS:
-        return config
     of_output = rounded.ROWS * config.height * options.out_dtype.itemsize if config.splits == 1 else 0
     room = _SHARED_BYTES - rounded.ROWS * part - of_output
     found = _with_wide_scales(dataclasses.replace(config, x="rounded"), part // step, step, room)
     few = m <= _ROUNDED_BY_BLOCKS and m * (k + part) <= _ROUNDED_VALUES
-    if few and rounded.serves(part) and found.weight_bytes(step) <= room:
-        return found
-    blocks = n // config.height * config.splits
-    fits = blocks % _MEMBERS == 0 and 7 * blocks <= 6 * max(1, device_cores(132)) and part // step >= config.stages
-    return dataclasses.replace(config, x="shared", members=_MEMBERS) if fits and rounded.serves(k) else config
+    serves = few and x.dtype == jnp.bfloat16 and rounded.serves(part) and found.weight_bytes(step) <= room
+    return found if serves else config
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
@@ -183,7 +174,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
         if chosen is None:
             return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
         if config is None and rows is None:
-            chosen = _rounding(chosen, options, x, w.shape[0])
+            chosen = _rounding(chosen, options, x)
         return _in_fp8(chosen, options, rows or x, w, table)
 
     assert isinstance(w.scaling, Fp4), "api checked it"

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -36,35 +37,38 @@ _ARRIVE = "fence.proxy.async; barrier.cluster.arrive.release.aligned;"
 _WAIT = "barrier.cluster.wait.acquire.aligned; fence.proxy.async;"
 
 
-def round_rows(
-    x: Any, rows: int, members: int, values: Any, scales: Any, smem: dict[str, Any], meet: Callable[[int], None]
-) -> None:
-    """Write this block's share of the rows, E4M3, and their scales: the work of the warpgroups that compute.
+def serves(rows: int, k: int, members: int) -> bool:
+    """Whether each of so many blocks has rows, which are units."""
+    return rows % members == 0 and rounded.serves(k)
+
+
+def buffers(rows: int, k: int) -> list[jax.ShapeDtypeStruct]:
+    """Where the rows are written, as `decode_fp8.permuted` has them, and their scales."""
+    return [jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)]
+
+
+def round_rows(x: Any, values: Any, scales: Any, largest: Any, meet: Callable[[], None]) -> None:
+    """Write this block's share of the rows and their scales: the work of the warpgroups that compute.
 
     Args:
       x: in global memory, bfloat16 `[m, k]`.
-      rows: at least m, a multiple of the members; those behind the last one of x are that one again.
-      members: blocks of a cluster.
-      values: in global memory, float8_e4m3fn `[rows, k]` in the order of `decode_fp8.permuted`.
-      scales: the same, float32 `[rows]`.
-      smem: "largest", uint32 `[rows / members, warps]`.
+      values, scales: `buffers` there, whose rows from m on are its last one again.
+      largest: in shared memory, uint32 `[rows of this block, warps]`.
       meet: where a warpgroup waits for the others of its block.
     """
-    (m, k), share, size = x.shape, rows // members, decode_fp8.STEP
-    warpgroups = smem["largest"].shape[1] // rounded.WARPS
-    first, steps = lax.axis_index("member") * share, rounded.share_of(k // size, warpgroups)
+    (m, k), (share, warps), size = x.shape, largest.shape, decode_fp8.STEP
+    first, steps = lax.axis_index("member") * share, rounded.share_of(k // size, warps // rounded.WARPS)
     found = []
     for i in range(share):
-        row = jnp.minimum(first + i, m - 1)
-        units = [x.at[row, pl.ds(step * size, 2 * size)] for step in steps]
+        units = [x.at[jnp.minimum(first + i, m - 1), pl.ds(step * size, 2 * size)] for step in steps]
         found.append([plgpu.load(unit, layout=rounded.FOURS, optimized=False) for unit in units])
-        rounded.write_largest(i, smem["largest"], found[-1])
-    meet(0)
+        rounded.write_largest(i, largest, found[-1])
+    meet()
     for i in range(share):
         to = [values.at[first + i, pl.ds(step * size, 2 * size)] for step in steps]
-        refs = [plgpu.RefType()] * (2 + len(to))
-        run = plgpu.inline_mgpu(arg_types=(*refs, *[rounded.FOURS] * len(to)))
-        run(functools.partial(_write, i, len(to)))(smem["largest"], scales.at[pl.ds(first + i, 1)], *to, *found[i])
+        kinds = [*[plgpu.RefType()] * (2 + len(to)), *[rounded.FOURS] * len(to)]
+        write = plgpu.inline_mgpu(arg_types=kinds)(functools.partial(_write, i, len(to)))
+        write(largest, scales.at[pl.ds(first + i, 1)], *to, *found[i])
 
 
 def arrive() -> None:
