@@ -201,10 +201,10 @@ def _metrics_line(step: int, loss: float, report: Any = None) -> str:
 def export(path: Path, params: Any) -> None:
     """Write float32 parameters, stored ones dequantized, as an `.npz` of arrays named as "block_0/qkv/kernel".
 
-    All processes call it, and the first one writes.
+    All processes call it, and the first one writes, into a folder that it makes where there is none.
 
     Raises:
-      ValueError: the path does not end in ".npz".
+      ValueError: the path does not end in ".npz", or no file can be there.
     """
     check_export(path)
     leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
@@ -216,9 +216,15 @@ def export(path: Path, params: Any) -> None:
 
 
 def check_export(path: Path) -> None:
-    """Raise `ValueError` where `export` cannot write to this path."""
+    """Make the folder of this path, and raise `ValueError` where `export` cannot write to it."""
     if path.suffix != ".npz":  # NumPy would append it
         raise ValueError(f"{path} is to hold NumPy arrays by name; choose a name that ends in .npz")
+    if path.is_dir():
+        raise ValueError(f"{path} is to be a file of NumPy arrays, and is a folder; choose another name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written, as its folder cannot be made ({error}); choose another") from error
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What one training run is: `TrainConfig`, its rules, and good values for each named model."""
 
 import math
+import numbers
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -32,7 +33,7 @@ class TrainConfig:
       include: "every" layer takes the recipe, or those that measured times say to be faster than BF16 on this device,
         of `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
       steps: optimizer updates in all; the learning rate falls as a cosine over them, so they are part of the run.
-      seed: of initial weights, batches and stochastic rounding.
+      seed: of initial weights, batches and stochastic rounding, 0 to 2**32 - 1.
       batch, sequence: windows per step, of all devices together, and tokens predicted in each.
       learning_rate: the peak, reached after a linear warm-up over the first tenth of the steps.
       final_fraction: of the peak, where the cosine ends.
@@ -96,6 +97,8 @@ class TrainConfig:
         for name in ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not isinstance(self.seed, numbers.Integral) or not 0 <= self.seed < 2**32:  # jax drops all but 32 bits
+            raise ValueError(f"seed={self.seed!r} must be an integer of 32 bits; use one of 0 to {2**32 - 1}")
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")

@@ -1,6 +1,7 @@
 """Parameters from which a run starts: a float checkpoint, as `python -m models.train --export` writes it."""
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ def read_parameters(path: Path, shapes: Any) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is to hold the parameters to start from, and there is no such file")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError(f"it holds one array {list(file.shape)}")
+        with file:
             arrays = {name: np.asarray(file[name]) for name in file.files}
-    except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is no .npz of arrays by name ({error}); write one with python -m models.train --export"
         ) from error

@@ -180,6 +180,35 @@ def test_gptq_with_a_search_is_better_still():
     assert loss(compensated(W, H, scales="search"), H) < loss(compensated(W, H), H)
 
 
+@pytest.mark.parametrize("scales", ["rule", "search"])
+@pytest.mark.parametrize("scaling", [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")])
+def test_units_of_weights_and_of_inputs_do_not_matter(scaling, scales):
+    wanted, found = compensated(W, H, scaling, scales=scales), searched(W, scaling, importance=jnp.diagonal(H))
+    for power in (120, 90, 60, -60, -90):
+        large = W * 2.0**power
+        assert np.array_equal(compensated(large, H, scaling, scales=scales).values, wanted.values)
+        assert np.array_equal(searched(large, scaling, importance=jnp.diagonal(H)).values, found.values)
+    for power in (115, -115):
+        others = H * 2.0**power
+        assert np.array_equal(compensated(W, others, scaling, scales=scales).values, wanted.values)
+        assert np.array_equal(searched(W, scaling, importance=jnp.diagonal(others)).values, found.values)
+    nothing = searched(W, scaling, importance=jnp.zeros(K))
+    assert np.array_equal(nothing.values, searched(W, scaling).values)
+
+
+@pytest.mark.parametrize("choose", [searched, lambda w, scaling: compensated(w, H, scaling, scales="search")])
+def test_tiles_far_apart_are_searched_alike(choose):
+    far = jnp.concatenate([W[:16], W[16:] * 2.0**-90])  # scales of their own, in MXFP4
+    apart = jnp.concatenate([choose(W[:16], Fp4("mxfp4")).values, choose(W[16:], Fp4("mxfp4")).values])
+    assert np.array_equal(choose(far, Fp4("mxfp4")).values, apart)
+
+
+@pytest.mark.parametrize("choose", [searched, lambda w, scaling: compensated(w, H, scaling)])
+def test_the_smallest_weights_are_no_zeros(choose):
+    tiny = W * (1e-35 / jnp.abs(W).max())  # 6 * 448 scales of that would be a subnormal float32
+    assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(np.square(tiny, dtype=np.float64))
+
+
 @pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
 def test_without_correlations_gptq_is_nearest(scaling):
     for made, expected in zip(

@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A line for each product; `str` of it is a table with totals."""
+    """A line for each product; `str` of it is a table with totals, which count a weight of several products once."""
 
     recipe: Recipe
     lines: tuple[Line, ...]
@@ -91,8 +91,10 @@ class Diagnosis:
         lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
         columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
         for name, chosen in (("all", self.lines), ("eligible", [line for line in self.lines if line.eligible])):
-            sums = [sum(getattr(line, column) for line in chosen) for column in columns]
-            label = f"total, {name}: {len(chosen)} products"
+            # Of a weight that some of its products read stored, that is what is kept.
+            weights = {line.path: [other for other in chosen if other.path == line.path] for line in chosen}
+            sums = [sum(max(getattr(each, column) for each in of) for of in weights.values()) for column in columns]
+            label = f"total, {name}: {len(chosen)} products of {len(weights)} weights"
             lines.append(f"{label:57} {sums[0]:>12,}" + "".join(f" {number:>13,}" for number in sums[1:]))
         if any(line.extrapolated for line in self.lines):
             lines.append("* smaller than the smallest product that was measured: that one's speed, and rather less")

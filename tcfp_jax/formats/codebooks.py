@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -91,15 +92,19 @@ class CodebookSpec:
         return tuple(sorted({value for table in self.tables for value in table}))
 
 
-def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: str | None = None) -> CodebookSpec:
+def codebook(
+    tables: str | Sequence[float] | Sequence[Sequence[float]] | np.ndarray, name: str | None = None
+) -> CodebookSpec:
     """A codebook by its code, or of the values given.
 
     Args:
-      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables.
+      tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables;
+        also as arrays, `[values]` or `[tables, values]`.
       name: of a codebook of one's own; "codebook" without it.
 
     Raises:
-      ValueError: an unknown code, tables that are not ascending, finite, float32, or not 2**k values long each.
+      ValueError: an unknown code, tables that are not of real numbers, ascending, finite, float32, or not 2**k values
+        long each.
 
     Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit codebooks).
 
@@ -108,8 +113,7 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
     """
     if isinstance(tables, str):
         return _by_code(tables.lower())
-    nested = tables if tables and isinstance(tables[0], Sequence) else (tables,)
-    values = tuple(tuple(float(v) for v in table) for table in nested)  # type: ignore[union-attr, arg-type]
+    values = _values(tables)
     size = len(values[0])
     if not 2 <= size <= 256 or size & (size - 1) or {len(table) for table in values} != {size}:
         raise ValueError(f"tables hold {[len(table) for table in values]} values; use one power of two from 2 to 256")
@@ -120,6 +124,20 @@ def codebook(tables: str | Sequence[float] | Sequence[Sequence[float]], name: st
     if not 2.0**-60 <= largest <= 2.0**60:
         raise ValueError(f"the largest magnitude {largest} of the tables is not within 2**-60 to 2**60; rescale them")
     return CodebookSpec(name or "codebook", values, largest)
+
+
+def _values(tables: Any) -> tuple[tuple[float, ...], ...]:
+    """The values of each table, of lists or arrays."""
+    plain = lambda values: values.tolist() if hasattr(values, "tolist") else values
+    try:
+        rows = [plain(row) for row in plain(tables)]
+        nested = rows if rows and isinstance(rows[0], Sequence) else [rows]
+        return tuple(tuple(float(plain(value)) for value in table) for table in nested)
+    except TypeError as error:
+        raise ValueError(
+            f"tables={tables!r} are not the real numbers of one table or of several; give [values] or "
+            f"[tables, values], or a code: {CODEBOOK_GRAMMAR}"
+        ) from error
 
 
 @functools.cache

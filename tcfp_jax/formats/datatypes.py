@@ -1,6 +1,7 @@
 """A datatype is a number and how its values share scales: `datatype(number, scale)`; bits are counted exactly."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -11,6 +12,7 @@ from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.numbers import NumberSpec, number
 from tcfp_jax.formats.scales import ScaleSpec
 from tcfp_jax.formats.scales import scale as parse_scale
+from tcfp_jax.formats.tiles import tiling
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,15 @@ class DataType:
 
         Scales of a tensor or a channel count only where the shape is known. Tables of a codebook never count.
 
+        Raises:
+          ValueError: the shape is one that `stored_bits` refuses.
+
         >>> datatype("e2m1f", "e8m0_t32").bits_per_value(), datatype("int8", "float32").bits_per_value((4, 4))
         (4.25, 10.0)
         """
         if shape is not None:
-            size = math.prod(shape)
-            return float(Fraction(sum(self.stored_bits(shape).values()), size)) if size else 0.0
+            stored, size = sum(self.stored_bits(shape).values()), math.prod(_sizes(shape))
+            return float(Fraction(stored, size)) if size else 0.0
         bits = Fraction(self.number.bits)
         if self.scale is not None and self.scale.is_tile and all(tile.size for tile in self.scale.tiles):
             tile = math.prod(tile.size for tile in self.scale.tiles)
@@ -61,12 +66,17 @@ class DataType:
     def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
         """Bits of each part of an array of this shape: values, scales, zeros, offsets, selectors, outer, residual.
 
+        Raises:
+          ValueError: it is no shape, or one of arrays that `cast` and `pack` refuse: a tile does not fit.
+
         >>> datatype("e2m1f", "e8m0_t32").stored_bits((2, 40))
         {'values': 320, 'scales': 32}
         """
-        parts = {"values": math.prod(shape) * self.number.bits}
+        sizes = _sizes(shape)
+        parts = {"values": math.prod(sizes) * self.number.bits}
         if self.scale is not None:
-            tiles, subtiles = self._counts(tuple(shape))
+            layout = tiling(sizes, self.scale)
+            tiles, subtiles = math.prod(layout.scale_shape), math.prod(layout.subscale_shape)
             parts["scales"] = tiles * self.scale.number.bits
             parts["zeros"] = tiles * self.scale.zero.bits if self.scale.zero else 0
             parts["offsets"] = subtiles * self.scale.offset
@@ -76,18 +86,12 @@ class DataType:
             parts["residual"] = sum(self.residual.stored_bits(shape).values())
         return {name: bits for name, bits in parts.items() if bits}
 
-    def _counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many tiles and subtiles an array has; subtiles fill up the last tile."""
-        assert self.scale is not None
-        if self.scale.is_tensor:
-            return 1, 1
-        tiles = subtiles = math.prod(shape)
-        for tile in self.scale.tiles:
-            size = tile.size or shape[tile.dim]
-            count = -(-shape[tile.dim] // size)
-            tiles = tiles // shape[tile.dim] * count
-            subtiles = subtiles // shape[tile.dim] * count * (size // (tile.subtile or size))
-        return tiles, subtiles
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
+        raise ValueError(f"shape={shape!r} is not the shape of an array; give sizes of 0 or more, such as x.shape")
+    return sizes
 
 
 def datatype(

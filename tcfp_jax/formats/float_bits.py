@@ -92,13 +92,15 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
-    """|x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and it must stay below 2**128.
+    """|x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from 2**128 on the largest float32.
 
     >>> float(scale_down(jnp.int32(1), jnp.int32(-149)))
     1.0
     """
     shifted = magnitude - (exponent << MANTISSA_BITS)
     shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
+    # By the exponent alone, as the difference may leave int32: a narrow scale may lie far below x.
+    shifted = jnp.where((magnitude >> MANTISSA_BITS) - exponent > 254, INFINITY - 1, shifted)
     # Two factors: 2**-149 alone is subnormal.
     fraction = magnitude.astype(jnp.float32) * jnp.float32(2.0**-MANTISSA_BITS)
     subnormal = fraction * power_of_two(-126 - exponent)

@@ -84,7 +84,7 @@ def pack(
     Raises:
       TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero
         point, a codebook or a residual; a NaN for an unscaled number without a code for it, where it can be seen
-        (under `jit` it is stored as 0).
+        (under `jit` it is stored as 0, or as the value of a codebook that is nearest to 0).
 
     >>> from tcfp_jax import formats
     >>> packed = pack(jnp.linspace(-1.0, 1.0, 64), formats.mxfp4e2)

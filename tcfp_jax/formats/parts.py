@@ -35,7 +35,7 @@ class Parts(NamedTuple):
       value: float32 values of the number in its own units; int32 indices for a codebook.
       exponent: int32, the exponent scales, one per tile.
       scale: float32, the float scales, one per tile.
-      nan: bool, whether a tile with an exponent scale is NaN.
+      nan: bool, whether a tile with an exponent scale is NaN, or a value of a codebook without a scale.
       zero: float32, the zero points, one per tile.
       offset: int32, one per subtile.
       selector: int32, the index of the table, one per subtile.
@@ -104,7 +104,9 @@ def _quantize_value(
     number, scale = datatype.number, datatype.scale
     if scale is None:
         if isinstance(number, CodebookSpec):
-            return Parts(codebook_search.nearest_index(flushed(bits), number, 0, modes.roundmode, random))
+            nan = magnitude > INFINITY  # no index is NaN; what is packed in its place is what 0 would be
+            value = jnp.where(nan, jnp.float32(0), flushed(bits))
+            return Parts(codebook_search.nearest_index(value, number, 0, modes.roundmode, random), nan=nan)
         return Parts(round_unscaled(magnitude, sign, number, modes, random))
     if scale.zero is not None:
         assert isinstance(number, NumberSpec)
@@ -160,13 +162,13 @@ def _exponent_scales(
     """Parts with the exponents of the tiles and the offsets of their subtiles; the values are yet to be rounded."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
-    exponent, wanted = scale_choice.choose_exponent(amax, number, scale.number, mode)
+    exponent, _ = scale_choice.choose_exponent(amax, number, scale.number, mode)
     parts = Parts(magnitude, exponent=exponent)
     if not scale.offset:
         return parts
     sub = jnp.max(scale_choice.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
     _, sub_wanted = scale_choice.choose_exponent(sub, number, scale.number, mode)
-    return parts._replace(offset=jnp.clip(wanted - sub_wanted, 0, (1 << scale.offset) - 1))
+    return parts._replace(offset=jnp.clip(exponent - sub_wanted, 0, (1 << scale.offset) - 1))
 
 
 def _exponent_of(parts: Parts) -> jax.Array:
@@ -319,14 +321,16 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
     number, scale = datatype.number, datatype.scale
     value = _look_up(parts, number)
     if scale is None:
-        return lax.bitcast_convert_type(value, jnp.int32)
+        bits = lax.bitcast_convert_type(value, jnp.int32)
+        return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     if parts.exponent is not None:
         exponent = _exponent_of(parts)
         bits = lax.bitcast_convert_type(scaled_up(value, exponent + fixed_point(number)), jnp.int32)
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:
-        result = _settled(value * _factor_of(parts))
+        # An inf stays inf, whatever its scale: of a tile without other values it is 0.
+        result = jnp.where(jnp.isinf(value), value, _settled(value * _factor_of(parts)))
     elif scale.zero is not None and scale.zero.is_integer:
         result = _settled((value - parts.zero) * parts.scale)
     else:

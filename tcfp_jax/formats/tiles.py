@@ -4,6 +4,7 @@ An axis of n values becomes three axes in its place, `[count, subtiles, subtile]
 scale that was reduced over a tile with its axes kept broadcasts over the tile.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -72,7 +73,7 @@ def tiling(shape: tuple[int, ...], spec: ScaleSpec) -> Tiling:
         axis = tile.dim % len(shape)
         if axis in by_axis:
             raise ValueError(f"{spec.name}: both tiles run along axis {axis} of shape {shape}; give them other axes")
-        if shape[axis] and tile.size > shape[axis]:
+        if math.prod(shape) and tile.size > shape[axis]:
             raise ValueError(
                 f"{spec.name}: a tile of {tile.size} is larger than axis {axis} of shape {shape}; "
                 "use a smaller tile, or t0 for the whole axis"

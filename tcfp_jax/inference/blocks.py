@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels.fp4 import E2M1, pack
 from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.formats.float_bits import TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.scale_choice import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
 
@@ -86,6 +87,18 @@ def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(factor > 0, e2m1(values / safe), 0)
 
 
+def unit_of(amax: jax.Array) -> jax.Array:
+    """The power of two that brings a largest magnitude to 1 to 2, or to 4 where its own inverse is subnormal.
+
+    What it multiplied has squares in float32's range, however large or small it was.
+
+    >>> unit_of(jnp.array([3.0, 1e-30])).tolist() == [0.5, 2.0**100]
+    True
+    """
+    exponent = (lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127
+    return lax.bitcast_convert_type((127 - jnp.clip(exponent, -126, 126)) << 23, jnp.float32)
+
+
 def table(scaling: Fp4) -> np.ndarray:
     """The positive scales that a block may have, in order.
 
@@ -142,7 +155,7 @@ def outers(amax: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
     if scales == "rule":
         largest = largest[-1:] if scaling.rule == "amax" else largest[:1]
     divided = amax / (LARGEST * jnp.asarray(largest))
-    return jnp.where(divided > 0, divided, 1)
+    return jnp.where(amax > 0, jnp.maximum(divided, TINY), 1)
 
 
 def candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:

@@ -87,7 +87,9 @@ def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: F
         tried = blocks.candidates(largest, outer, scaling, scales)
         tried = jnp.where(largest > 0, tried, 0)
         numbers, errors = propagate(mine, corner, jnp.repeat(tried, rows, axis=1) * outer)
-        losses = jnp.square(errors).reshape(len(tried), groups, rows * block).sum(axis=2)
+        # In units of each tile's values, which may lie anywhere.
+        lifted = errors.reshape(len(tried), groups, rows * block) * blocks.unit_of(largest)[:, None]
+        losses = jnp.square(lifted).sum(axis=2)
         best = jnp.argmin(losses, axis=0)
         of_row = jnp.repeat(best, rows)[None, :, None]
         pick = lambda of_all: jnp.take_along_axis(of_all, of_row, axis=0)[0]
@@ -111,6 +113,7 @@ def inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Arr
     [1.0, 1.0, 1.0]
     """
     k = len(hessian)
+    hessian = hessian * blocks.unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
     scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k)

@@ -93,20 +93,19 @@ def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
 
 def _lengthened(values: jax.Array, found: jax.Array, weights: jax.Array) -> jax.Array:
     """What found values are multiplied by, so that their product with the values is that of these themselves."""
-    unit = _unit(values)
+    unit = blocks.unit_of(jnp.abs(values).max(initial=0))
     wanted, made = (jnp.sum(values * unit * (other * unit) * weights) for other in (values, found))
     return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
 
 
-def _unit(values: jax.Array) -> jax.Array:
-    """What brings values to 1 at most, so that their squares are float32's, however large or small they are."""
-    amax = jnp.abs(values).max(initial=0)
-    return jnp.where(amax > 0, 1 / amax, 1)
-
-
 def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The importance of each column of tiles of this shape, `[blocks along k, block]`, none of them nothing."""
+    """The importance of each column of tiles of this shape, `[blocks along k, block]`, none of them nothing.
+
+    Its unit does not matter.
+    """
     weights = importance.astype(jnp.float32)
+    amax = weights.max(initial=0)
+    weights = jnp.where(amax == 0, 1, weights * blocks.unit_of(amax))  # of a calibration that saw nothing
     weights = jnp.pad(weights + FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights)))
     return weights.reshape(shape[2:])
 
@@ -121,11 +120,13 @@ def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tu
     """
     values = tiles.values
     amax = jnp.abs(values).max(axis=(1, 3))
-    weights, unit = _spread(importance, values.shape), _unit(values)
+    weights, unit = _spread(importance, values.shape), blocks.unit_of(amax)
+    # Each tile is searched in units of its own values; errors of all tiles are added in one unit.
+    shared = jnp.square(blocks.unit_of(amax.max(initial=0)) / unit)
 
     def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
         factor = (scale * outer)[:, None, :, None]
-        error = (values - blocks.rounded(values, factor) * factor) * unit
+        error = (values - blocks.rounded(values, factor) * factor) * unit[:, None, :, None]
         return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
     def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -136,7 +137,7 @@ def best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tu
         tried = blocks.candidates(amax, outer, scaling, "search")
         first = jnp.full_like(amax, jnp.inf), tried[0]
         error, scale = jax.lax.scan(lambda found, one: (better(found, one, outer), None), first, tried)[0]
-        total = jnp.sum(error)
+        total = jnp.sum(error * shared)
         take = total < best[0]
         return (jnp.minimum(total, best[0]), jnp.where(take, scale, best[1]), jnp.where(take, outer, best[2])), None
 

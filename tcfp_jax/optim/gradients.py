@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tcfp_jax.products.axes import Sharding, entries, sharding_of, split_entries, with_entries
+from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with_slot
 
 
@@ -85,9 +87,24 @@ def grad(
 
 
 def slots_of(tree: Any) -> Any:
-    """The tree with zeros of the kernel's shape in the place of stored weights."""
-    zeros = lambda leaf: jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype)
+    """The tree with zeros of the kernel's shape in the place of stored weights, split over devices as these are."""
+
+    def zeros(leaf: Stored) -> jax.Array:
+        return jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype, out_sharding=_sharding_of_kernel(leaf))
+
     return jax.tree.map(lambda leaf: zeros(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored)
+
+
+def _sharding_of_kernel(stored: Stored) -> Sharding:
+    """How the kernel that a stored weight stands for lies on a mesh with explicit axes; None on any other."""
+    assert stored.backward is not None, "a stored parameter has its own orientation"
+    sharding, shape = sharding_of(stored.backward.values), kernel_shape(stored)
+    if sharding is None:
+        return None
+    groups = training_of(stored).weight.layout.stacked(len(shape)).groups
+    spec = split_entries(sharding, entries(sharding, len(groups)), [[shape[axis] for axis in g] for g in groups])
+    by_axis = dict(zip(sum(groups, ()), spec, strict=True))
+    return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
 
 
 def filled(tree: Any, slots: Any) -> Any:

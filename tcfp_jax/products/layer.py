@@ -50,7 +50,7 @@ from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import NO_GRADIENT, Stored, of_operand
+from tcfp_jax.weights.stored import Stored, constant, of_operand
 from tcfp_jax.weights.training import values_of
 
 
@@ -162,7 +162,7 @@ def product(
         with jax.named_scope("quantize_w"):
             quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
     elif quantized is not None:
-        quantized = _constant(quantized)
+        quantized = constant(quantized)
     if quantized is not None:
         check_stored(recipe, quantized)
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
@@ -195,26 +195,6 @@ def _empty_product(asked: Asked, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 _shared_product = shared(product)
-
-
-# Not a check in the rule of `_product`: a shared trace whose rule has raised once cannot be differentiated any more
-# (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps for other zeros).
-@jax.custom_jvp
-def _constant(stored: Stored) -> Stored:
-    """The stored weight itself, of which no gradient may be asked."""
-    return stored
-
-
-@_constant.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    if isinstance(primals[0].scaling, Fp4):
-        raise TypeError(NO_GRADIENT)
-    raise TypeError(
-        "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
-        "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
-        "tcfp_jax.value_and_grad or tcfp_jax.grad, in the place of jax's; beside float parameters, differentiate these "
-        "and pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
-    )
 
 
 def _varying_alike(operands: Any) -> Any:

@@ -138,9 +138,20 @@ class Stored:
         """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves.
 
         Places of the sample come in pairs, one half of them the transposes of the other, so the halves change places.
+        Of a weight that is the parameter it is the transposed matrix, through which the gradient goes to the parameter.
         """
         sample = None if self.sample is None else jnp.roll(self.sample, self.sample.shape[-1] // 2, axis=-1)
-        return dataclasses.replace(self, forward=self.backward, backward=self.forward, sample=sample)
+        training = self.training
+        if training is not None:
+            slot, layout = self._slot, dataclasses.replace(training.weight.layout, inputs=(0,), outputs=(1,), stack=())
+            training = dataclasses.replace(
+                training,
+                slot=None if slot is None else slot.swapaxes(-1, -2),
+                error=None if training.error is None else training.error.swapaxes(-1, -2),
+                weight=dataclasses.replace(training.weight, layout=layout),
+                shape=(self.shape[-1], self.shape[-2]),
+            )
+        return dataclasses.replace(self, forward=self.backward, backward=self.forward, sample=sample, training=training)
 
     def drop_residual(self) -> "Stored":
         """W_hi alone."""
@@ -156,12 +167,24 @@ class Stored:
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """The weight `[..., k, n]`, in float32 and then `dtype`; of rows and vectors as dgrad reads it.
 
+        The gradient of a weight that `tcfp_jax.store` made goes to it, as `tcfp_jax.grad` takes it.
+
+        Raises:
+          TypeError: jax's own `grad` asks for a gradient with respect to the weight.
+
         >>> from tcfp_jax.recipes import recipe
         >>> from tcfp_jax.weights.quantization import quantize_weight
         >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        return self._unpadded(self._one.dequantize(dtype))
+        values, slot = self._unpadded(constant(self)._one.dequantize(dtype)), self._slot
+        return values if slot is None else values + slot.astype(dtype)
+
+    @property
+    def _slot(self) -> jax.Array | None:
+        """The zeros to which the gradient of a weight that is the parameter goes, as the matrix `[..., k, n]`."""
+        slot = None if self.training is None else self.training.slot
+        return None if slot is None else self.training.weight.layout.stacked(slot.ndim).matrix(slot)
 
     def _unpadded(self, values: jax.Array) -> jax.Array:
         """Values of the operand that is there as those of the weight `[..., k, n]`."""
@@ -208,6 +231,34 @@ class Stored:
 def of_operand(operand: Operand) -> Stored:
     """One operand as a stored weight: codes of FP4 are `[n, k]`, what `split` and `quantize` made of w is `[k, n]`."""
     return Stored(operand, None) if isinstance(operand.scaling, Fp4) else Stored(None, operand)
+
+
+# Not a check in the rule of a product: a shared trace whose rule has raised once cannot be differentiated any more
+# (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps for other zeros).
+@jax.custom_jvp
+def _constant(stored: Stored) -> Stored:
+    return stored
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    if isinstance(primals[0].scaling, Fp4):
+        raise TypeError(NO_GRADIENT)
+    raise TypeError(
+        "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
+        "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
+        "tcfp_jax.value_and_grad or tcfp_jax.grad, in the place of jax's; beside float parameters, differentiate these "
+        "and pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
+    )
+
+
+def constant(stored: Stored) -> Stored:
+    """The values of a stored weight, of which no gradient may be asked; what it has for training is left out.
+
+    Raises:
+      TypeError: they are differentiated, as by `jax.grad` with respect to the weight.
+    """
+    return _constant(dataclasses.replace(stored, sample=None, training=None))
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:

@@ -157,7 +157,7 @@ def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
     Inside of `value_and_grad` it has a gradient like any parameter.
     """
     training = training_of(stored)
-    values = lax.stop_gradient(stored.dequantize()).astype(dtype or training.dtype)
+    values = values_of(stored).dequantize().astype(dtype or training.dtype)
     kernel = training.weight.layout.stacked(_ndim(stored)).kernel(values, kernel_shape(stored))
     return kernel if training.slot is None else kernel + training.slot.astype(kernel.dtype)
 

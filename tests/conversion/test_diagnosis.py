@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +41,16 @@ def test_diagnose_says_what_would_happen(capsys):
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
     # Two halves in two orientations, each of which has its scale, and a sample of 16 values.
     assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4 + 64, 8 * 1024 + 2 * 4 + 64)
+
+
+def test_a_weight_of_several_products_is_counted_once():
+    tied = lambda params, x: jax.nn.relu(x @ params["a"]) @ params["a"].T @ params["b"] @ params["b"]
+    found = diagnose(tied, {"a": jnp.ones((32, 2048)), "b": jnp.ones((32, 32))}, jnp.ones((8, 32)))
+    assert [line.path for line in found.lines] == ["a", "a", "b", "b"]
+    total = next(line for line in str(found).splitlines() if line.startswith("total, all"))
+    wanted = [found.lines[0], found.lines[2]]
+    sums = [sum(getattr(line, name) for line in wanted) for name in ("parameters", "bytes_bf16", "bytes_fp32")]
+    assert total.split()[7:10] == [f"{number:,}" for number in sums] and "4 products of 2 weights" in total
 
 
 def test_of_fp4_the_noise_is_that_of_its_blocks_and_their_share_in_e4m3_is_said(capsys):

@@ -1,6 +1,7 @@
 """Casts against oracles that share nothing with them: ml_dtypes for numbers, integer arithmetic in NumPy for scales."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from tcfp_jax import formats
-from tcfp_jax.formats import cast, datatype, number
-from tests.formats_oracles import EVERY_BFLOAT16, FLOATS, QUICK, awkward_inputs, jitted, quick, same
+from tcfp_jax.formats import cast, codebook, datatype, number, pack, unpack
+from tests.formats_oracles import EVERY_BFLOAT16, FLOATS, QUICK, awkward_inputs, jitted, quick, same, same_bits
 
 MX = ("mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2")
 
@@ -204,6 +205,18 @@ def test_narrow_scales_are_clipped_to_their_range():
     assert quick(x, made)[:, 0].tolist() == [48.0, 6.0, 0.0]
 
 
+@pytest.mark.parametrize("scale", ["e4m0b120", "e2m0b127_t32", "e5m0b127_t32"])
+@pytest.mark.parametrize("code", ["e4m3fn", "e5m2", "e2m1f", "int8", "nf4"])
+def test_values_far_above_a_narrow_scale_saturate(code, scale):
+    made = datatype(code, scale)
+    largest = np.float32(made.number.maxfloat * 2.0**made.scale.number.emax)
+    x = jnp.array([[1.0, -1e10, 1e30, -3e38] * 8])
+    assert np.array_equal(np.asarray(quick(x, made))[0, :4], largest * np.array([1, -1, 1, -1], np.float32))
+    assert same_bits(unpack(pack(x, made)), quick(x, made))
+    whole = datatype("e4m3fn", scale, residual=datatype("linear4", scale))
+    assert np.all(np.abs(np.asarray(quick(x, whole)) / np.asarray(quick(x, datatype("e4m3fn", scale)))) >= 1)
+
+
 def test_integers_in_fixed_point():
     x = jax.random.normal(jax.random.key(0), (64, 64))
     assert same(quick(x, formats.mxint8), quick(x, formats.e1m6b1_e32))
@@ -216,6 +229,13 @@ def test_subtile_offsets_add_a_bit():
     got = np.asarray(quick(jnp.asarray(x), formats.mx6))[0]
     assert got[:4].tolist() == [1.0, 0.25, 0.25, 0.0]
     assert quick(jnp.asarray([[1.0, 0.3] + [0.3125, 0.01] * 7]), formats.mx6)[0, 2] == 0.3125
+
+
+def test_subtile_offsets_count_from_the_scale_that_is_stored():
+    largest = 2.0 ** (7 + 2) * 1.5  # of e2m1 with the largest scale of e4m0
+    x = jnp.array([[1e6] * 8 + [0.9 * largest] * 8 + [largest / 4] * 16])
+    got = np.asarray(quick(x, datatype("e2m1f", "e4m0_t32s8o1")))[0]
+    assert got[::8].tolist() == [largest, largest, largest / 4, largest / 4]
 
 
 # Scaled by floats -----------------------------------------------------------------------------------------------------
@@ -357,6 +377,14 @@ def test_special_values():
     native = np.asarray(quick(x, formats.mxfp8e5, saturate=False))[0]
     assert native[1:4].tolist() == [np.inf, -np.inf, 3.0]
     assert np.isnan(quick(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
+    for code, scale in itertools.product(
+        ("e5m2", "binary8p3", "e4m3"), ("float32", "float16_t32", "bfloat16_t0", "e8m0")
+    ):
+        for other in (0.0, 1.0, 1e-42, 1e4):  # a tile without other values has the scale 0
+            values = jnp.where(jnp.isinf(x), x, other)
+            got = np.asarray(quick(values, datatype(code, scale), saturate=False))
+            assert got[0, 1:3].tolist() == [np.inf, -np.inf] and np.isfinite(got[0, 3:]).all()
+            assert same_bits(unpack(pack(values, datatype(code, scale), saturate=False)), got)
     for name in ("mxfp4e2", "mxint8", "nvfp4", "int8_f", "uint8_ff", "nf4", "icb44fi3_e32"):
         long = jnp.pad(x, ((0, 0), (0, 96)), constant_values=1.0)
         got = np.asarray(quick(long, getattr(formats, name)))[0]
@@ -364,6 +392,18 @@ def test_special_values():
         assert np.isnan(got[:size]).all() and np.isfinite(got[size:]).all(), name
         clean = np.asarray(quick(long.at[0, 0].set(0.0), getattr(formats, name)))[0]
         assert np.isfinite(clean).all() and clean[1] > 2 and (clean[2] <= -2.5 or name.startswith("uint")), name
+
+
+@pytest.mark.parametrize("tables", ["nf4", "linear4", [-1.0, 0.25, 0.5, 1.0]])
+def test_nan_stays_nan_in_codebooks_without_a_scale(tables):
+    made, x = datatype(codebook(tables)), jnp.array([jnp.nan, 1.0, -jnp.nan, jnp.inf])
+    for roundmode in ("even", "nearest", "zero"):
+        got = np.asarray(quick(x, made, roundmode=roundmode))
+        assert np.isnan(got[[0, 2]]).all() and got[1] == 1 and got[3] == made.number.max
+    with pytest.raises(ValueError, match="no code"):
+        pack(x, made)
+    nearest = min(made.number.number_line(), key=abs)
+    assert unpack(jax.jit(lambda x: pack(x, made))(x))[:3].tolist() == [nearest, 1.0, nearest]
 
 
 def test_signs_of_zero():

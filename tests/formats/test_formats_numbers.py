@@ -1,5 +1,6 @@
 """Numbers and codebooks: what a code describes, against ml_dtypes for every dtype and every code."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -115,6 +116,10 @@ def test_codebooks():
     assert nf4.bits == 4 and nf4.selector_bits == 0 and nf4.tables[0][7] == 0 and nf4.max == 1 == -nf4.min
     own = codebook([[-2.0, 0.0, 1.0, 3.0], [-1.0, 0.0, 0.5, 1.0]], name="own")
     assert (own.bits, own.selector_bits, own.maxfloat, own.name) == (2, 1, 3.0, "own")
+    tables = np.array(own.tables, np.float32)
+    for arrays in (tables, jnp.asarray(tables), list(tables), tables.astype(np.float64), tables.tolist()):
+        assert codebook(arrays, name="own") == own
+    assert codebook(tables[1]) == codebook(list(tables[1])) == codebook(tables[1].tolist())
     shifted = codebook("icb44fi_e3m2fnuz")
     line = set(number("e3m2fnuz").number_line())
     assert all(set(table) <= line and len(table) == 16 for table in shifted.tables) and len(shifted.tables) == 32
@@ -125,7 +130,8 @@ def test_codebooks():
 
 @pytest.mark.parametrize(
     "tables",
-    ["nf3", "icb44x_e4m3fn", "icb44f_float16", [1.0, 0.0], [0.1, 0.2], [0.0, 1.0, 2.0], [[0.0, 1.0], [1.0]], [0.0] * 2],
+    ["nf3", "icb44x_e4m3fn", "icb44f_float16", [1.0, 0.0], [0.1, 0.2], [0.0, 1.0, 2.0], [[0.0, 1.0], [1.0]], [0.0] * 2,
+     np.zeros((2, 2, 2)), np.zeros(()), np.array([]), np.array([0.0, np.nan]), np.array([1j, 2]), None],
 )  # fmt: skip
 def test_bad_codebooks_raise(tables):
     with pytest.raises(ValueError):

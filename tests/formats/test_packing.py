@@ -97,6 +97,25 @@ def test_nbytes_are_bits_per_value():
         assert {leaf.dtype for leaf in jax.tree.leaves(packed)} == {np.dtype(np.uint8)}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("mxfp4e2", (8,)), ("mxfp4e2", ()), ("nvfp4s", (64,)), ("mxfp4e2", (-4, 32)), ("e4m3fn", (2.5,)),
+     ("mxfp6s", (32, 16)), ("tcfp12", (4, 16))],
+)  # fmt: skip
+def test_bits_of_shapes_that_no_array_of_the_datatype_has_raise(name, shape):
+    for bits in (getattr(formats, name).stored_bits, getattr(formats, name).bits_per_value):
+        with pytest.raises(ValueError, match="shape"):
+            bits(shape)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (0, 3), (64, 0), (4, 0, 64), (7, 40)])
+@pytest.mark.parametrize("name", ["mxfp4e2", "int8_Fc", "e4m3fn", "uint4_fi32", "mx6", "icb44fi4_e32s8", "tcfp12"])
+def test_bytes_of_any_shape_are_those_counted(name, shape):
+    made = getattr(formats, name)
+    assert pack(jnp.ones(shape), made).nbytes == expected_bytes(made, shape)
+    assert made.bits_per_value(shape) * np.prod(shape) == sum(made.stored_bits(shape).values()) * (0 not in shape)
+
+
 def test_layout_is_that_of_the_hardware_formats():
     x = np.zeros(32, np.float32)
     x[:4] = 1.0, -6.0, 0.5, 4.0

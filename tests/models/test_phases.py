@@ -235,6 +235,12 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
         run(dataclasses.replace(config, start=str(written)), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()  # the right file may start a run there
+    np.save(tmp_path / "one.npy", np.ones(3))
+    (tmp_path / "empty.npz").touch()
+    (tmp_path / "cut.npz").write_bytes(base.read_bytes()[:-100])
+    for name in ("one.npy", "empty.npz", "cut.npz"):
+        with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
+            init(dataclasses.replace(config, start=str(tmp_path / name)))
 
 
 def test_the_command_knows_schedules(capsys):

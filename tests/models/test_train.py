@@ -219,8 +219,9 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
     (out, result), config = whole_run(name), CONFIGS[name]
-    train.export_run(out, tmp_path / "weights.npz")
-    exported = dict(np.load(tmp_path / "weights.npz"))
+    path = tmp_path / "exports" / name / "weights.npz"  # of folders that are yet to be made
+    train.export_run(out, path)
+    exported = dict(np.load(path))
     params = tcfp_jax.dequantize(final_state(out, config).params)
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -234,6 +235,10 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
     assert train.evaluate(config.in_bf16, floats, heldout, "bf16") == result.heldout_loss_bf16
     with pytest.raises(ValueError, match=r"choose a name that ends in \.npz"):
         train.export_run(out, tmp_path / "weights.safetensors")
+    for unwritable, why in ((path / "in_a_file.npz", "cannot be made"), (path.parent / "f.npz", "is a folder")):
+        (path.parent / "f.npz").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=why):
+            train.export_run(out, unwritable)
 
 
 def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
@@ -259,6 +264,10 @@ def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
         ({"model": "huge"}, "model 'huge' is unknown"),
         ({"recipe": "fp7"}, "recipe 'fp7' is unknown"),
         ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"seed": 2**32}, "seed=4294967296 must be an integer of 32 bits"),
+        ({"seed": 2**70}, "must be an integer of 32 bits"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 1.5}, "seed=1.5"),
         ({"sequence": 33}, "sequence=33 exceeds the context"),
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be positive"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
+from pallas_kernels.scaling import Block
 from tcfp_jax import linen as layers
 from tcfp_jax import nnx as nnx_layers
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
@@ -364,6 +365,40 @@ def test_arguments_of_value_and_grad_are_those_of_jax():
     assert shape == X.shape and gradients[0]["up"]["kernel"].shape == (16, 32) and gradients[1].shape == X.shape
     alone, again = tcfp_jax.grad(fn, argnums=-1, has_aux=True)(X, stored_of())
     assert again == shape and same_bits(alone, gradients[0]) and value.shape == ()
+
+
+READS = {
+    "dequantize": lambda w: w.dequantize(),
+    "in bfloat16": lambda w: w.dequantize(jnp.bfloat16),
+    "transposed": lambda w: w.swap().dequantize().swapaxes(-1, -2),
+    "of the tree": lambda w: tcfp_jax.dequantize({"kernel": w})["kernel"],
+}
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_fast", "blockwise_stored"])
+@pytest.mark.parametrize("name", READS)
+def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):
+    if recipe == "blockwise_stored":
+        recipe = tcfp_jax.recipe(RECIPE, scaling=Block(32, "square"))
+    kernels = jnp.asarray(RNG.standard_normal((3, 32, 32)), jnp.float32)
+    for kernel in (kernels[0], kernels):  # one, and a stack
+        stored = stored_of({"kernel": kernel}, recipe)
+        read = lambda params: jnp.sum(READS[name](params["kernel"]).astype(jnp.float32) ** 3)
+        floats = tcfp_jax.dequantize(stored)["kernel"]
+        value, gradients = jax.jit(tcfp_jax.value_and_grad(read))(stored)
+        tolerance = 2e-2 if name == "in bfloat16" else 1e-6
+        np.testing.assert_allclose(gradients["kernel"], 3 * floats**2, rtol=tolerance, atol=1e-6)
+        np.testing.assert_allclose(value, jnp.sum(floats**3), rtol=tolerance)
+        with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
+            jax.jit(jax.grad(read))(stored)
+
+
+def test_the_product_with_a_swapped_weight_sends_its_gradient_to_the_parameter():
+    kernel = jnp.asarray(RNG.standard_normal((16, 16)), jnp.float32)
+    both = lambda params, turn: jnp.sum(tcfp_jax.matmul(X, turn(params["kernel"]), recipe=RECIPE)[..., :3] ** 2)
+    turned = tcfp_jax.grad(lambda p: both(p, lambda w: w.swap()))(stored_of({"kernel": kernel}))["kernel"]
+    wanted = tcfp_jax.grad(lambda p: both(p, lambda w: w))(stored_of({"kernel": kernel.T}))["kernel"]
+    np.testing.assert_allclose(turned, wanted.T, rtol=1e-6)
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------

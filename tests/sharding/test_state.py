@@ -380,6 +380,35 @@ def test_steps_without_a_jit_under_explicit_axes(name):
         assert jax.tree.map(jax.typeof, before) == jax.tree.map(jax.typeof, after)
 
 
+LAID = [
+    (Layout((0,), (1,)), (32, 64), P("a", "b")),
+    (Layout((0,), (1,)), (2, 32, 64), P(None, "a", "b")),  # a stack
+    (Layout((0,), (1, 2)), (32, 4, 8), P("a", "b")),
+    (Layout((1,), (0,)), (64, 32), P("b", "a")),  # stored transposed
+]
+READS = {
+    "product": lambda w, x: tcfp_jax.matmul(x, w, recipe="tcfp12_single", out_sharding=P("a", None)),
+    "floats": lambda w, x: tcfp_jax.dequantize(w),
+    "matrix": lambda w, x: w.dequantize(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(("layout", "shape", "spec"), LAID)
+def test_gradients_of_stored_weights_lie_as_the_weights(layout, shape, spec, name):
+    if name == "product" and len(shape) != 2:
+        return
+    mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
+    weights = {"w": Weight(tcfp_jax.recipe("tcfp12_single"), layout)}
+    with jax.set_mesh(mesh):
+        kernel = jax.device_put(filled(jax.ShapeDtypeStruct(shape, jnp.float32)), NamedSharding(mesh, spec))
+        x = jnp.ones((4, 32), out_sharding=NamedSharding(mesh, P("a")))
+        params = tcfp_jax.store({"w": kernel}, weights, key=KEY)
+        loss = lambda params, x: jnp.sum(READS[name](params["w"], x) ** 2)
+        for grad in (tcfp_jax.grad(loss), jax.jit(tcfp_jax.grad(loss))):
+            assert jax.typeof(grad(params, x)["w"]).sharding.spec == jax.typeof(kernel).sharding.spec
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
