@@ -36,12 +36,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded, shared
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded, shared, transposed
+from pallas_kernels.fp4_matmul.transposed import CHUNK_BYTES, ROWS
 from pallas_kernels.partition import varying
 
-ROWS = 64
-# A row of x in shared memory, the widest swizzle: what is decoded and multiplied at a time.
-CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
 _COPYING = 24
 # Those where there are factors: x, codes, scales, their table, and factors.
@@ -100,10 +98,6 @@ class Config:
     def holds(self, m: int, *, evenly: bool = False) -> bool:
         """Whether registers suffice: half of m for sums, and 64 for what is decoded and what is multiplied."""
         return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
-
-    def piece(self, m: int) -> int:
-        """Rows of m that a warpgroup writes at a time: a quarter of them, in eights."""
-        return next(rows for rows in (m // 4, 16, 8) if rows and rows % 8 == 0 and m % rows == 0)
 
 
 def call(
@@ -192,7 +186,7 @@ def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
         ),
         x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
+        out=transposed.buffers(config.warpgroups, m, out_gmem.dtype) if config.splits == 1 else None,
         largest=None if config.x == "copied" else plgpu.SMEM((m // config.members, 4 * config.warpgroups), jnp.uint32),
         scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
@@ -320,7 +314,8 @@ class _Block:
         if self.config.x == "rounded":
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
         if self.config.x == "shared":
-            shared.round_rows(self.gmem[0], *self.made[1:], self.smem["largest"], functools.partial(self._meet, 0))
+            _, values, scales = self.made
+            shared.round_rows(self.gmem[0], values, scales, self.smem["largest"], functools.partial(self._meet, 0))
             shared.arrive()
             shared.wait()
         plgpu.barrier_wait(self.smem["ready"])
@@ -356,7 +351,7 @@ class _Block:
         if self.smem["out"] is None:
             out_gmem[self._place[2], outputs, self._band] = sums
         else:
-            _store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+            transposed.store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
 
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
@@ -389,30 +384,3 @@ class _Block:
         if self.smem["x"].dtype == jnp.float8_e4m3fn:
             return decode_fp8.decode(place, codes, scales, table)
         return decode.decode(self.form, place, codes, scales, table)
-
-
-def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
-    """A piece of the output for each warpgroup: some rows of m times 64 outputs.
-
-    Where those are as wide as the swizzle no tiles are needed, so that a copy may end at any row of the output.
-    """
-    width = CHUNK_BYTES // jnp.dtype(dtype).itemsize
-    tiles = () if width == ROWS else (plgpu.TilingTransform((8, width)),)
-    return plgpu.SMEM(
-        (config.warpgroups, config.piece(m), ROWS), dtype, transforms=(*tiles, plgpu.SwizzleTransform(CHUNK_BYTES))
-    )
-
-
-def _store(sums: jax.Array, out_smem: Any, out_gmem: Any) -> None:
-    """Write 64 outputs of all rows, transposed, in pieces of m through a buffer.
-
-    Rows behind the last of the output are not written: copies leave out what lies beyond it.
-    """
-    out, piece = sums.astype(out_gmem.dtype), out_smem.shape[0]
-    out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-    for first in range(0, sums.shape[1], piece):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem.T[...] = out[:, first : first + piece]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(first, piece)])
-    plgpu.wait_smem_to_gmem(0)

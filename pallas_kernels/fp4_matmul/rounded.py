@@ -207,4 +207,5 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def warps_of(largest: Any) -> int:
+    """Warps that have a place in a row of `largest`."""
     return int(ir.MemRefType(largest.type).shape[1])
