@@ -310,7 +310,8 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
      (5, 8192, 8192, ("copied", 4, 1)), (1, 4096, 14336, ("rounded", 1, 1)), (1, 28672, 16384, ("shared", 4, 8)),
      (1, 28672, 256, ("copied", 1, 1))],
 )  # fmt: skip
-def test_blocks_round_few_rows_themselves_or_for_each_other(m, n, k, how):
+def test_blocks_round_few_rows_themselves_or_for_each_other(m, n, k, how, monkeypatch):
+    monkeypatch.setattr(mosaic, "_IN_CLUSTERS", 6 / 7)
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
     config = mosaic._rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
