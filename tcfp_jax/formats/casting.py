@@ -74,11 +74,15 @@ def cast(
 ) -> jax.Array:
     """`x` rounded to the values of a datatype: `round(x / scale) * scale`, with the gradient of the identity.
 
+    That is also the gradient of values that saturate. Where the datatype has a zero point or a residual, it is added;
+    and what the dtype of `x` cannot hold is rounded to it, such as bfloat16 a value times a float32 scale.
+
     Args:
       x: real floats of any shape; float64 is rounded to float32 first. Ragged last tiles are filled with zeros.
       datatype: made by `formats.datatype`, or of the catalog.
       roundmode: "even" (nearest, ties to even; the default), "nearest" (ties away from zero), "zero" (toward zero), or
-        "stochastic" (one of the two neighbours, by distance; E[result] = x).
+        "stochastic" (one of the two neighbours, by distance: E[result] = x but for what saturates, as the largest
+        values of a tile may by the default `scalemode` of powers of two; by "ceil" none does).
       scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto", for exponent scales that do not name their own;
         "max", "four_over_six" or "fold_exact" for NVFP4's two levels. The docstring of
         `tcfp_jax.formats.scale_choice` has the formulas.
@@ -91,7 +95,8 @@ def cast(
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
       ValueError: an unknown mode, a key without "stochastic" or the reverse, a `scalemode` for a datatype that has no
-        scale of its kind or whose exponent scales name their own, or a tile that does not fit the shape.
+        scale of its kind or whose exponent scales name their own, or a tile that does not fit the shape of an array
+        that is not empty.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 

@@ -1,6 +1,6 @@
 """Real storage: `pack` keeps an array in the bits that its datatype says, and `unpack` gives the virtual cast back.
 
-unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit
+unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit, but for what `unpack` names
 pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      where each part fills whole bytes
 """
 
@@ -83,8 +83,8 @@ def pack(
 
     Raises:
       TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero
-        point, a codebook or a residual; a NaN for an unscaled number without a code for it, where it can be seen
-        (under `jit` it is stored as 0, or as the value of a codebook that is nearest to 0).
+        point, a codebook, an exponent or a residual; a NaN for an unscaled number without a code for it, where it can
+        be seen (under `jit` it is stored as 0, or as the value of a codebook that is nearest to 0).
 
     >>> from tcfp_jax import formats
     >>> packed = pack(jnp.linspace(-1.0, 1.0, 64), formats.mxfp4e2)
@@ -111,7 +111,11 @@ def _packed(
 
 
 def unpack(packed: PackedArray) -> jax.Array:
-    """The array that was packed, cast to its datatype: in its shape and dtype.
+    """What was packed of an array, in its shape and dtype: `cast` of it with the arguments of `pack`, bit for bit.
+
+    With `sparsity` it is the cast of `formats.sparse(x, n, m)`. NaN for an unscaled number without a code for it, which
+    `pack` refuses where it sees it and `cast` keeps, comes back of a jitted `pack` as what it stored: 0, or the value
+    of a codebook that is nearest to 0.
 
     Raises:
       TypeError: `packed` is not a PackedArray.

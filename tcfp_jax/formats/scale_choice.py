@@ -28,10 +28,10 @@ candidates each tile takes the one that leaves the smallest sum of squared error
 together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets 2**-3.
 
 "mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
-step for all of them is worth more than what clipping the few costs. Stochastic rounding always takes the covering e,
-because clipping would bias it; so are float scales rounded up, never down, and the first of several candidates is
-taken. Errors are summed as integers (`squared_error`), so the choice is the same in any
-order of summation.
+step for all of them is worth more than what clipping the few costs. Stochastic rounding takes its covering e, because
+clipping would bias it; so are float scales rounded up, never down, and the first of several candidates is taken. By
+"max" and "midmax" it is clipped as other rounding is. Errors are summed as integers (`squared_error`), so the choice
+is the same in any order of summation.
 """
 
 import math

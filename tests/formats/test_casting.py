@@ -123,6 +123,18 @@ def test_stochastic_rounding_is_unbiased(bits):
 # Scaled by powers of two ----------------------------------------------------------------------------------------------
 
 
+def test_stochastic_rounding_is_biased_only_where_it_saturates():
+    x, key = jnp.zeros((4096, 32)).at[:, 0].set(7.9).at[:, 1].set(5.5), jax.random.key(1)
+    means = {
+        mode: cast(x, formats.mxfp4e2, roundmode="stochastic", scalemode=mode, key=key).mean(axis=0)
+        for mode in ("max", "ceil")
+    }
+    assert means["max"][0] == 6 and abs(means["ceil"][0] - 7.9) < 0.05
+    assert all(abs(mean[1] - 5.5) < 0.05 for mean in means.values())
+    inside = jax.grad(lambda x: cast(x, formats.mxfp4e2).sum())(x)
+    assert np.all(np.asarray(inside) == 1)  # also of what saturates
+
+
 def floor_log2(x):
     return np.frexp(x)[1].astype(np.int64) - 1
 

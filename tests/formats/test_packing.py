@@ -140,6 +140,16 @@ def test_special_values_come_back():
         pack(x, datatype("e2m1f"))
 
 
+def test_what_is_unpacked_is_the_cast_of_what_was_kept():
+    x = jax.random.normal(jax.random.key(0), (4, 64)).at[0, 0].set(jnp.nan).at[1].set(-0.0)
+    for name in ("mxfp4e2", "nvfp4", "e4m3fn", "int8_F"):
+        made = getattr(formats, name)
+        unpacked = unpack(pack(x, made, sparsity=(4, 2)))
+        assert same_bits(unpacked, cast(formats.sparse(x, 4, 2), made)), name
+    lost = unpack(jax.jit(lambda x: pack(x, datatype("e2m1f")))(x))
+    assert same_bits(lost, cast(x.at[0, 0].set(0.0), datatype("e2m1f")))
+
+
 def test_modes_reach_packing():
     x = jax.random.normal(jax.random.key(0), (4, 64))
     key = jax.random.key(1)
