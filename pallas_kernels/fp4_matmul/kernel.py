@@ -22,7 +22,9 @@ What is gone: equal shares of all steps on all multiprocessors ("stream-K", Osam
 lost 12 % in E4M3: parts of sums have to be written and added. Blocks on the other 20 that did the last 4 of 32 steps of
 others' tiles, whose blocks waited for the sums (E4M3 46.0 us where it was 41.1, BF16 44.8 and 45.4). Clusters, whose
 blocks shared a copy of x, gained nothing with 256 rows. Asking the cache for codes four steps before they are copied
-takes 45.8 us where it was 40.9, so it is done where the ring is short alone.
+takes 45.8 us where it was 40.9, so it is done where the ring is short alone. Codes that give their buffer back when they
+are in registers, so that more is asked for ahead, take 41.1 us where it was 39.1. Blocks of 224 outputs on 128
+multiprocessors, in the place of 256 on 112, gain nothing: 40.6 and 40.3.
 """
 
 import functools
@@ -36,16 +38,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded
+from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded, shared, transposed
+from pallas_kernels.fp4_matmul.transposed import CHUNK_BYTES, ROWS
 from pallas_kernels.partition import varying
 
-ROWS = 64
-# A row of x in shared memory, the widest swizzle: what is decoded and multiplied at a time.
-CHUNK_BYTES = 128
 # Registers of a thread that copies, where those that compute need more than an even share.
 _COPYING = 24
-# References to global memory where there are factors: x, codes, scales, their table, factors, and the output.
-_GMEM = 6
+# Those where there are factors: x, codes, scales, their table, and factors.
+_OPERANDS = 5
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,21 @@ class Config:
       stages: steps of k that are in flight.
       splits: blocks that share the steps of k.
       rows: of x, those of a block; None is all of them.
-      x: "copied" step by step, or in E4M3, at most 8 rows, "rounded" by every block (`rounded.py`).
+      x: "copied" step by step; in E4M3 also, of at most 8 rows, "rounded" by every block (`rounded.py`), or "shared": a
+        cluster's blocks round rows for each other, and then copy them (`shared.py`).
       scale_steps: whose scales are copied together: 1, 2, 4 or 8, which divide a block's steps.
       prefetch: so many steps before a part of the weight is copied the cache asks for it; 0 is not at all.
+      members: blocks of a cluster, which share rows.
     """
 
     warpgroups: int = 4
     stages: int = 4
     splits: int = 1
     rows: int | None = None
-    x: Literal["copied", "rounded"] = "copied"
+    x: Literal["copied", "rounded", "shared"] = "copied"
     scale_steps: int = 1
     prefetch: int = 0
+    members: int = 1
 
     @property
     def height(self) -> int:
@@ -97,10 +100,6 @@ class Config:
     def holds(self, m: int, *, evenly: bool = False) -> bool:
         """Whether registers suffice: half of m for sums, and 64 for what is decoded and what is multiplied."""
         return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
-
-    def piece(self, m: int) -> int:
-        """Rows of m that a warpgroup writes at a time: a quarter of them, in eights."""
-        return next(rows for rows in (m // 4, 16, 8) if rows and rows % 8 == 0 and m % rows == 0)
 
 
 def call(
@@ -134,7 +133,8 @@ def call(
     m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert config.x == "copied" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
+    assert config.x != "rounded" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
+    assert config.x != "shared" or shared.serves(m, k, config.members), "a block rounds rows of two steps at least"
     assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
@@ -142,38 +142,40 @@ def call(
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table, *([] if factors is None else [factors])]
+    clusters = {} if config.members == 1 else {"cluster": (config.members,), "cluster_names": ("member",)}
     product = plgpu.kernel(
-        functools.partial(_kernel, config, form),
-        out_type=written,
+        functools.partial(_kernel, config, form, len(operands)),
+        out_type=[written, *(shared.buffers(m, k) if config.x == "shared" else [])],
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
-        grid=(tiles * config.splits * bands,),
+        grid=(tiles * config.splits * bands // config.members,),
         grid_names=("block",),
+        **clusters,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(*operands)
+    )(*operands)[0]
     product = varying(product, *operands)
     return product if out is None else product[: out.shape[0]]
 
 
 def _rows_of(config: Config, x: Any) -> int:
-    """Rows of x with those of zeros that blocks add."""
-    return int(x.shape[0]) if config.x == "copied" else rounded.ROWS
+    """Rows of x with those that blocks add."""
+    return int(x.shape[0]) if config.x == "copied" else -(-int(x.shape[0]) // rounded.ROWS) * rounded.ROWS
 
 
-def _kernel(config: Config, form: Any, *refs: Any) -> None:
-    x_gmem, _, _, table_gmem, *_, out_gmem = refs
-    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x == "copied"
+def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
+    (x_gmem, _, _, table_gmem, *_), (out_gmem, *_) = refs[:inputs], refs[inputs:]
+    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x != "rounded"
     steps = x_gmem.shape[1] // step // config.splits
     # With a single buffer its copy would wait for a release that comes behind it.
     stages = max(2, min(config.stages, steps))
-    x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
+    x_dtype = x_gmem.dtype if config.x == "copied" else jnp.dtype(jnp.float8_e4m3fn)
     width = CHUNK_BYTES // x_dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, refs, smem)
+        block = _Block(config, form, steps, stages, refs[:inputs], refs[inputs:], smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
@@ -186,11 +188,11 @@ def _kernel(config: Config, form: Any, *refs: Any) -> None:
         ),
         x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=_out_buffers(config, m, out_gmem.dtype) if config.splits == 1 else None,
-        largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
+        out=transposed.buffers(config.warpgroups, m, out_gmem.dtype) if config.splits == 1 else None,
+        largest=None if config.x == "copied" else plgpu.SMEM((m // config.members, 4 * config.warpgroups), jnp.uint32),
         scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
         ready=plgpu.Barrier(),
-        met=None if copied else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
+        met=None if config.x == "copied" else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
         filled=plgpu.Barrier(num_arrivals=3 if copied else 2, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         collective_axes="warpgroup",
@@ -205,7 +207,8 @@ class _Block:
       config, form: of the kernel.
       steps: of k, those of a block.
       stages: buffers of a step.
-      gmem: references to global memory: x, codes, scales, table, perhaps factors, and the output.
+      gmem: references to global memory: x, codes, scales, table, and perhaps factors.
+      made: the output, and where rows are shared these and their scales.
       smem: buffers and barriers, by the names that `_kernel` gives them.
     """
 
@@ -214,6 +217,7 @@ class _Block:
     steps: int
     stages: int
     gmem: Any
+    made: Any
     smem: dict[str, Any]
 
     @property
@@ -226,6 +230,8 @@ class _Block:
         """Which band of x, which tile of outputs and which part of k this block has."""
         bands, splits = _rows_of(self.config, self.gmem[0]) // self.rows, self.config.splits
         block = lax.axis_index("block")
+        if self.config.members > 1:
+            block = block * self.config.members + lax.axis_index("member")
         return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
 
     @property
@@ -244,40 +250,50 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        (x_gmem, codes_gmem, scales_gmem, table_gmem, *_), smem = self.gmem, self.smem
+        smem, begun = self.smem, 0
         self._hand_over(_COPYING, "decrease")
-        plgpu.copy_gmem_to_smem(table_gmem, smem["table"], smem["ready"])
-        step, first = owned.step_of(self.form), self._place[2] * self.steps
-        outputs = pl.ds(self._first_output, self.config.height)
-        # (global memory, rows, how many columns a step takes, where to)
-        copies = (
-            (codes_gmem, outputs, step // 2, smem["codes"]),
-            *([(x_gmem, self._band, step, smem["x"])] if self.config.x == "copied" else []),
-        )
-        together = self.config.scale_steps
+        plgpu.copy_gmem_to_smem(self.gmem[3], smem["table"], smem["ready"])
+        x_gmem = {"copied": self.gmem[0], "rounded": None, "shared": self.made[-2:][0]}[self.config.x]
+        if self.config.x == "shared":
+            # What has room without a wait comes while rows are rounded.
+            shared.arrive()
+            begun = self.stages - 1
+            pl.loop(0, begun)(self._copy_weight)
+            shared.wait()
+            pl.loop(0, begun)(functools.partial(self._copy_x, x_gmem))
 
-        @pl.loop(0, self.steps)
+        @pl.loop(begun, self.steps)
         def _steps(k: Any) -> None:
-            slot = lax.rem(k, self.stages)
-
             @pl.when(k >= self.stages - 1)
             def _wait() -> None:
-                plgpu.barrier_wait(smem["consumed"].at[slot])
+                plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
 
-            for source, at, columns, buffer in copies:
-                block = source.at[at, pl.ds((first + k) * columns, columns)]
-                plgpu.copy_gmem_to_smem(block, buffer.at[slot], smem["filled"].at[slot])
+            self._copy_weight(k)
+            if x_gmem is not None:
+                self._copy_x(x_gmem, k)
 
-            def _scales() -> None:
-                group, columns = lax.div(k, together), owned.BLOCKS * together
-                block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
-                buffer = smem["scales"].at[lax.rem(group, self.config.scale_buffers)]
-                plgpu.copy_gmem_to_smem(block, buffer, smem["filled"].at[slot])
+    def _copy_weight(self, k: Any) -> None:
+        """Copy the codes of a step, and with those of the first of several their scales."""
+        (_, codes_gmem, scales_gmem, *_), smem, together = self.gmem, self.smem, self.config.scale_steps
+        columns, first, slot = owned.step_of(self.form) // 2, self._place[2] * self.steps, lax.rem(k, self.stages)
+        outputs, filled = pl.ds(self._first_output, self.config.height), smem["filled"].at[slot]
+        block = codes_gmem.at[outputs, pl.ds((first + k) * columns, columns)]
+        plgpu.copy_gmem_to_smem(block, smem["codes"].at[slot], filled)
 
-            if self.config.prefetch:
-                self._prefetch(first, k)
-            # With every step there is an arrival, so that those who wait need not branch.
-            lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(smem["filled"].at[slot]))
+        def _scales() -> None:
+            group, columns = lax.div(k, together), owned.BLOCKS * together
+            block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
+            plgpu.copy_gmem_to_smem(block, smem["scales"].at[lax.rem(group, self.config.scale_buffers)], filled)
+
+        if self.config.prefetch:
+            self._prefetch(first, k)
+        # With every step there is an arrival, so that those who wait need not branch.
+        lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(filled))
+
+    def _copy_x(self, x_gmem: Any, k: Any) -> None:
+        step, slot = owned.step_of(self.form), lax.rem(k, self.stages)
+        block = x_gmem.at[self._band, pl.ds((self._place[2] * self.steps + k) * step, step)]
+        plgpu.copy_gmem_to_smem(block, self.smem["x"].at[slot], self.smem["filled"].at[slot])
 
     def _prefetch(self, first: Any, k: Any) -> None:
         """Have the cache ask for what is copied some steps behind k: of a row 256 bytes of codes and 128 of scales."""
@@ -299,6 +315,11 @@ class _Block:
         self._hand_over(self.config.registers[1], "increase")
         if self.config.x == "rounded":
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
+        if self.config.x == "shared":
+            _, values, scales = self.made
+            shared.round_rows(self.gmem[0], values, scales, self.smem["largest"], functools.partial(self._meet, 0))
+            shared.arrive()
+            shared.wait()
         plgpu.barrier_wait(self.smem["ready"])
         sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
         places = owned.place(self.form), owned.scale_place(self.config.scale_steps)
@@ -317,7 +338,7 @@ class _Block:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
             operand = self._operand(k, warpgroup * ROWS, places)
-            x = x_smem.at[slot if self.config.x == "copied" else k]
+            x = x_smem.at[k if self.config.x == "rounded" else slot]
             for chunk in range(step // width):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
                 # One product runs while the next operand is decoded; that before has read its registers.
@@ -327,12 +348,12 @@ class _Block:
                     self._release(k - 1)
 
         plgpu.wgmma_wait(0)
-        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.gmem[-1]
-        sums = acc[...] * self._factors() if len(self.gmem) == _GMEM else acc[...]
+        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.made[0]
+        sums = acc[...] * self._factors() if len(self.gmem) == _OPERANDS else acc[...]
         if self.smem["out"] is None:
             out_gmem[self._place[2], outputs, self._band] = sums
         else:
-            _store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+            transposed.store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
 
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
@@ -343,12 +364,13 @@ class _Block:
 
     def _factors(self) -> Any:
         """What sums are multiplied by: a number, or one for each row of x."""
-        factors = self.gmem[-2]
+        factors = self.gmem[-1]
         if factors.shape == (1,) and self.smem["x"].dtype == jnp.bfloat16:
             return factors[0] * jnp.float32(decode.FACTOR[self.form])
         copied = self.config.x == "copied"
         # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
-        of_rows = factors.at[self._band] if copied else self.smem["scales_of_rows"]
+        rounded_here = self.made[-1] if self.config.x == "shared" else self.smem["scales_of_rows"]
+        of_rows = factors.at[self._band] if copied else rounded_here
         found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))
@@ -364,30 +386,3 @@ class _Block:
         if self.smem["x"].dtype == jnp.float8_e4m3fn:
             return decode_fp8.decode(place, codes, scales, table)
         return decode.decode(self.form, place, codes, scales, table)
-
-
-def _out_buffers(config: Config, m: int, dtype: Any) -> Any:
-    """A piece of the output for each warpgroup: some rows of m times 64 outputs.
-
-    Where those are as wide as the swizzle no tiles are needed, so that a copy may end at any row of the output.
-    """
-    width = CHUNK_BYTES // jnp.dtype(dtype).itemsize
-    tiles = () if width == ROWS else (plgpu.TilingTransform((8, width)),)
-    return plgpu.SMEM(
-        (config.warpgroups, config.piece(m), ROWS), dtype, transforms=(*tiles, plgpu.SwizzleTransform(CHUNK_BYTES))
-    )
-
-
-def _store(sums: jax.Array, out_smem: Any, out_gmem: Any) -> None:
-    """Write 64 outputs of all rows, transposed, in pieces of m through a buffer.
-
-    Rows behind the last of the output are not written: copies leave out what lies beyond it.
-    """
-    out, piece = sums.astype(out_gmem.dtype), out_smem.shape[0]
-    out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-    for first in range(0, sums.shape[1], piece):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem.T[...] = out[:, first : first + piece]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(first, piece)])
-    plgpu.wait_smem_to_gmem(0)

@@ -30,6 +30,9 @@ _ROUNDED_BY_BLOCKS, _ROUNDED_VALUES = 4, 48 * 1024
 # Steps whose scales come in one copy where E4M3 has at most so many rows: 64 bytes of a row are asked for, and not 16.
 # On an H200 that is 1 to 3 %; eight are not faster than four, more rows and BF16 are slower.
 _SCALE_STEPS, _FEW_ROWS = (4, 2, 1), 16
+# Blocks of a cluster, which round one or two rows each for all of them, and the part of the chip that clusters may fill:
+# 6 / 7 find a place at once, as its groups have 16 or 18 multiprocessors. None do until this is timed as it stands.
+_MEMBERS, _IN_CLUSTERS = 8, 0.0
 # Of a ring that has room for two steps the cache asks this many steps ahead: at m = 256 112 us on an H200, and 120
 # without. Where several bands read the same codes it costs 4 to 11 %, and rings of four steps lose 10 to 40.
 _PREFETCH = 4
@@ -85,6 +88,7 @@ def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
 
 def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: int) -> Any:
     """The sizes with so many warpgroups, or None where registers or shared memory do not suffice."""
+    from pallas_kernels.fp4_matmul import transposed
     from pallas_kernels.fp4_matmul.kernel import Config
 
     places, tiles, limits = max(1, device_cores(132)), n // (ROWS * warpgroups), _BANDS[options.activation]
@@ -92,7 +96,7 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     # A block has a multiprocessor to itself. Where they would fill less than half of the chip, as many share k as fit.
     splits = max((count for count in range(1, places // (tiles * bands) + 1) if steps % count == 0), default=1)
     config = Config(warpgroups, splits=splits, rows=None if bands == 1 else rows)
-    of_output = config.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
+    of_output = transposed.piece(rows) * config.height * options.out_dtype.itemsize if splits == 1 else 0
     of_rows = rows * step * jnp.dtype(options.activation).itemsize
     stages = min(config.stages, (_SHARED_BYTES - of_output) // (config.height * (step // 2 + 16) + of_rows))
     if stages < 2 or not config.holds(rows):
@@ -111,17 +115,22 @@ def _with_wide_scales(config: Any, steps: int, step: int, room: int) -> Any:
     return next((each for each in wide if each.weight_bytes(step) <= room), wide[-1])
 
 
-def _rounding(config: Any, options: Options, x: jax.Array) -> Any:
-    """The same sizes for blocks that round x themselves, where its rows are few and have room; else those given."""
+def _rounding(config: Any, options: Options, x: jax.Array, n: int) -> Any:
+    """The same sizes for blocks that round x themselves or for each other, where its rows are few; else those given."""
     from pallas_kernels.fp4_matmul import decode_fp8, rounded
 
     (m, k), step, part = x.shape, decode_fp8.STEP, x.shape[1] // config.splits
+    if m > _FEW_ROWS or x.dtype != jnp.bfloat16:
+        return config
     of_output = rounded.ROWS * config.height * options.out_dtype.itemsize if config.splits == 1 else 0
     room = _SHARED_BYTES - rounded.ROWS * part - of_output
     found = _with_wide_scales(dataclasses.replace(config, x="rounded"), part // step, step, room)
     few = m <= _ROUNDED_BY_BLOCKS and m * (k + part) <= _ROUNDED_VALUES
-    serves = few and x.dtype == jnp.bfloat16 and rounded.serves(part) and found.weight_bytes(step) <= room
-    return found if serves else config
+    if few and rounded.serves(part) and found.weight_bytes(step) <= room:
+        return found
+    blocks, most = n // config.height * config.splits, _IN_CLUSTERS * max(1, device_cores(132))
+    together = blocks % _MEMBERS == 0 and blocks <= most and part >= config.stages * step and rounded.serves(k)
+    return dataclasses.replace(config, x="shared", members=_MEMBERS) if together else config
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
@@ -174,7 +183,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
         if chosen is None:
             return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
         if config is None and rows is None:
-            chosen = _rounding(chosen, options, x)
+            chosen = _rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
 
     assert isinstance(w.scaling, Fp4), "api checked it"
@@ -215,7 +224,7 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
         assert config.x == "copied", "rows that are rounded are not rounded again"
         rows = decode_fp8.permuted(jnp.pad(x.values, ((0, count - m), (0, 0))))
         factors = jnp.pad(outer / decode_fp8.FACTOR * x.scale, (0, count - m))
-    elif config.x == "rounded":
+    elif config.x != "copied":
         rows, factors = x, outer.reshape(1)
     else:
         rows, factors = ordered_rows.ordered(x, count, outer)

@@ -141,8 +141,9 @@ def words(count: int, operands: list[Any], text: str, *, effects: bool = False) 
 
 
 def effect(operands: list[Any], text: str) -> None:
-    """PTX with no result, which writes to shared memory."""
-    constraints = ",".join(["r"] * len(operands)) + ",~{memory}"
+    """PTX with no result, which writes to memory; operands are words, or addresses in global memory."""
+    kinds = ["l" if operand.type.width == 64 else "r" for operand in operands]
+    constraints = ",".join([*kinds, "~{memory}"])
     nothing = ir.Type.parse("!llvm.void")
     llvm.inline_asm(nothing, operands, text, constraints, asm_dialect=0, has_side_effects=True)
 

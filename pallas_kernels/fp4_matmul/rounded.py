@@ -30,8 +30,8 @@ from pallas_kernels.fp4_matmul import decode_fp8, owned
 # As many as a product has at least; those behind the last row of x are zeros.
 ROWS = 8
 _UNIT = 2 * decode_fp8.STEP
-_FOURS = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
-_WARPS = 4  # of a warpgroup
+FOURS = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
+WARPS = 4  # of a warpgroup
 
 _LARGEST = 448.0
 _FLOOR = np.float32(numerics.FLOAT32_SCALE_FLOOR)
@@ -120,17 +120,15 @@ def round_rows(x: Any, first_step: Any, smem: dict[str, Any], meet: Callable[[in
       meet: where a warpgroup waits for the others, for the first and the second time.
     """
     (m, k), warps, size = x.shape, smem["largest"].shape[1], decode_fp8.STEP
-    load = lambda row, step: plgpu.load(x.at[row, pl.ds(step * size, _UNIT)], layout=_FOURS, optimized=False)
+    load = lambda row, step: plgpu.load(x.at[row, pl.ds(step * size, _UNIT)], layout=FOURS, optimized=False)
     for row in range(m):
-        found = [load(row, step) for step in _share(k // size, warps // _WARPS)]
-        run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_FOURS] * len(found)))
-        run(functools.partial(_write_largest, row))(smem["largest"], *found)
+        write_largest(row, smem["largest"], [load(row, step) for step in share_of(k // size, warps // WARPS)])
     meet(0)
     for row in range(ROWS):
-        share = _share(smem["x"].shape[0], warps // _WARPS)
+        share = share_of(smem["x"].shape[0], warps // WARPS)
         found = [load(row, first_step + step) for step in share] if row < m else []
         refs = plgpu.RefType(), plgpu.RefType(), *[owned.CODES] * len(share)
-        run = plgpu.inline_mgpu(arg_types=(*refs, *[_FOURS] * len(found)))
+        run = plgpu.inline_mgpu(arg_types=(*refs, *[FOURS] * len(found)))
         run(functools.partial(_write_rounded, row, len(share)))(
             smem["largest"], smem["scales_of_rows"], *(smem["x"].at[step] for step in share), *found
         )
@@ -138,22 +136,28 @@ def round_rows(x: Any, first_step: Any, smem: dict[str, Any], meet: Callable[[in
     meet(1)
 
 
-def _share(steps: int, warpgroups: int) -> list[Any]:
+def share_of(steps: int, warpgroups: int) -> list[Any]:
     """Where units of a warpgroup begin, of so many steps: those behind the last one are the last one again."""
     turns = range(-(-steps // (2 * warpgroups)))
     return [jnp.minimum(2 * (lax.axis_index("warpgroup") + turn * warpgroups), steps - 2) for turn in turns]
 
 
-def _pairs(fours: Any) -> list[Any]:
+def pairs_of(fours: Any) -> list[Any]:
     """A thread's four bfloat16 as two words."""
     (register,) = fours.registers.reshape(-1)
     words = vector.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(32)), register)
     return [vector.extract(words, [], [i]) for i in range(2)]
 
 
+def write_largest(row: int, largest: Any, found: list[Any]) -> None:
+    """Write the largest magnitude of these units, of each warp, to a row of `largest`, uint32 `[rows, warps]`."""
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[FOURS] * len(found)))
+    run(functools.partial(_write_largest, row))(largest, *found)
+
+
 def _write_largest(row: int, context: Any, largest: Any, *found: Any) -> None:
-    pairs = [pair for fours in found for pair in _pairs(fours)]
-    store_largest(row, pairs, owned.address(largest), _warps(largest), mgpu.utils.thread_idx())
+    pairs = [pair for fours in found for pair in pairs_of(fours)]
+    store_largest(row, pairs, owned.address(largest), warps_of(largest), mgpu.utils.thread_idx())
 
 
 def _write_rounded(row: int, turns: int, context: Any, largest: Any, scales: Any, *operands: Any) -> None:
@@ -163,9 +167,9 @@ def _write_rounded(row: int, turns: int, context: Any, largest: Any, scales: Any
         for at in places:
             owned.effect([at, owned.constant(0)], _WRITE)
         return
-    multiplier, scale = scale_of(row, owned.address(largest), _warps(largest))
+    multiplier, scale = scale_of(row, owned.address(largest), warps_of(largest))
     for at, fours in zip(places, found, strict=True):
-        owned.effect([at, *_pairs(fours), multiplier], WRITE_ROUNDED)
+        owned.effect([at, *pairs_of(fours), multiplier], WRITE_ROUNDED)
     # Every thread writes the same.
     owned.effect([_sum(owned.address(scales), owned.constant(4 * row)), scale], _WRITE)
 
@@ -202,5 +206,6 @@ def _sum(a: Any, b: Any) -> Any:
     return owned.words(1, [a, b], "add.u32 $0, $1, $2;")[0]
 
 
-def _warps(largest: Any) -> int:
+def warps_of(largest: Any) -> int:
+    """Warps that have a place in a row of `largest`."""
     return int(ir.MemRefType(largest.type).shape[1])

@@ -138,6 +138,30 @@ def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
     assert np.isnan(by_blocks[-1]).all() == (m == 5) and np.isfinite(by_blocks[:1]).all()
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "members", "dtype"),
+    [
+        (28672, 1024, 8, "bfloat16"),
+        (14336, 2304, 8, "float32"),
+        (28672, 1280, 4, "float32"),
+        (8192, 4096, 2, "float32"),
+    ],
+)
+@pytest.mark.parametrize("m", [1, 5, 8, 12, 16])
+def test_blocks_of_a_cluster_round_rows_for_each_other(n, k, members, dtype, m):
+    q, x = operands(FOLDS, n, k)
+    x = x[:m].astype(jnp.bfloat16).at[m - 1, 3].set(jnp.inf if m == 5 else 7.0).at[0, 0].set(1e-39)
+    options = reference.Options(jnp.dtype(dtype), "float8_e4m3fn")
+    copied = mosaic.choose(options, FOLDS, m, k, n)
+    run = functools.partial(mosaic.fp4_matmul, options)
+    shared, before = (
+        np.asarray(jax.jit(functools.partial(run, config=config))(x, q).astype(jnp.float32))
+        for config in (dataclasses.replace(copied, x="shared", members=members), copied)
+    )
+    np.testing.assert_array_equal(shared, before)
+    assert np.isnan(shared[-1]).all() == (m == 5) and np.isfinite(shared[: m - 1]).all()
+
+
 @pytest.mark.parametrize("change", [{"scale_steps": 1}, {"scale_steps": 2}, {"prefetch": 2}], ids=str)
 @pytest.mark.parametrize(("m", "how"), [(16, "copied"), (1, "rounded")])
 def test_how_a_weight_is_copied_changes_no_bit(m, how, change):

@@ -22,6 +22,7 @@ from pallas_kernels.fp4_matmul import (
     owned,
     reference,
     rounded,
+    shared,
     unpacked,
 )
 from pallas_kernels.fp4_matmul.api import fp4_matmul
@@ -217,7 +218,7 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     def share(row):
         """The first step of the units of a thread's warpgroup, and its pairs of values."""
         monkeypatch.setattr(rounded.lax, "axis_index", lambda name: threads // 128)
-        for first in map(np.asarray, rounded._share(steps, warpgroups)):
+        for first in map(np.asarray, rounded.share_of(steps, warpgroups)):
             at = 256 * first[:, None] + 4 * (threads % 128)[:, None] + np.arange(4)
             yield first.astype(np.uint32), x[row][at].view(np.uint32).T
 
@@ -242,8 +243,15 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
+def test_a_cluster_writes_rows_where_its_blocks_copy_them():
+    threads = np.arange(128)
+    (at,) = ptx.run(shared._PLACE, 1, [threads], np.zeros(0, np.uint8))
+    ordered = np.asarray(decode_fp8.permuted(jnp.arange(512)[None]))[0]
+    np.testing.assert_array_equal(ordered[at[:, None] + np.arange(4)], 4 * threads[:, None] + np.arange(4))
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded")])
+@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded"), (1, "shared")])
 def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypatch):
     rng = np.random.default_rng(0)
     x, codes = rng.normal(size=(2, 3, 512)).astype(ml_dtypes.bfloat16), rng.integers(0, 256, (64, 256), np.uint8)
@@ -256,7 +264,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
         decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
-        if config.x == "rounded":
+        if config.x != "copied":
             rows = reference.quantize_rows(jnp.pad(x, ((0, 8 - x.shape[0]), (0, 0))))
             x, factors = decode_fp8.permuted(rows.values), factors / decode_fp8.FACTOR * rows.scale
         assert x.shape[0] == 8 and table.shape == (2, 256)
@@ -296,16 +304,19 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "how"),
-    [(1, 28672, 8192, ("rounded", 2)), (2, 28672, 8192, ("rounded", 2)), (4, 28672, 8192, ("copied", 4)),
-     (4, 8192, 8192, ("rounded", 4)), (5, 8192, 8192, ("copied", 4)), (1, 4096, 14336, ("rounded", 1)),
-     (1, 28672, 16384, ("copied", 4)), (1, 28672, 256, ("copied", 1))],
+    [(1, 28672, 8192, ("rounded", 2, 1)), (2, 28672, 8192, ("rounded", 2, 1)), (4, 28672, 8192, ("shared", 4, 8)),
+     (16, 28672, 8192, ("shared", 4, 8)), (17, 28672, 8192, ("copied", 1, 1)), (16, 14336, 1024, ("shared", 4, 8)),
+     (16, 14336, 768, ("copied", 1, 1)), (16, 28416, 8192, ("copied", 4, 1)), (4, 8192, 8192, ("rounded", 4, 1)),
+     (5, 8192, 8192, ("copied", 4, 1)), (1, 4096, 14336, ("rounded", 1, 1)), (1, 28672, 16384, ("shared", 4, 8)),
+     (1, 28672, 256, ("copied", 1, 1))],
 )  # fmt: skip
-def test_blocks_round_few_rows_that_have_room(m, n, k, how):
+def test_blocks_round_few_rows_themselves_or_for_each_other(m, n, k, how, monkeypatch):
+    monkeypatch.setattr(mosaic, "_IN_CLUSTERS", 6 / 7)
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
-    config = mosaic._rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16))
-    assert (config.x, config.scale_steps) == how
-    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps) == chosen
+    config = mosaic._rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
+    assert (config.x, config.scale_steps, config.members) == how
+    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps, members=1) == chosen
 
 
 @pytest.mark.parametrize(("stages", "steps"), [*itertools.product([2, 3, 4], [1, 2, 4, 8])])
