@@ -22,8 +22,8 @@ What is gone: equal shares of all steps on all multiprocessors ("stream-K", Osam
 lost 12 % in E4M3: parts of sums have to be written and added. Blocks on the other 20 that did the last 4 of 32 steps of
 others' tiles, whose blocks waited for the sums (E4M3 46.0 us where it was 41.1, BF16 44.8 and 45.4). Clusters, whose
 blocks shared a copy of x, gained nothing with 256 rows. Asking the cache for codes four steps before they are copied
-takes 45.8 us where it was 40.9, so it is done where the ring is short alone. Codes that give their buffer back when they
-are in registers, so that more is asked for ahead, take 41.1 us where it was 39.1. Blocks of 224 outputs on 128
+takes 45.8 us where it was 40.9, so it is done where the ring is short alone. Codes that give their buffer back when
+they are in registers, so that more is asked for ahead, take 41.1 us where it was 39.1. Blocks of 224 outputs on 128
 multiprocessors, in the place of 256 on 112, gain nothing: 40.6 and 40.3.
 """
 

@@ -30,8 +30,8 @@ _ROUNDED_BY_BLOCKS, _ROUNDED_VALUES = 4, 48 * 1024
 # Steps whose scales come in one copy where E4M3 has at most so many rows: 64 bytes of a row are asked for, and not 16.
 # On an H200 that is 1 to 3 %; eight are not faster than four, more rows and BF16 are slower.
 _SCALE_STEPS, _FEW_ROWS = (4, 2, 1), 16
-# Blocks of a cluster, which round one or two rows each for all of them, and the part of the chip that clusters may fill:
-# 6 / 7 find a place at once, as its groups have 16 or 18 multiprocessors. None do until this is timed as it stands.
+# Blocks of a cluster, which round one or two rows each for all of them, and the part of the chip that clusters may
+# fill: 6 / 7 find a place at once, as its groups have 16 or 18 multiprocessors. None do until this is timed as it is.
 _MEMBERS, _IN_CLUSTERS = 8, 0.0
 # Of a ring that has room for two steps the cache asks this many steps ahead: at m = 256 112 us on an H200, and 120
 # without. Where several bands read the same codes it costs 4 to 11 %, and rings of four steps lose 10 to 40.
