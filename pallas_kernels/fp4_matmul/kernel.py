@@ -134,7 +134,8 @@ def call(
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
     assert config.x != "rounded" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
-    assert config.x != "shared" or shared.serves(m, k, config.members), "a block rounds rows of two steps at least"
+    sizes = m, k, config.members, config.warpgroups
+    assert config.x != "shared" or shared.serves(*sizes), "a block rounds a few rows of two steps at least"
     assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:

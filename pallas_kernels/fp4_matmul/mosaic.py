@@ -117,7 +117,7 @@ def _with_wide_scales(config: Any, steps: int, step: int, room: int) -> Any:
 
 def _rounding(config: Any, options: Options, x: jax.Array, n: int) -> Any:
     """The same sizes for blocks that round x themselves or for each other, where its rows are few; else those given."""
-    from pallas_kernels.fp4_matmul import decode_fp8, rounded
+    from pallas_kernels.fp4_matmul import decode_fp8, rounded, shared
 
     (m, k), step, part = x.shape, decode_fp8.STEP, x.shape[1] // config.splits
     if m > _FEW_ROWS or x.dtype != jnp.bfloat16:
@@ -129,7 +129,8 @@ def _rounding(config: Any, options: Options, x: jax.Array, n: int) -> Any:
     if few and rounded.serves(part) and found.weight_bytes(step) <= room:
         return found
     blocks, most = n // config.height * config.splits, _IN_CLUSTERS * max(1, device_cores(132))
-    together = blocks % _MEMBERS == 0 and blocks <= most and part >= config.stages * step and rounded.serves(k)
+    fits = shared.serves(_padded(m, config), k, _MEMBERS, config.warpgroups) and part >= config.stages * step
+    together = blocks % _MEMBERS == 0 and blocks <= most and fits
     return dataclasses.replace(config, x="shared", members=_MEMBERS) if together else config
 
 

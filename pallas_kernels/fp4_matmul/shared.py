@@ -31,15 +31,18 @@ bfe.u32 t, $1, 4, 2;
 mad.lo.u32 $0, t, 4, $0;
 }"""
 _WRITE_ROUNDED = rounded.WRITE_ROUNDED.replace("st.shared", "st.global")
+# Units of four values that a thread keeps between the two times that it needs them: 56 have spilled.
+_UNITS = 32
 _WRITE_SCALE = "st.global.b32 [$0], $1;"
 # Copies read by another path than threads write: https://docs.nvidia.com/cuda/parallel-thread-execution/#proxies.
 _ARRIVE = "fence.proxy.async; barrier.cluster.arrive.release.aligned;"
 _WAIT = "barrier.cluster.wait.acquire.aligned; fence.proxy.async;"
 
 
-def serves(rows: int, k: int, members: int) -> bool:
-    """Whether each of so many blocks has rows, which are units."""
-    return rows % members == 0 and rounded.serves(k)
+def serves(rows: int, k: int, members: int, warpgroups: int) -> bool:
+    """Whether each of so many blocks has rows, which are units, and its threads have room for their values."""
+    turns = -(-k // (2 * decode_fp8.STEP * warpgroups))
+    return rows % members == 0 and rounded.serves(k) and rows // members * turns <= _UNITS
 
 
 def buffers(rows: int, k: int) -> list[jax.ShapeDtypeStruct]:
