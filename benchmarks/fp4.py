@@ -131,16 +131,20 @@ def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: 
     (k, n), key = shape, jax.random.key(config.seed)
     first = jax.random.normal(key, (n, k), jnp.bfloat16)
 
-    def copies(w: Any) -> list[Any]:
-        count = max(1, math.ceil(config.cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
-        return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
-
     @functools.cache
     def quantized(scaling: Fp4) -> list[Any]:
-        return copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first))
+        return cold_copies(jax.jit(functools.partial(quantize_fp4, scaling=scaling))(first), config.cold_bytes)
 
     wanted = {name: kind for name, kind in KINDS.items() if any(kind.runs(part, m) for m in rows)}
-    return {BASELINE: copies(first)} | {name: quantized(kind.scaling) for name, kind in wanted.items()}
+    return {BASELINE: cold_copies(first, config.cold_bytes)} | {
+        name: quantized(kind.scaling) for name, kind in wanted.items()
+    }
+
+
+def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
+    """The weight and copies of it, together so many bytes at least."""
+    count = max(1, math.ceil(cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
+    return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
 
 
 def _dequantized(weights: dict[str, list[Any]], scaling: Fp4) -> np.ndarray:

@@ -115,7 +115,7 @@ def _with_wide_scales(config: Any, steps: int, step: int, room: int) -> Any:
     return next((each for each in wide if each.weight_bytes(step) <= room), wide[-1])
 
 
-def _rounding(config: Any, options: Options, x: jax.Array, n: int) -> Any:
+def rounding(config: Any, options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int) -> Any:
     """The same sizes for blocks that round x themselves or for each other, where its rows are few; else those given."""
     from pallas_kernels.fp4_matmul import decode_fp8, rounded, shared
 
@@ -184,7 +184,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
         if chosen is None:
             return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
         if config is None and rows is None:
-            chosen = _rounding(chosen, options, x, w.shape[0])
+            chosen = rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
 
     assert isinstance(w.scaling, Fp4), "api checked it"

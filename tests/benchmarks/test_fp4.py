@@ -1,8 +1,9 @@
 """The benchmark of FP4 products: it checks every product, counts bits, and times what it checked."""
 
+import jax
 import pytest
 
-from benchmarks import common, fp4
+from benchmarks import common, fp4, fp4_sizes
 from pallas_kernels.operands import Fp4
 
 
@@ -24,3 +25,22 @@ def test_a_wrong_product_is_not_timed(monkeypatch):
     cases = (("decode", (64, 32), (2,)),)
     with pytest.raises(ArithmeticError, match=r"less than 500\.0 dB; nothing is timed"):
         list(fp4.measure(fp4.Config(cases, cold_bytes=10_000, rounds=1, calls=2)))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "members", "by_block"),
+    [(1, 8192, 28672, (8,), True), (16, 8192, 28672, (8,), False), (64, 8192, 28672, (8,), False),
+     (1, 8192, 8192, (8, 4, 2), True), (16, 28672, 8192, (8,), False)],
+)  # fmt: skip
+def test_ways_are_those_that_the_kernel_takes(m, k, n, members, by_block):
+    found = fp4_sizes.ways(m, k, n)
+    expected = [fp4_sizes.BEFORE, *["every block"] * by_block, *(f"clusters of {count}" for count in members)]
+    assert set(expected) <= set(found)
+    assert all(config.members == int(name.split()[-1]) for name, config in found.items() if name.startswith("clusters"))
+    assert fp4_sizes.chosen(m, k, n) in found.values()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there it runs")
+def test_sizes_are_not_timed_without_the_kernel():
+    with pytest.raises(ValueError, match="run it on one"):
+        list(fp4_sizes.measure(fp4_sizes.Config(())))

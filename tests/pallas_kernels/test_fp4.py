@@ -315,7 +315,7 @@ def test_blocks_round_few_rows_themselves_or_for_each_other(m, n, k, how, monkey
     monkeypatch.setattr(mosaic, "_IN_CLUSTERS", 6 / 7)
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
-    config = mosaic._rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
+    config = mosaic.rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
     assert (config.x, config.scale_steps, config.members) == how
     assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps, members=1) == chosen
 
