@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.fp4_matmul import reference, unpacked
@@ -192,7 +191,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Config | N
     ) -> jax.Array:
         rows, chosen = None if scale is None else Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
         if chosen is None:
-            return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
+            return unpacked.in_fp8(options, rows or unpacked.quantize_rows(x), w)
         if config is None and rows is None:
             chosen = rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
@@ -205,7 +204,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Config | N
     if device_count() == 1 and ordered_rows.serves(x.shape[-1]):
         return on_each_device(in_fp8, options, x, w, arrays)
     # Rounded before devices have parts of a row, whose scale is found from all of it.
-    rows = reference.quantize_rows(x)
+    rows = unpacked.quantize_rows(x)
     return on_each_device(in_fp8, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
 
 
@@ -217,7 +216,7 @@ def _in_bfloat16(config: Config, options: Options, x: jax.Array, w: Operand, tab
     m = x.shape[0]
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
     ordered = decode.permuted(rows, scaling.format)
-    call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, _scale_bytes(w), table)
+    call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, reference.scale_bytes(w), table)
     if config.splits == 1:
         factor = jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1)
         return call(factor, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
@@ -241,7 +240,7 @@ def _in_fp8(config: Config, options: Options, x: jax.Array | Operand, w: Operand
         rows, factors = ordered_rows.ordered(x, count, outer)
     # 256 values are the most that a dimension of a copy has.
     tables = table.reshape(2, 256)
-    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), tables, factors)
+    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, reference.scale_bytes(w), tables, factors)
     if config.splits == 1:
         return call(jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     return _added(call()).T[:m].astype(options.out_dtype)
@@ -250,13 +249,3 @@ def _in_fp8(config: Config, options: Options, x: jax.Array | Operand, w: Operand
 def _added(sums: jax.Array) -> jax.Array:
     """One after the other, so that a row has the same bits whatever is multiplied beside it."""
     return sum(sums[1:], sums[0])
-
-
-def _scale_bytes(w: Operand) -> jax.Array:
-    """The bytes of the scales of every row, uint8 `[n, k / block]`."""
-    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), w.scaling
-    assert isinstance(scaling, Fp4), "api checked it"
-    if scaling.tile == "square":
-        # A square's scale is read by every row of it: the kernel wants it once a row, 0.5 bits a value more.
-        scales = jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
-    return scales

@@ -224,6 +224,24 @@ def test_products_and_sums_of_parts_of_k_are_alike(scaling, m):
     np.testing.assert_allclose(whole, parts, rtol=2.0**-7, atol=1e-5 * float(jnp.abs(parts).max()))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (144, 320), (4096, 1024)])
+def test_a_weight_is_unpacked_as_the_definition_says(n, k, turned):
+    from pallas_kernels.fp4_matmul import unpacking
+
+    codes = jax.random.bits(jax.random.key(0), (n, k // 2), jnp.uint8)
+    scale = jax.lax.bitcast_convert_type(jnp.arange(n * k // 16).reshape(n, -1).astype(jnp.uint8), jnp.float8_e4m3fn)
+    w = Operand(codes, scale, scaling=FOLDS)
+    assert unpacking.serves(w)
+    got = np.asarray(jax.jit(functools.partial(unpacking.unpack, turned=turned))(w)).view(np.uint8)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        expected = np.asarray(reference.decode(jax.tree.map(np.asarray, w), jnp.float8_e4m3fn, 2.0**-3)).view(np.uint8)
+    expected = expected.T if turned else expected
+    broken = expected & 127 == 127
+    np.testing.assert_array_equal(got[~broken], expected[~broken])
+    assert (got[broken] & 127 == 127).all() and broken.any()
+
+
 @pytest.mark.parametrize("scaling", [FOLDS, Fp4(tile="square", rule="fold_exact")], ids=str)
 def test_the_gradient_of_x_in_e4m3(scaling):
     q, x = operands(scaling, 256, 2048)

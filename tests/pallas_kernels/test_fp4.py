@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from pallas_kernels.fp4_matmul import (
     reference,
     rounded,
     unpacked,
+    unpacking,
 )
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.sizes import COPYING, Config
@@ -187,6 +189,24 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, togethe
     expected = (numbers * scale * np.float32(factor)).astype(dtype)
     ordered = decode.permuted(jnp.asarray(expected), form) if module is decode else decode_fp8.permuted(expected)
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "k", "tile"), [(256, 64, "vector"), (48, 192, "vector"), (128, 128, "square")])
+def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
+    scaling, rng = Fp4(tile=tile, rule="fold_exact"), np.random.default_rng(0)
+    codes = rng.integers(0, 256, (n, k // 2), np.uint8)
+    # Each scale byte is there, where there are so many: 127 and 255 are NaN.
+    scale = np.arange(math.prod(scaling.scale_shape((n, k))), dtype=np.uint8).reshape(scaling.scale_shape((n, k)))
+    w = Operand(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), scaling=scaling)
+    assert unpacking.serves(w) and not unpacking.serves(dataclasses.replace(w, values=w.values[:, :-1]))
+    got = unpacking.call(w, jnp.asarray(decode_fp8.table()), turned=turned, interpret=True)
+    expected = quick(functools.partial(unpacking.unpack, turned=turned))(w)
+    got, expected = (np.asarray(array).view(np.uint8) for array in (got, expected))
+    broken = expected & 127 == 127
+    np.testing.assert_array_equal(got[~broken], expected[~broken])
+    assert (got[broken] & 127 == 127).all() and broken.any() == (scale.size > 127)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
