@@ -99,6 +99,12 @@ def library_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
+def origin_of_row() -> dict[str, str]:
+    """What a row says of itself that `--resume` may put beside rows of another run: its library and its device."""
+    return {"library": library_digest(), "device": jax.devices()[0].device_kind}
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,14 +223,15 @@ class Result:
         """Where the numbers come from, and whether the library has changed since."""
         h = self.header
         commit = f"commit {h['commit']}" if h["commit"] else "commit unknown"
-        # Rows that `--resume` kept may be of other libraries; the header is of the last run.
+        # Rows that `--resume` kept may be of other libraries and devices; the header is of the last run.
+        devices = [*dict.fromkeys(row.get("device") or h["device"] for row in self.rows)] or [h["device"]]
         libraries = [*dict.fromkeys(row["library"] for row in self.rows if row.get("library"))] or [h.get("library")]
         # Files that are older than this header have a digest of all sources, benchmarks too.
         source = f"library {h['library']}" if "library" in h else f"sources {h['sources']}"
         if len(libraries) > 1:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
         age = "" if libraries == [library_digest()] else AGE
-        return f"{h['device']}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
+        return f"{' and '.join(devices)}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:
         """The values of a field, or of several, in the order of the rows."""
@@ -290,7 +297,7 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
 
 
 def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier run with the same settings, as JSON has them; none if there is no file.
+    """Rows of an earlier run with the same settings, each with its device; none if there is no file.
 
     Raises:
       ValueError: the file is of other settings; the message names those that differ.
@@ -310,7 +317,7 @@ def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]
             f"{path} has rows of other settings: {differences}; ask for the same, choose another --out, or drop "
             f"--resume, which overwrites its {len(content['rows'])} rows"
         )
-    return content["rows"]
+    return [{**row, "device": row.get("device") or content["header"]["device"]} for row in content["rows"]]
 
 
 def _leaves(settings: dict[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def measure_text(
         heldout_loss_bf16=in_bf16, accuracy=None, bytes_per_weight=bytes_per_weight, worst_leaf=worst,
         worst_leaf_db=None if worst is None else -10 * math.log10(float(noise[worst])),
         milliseconds=milliseconds if math.isfinite(milliseconds) else None, seconds=time.perf_counter() - started,
-        curve=curve(losses), variant=repr(variant), library=_library(),
+        curve=curve(losses), variant=repr(variant), **common.origin_of_row(),
     )  # fmt: skip
 
 
@@ -112,13 +112,9 @@ def measure_digits(config: Config, name: str, seed: int) -> Row:
         task="digits", name=name, seed=seed, base=f"seed-{seed}", train_loss=last_tenth(got.train_loss.tolist()),
         heldout_loss=got.heldout_loss, heldout_loss_bf16=got.heldout_loss_bf16, accuracy=got.heldout_accuracy,
         bytes_per_weight=None, worst_leaf=None, worst_leaf_db=None, milliseconds=None,
-        seconds=time.perf_counter() - started, curve=curve(got.train_loss), variant=repr(variant), library=_library(),
+        seconds=time.perf_counter() - started, curve=curve(got.train_loss), variant=repr(variant),
+        **common.origin_of_row(),
     )  # fmt: skip
-
-
-@functools.cache
-def _library() -> str:
-    return common.library_digest()
 
 
 def measure(config: Config) -> Iterator[Row]:

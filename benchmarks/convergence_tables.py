@@ -43,6 +43,7 @@ class Row:
       curve: training loss, averaged over fiftieths of the run.
       variant: the Python expression of it; of older files the recipe.
       library: digest of the libraries; None in older files.
+      device: JAX's name of the chip; None in older files, whose header has it.
     """
 
     task: Task
@@ -61,6 +62,7 @@ class Row:
     curve: list[float]
     variant: str
     library: str | None
+    device: str | None = None
 
 
 def curve(losses: Any) -> list[float]:

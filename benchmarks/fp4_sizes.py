@@ -1,10 +1,11 @@
-"""How the W4A8 kernel gets few rows of x, side by side: what `pallas_kernels.fp4_matmul.mosaic` chooses among.
+"""How the W4A8 kernel reads few rows of x and a weight, side by side: what `pallas_kernels.fp4_matmul` chooses among.
 
     python -m benchmarks.fp4_sizes --json
 
-The rows are rounded by a kernel before, by every block for itself, or by the blocks of a cluster for each other. Every
-way must give the same bits before it is timed. Weights are cold, and times a product's, as in `benchmarks.fp4`: sums of
-kernels' own times, without what passes between two kernels. The kernel is PTX, so this needs an H100 or H200.
+The rows are rounded by a kernel before, or by every block for itself; steps of k are copied one by one, or two abreast.
+Ways that add in the same order must give the same bits before they are timed, and others the same but for that. Weights
+are cold, and times a product's, as in `benchmarks.fp4`: sums of kernels' own times, without what passes between two
+kernels. The kernel is PTX, so this needs an H100 or H200.
 """
 
 import argparse
@@ -22,14 +23,16 @@ from benchmarks import common, fp4, timing
 from benchmarks.common import Result, markdown_table
 from pallas_kernels.fp4_matmul import mosaic
 from pallas_kernels.fp4_matmul.reference import Options
+from pallas_kernels.fp4_matmul.sizes import Config as Sizes
 from pallas_kernels.operands import Fp4
 from tcfp_jax.weights.fp4 import quantize_fp4
 
 NAME = "fp4_sizes"
 SCALING = Fp4(rule="fold_exact")
 OPTIONS = Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
-BEFORE = "a kernel before"
-MEMBERS = (8, 4, 2)
+BEFORE, BY_BLOCKS = "a kernel before", "every block"
+# Sums of about 14 bits, in another order.
+LEAST_AGREEMENT_DB = 40.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One way to get the rows; `chosen` is the one that a product takes, and BF16 has no `sizes`."""
+    """One way to read the operands; `chosen` is the one that a product takes, and BF16 has no `sizes`."""
 
     m: int
     k: int
@@ -59,26 +62,28 @@ class Row(timing.Timing):
     speed_over_bf16: float
 
 
-def ways(m: int, k: int, n: int) -> dict[str, Any]:
-    """Sizes of the kernel by the way that it gets its rows: those that it takes."""
-    from pallas_kernels.fp4_matmul import shared
-
-    copied = mosaic.choose(OPTIONS, SCALING, m, k, n)
-    found = {BEFORE: copied}
-    itself = chosen(m, k, n)
-    if itself.x == "rounded":
-        found["every block"] = itself
-    for members in MEMBERS:
-        blocks, rows = n // copied.height * copied.splits, -(-m // 8) * 8
-        if blocks % members == 0 and shared.serves(rows, k, members, copied.warpgroups):
-            found[f"clusters of {members}"] = dataclasses.replace(copied, x="shared", members=members)
-    return found
+def ways(m: int, k: int, n: int) -> dict[str, Sizes]:
+    """Sizes of the kernel by the way that it reads its operands: those that it takes."""
+    copied, itself = _copied(m, k, n), chosen(m, k, n)
+    found = {BEFORE: copied} | ({BY_BLOCKS: itself} if itself.x == "rounded" else {})
+    if copied.abreast == 1:
+        return found
+    # As wide a part of a row's scales in a copy; 128 bytes are the widest.
+    one = lambda how: dataclasses.replace(how, abreast=1, scale_steps=min(4, how.scale_steps * how.abreast))
+    abreast = {f"{name}, {copied.abreast} abreast": how for name, how in found.items()}
+    return {name: one(how) for name, how in found.items()} | abreast
 
 
-def chosen(m: int, k: int, n: int) -> Any:
+def chosen(m: int, k: int, n: int) -> Sizes:
     """The sizes of a product of so many rows in bfloat16."""
-    rows = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
-    return mosaic.rounding(mosaic.choose(OPTIONS, SCALING, m, k, n), OPTIONS, rows, n)
+    return mosaic.rounding(_copied(m, k, n), OPTIONS, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
+
+
+def _copied(m: int, k: int, n: int) -> Sizes:
+    found = mosaic.choose(OPTIONS, SCALING, m, k, n)
+    if found is None:
+        raise ValueError(f"m={m}, k={k}, n={n}: the kernel has no sizes for such a product; choose another")
+    return found
 
 
 def measure(config: Config) -> Iterator[Row]:
@@ -101,10 +106,7 @@ def _timed(sizes: tuple[int, int, int], wide: list[Any], packed: list[Any], conf
     candidates: Any = {fp4.BASELINE: (jax.jit(functools.partial(each, lambda x, w: x @ w.T)), (x, wide))}
     found = ways(*sizes)
     candidates |= {name: (jax.jit(functools.partial(each, product(how))), (x, packed)) for name, how in found.items()}
-    results = {name: np.asarray(candidates[name][0](x, packed)[-1]).view(np.uint16) for name in found}
-    for name, bits in results.items():
-        if (different := int((bits != results[BEFORE]).sum())) > 0:
-            raise ArithmeticError(f"m={m}, k={k}, n={n}: {different} results of {name!r} are not those of {BEFORE!r}")
+    _check(sizes, found, {name: np.asarray(candidates[name][0](x, packed)[-1]) for name in found})
     timed = timing.time_interleaved(candidates, rounds=config.rounds, calls=config.calls)
     per_product = lambda name: timed[name].median_ms / len(wide if name == fp4.BASELINE else packed)
     rows = []
@@ -119,6 +121,24 @@ def _timed(sizes: tuple[int, int, int], wide: list[Any], packed: list[Any], conf
             )
         )  # fmt: skip
     return rows
+
+
+def _check(sizes: tuple[int, int, int], found: dict[str, Sizes], results: dict[str, np.ndarray]) -> None:
+    """Compare every way with the first one that adds in its order, and those with each other.
+
+    Raises:
+      ArithmeticError: they differ by more than that.
+    """
+    m, k, n = sizes
+    firsts: dict[int, str] = {}
+    for name, how in found.items():
+        first = firsts.setdefault(how.abreast, name)
+        if different := int((results[name].view(np.uint16) != results[first].view(np.uint16)).sum()):
+            raise ArithmeticError(f"m={m}, k={k}, n={n}: {different} results of {name!r} are not those of {first!r}")
+    for name in firsts.values():
+        agreement = fp4.snr_db(results[BEFORE], results[name])
+        if agreement < LEAST_AGREEMENT_DB:
+            raise ArithmeticError(f"m={m}, k={k}, n={n}: {name!r} is {agreement:.1f} dB from {BEFORE!r}")
 
 
 # The command and its table --------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def measure_one(config: Config, name: str, seed: int) -> Row:
     heldout, in_bf16, accuracy = map(float, judged)
     return Row(
         name, seed, last_tenth(np.asarray(losses, np.float64).tolist()), heldout, in_bf16, accuracy,
-        time.perf_counter() - started, repr(variant), _library(),
+        time.perf_counter() - started, repr(variant), **common.origin_of_row(),
     )  # fmt: skip
 
 
@@ -128,11 +128,6 @@ def compile_one(config: Config, name: str) -> None:
     draw = lambda batches: jax.eval_shape(lambda: glyphs.draw_images(key, batches, config.batch))
     program: Any = _program(config, VARIANTS[name])
     program.lower(key, 0.0, draw(config.steps), draw(config.heldout)).compile()
-
-
-@functools.cache
-def _library() -> str:
-    return common.library_digest()
 
 
 @functools.lru_cache(maxsize=1)

@@ -130,7 +130,7 @@ def measure_one(config: Config, name: str, seed: int) -> Row:
         found = run(train_config(config, name, seed))
     return Row(
         name, seed, last_tenth(list(found.train_loss)), found.heldout_loss, found.heldout_loss_bf16, None,
-        time.perf_counter() - started, repr(VARIANTS[name]), _library(),
+        time.perf_counter() - started, repr(VARIANTS[name]), **common.origin_of_row(),
     )  # fmt: skip
 
 
@@ -144,11 +144,6 @@ def compile_one(config: Config, name: str) -> None:
         state = init(wanted)
         steps.lower(state, text, batch_key(wanted)).compile()
         lower_evaluation(wanted, state, len(corpus.heldout)).compile()
-
-
-@functools.cache
-def _library() -> str:
-    return common.library_digest()
 
 
 def measure(config: Config) -> Iterator[Row]:

@@ -40,6 +40,7 @@ class Row:
       seconds: all of it, compilation included.
       variant: the Python expression of it: rows of another one are not kept.
       library: digest of the libraries.
+      device: JAX's name of the chip; None in older files, whose header has it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     seconds: float
     variant: str
     library: str
+    device: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.gemm --tune` times every backend and tile config on the device it runs on and writes the winners;
 nothing else writes the file. `backend=None` asks here: an implementation that lost near a shape declines, and so does
-a kernel that nobody has timed on this device.
+a kernel that nobody has timed on this device. A chip with the multiprocessors of one that was timed has its times until
+it has its own (`timed_device`).
 
 Shapes are compared by the logarithms of their sizes; for a shape that was not measured, what was fastest at the nearest
 one that was is the guess. An entry need not have every backend: it says nothing of one that it does not name.
@@ -24,6 +25,8 @@ from pallas_kernels.dispatch import Backend, Key, device_kind
 PATH = Path(__file__).with_name("tuned.json")
 # How far a measurement counts, in octaves, summed over the axes of a shape.
 NEAR = 2.0
+# Devices by what their names contain: the H200's multiprocessors and tensor cores beside slower memory.
+_ALIKE = {"NVIDIA H200": ("H100", "H200", "H800", "GH200")}
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,16 @@ def find(key: Key, backend: Backend) -> Entry | None:
     return min(_entries(key, backend), key=lambda entry: _distance(entry.shape, key.shape), default=None)
 
 
+def timed_device() -> str:
+    """The device whose times count here: the one in use, or one like it where that was not timed."""
+    kind = device_kind()
+    if kind in load():
+        return kind
+    return next((other for other, names in _ALIKE.items() if any(name in kind for name in names)), kind)
+
+
 def _entries(key: Key, backend: Backend) -> list[Entry]:
-    entries = load().get(device_kind(), {}).get(key.op, ())
+    entries = load().get(timed_device(), {}).get(key.op, ())
     return [entry for entry in entries if entry.variant == key.variant and backend in entry.milliseconds]
 
 
@@ -95,16 +106,17 @@ def decline(backend: Backend, key: Key | None) -> str | None:
     if entry.backend == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
-    return f"{entry.backend} was fastest at {written(entry.shape)} ({times})"
+    where = "" if timed_device() == device_kind() else f" on {timed_device()}"
+    return f"{entry.backend} was fastest at {written(entry.shape)}{where} ({times})"
 
 
 def is_timed() -> bool:
-    """Whether BF16's products were timed on the device in use, to which `estimate` of others can be compared."""
-    return "dot_general" in load().get(device_kind(), {})
+    """Whether BF16's products were timed on `timed_device`, to which `estimate` of others can be compared."""
+    return "dot_general" in load().get(timed_device(), {})
 
 
 def estimate(key: Key, backend: Backend) -> float | None:
-    """Milliseconds of a call by `backend` on the device in use; None where nothing near its shape was measured.
+    """Milliseconds of a call by `backend` on `timed_device`; None where nothing near its shape was measured.
 
     What is interpolated is the rate, the product of the sizes over the time:
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Call, Verdict, device_kind, has_explicit_axes, recording
 from pallas_kernels.sharing import surroundings
-from pallas_kernels.tuning import estimate, is_timed, written
+from pallas_kernels.tuning import estimate, is_timed, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
@@ -32,10 +32,11 @@ class Explanation:
       device: the kind of device that it is for.
       steps: a `Call` each, with `step`, `op`, `operands`, `verdicts` and `chosen`.
       bf16: the same of the layer in BF16, `recipe("bf16")`.
-      times, bf16_times: milliseconds of each, interpolated between what was measured on this device
+      times, bf16_times: milliseconds of each, interpolated between what was measured on `timed_on`
         (`pallas_kernels.tuning.estimate`); None where nothing near was.
       emulated: of FP4 training, what the operands stand for; "" of other recipes. Its quantizers are not among the
         operations, so that nothing is said of its speed.
+      timed_on: the device whose times these are: this one, or one with the same multiprocessors.
     """
 
     device: str
@@ -44,6 +45,7 @@ class Explanation:
     times: tuple[float | None, ...] = ()
     bf16_times: tuple[float | None, ...] = ()
     emulated: str = ""
+    timed_on: str = ""
 
     @property
     def speed_over_bf16(self) -> float | None:
@@ -72,11 +74,11 @@ class Explanation:
         if missing is not None:
             key = missing.key
             what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
-            return f"{what} was not timed on {self.device}"
+            return f"{what} was not timed on {self.timed_on or self.device}"
         if self.emulated:
-            return f"the quantizers of FP4 training were not timed on {self.device}"
+            return f"the quantizers of FP4 training were not timed on {self.timed_on or self.device}"
         in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
-        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.device}"
+        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.timed_on or self.device}"
 
     def __str__(self) -> str:
         """The device, what is emulated, lines for what runs of every operation and for what does not, and the sum."""
@@ -146,7 +148,7 @@ def explain(
         return Explanation(device_kind(), steps, emulated=emulated)
     bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
     times, bf16_times = (tuple(map(_time, calls)) for calls in (steps, bf16))
-    return Explanation(device_kind(), steps, bf16, times, bf16_times, emulated)
+    return Explanation(device_kind(), steps, bf16, times, bf16_times, emulated, timed_device())
 
 
 def _emulated(recipe: Recipe) -> str:

@@ -146,9 +146,10 @@ _INSTRUCTIONS = {
 
 
 def _store(rest, registers, memory, where):
-    """A word at the address in brackets."""
-    address, source = re.match(r"\[(\S+)\], (\S+)$", rest).groups()
-    at, words = np.broadcast_to(registers[address], where.shape), np.broadcast_to(registers[source], where.shape)
+    """A word at the address in brackets, a register and perhaps bytes to add."""
+    address, more, source = re.match(r"\[(\S+?)(?: \+ (\d+))?\], (\S+)$", rest).groups()
+    first = registers[address] + np.uint32(more or 0)
+    at, words = np.broadcast_to(first, where.shape), np.broadcast_to(registers[source], where.shape)
     assert not (at % 4).any()
     memory.view(np.uint32)[at[where] // 4] = words[where]
 

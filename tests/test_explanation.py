@@ -77,6 +77,24 @@ def test_the_fastest_that_was_measured_runs_with_its_config(measured):
     assert full.verdicts[0].reason.startswith("matmul (dual full bfloat16) was not timed on NVIDIA H200")
 
 
+def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(measured, monkeypatch):
+    for module in (dispatch, tuning, plan):
+        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    assert tuning.timed_device() == "NVIDIA H200"
+    assert calls((8192, 4096), (4096, 16384), "tcfp12")["forward"].chosen == dispatch.Verdict("mosaic", None, measured)
+    single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
+    assert single.verdicts[0].reason.startswith("xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic")
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H20")
+    assert tuning.timed_device() == "NVIDIA H20"
+    # Its own times count as soon as there is one.
+    content = json.loads(tuning.PATH.read_text())
+    tuning.PATH.write_text(json.dumps({**content, "NVIDIA H100 80GB HBM3": {}}))
+    tuning.load.cache_clear()
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    reason = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"].verdicts[0].reason
+    assert reason.startswith("matmul (single fast bfloat16) was not timed on NVIDIA H100")
+
+
 def test_what_lost_declines_with_the_times_and_runs_when_named(measured):
     single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
     assert single.chosen.backend == "xla"

@@ -91,7 +91,7 @@ def decode(form: Form, place: jax.Array, codes_ref: Any, scales: jax.Array, tabl
     def operand(chunk: int) -> Any:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
-            load = functools.partial(_load_codes, form, unit)
+            load = functools.partial(_load_codes, unit)
             loaded[unit] = owned.in_registers(load, owned.CODES, owned.SINGLE, layout=owned.EIGHTS)(codes_ref, place)
         run = plgpu.inline_mgpu(arg_types=(owned.EIGHTS, plgpu.RefType(), owned.PAIRS), return_type=made)
         return run(functools.partial(_decode, form, chunk))(loaded[unit], table_ref, scales)
@@ -99,8 +99,8 @@ def decode(form: Form, place: jax.Array, codes_ref: Any, scales: jax.Array, tabl
     return operand
 
 
-def _load_codes(form: Form, unit: int, context: Any, codes: Any, place: Any) -> Any:
-    return owned.together(owned.code_words(form, unit, owned.apart(place)[0], owned.address(codes)))
+def _load_codes(unit: int, context: Any, codes: Any, place: Any) -> Any:
+    return owned.together(owned.code_words(owned.tiles_of(codes), unit, owned.apart(place)[0], owned.address(codes)))
 
 
 def _decode(form: Form, chunk: int, context: Any, codes: Any, table: Any, scales: Any) -> Any:

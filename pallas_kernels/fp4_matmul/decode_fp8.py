@@ -99,7 +99,7 @@ def decode(place: jax.Array, codes_ref: Any, scales: jax.Array, table_ref: Any) 
 
 def _decode(chunk: int, context: Any, codes: Any, table: Any, scales: Any, place: Any) -> Any:
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-    loaded = owned.code_words("nvfp4", chunk, owned.apart(place)[0], owned.address(codes))
+    loaded = owned.code_words(owned.tiles_of(codes), chunk, owned.apart(place)[0], owned.address(codes))
     values = value_words(chunk, loaded, owned.address(table), owned.apart(scales))
     return owned.operand_of(values, four, mgpu.WGMMA_LAYOUT_8BIT, CHUNK)
 

@@ -14,22 +14,19 @@ On an H200, 8192 x 28672 with cold weights at m = 16, over BF16's product in the
 scales converted by arithmetic and a wait behind every step, 2.37 with one product in flight, 2.57 with codes placed by
 a multiplication (the integer pipe was 60 % busy) and scales from a table, 2.72 with scales in 16-byte loads, E4M3 3.1.
 112 of 132 multiprocessors have a tile, and issue in 72 % of their cycles (E4M3: 57 %, at 70 % of the memory's rate).
-With the permutation of x BF16 has 2.59, and E4M3 at m = 1, where blocks round x themselves, 2.9 to 3.0. Scales are
-copied for several steps at a time, because 16 bytes of a row are less than memory is read in: where nothing is decoded
-35.3 us in the place of 37.2, and with all 0.1 to 0.6 us of 36.6 to 39.5.
+With the permutation of x BF16 has 2.59, and E4M3 at m = 1, where blocks round x themselves, 2.9 to 3.0. What is copied
+is bound by how much of a row is asked for at a time: scales of four steps in one copy take 35.3 us in the place of 37.2
+where nothing is decoded, and codes of two steps 45.5 in the place of 47.4 on an H100, 2 KB of a row 43.7.
 
-What is gone: equal shares of all steps on all multiprocessors ("stream-K", Osama et al. 2023) gained 3 % at first, and
-lost 12 % in E4M3: parts of sums have to be written and added. Blocks on the other 20 that did the last 4 of 32 steps of
-others' tiles, whose blocks waited for the sums (E4M3 46.0 us where it was 41.1, BF16 44.8 and 45.4). Clusters, whose
-blocks shared a copy of x, gained nothing with 256 rows. Asking the cache for codes four steps before they are copied
-takes 45.8 us where it was 40.9, so it is done where the ring is short alone. Codes that give their buffer back when
-they are in registers, so that more is asked for ahead, take 41.1 us where it was 39.1. Blocks of 224 outputs on 128
-multiprocessors, in the place of 256 on 112, gain nothing: 40.6 and 40.3.
+What is gone, with its times in LOG.md: equal shares of all steps on all multiprocessors ("stream-K", Osama et al. 2023)
+and blocks that do the last steps of others' tiles, because parts of sums are written and added; clusters, whose blocks
+share rows of x or round them for each other; asking the cache ahead where the ring is long; codes that give their
+buffer back when they are in registers; blocks that begin at steps of their own; 224 outputs on 128 multiprocessors.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,68 +35,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul import decode, decode_fp8, owned, rounded, shared, transposed
-from pallas_kernels.fp4_matmul.transposed import CHUNK_BYTES, ROWS
+from pallas_kernels.fp4_matmul import abreast_sums, decode, decode_fp8, owned, rounded, sizes, transposed
+from pallas_kernels.fp4_matmul.sizes import BLOCKS, ROWS, Config
+from pallas_kernels.fp4_matmul.transposed import CHUNK_BYTES
 from pallas_kernels.partition import varying
 
-# Registers of a thread that copies, where those that compute need more than an even share.
-_COPYING = 24
-# Those where there are factors: x, codes, scales, their table, and factors.
+# Operands where there are factors: x, codes, scales, their table, and factors.
 _OPERANDS = 5
-
-
-@dataclass(frozen=True)
-class Config:
-    """Sizes of the kernel.
-
-    Attributes:
-      warpgroups: that compute, each 64 outputs.
-      stages: steps of k that are in flight.
-      splits: blocks that share the steps of k.
-      rows: of x, those of a block; None is all of them.
-      x: "copied" step by step; in E4M3 also, of at most 8 rows, "rounded" by every block (`rounded.py`), or "shared": a
-        cluster's blocks round rows for each other, and then copy them (`shared.py`).
-      scale_steps: whose scales are copied together: 1, 2, 4 or 8, which divide a block's steps.
-      prefetch: so many steps before a part of the weight is copied the cache asks for it; 0 is not at all.
-      members: blocks of a cluster, which share rows.
-    """
-
-    warpgroups: int = 4
-    stages: int = 4
-    splits: int = 1
-    rows: int | None = None
-    x: Literal["copied", "rounded", "shared"] = "copied"
-    scale_steps: int = 1
-    prefetch: int = 0
-    members: int = 1
-
-    @property
-    def height(self) -> int:
-        """Outputs n of a block."""
-        return ROWS * self.warpgroups
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that computes: an even share, and what is left of all shares where threads that copy give away.
-
-        A block has what it was started with: asked for one register more, its threads would wait for ever.
-        """
-        threads = self.warpgroups + 1
-        even = 512 // threads // 8 * 8
-        return even, min(240, (even * threads - _COPYING) // self.warpgroups // 8 * 8)
-
-    @property
-    def scale_buffers(self) -> int:
-        """So many that one is free when codes of its first step have room."""
-        return 1 + -(-(self.stages - 1) // self.scale_steps)
-
-    def weight_bytes(self, step: int) -> int:
-        """Of shared memory, what codes and scales take."""
-        return self.height * (self.stages * step // 2 + self.scale_buffers * self.scale_steps * owned.BLOCKS)
-
-    def holds(self, m: int, *, evenly: bool = False) -> bool:
-        """Whether registers suffice: half of m for sums, and 64 for what is decoded and what is multiplied."""
-        return m // 2 + 64 <= (self.registers[0] if evenly else max(self.registers))
 
 
 def call(
@@ -134,28 +76,25 @@ def call(
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // owned.step_of(form) % config.splits == 0, "blocks have equal parts of k"
     assert config.x != "rounded" or rounded.serves(k // config.splits), "a block rounds two steps of k at least"
-    sizes = m, k, config.members, config.warpgroups
-    assert config.x != "shared" or shared.serves(*sizes), "a block rounds a few rows of two steps at least"
     assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
+    assert config.serves_abreast(k // owned.step_of(form)), "a pass has as many turns as there are stages"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:
         # Copies of numbers of four bytes move tiles of 8 rows, of which only the first may be cut.
         exactly = out.shape[0] <= 8 or out.dtype.itemsize == 2
         written = out if exactly else jax.ShapeDtypeStruct((m, n), out.dtype)
     operands = [x, codes, scales, table, *([] if factors is None else [factors])]
-    clusters = {} if config.members == 1 else {"cluster": (config.members,), "cluster_names": ("member",)}
     product = plgpu.kernel(
         functools.partial(_kernel, config, form, len(operands)),
-        out_type=[written, *(shared.buffers(m, k) if config.x == "shared" else [])],
+        out_type=written,
         # Neighbouring blocks multiply the same part of the weight, which then comes from memory once.
-        grid=(tiles * config.splits * bands // config.members,),
+        grid=(tiles * config.splits * bands,),
         grid_names=("block",),
-        **clusters,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=f"matmul_{form}_{x.dtype}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(*operands)[0]
+    )(*operands)
     product = varying(product, *operands)
     return product if out is None else product[: out.shape[0]]
 
@@ -166,35 +105,37 @@ def _rows_of(config: Config, x: Any) -> int:
 
 
 def _kernel(config: Config, form: Any, inputs: int, *refs: Any) -> None:
-    (x_gmem, _, _, table_gmem, *_), (out_gmem, *_) = refs[:inputs], refs[inputs:]
-    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x != "rounded"
+    (x_gmem, _, _, table_gmem, *_), (out_gmem,) = refs[:inputs], refs[inputs:]
+    m, step, copied = config.rows or _rows_of(config, x_gmem), owned.step_of(form), config.x == "copied"
     steps = x_gmem.shape[1] // step // config.splits
     # With a single buffer its copy would wait for a release that comes behind it.
     stages = max(2, min(config.stages, steps))
-    x_dtype = x_gmem.dtype if config.x == "copied" else jnp.dtype(jnp.float8_e4m3fn)
+    x_dtype = x_gmem.dtype if copied else jnp.dtype(jnp.float8_e4m3fn)
     width = CHUNK_BYTES // x_dtype.itemsize
     swizzled = lambda size: (plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(CHUNK_BYTES))
+    abreast, tall, groups = config.abreast, config.pass_height, config.warpgroups // config.abreast
 
     def scope(**smem: Any) -> None:
-        block = _Block(config, form, steps, stages, refs[:inputs], refs[inputs:], smem)
+        block = _Block(config, form, steps, stages, refs[:inputs], out_gmem, smem)
         lax.cond(lax.axis_index("warpgroup") == config.warpgroups, block.fill, block.consume)
 
     pl.run_scoped(
         scope,
-        codes=plgpu.SMEM((stages, config.height, step // 2), jnp.uint8, transforms=swizzled(128)),
+        codes=plgpu.SMEM((stages, tall, abreast * step // 2), jnp.uint8, transforms=swizzled(128)),
         scales=plgpu.SMEM(
-            (config.scale_buffers, config.height, owned.BLOCKS * config.scale_steps),
+            (config.scale_buffers, tall, BLOCKS * abreast * config.scale_steps),
             jnp.uint8,
-            transforms=owned.scale_transforms(config.scale_steps),
+            transforms=owned.scale_transforms(abreast * config.scale_steps),
         ),
-        x=plgpu.SMEM((stages if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
+        x=plgpu.SMEM((stages * abreast if copied else steps, m, step), x_dtype, transforms=swizzled(width)),
         table=plgpu.SMEM(table_gmem.shape, table_gmem.dtype),
-        out=transposed.buffers(config.warpgroups, m, out_gmem.dtype) if config.splits == 1 else None,
-        largest=None if config.x == "copied" else plgpu.SMEM((m // config.members, 4 * config.warpgroups), jnp.uint32),
+        out=transposed.buffers(groups, m, out_gmem.dtype) if config.splits == 1 else None,
+        largest=None if copied else plgpu.SMEM((m, 4 * config.warpgroups), jnp.uint32),
         scales_of_rows=None if copied else plgpu.SMEM((m,), jnp.float32),
+        others=None if abreast == 1 else plgpu.SMEM((abreast - 1, groups, ROWS * m), jnp.float32),
         ready=plgpu.Barrier(),
-        met=None if config.x == "copied" else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=2),
-        filled=plgpu.Barrier(num_arrivals=3 if copied else 2, num_barriers=stages),
+        met=None if copied and abreast == 1 else plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=3),
+        filled=plgpu.Barrier(num_arrivals=2 + copied * abreast, num_barriers=stages),
         consumed=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         collective_axes="warpgroup",
     )
@@ -209,7 +150,7 @@ class _Block:
       steps: of k, those of a block.
       stages: buffers of a step.
       gmem: references to global memory: x, codes, scales, table, and perhaps factors.
-      made: the output, and where rows are shared these and their scales.
+      out_gmem: the output there.
       smem: buffers and barriers, by the names that `_kernel` gives them.
     """
 
@@ -218,7 +159,7 @@ class _Block:
     steps: int
     stages: int
     gmem: Any
-    made: Any
+    out_gmem: Any
     smem: dict[str, Any]
 
     @property
@@ -231,8 +172,6 @@ class _Block:
         """Which band of x, which tile of outputs and which part of k this block has."""
         bands, splits = _rows_of(self.config, self.gmem[0]) // self.rows, self.config.splits
         block = lax.axis_index("block")
-        if self.config.members > 1:
-            block = block * self.config.members + lax.axis_index("member")
         return lax.rem(block, bands), lax.div(block, bands * splits), lax.rem(lax.div(block, bands), splits)
 
     @property
@@ -241,8 +180,13 @@ class _Block:
         return pl.ds(self._place[0] * self.rows, self.rows)
 
     @property
-    def _first_output(self) -> Any:
-        return self._place[1] * self.config.height
+    def _turns(self) -> int:
+        """Copies of codes for a pass; those of all passes are as many as steps."""
+        return self.steps // self.config.abreast
+
+    def _outputs(self, of_pass: Any) -> Any:
+        """The first output of a pass."""
+        return self._place[1] * self.config.height + of_pass * self.config.pass_height
 
     def _hand_over(self, registers: int, action: Any) -> None:
         """Give registers of the threads that copy to those that compute, where an even share is too few."""
@@ -251,95 +195,92 @@ class _Block:
 
     def fill(self) -> None:
         """Copy the table, and codes, scales and x of each step: the work of one warpgroup."""
-        smem, begun = self.smem, 0
-        self._hand_over(_COPYING, "decrease")
+        smem = self.smem
+        self._hand_over(sizes.COPYING, "decrease")
         plgpu.copy_gmem_to_smem(self.gmem[3], smem["table"], smem["ready"])
-        x_gmem = {"copied": self.gmem[0], "rounded": None, "shared": self.made[-2:][0]}[self.config.x]
-        if self.config.x == "shared":
-            # What has room without a wait comes while rows are rounded.
-            shared.arrive()
-            begun = self.stages - 1
-            pl.loop(0, begun)(self._copy_weight)
-            shared.wait()
-            pl.loop(0, begun)(functools.partial(self._copy_x, x_gmem))
 
-        @pl.loop(begun, self.steps)
+        @pl.loop(0, self.steps)
         def _steps(k: Any) -> None:
             @pl.when(k >= self.stages - 1)
             def _wait() -> None:
                 plgpu.barrier_wait(smem["consumed"].at[lax.rem(k, self.stages)])
 
-            self._copy_weight(k)
-            if x_gmem is not None:
-                self._copy_x(x_gmem, k)
+            # The first of the steps that this copy is of.
+            first = self._place[2] * self.steps + lax.rem(k, self._turns) * self.config.abreast
+            self._copy_weight(k, first)
+            if self.config.x == "copied":
+                self._copy_x(k, first)
 
-    def _copy_weight(self, k: Any) -> None:
-        """Copy the codes of a step, and with those of the first of several their scales."""
-        (_, codes_gmem, scales_gmem, *_), smem, together = self.gmem, self.smem, self.config.scale_steps
-        columns, first, slot = owned.step_of(self.form) // 2, self._place[2] * self.steps, lax.rem(k, self.stages)
-        outputs, filled = pl.ds(self._first_output, self.config.height), smem["filled"].at[slot]
-        block = codes_gmem.at[outputs, pl.ds((first + k) * columns, columns)]
+    def _copy_weight(self, k: Any, first: Any) -> None:
+        """Copy the codes of a turn, and with those of the first of several their scales."""
+        (_, codes_gmem, scales_gmem, *_), smem = self.gmem, self.smem
+        abreast, together, slot = self.config.abreast, self.config.scale_steps, lax.rem(k, self.stages)
+        columns, filled = owned.step_of(self.form) // 2, smem["filled"].at[slot]
+        outputs = pl.ds(self._outputs(lax.div(k, self._turns)), self.config.pass_height)
+        block = codes_gmem.at[outputs, pl.ds(first * columns, abreast * columns)]
         plgpu.copy_gmem_to_smem(block, smem["codes"].at[slot], filled)
 
         def _scales() -> None:
-            group, columns = lax.div(k, together), owned.BLOCKS * together
-            block = scales_gmem.at[outputs, pl.ds((lax.div(first, together) + group) * columns, columns)]
-            plgpu.copy_gmem_to_smem(block, smem["scales"].at[lax.rem(group, self.config.scale_buffers)], filled)
+            buffer, count = lax.rem(lax.div(k, together), self.config.scale_buffers), together * abreast
+            block = scales_gmem.at[outputs, pl.ds(lax.div(first, count) * count * BLOCKS, count * BLOCKS)]
+            plgpu.copy_gmem_to_smem(block, smem["scales"].at[buffer], filled)
 
         if self.config.prefetch:
             self._prefetch(first, k)
-        # With every step there is an arrival, so that those who wait need not branch.
+        # With every turn there is an arrival, so that those who wait need not branch.
         lax.cond(lax.rem(k, together) == 0, _scales, lambda: plgpu.barrier_arrive(filled))
 
-    def _copy_x(self, x_gmem: Any, k: Any) -> None:
-        step, slot = owned.step_of(self.form), lax.rem(k, self.stages)
-        block = x_gmem.at[self._band, pl.ds((self._place[2] * self.steps + k) * step, step)]
-        plgpu.copy_gmem_to_smem(block, self.smem["x"].at[slot], self.smem["filled"].at[slot])
+    def _copy_x(self, k: Any, first: Any) -> None:
+        step, abreast, slot = owned.step_of(self.form), self.config.abreast, lax.rem(k, self.stages)
+        for i in range(abreast):
+            block = self.gmem[0].at[self._band, pl.ds((first + i) * step, step)]
+            plgpu.copy_gmem_to_smem(block, self.smem["x"].at[slot * abreast + i], self.smem["filled"].at[slot])
 
     def _prefetch(self, first: Any, k: Any) -> None:
         """Have the cache ask for what is copied some steps behind k: of a row 256 bytes of codes and 128 of scales."""
-        outputs = pl.ds(self._first_output, self.config.height)
+        outputs = pl.ds(self._outputs(0), self.config.height)
 
         def ask(source: Any, of_step: int, size: int) -> None:
             every = size // of_step
-            at = k + max(every, self.config.prefetch // every * every)
+            ahead = max(every, self.config.prefetch // every * every)
 
-            @pl.when((lax.rem(k, every) == 0) & (at + every <= self.steps))
+            @pl.when((lax.rem(k, every) == 0) & (k + ahead + every <= self.steps))
             def _ask() -> None:
-                plgpu.async_prefetch(source.at[outputs, pl.ds((first + at) * of_step, size)])
+                plgpu.async_prefetch(source.at[outputs, pl.ds((first + ahead) * of_step, size)])
 
         ask(self.gmem[1], owned.step_of(self.form) // 2, 256)
-        ask(self.gmem[2], owned.BLOCKS, 128)
+        ask(self.gmem[2], BLOCKS, 128)
 
     def consume(self) -> None:
         """Decode and multiply the steps of 64 outputs, and write them: the work of each other warpgroup."""
         self._hand_over(self.config.registers[1], "increase")
         if self.config.x == "rounded":
             rounded.round_rows(self.gmem[0], self._place[2] * self.steps, self.smem, self._meet)
-        if self.config.x == "shared":
-            _, values, scales = self.made
-            shared.round_rows(self.gmem[0], values, scales, self.smem["largest"], functools.partial(self._meet, 0))
-            shared.arrive()
-            shared.wait()
         plgpu.barrier_wait(self.smem["ready"])
-        sums = plgpu.ACC((ROWS, self.rows), jnp.float32)
-        places = owned.place(self.form), owned.scale_place(self.config.scale_steps)
-        pl.run_scoped(functools.partial(self._multiply, places), sums)
+        tiles = self.smem["codes"].shape[-1] // CHUNK_BYTES
+        places = owned.place(self.form, tiles), owned.scale_place(self.config.abreast * self.config.scale_steps)
+
+        @pl.loop(0, self.config.abreast)
+        def _passes(of_pass: Any) -> None:
+            multiply = functools.partial(self._multiply, places, of_pass)
+            pl.run_scoped(multiply, plgpu.ACC((ROWS, self.rows), jnp.float32))
 
     def _meet(self, time: int) -> None:
         plgpu.barrier_arrive(self.smem["met"].at[time])
         plgpu.barrier_wait(self.smem["met"].at[time])
 
-    def _multiply(self, places: Any, acc: Any) -> None:
-        warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
+    def _multiply(self, places: Any, of_pass: Any, acc: Any) -> None:
+        warpgroup, x_smem, abreast = lax.axis_index("warpgroup"), self.smem["x"], self.config.abreast
+        group, which = lax.div(warpgroup, abreast), lax.rem(warpgroup, abreast)
         step, width = owned.step_of(self.form), CHUNK_BYTES // x_smem.dtype.itemsize
 
-        @pl.loop(0, self.steps)
-        def _steps(k: Any) -> None:
+        @pl.loop(0, self._turns)
+        def _turns(turn: Any) -> None:
+            k = of_pass * self._turns + turn
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
-            operand = self._operand(k, warpgroup * ROWS, places)
-            x = x_smem.at[k if self.config.x == "rounded" else slot]
+            operand = self._operand(k, group * ROWS, which, places)
+            x = x_smem.at[(turn if self.config.x == "rounded" else slot) * abreast + which]
             for chunk in range(step // width):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * width, width)].T)
                 # One product runs while the next operand is decoded; that before has read its registers.
@@ -349,12 +290,29 @@ class _Block:
                     self._release(k - 1)
 
         plgpu.wgmma_wait(0)
-        outputs, out_gmem = pl.ds(self._first_output + warpgroup * ROWS, ROWS), self.made[0]
-        sums = acc[...] * self._factors() if len(self.gmem) == _OPERANDS else acc[...]
+        outputs = pl.ds(self._outputs(of_pass) + group * ROWS, ROWS)
+        if abreast == 1:
+            self._write(outputs, group, acc[...])
+            return
+
+        @pl.when(which > 0)
+        def _hand_on() -> None:
+            abreast_sums.write(self.smem["others"].at[which - 1, group], acc[...])
+
+        self._meet(2)
+
+        @pl.when(which == 0)
+        def _add() -> None:
+            others = [self.smem["others"].at[i, group] for i in range(abreast - 1)]
+            self._write(outputs, group, abreast_sums.add(acc[...], others))
+
+    def _write(self, outputs: Any, group: Any, sums: Any) -> None:
+        """Write sums of 64 outputs."""
+        scaled = sums * self._factors() if len(self.gmem) == _OPERANDS else sums
         if self.smem["out"] is None:
-            out_gmem[self._place[2], outputs, self._band] = sums
+            self.out_gmem[self._place[2], outputs, self._band] = scaled
         else:
-            transposed.store(sums, self.smem["out"].at[warpgroup], out_gmem.at[self._band, outputs])
+            transposed.store(scaled, self.smem["out"].at[group], self.out_gmem.at[self._band, outputs])
 
     def _release(self, k: Any) -> None:
         """Give the buffers of a step back.
@@ -370,20 +328,21 @@ class _Block:
             return factors[0] * jnp.float32(decode.FACTOR[self.form])
         copied = self.config.x == "copied"
         # Straight from memory, which "optimized" loads, made for swizzled shared memory, refuse.
-        rounded_here = self.made[-1] if self.config.x == "shared" else self.smem["scales_of_rows"]
-        of_rows = factors.at[self._band] if copied else rounded_here
+        of_rows = factors.at[self._band] if copied else self.smem["scales_of_rows"]
         found = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         found = found if copied else found * (factors[0] * jnp.float32(1 / decode_fp8.FACTOR))
         return lax.broadcast_in_dim(found, (ROWS, self.rows), (1,))
 
-    def _operand(self, k: Any, first_row: Any, places: Any) -> Any:
-        """A function of the chunk: the weight's values of a step as the dtype of x."""
+    def _operand(self, k: Any, first_row: Any, which: Any, places: Any) -> Any:
+        """A function of the chunk: the weight's values of one of the steps of a turn as the dtype of x."""
         own, table, (place, scale_place) = pl.ds(first_row, ROWS), self.smem["table"], places
-        together, buffers = self.config.scale_steps, self.config.scale_buffers
+        abreast, together, buffers = self.config.abreast, self.config.scale_steps, self.config.scale_buffers
         scales_smem = self.smem["scales"].at[lax.rem(lax.div(k, together), buffers), own]
-        within = (owned.BLOCKS * lax.rem(k, together)).astype(jnp.uint32)
+        within = (BLOCKS * (abreast * lax.rem(k, together) + which)).astype(jnp.uint32)
         scales = owned.load_scales(scales_smem, scale_place ^ within)
         codes = self.smem["codes"].at[lax.rem(k, self.stages), own]
+        if abreast > 1:
+            place = place + (owned.TILE_BYTES * which).astype(jnp.uint32)
         if self.smem["x"].dtype == jnp.float8_e4m3fn:
             return decode_fp8.decode(place, codes, scales, table)
         return decode.decode(self.form, place, codes, scales, table)

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.fp4_matmul import reference, unpacked
 from pallas_kernels.fp4_matmul.parts import on_each_device
 from pallas_kernels.fp4_matmul.reference import Activation, Options
+from pallas_kernels.fp4_matmul.sizes import ROWS, Config
 from pallas_kernels.hopper.plan import reject_here
 from pallas_kernels.operands import Fp4, Operand, Row
 from pallas_kernels.partition import device_count
@@ -21,7 +21,6 @@ from pallas_kernels.partition import device_count
 # 232 and 401 us at m = 128, 256 and 512, and XLA 317, 373 and 504. In E4M3 the kernel is as fast as a product of E4M3
 # that is unpacked already, so that nothing is gained by unpacking.
 MOST_ROWS: dict[Activation, float] = {"bfloat16": 512, "float8_e4m3fn": math.inf}
-ROWS = 64
 _SHARED_BYTES = 228_000
 # Rows of x that every block rounds for itself, in the place of a kernel before, and how many values it may read and
 # round for that: on an H200 28672 x 8192 gains 7 and 3 % at m = 1 and 2 and loses 2 at 4, where 14336 x 4096 and
@@ -30,9 +29,11 @@ _ROUNDED_BY_BLOCKS, _ROUNDED_VALUES = 4, 48 * 1024
 # Steps whose scales come in one copy where E4M3 has at most so many rows: 64 bytes of a row are asked for, and not 16.
 # On an H200 that is 1 to 3 %; eight are not faster than four, more rows and BF16 are slower.
 _SCALE_STEPS, _FEW_ROWS = (4, 2, 1), 16
-# Blocks of a cluster, which round one or two rows each for all of them, and the part of the chip that clusters may
-# fill: 6 / 7 find a place at once, as its groups have 16 or 18 multiprocessors. None do until this is timed as it is.
-_MEMBERS, _IN_CLUSTERS = 8, 0.0
+# Steps of k that are copied together where E4M3 has at most `_FEW_ROWS`: memory is then asked for 256 bytes of a row.
+# Copies alone of 28672 x 8192 take 45.5 us on an H100 in the place of 47.4, four steps no less. Rows of x are read once
+# more for it, and their sums are added in another order, so that BF16, whose rows have the same bits beside any others,
+# does not.
+_ABREAST = 2
 # Of a ring that has room for two steps the cache asks this many steps ahead: at m = 256 112 us on an H200, and 120
 # without. Where several bands read the same codes it costs 4 to 11 %, and rings of four steps lose 10 to 40.
 _PREFETCH = 4
@@ -73,7 +74,7 @@ def _step(scaling: Any) -> int:
     return 16 * scaling.block
 
 
-def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
+def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Config | None:
     """The sizes of the kernel for a product, or None where none fit."""
     step = _step(scaling)
     if not 0 < m <= MOST_ROWS[options.activation] or not k or k % step or not n or n % ROWS:
@@ -86,10 +87,9 @@ def choose(options: Options, scaling: Any, m: int, k: int, n: int) -> Any:
     return next(iter(whole or fit), None)
 
 
-def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: int) -> Any:
+def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: int) -> Config | None:
     """The sizes with so many warpgroups, or None where registers or shared memory do not suffice."""
     from pallas_kernels.fp4_matmul import transposed
-    from pallas_kernels.fp4_matmul.kernel import Config
 
     places, tiles, limits = max(1, device_cores(132)), n // (ROWS * warpgroups), _BANDS[options.activation]
     bands, rows = min((_bands(m, most) for most in limits), key=lambda band: _rounds(tiles * band[0], places, band[1]))
@@ -105,33 +105,42 @@ def _sized(options: Options, m: int, steps: int, n: int, step: int, warpgroups: 
     if options.activation == "bfloat16":
         return config
     if rows <= _FEW_ROWS:
-        return _with_wide_scales(config, steps // splits, step, _SHARED_BYTES - of_output - stages * of_rows)
+        room = _SHARED_BYTES - of_output - _ABREAST * stages * of_rows - _of_sums(config, rows)
+        abreast = dataclasses.replace(config, abreast=_ABREAST)
+        if abreast.serves_abreast(steps // splits) and abreast.weight_bytes(step) <= room:
+            config = abreast
+        return _with_wide_scales(config, steps // splits, step, room)
     return dataclasses.replace(config, prefetch=_PREFETCH) if stages == 2 and bands == 1 else config
 
 
-def _with_wide_scales(config: Any, steps: int, step: int, room: int) -> Any:
-    """The same sizes with scales of as many steps in a copy as divide a block's steps and have room."""
-    wide = [dataclasses.replace(config, scale_steps=count) for count in _SCALE_STEPS if steps % count == 0]
+def _of_sums(config: Config, rows: int) -> int:
+    """Of shared memory, what sums take that warpgroups add: those of all but the first of `_ABREAST`."""
+    return config.height // _ABREAST * (_ABREAST - 1) * rows * 4
+
+
+def _with_wide_scales(config: Config, steps: int, step: int, room: int) -> Config:
+    """The same sizes with scales of as many turns in a copy as divide a block's and have room."""
+    turns = steps // config.abreast
+    wide = [dataclasses.replace(config, scale_steps=count) for count in _SCALE_STEPS if turns % count == 0]
     return next((each for each in wide if each.weight_bytes(step) <= room), wide[-1])
 
 
-def rounding(config: Any, options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int) -> Any:
-    """The same sizes for blocks that round x themselves or for each other, where its rows are few; else those given."""
-    from pallas_kernels.fp4_matmul import decode_fp8, rounded, shared
+def rounding(config: Config, options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int) -> Config:
+    """The same sizes for blocks that round x themselves, where its rows are few; else those given."""
+    from pallas_kernels.fp4_matmul import decode_fp8, rounded
 
     (m, k), step, part = x.shape, decode_fp8.STEP, x.shape[1] // config.splits
-    if m > _FEW_ROWS or x.dtype != jnp.bfloat16:
+    if (
+        m > _ROUNDED_BY_BLOCKS
+        or m * (k + part) > _ROUNDED_VALUES
+        or not rounded.serves(part)
+        or x.dtype != jnp.bfloat16
+    ):
         return config
     of_output = rounded.ROWS * config.height * options.out_dtype.itemsize if config.splits == 1 else 0
-    room = _SHARED_BYTES - rounded.ROWS * part - of_output
+    room = _SHARED_BYTES - rounded.ROWS * part - of_output - _of_sums(config, rounded.ROWS)
     found = _with_wide_scales(dataclasses.replace(config, x="rounded"), part // step, step, room)
-    few = m <= _ROUNDED_BY_BLOCKS and m * (k + part) <= _ROUNDED_VALUES
-    if few and rounded.serves(part) and found.weight_bytes(step) <= room:
-        return found
-    blocks, most = n // config.height * config.splits, _IN_CLUSTERS * max(1, device_cores(132))
-    fits = shared.serves(_padded(m, config), k, _MEMBERS, config.warpgroups) and part >= config.stages * step
-    together = blocks % _MEMBERS == 0 and blocks <= most and fits
-    return dataclasses.replace(config, x="shared", members=_MEMBERS) if together else config
+    return found if found.weight_bytes(step) <= room else config
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
@@ -153,24 +162,24 @@ def _rounds(blocks: int, places: int, rows: int) -> int:
     return -(-blocks // places) * (rows + 27)
 
 
-def _padded(m: int, config: Any) -> int:
+def _padded(m: int, config: Config) -> int:
     """Rows of x with those of zeros that its blocks read."""
     rows = config.rows or 8
     return -(-m // rows) * rows
 
 
-def configure(options: Options, x: jax.Array, w: Operand) -> Any:
+def configure(options: Options, x: jax.Array, w: Operand) -> Config | None:
     """The sizes of this product."""
     n, k = w.shape
     return choose(options, w.scaling, math.prod(x.shape[:-1]), k, n)
 
 
-def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None) -> jax.Array:
+def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Config | None = None) -> jax.Array:
     """The product, see `api.fp4_matmul`; a device's part that no sizes fit is multiplied by XLA."""
     # Imported where it is used: a second that a program without this kernel need not pay, and needs jax 0.11.
     from pallas_kernels.fp4_matmul import decode, decode_fp8, ordered_rows
 
-    def chosen_for(x: jax.Array, w: Operand) -> Any:
+    def chosen_for(x: jax.Array, w: Operand) -> Config | None:
         return config or choose(options, w.scaling, x.shape[0], *w.shape[::-1])
 
     def in_bfloat16(options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
@@ -182,7 +191,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
     ) -> jax.Array:
         rows, chosen = None if scale is None else Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
         if chosen is None:
-            return unpacked.in_fp8(options, rows or reference.quantize_rows(x), w)
+            return unpacked.in_fp8(options, rows or unpacked.quantize_rows(x), w)
         if config is None and rows is None:
             chosen = rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
@@ -195,11 +204,11 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: Any = None
     if device_count() == 1 and ordered_rows.serves(x.shape[-1]):
         return on_each_device(in_fp8, options, x, w, arrays)
     # Rounded before devices have parts of a row, whose scale is found from all of it.
-    rows = reference.quantize_rows(x)
+    rows = unpacked.quantize_rows(x)
     return on_each_device(in_fp8, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
 
 
-def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
+def _in_bfloat16(config: Config, options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
     from pallas_kernels.fp4_matmul import decode, kernel
 
     scaling = w.scaling
@@ -207,7 +216,7 @@ def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table:
     m = x.shape[0]
     rows = jnp.pad(x.astype(jnp.bfloat16), ((0, _padded(m, config) - m), (0, 0)))
     ordered = decode.permuted(rows, scaling.format)
-    call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, _scale_bytes(w), table)
+    call = functools.partial(kernel.call, config, scaling.format, ordered, w.values, reference.scale_bytes(w), table)
     if config.splits == 1:
         factor = jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1)
         return call(factor, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
@@ -215,7 +224,7 @@ def _in_bfloat16(config: Any, options: Options, x: jax.Array, w: Operand, table:
     return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
 
 
-def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array) -> jax.Array:
+def _in_fp8(config: Config, options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array) -> jax.Array:
     """The product of the rows of x, which may be rounded already."""
     from pallas_kernels.fp4_matmul import decode_fp8, kernel, ordered_rows
 
@@ -231,7 +240,7 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
         rows, factors = ordered_rows.ordered(x, count, outer)
     # 256 values are the most that a dimension of a copy has.
     tables = table.reshape(2, 256)
-    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, _scale_bytes(w), tables, factors)
+    call = functools.partial(kernel.call, config, "nvfp4", rows, w.values, reference.scale_bytes(w), tables, factors)
     if config.splits == 1:
         return call(jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     return _added(call()).T[:m].astype(options.out_dtype)
@@ -240,13 +249,3 @@ def _in_fp8(config: Any, options: Options, x: jax.Array | Operand, w: Operand, t
 def _added(sums: jax.Array) -> jax.Array:
     """One after the other, so that a row has the same bits whatever is multiplied beside it."""
     return sum(sums[1:], sums[0])
-
-
-def _scale_bytes(w: Operand) -> jax.Array:
-    """The bytes of the scales of every row, uint8 `[n, k / block]`."""
-    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), w.scaling
-    assert isinstance(scaling, Fp4), "api checked it"
-    if scaling.tile == "square":
-        # A square's scale is read by every row of it: the kernel wants it once a row, 0.5 bits a value more.
-        scales = jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
-    return scales

@@ -15,15 +15,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from pallas_kernels.fp4_matmul.sizes import BLOCKS
+
 Form = Literal["nvfp4", "mxfp4"]
-# A step has as many, whose scales are the 16 bytes of a row that are copied at least.
-BLOCKS = 16
 # Codes in shared memory, with the widest swizzle.
 CODES = plgpu.RefType((plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128)))
 
-# Where the codes of thread $1 of a warpgroup are. 16 bytes lie where the lowest bits of their row say, so that the 8
-# threads that read at a time do so from all banks. A row of NVFP4 is 128 bytes of a step, and one of MXFP4 256, the
-# second half of which lies behind 8 rows of the first.
+# 8 rows of 128 bytes, behind which lie the same rows' next ones.
+TILE_BYTES = 1024
+# Where the codes of thread $1 of a warpgroup are, in rows of $2 bytes. 16 bytes lie where the lowest bits of their row
+# say, so that the 8 threads that read at a time do so from all banks. A step of NVFP4 is a tile wide, and one of MXFP4
+# two.
 _PLACE = """{{.reg .b32 low, warp, quarter, unit;
 and.b32 quarter, $1, 3;
 shr.u32 low, $1, 2;
@@ -34,13 +36,13 @@ and.b32 warp, warp, 0x30;
 xor.b32 unit, unit, low;
 mul.lo.u32 unit, unit, 16;
 mad.lo.u32 $0, low, 128, unit;
-mad.lo.u32 $0, warp, {width}, $0;
+mad.lo.u32 $0, warp, $2, $0;
 {half}}}"""
 PLACES: dict[Form, str] = {
-    "nvfp4": _PLACE.format(unit="mul.lo.u32 unit, quarter, 2;", width=128, half=""),
+    "nvfp4": _PLACE.format(unit="mul.lo.u32 unit, quarter, 2;", half=""),
     "mxfp4": _PLACE.format(
-        unit="and.b32 unit, quarter, 1;\nmul.lo.u32 unit, unit, 4;", width=256,
-        half="shr.u32 quarter, quarter, 1;\nmad.lo.u32 $0, quarter, 1024, $0;\n",
+        unit="and.b32 unit, quarter, 1;\nmul.lo.u32 unit, unit, 4;",
+        half=f"shr.u32 quarter, quarter, 1;\nmad.lo.u32 $0, quarter, {TILE_BYTES}, $0;\n",
     ),
 }  # fmt: skip
 # Where the scales of thread $1's first row are, of the first of as many steps as rows of $2 bytes have: units of 16
@@ -77,9 +79,10 @@ def step_of(form: Form) -> int:
     return BLOCKS * (16 if form == "nvfp4" else 32)
 
 
-def place(form: Form) -> jax.Array:
-    """Where a thread finds its codes: once for all steps."""
-    return in_registers(lambda context: together(words(1, [mgpu.utils.thread_idx()], PLACES[form])), layout=SINGLE)()
+def place(form: Form, tiles: int) -> jax.Array:
+    """Where a thread finds its codes in rows of so many tiles: once for all steps."""
+    make = lambda: words(1, [mgpu.utils.thread_idx(), constant(128 * tiles)], PLACES[form])
+    return in_registers(lambda context: together(make()), layout=SINGLE)()
 
 
 def scale_place(steps: int) -> jax.Array:
@@ -125,9 +128,14 @@ def scale_words(steps: int, place: Any, scales: Any) -> list[Any]:
     return words(2, [scales, place], _LOAD_SCALES.format(below=128 * steps), effects=True)
 
 
-def code_words(form: Form, unit: int, place: Any, codes: Any) -> list[Any]:
-    """32 codes of row r, four words, and of row r + 8: those of a unit of 16 bytes."""
-    text = _LOAD_CODES.format(below=1024 if form == "nvfp4" else 2048)
+def tiles_of(codes: Any) -> int:
+    """How many tiles a row of codes in shared memory has."""
+    return int(ir.MemRefType(codes.type).shape[1])
+
+
+def code_words(tiles: int, unit: int, place: Any, codes: Any) -> list[Any]:
+    """32 codes of row r, four words, and of row r + 8: those of a unit of 16 bytes in rows of so many tiles."""
+    text = _LOAD_CODES.format(below=TILE_BYTES * tiles)
     return words(8, [codes, place, constant(16 * unit)], text, effects=True)
 
 

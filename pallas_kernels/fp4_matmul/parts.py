@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import has_explicit_axes
-from pallas_kernels.fp4_matmul import reference, unpacked
+from pallas_kernels.fp4_matmul import unpacked
 from pallas_kernels.fp4_matmul.reference import Options
 from pallas_kernels.operands import Fp4, Operand
 from pallas_kernels.partition import BlocksOf, partitioned
@@ -27,7 +27,7 @@ def by_xla(options: Options, x: jax.Array, w: Operand) -> jax.Array:
         return unpacked.fp4_matmul(options, Operand(x, scale, scaling=rows.scaling), w)
 
     # Rounded before devices have parts of a row, whose scale is found from all of it.
-    rows = reference.quantize_rows(x)
+    rows = unpacked.quantize_rows(x)
     return on_each_device(of_rows, options, rows.values, w, {"scale": ("m", rows.scale)})
 
 

@@ -65,6 +65,16 @@ def _of_bytes(scaling: Fp4, scale: jax.Array, n: int) -> jax.Array:
     return jnp.broadcast_to(wide[:, :, None], (*wide.shape, scaling.block // 2)).reshape(n, -1)
 
 
+def scale_bytes(w: Operand) -> jax.Array:
+    """The bytes of the scales of every row, uint8 `[n, k / block]`."""
+    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), w.scaling
+    assert isinstance(scaling, Fp4), "api checked it"
+    if scaling.tile == "square":
+        # A square's scale is read by every row of it: kernels want it once a row, 0.5 bits a value more.
+        scales = jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
+    return scales
+
+
 # Of x in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
 ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
 

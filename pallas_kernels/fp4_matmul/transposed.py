@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Outputs of a warpgroup.
-ROWS = 64
+from pallas_kernels.fp4_matmul.sizes import ROWS
+
 # The widest swizzle.
 CHUNK_BYTES = 128
 

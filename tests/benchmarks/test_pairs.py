@@ -20,7 +20,7 @@ from tests.helpers import decibels
 
 
 def row(name, seed, loss, *, variants=original.VARIANTS):
-    return pairs.Row(name, seed, loss, loss, loss, None, 1.0, repr(variants[name]), "")
+    return pairs.Row(name, seed, loss, loss, loss, None, 1.0, repr(variants[name]), **common.origin_of_row())
 
 
 def test_ratios_are_of_one_seed():

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import fp4
 from pallas_kernels.fp4_matmul import mosaic, reference
 from pallas_kernels.fp4_matmul.api import fp4_matmul
+from pallas_kernels.fp4_matmul.sizes import Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.weights.fp4 import quantize_fp4
 
@@ -105,8 +106,10 @@ def test_every_scale_times_every_code_goes_through_the_kernel_in_e4m3(n, first):
     np.testing.assert_allclose(y[~broken], expected[~broken, first : first + 256], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (256, 2048), (384, 1536), (1024, 14336), (33792, 512)])
-@pytest.mark.parametrize("m", [1, 33, 128, 256])
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 256), (256, 2048), (384, 1536), (1024, 14336), (33792, 512), (28672, 2048), (14336, 2560)]
+)
+@pytest.mark.parametrize("m", [1, 12, 33, 128, 256])
 def test_products_in_e4m3_are_those_of_an_unpacked_weight(n, k, m):
     q, x = operands(FOLDS, n, k)
     x = x[:m].astype(jnp.bfloat16)
@@ -138,28 +141,25 @@ def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
     assert np.isnan(by_blocks[-1]).all() == (m == 5) and np.isfinite(by_blocks[:1]).all()
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "members", "dtype"),
-    [
-        (28672, 1024, 8, "bfloat16"),
-        (14336, 2304, 8, "float32"),
-        (28672, 1280, 4, "float32"),
-        (8192, 4096, 2, "float32"),
-    ],
-)
-@pytest.mark.parametrize("m", [1, 5, 8, 12, 16])
-def test_blocks_of_a_cluster_round_rows_for_each_other(n, k, members, dtype, m):
-    q, x = operands(FOLDS, n, k)
-    x = x[:m].astype(jnp.bfloat16).at[m - 1, 3].set(jnp.inf if m == 5 else 7.0).at[0, 0].set(1e-39)
-    options = reference.Options(jnp.dtype(dtype), "float8_e4m3fn")
-    copied = mosaic.choose(options, FOLDS, m, k, n)
-    run = functools.partial(mosaic.fp4_matmul, options)
-    shared, before = (
-        np.asarray(jax.jit(functools.partial(run, config=config))(x, q).astype(jnp.float32))
-        for config in (dataclasses.replace(copied, x="shared", members=members), copied)
-    )
-    np.testing.assert_array_equal(shared, before)
-    assert np.isnan(shared[-1]).all() == (m == 5) and np.isfinite(shared[: m - 1]).all()
+@pytest.mark.parametrize("how", ["copied", "rounded"])
+@pytest.mark.parametrize(("n", "abreast"), [(14336, 2), (28672, 2), (28672, 4)])
+def test_every_scale_times_every_code_goes_through_warpgroups_abreast(n, abreast, how):
+    k, m = 4096, 8
+    codes = np.tile(np.arange(16, dtype=np.uint8), (n, k // 16))
+    scale = np.repeat(np.arange(n).astype(np.uint8)[:, None], k // 16, axis=1)
+    scale = jax.lax.bitcast_convert_type(jnp.asarray(scale), jnp.float8_e4m3fn)
+    w = Operand(fp4.pack(jnp.asarray(codes)), scale, scaling=FOLDS, outer=jnp.float32(1))
+    decoded = np.asarray(reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)[:256].astype(jnp.float32) * 8, np.float64)
+    broken = np.isnan(decoded[:, 0])
+    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
+    config = Config(4 if n == 28672 else 2, x=how, scale_steps=2, abreast=abreast)
+    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=config))
+    for first in range(0, k, 264):  # at places of all steps
+        x = jnp.zeros((m, k), jnp.bfloat16).at[jnp.arange(m), first + jnp.arange(m)].set(1)
+        y = np.asarray(run(x, w), np.float64).reshape(m, n // 256, 256).transpose(1, 2, 0)
+        assert np.isnan(y[:, broken]).all()
+        expected = np.broadcast_to(decoded[~broken, first : first + m], y[:, ~broken].shape)
+        np.testing.assert_allclose(y[:, ~broken], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("change", [{"scale_steps": 1}, {"scale_steps": 2}, {"prefetch": 2}], ids=str)
@@ -202,8 +202,6 @@ def test_leading_axes_bfloat16_and_squares_in_e4m3():
 @pytest.mark.parametrize("sizes", [(4, 3, 1), (4, 2, 4), (2, 4, 1), (2, 3, 28), (1, 6, 56), (1, 2, 7)], ids=str)
 @pytest.mark.parametrize("m", [48, 96])
 def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
-    from pallas_kernels.fp4_matmul.kernel import Config
-
     q, x = operands(FOLDS, 1024, 14336)
     options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
     run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=Config(*sizes)))
@@ -216,8 +214,6 @@ def test_no_size_of_the_kernel_changes_what_it_computes(sizes, m):
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("m", [8, 64])
 def test_products_and_sums_of_parts_of_k_are_alike(scaling, m):
-    from pallas_kernels.fp4_matmul.kernel import Config
-
     q, x = operands(scaling, 512, 2048)
     x, options = x[:m].astype(jnp.bfloat16), reference.Options(jnp.dtype(jnp.bfloat16))
     whole, parts = (
@@ -226,6 +222,24 @@ def test_products_and_sums_of_parts_of_k_are_alike(scaling, m):
     )
     # Blocks with all of k and with parts of it add float32 in another order, which may round the other way.
     np.testing.assert_allclose(whole, parts, rtol=2.0**-7, atol=1e-5 * float(jnp.abs(parts).max()))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (144, 320), (4096, 1024)])
+def test_a_weight_is_unpacked_as_the_definition_says(n, k, turned):
+    from pallas_kernels.fp4_matmul import unpacking
+
+    codes = jax.random.bits(jax.random.key(0), (n, k // 2), jnp.uint8)
+    scale = jax.lax.bitcast_convert_type(jnp.arange(n * k // 16).reshape(n, -1).astype(jnp.uint8), jnp.float8_e4m3fn)
+    w = Operand(codes, scale, scaling=FOLDS)
+    assert unpacking.serves(w)
+    got = np.asarray(jax.jit(functools.partial(unpacking.unpack, turned=turned))(w)).view(np.uint8)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        expected = np.asarray(reference.decode(jax.tree.map(np.asarray, w), jnp.float8_e4m3fn, 2.0**-3)).view(np.uint8)
+    expected = expected.T if turned else expected
+    broken = expected & 127 == 127
+    np.testing.assert_array_equal(got[~broken], expected[~broken])
+    assert (got[broken] & 127 == 127).all() and broken.any()
 
 
 @pytest.mark.parametrize("scaling", [FOLDS, Fp4(tile="square", rule="fold_exact")], ids=str)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
 from pallas_kernels.fp4_matmul import (
+    abreast_sums,
     decode,
     decode_fp8,
     kernel,
@@ -22,10 +24,11 @@ from pallas_kernels.fp4_matmul import (
     owned,
     reference,
     rounded,
-    shared,
     unpacked,
+    unpacking,
 )
 from pallas_kernels.fp4_matmul.api import fp4_matmul
+from pallas_kernels.fp4_matmul.sizes import COPYING, Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
 from tcfp_jax.weights.fp4 import datatype_of, quantize_fp4
@@ -133,11 +136,12 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype", "together", "which"),
-    [("nvfp4", "bfloat16", 1, 0), ("mxfp4", "bfloat16", 1, 0), ("nvfp4", "float8_e4m3fn", 1, 0)]
-    + [("nvfp4", "float8_e4m3fn", together, together - 1) for together in (2, 4, 8)],
+    ("form", "dtype", "together", "which", "tiles"),
+    [("nvfp4", "bfloat16", 1, 0, 1), ("mxfp4", "bfloat16", 1, 0, 2), ("nvfp4", "float8_e4m3fn", 1, 0, 1)]
+    + [("nvfp4", "float8_e4m3fn", together, together - 1, 1) for together in (2, 4, 8)]
+    + [("nvfp4", "float8_e4m3fn", 8, 5, 2), ("nvfp4", "bfloat16", 4, 2, 4)],
 )
-def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, together, which, monkeypatch):
+def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, together, which, tiles, monkeypatch):
     module, block = (decode if dtype == "bfloat16" else decode_fp8), 16 if form == "nvfp4" else 32
     table = (decode.table(form) if module is decode else decode_fp8.table()).view(np.uint8)
     rng, rows, step = np.random.default_rng(0), 64, owned.step_of(form)
@@ -145,10 +149,11 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, togethe
     scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (rows, 16), np.uint8)
     # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales of
     # several steps, with a swizzle as wide as they are (PTX ISA, "Swizzling modes"); and the table.
-    units = np.empty((rows // 8, step // 256, 8, 8, 16), np.uint8)
-    low = np.arange(8)[:, None]
-    tiles = codes.reshape(rows // 8, 8, step // 256, 8, 16).transpose(0, 2, 1, 3, 4)
-    units[:, :, low, np.arange(8) ^ low] = tiles
+    # Where steps lie abreast, those of this thread's warpgroup are the last ones.
+    units = np.full((rows // 8, tiles, 8, 8, 16), 255, np.uint8)
+    low, own = np.arange(8)[:, None], step // 256
+    laid_codes = codes.reshape(rows // 8, 8, own, 8, 16).transpose(0, 2, 1, 3, 4)
+    units[:, tiles - own :, low, np.arange(8) ^ low] = laid_codes
     laid = np.full((rows, together, 16), 255, np.uint8)
     moved = which ^ np.arange(rows) // (8 // together) % together
     laid[np.arange(rows), moved] = scales
@@ -160,7 +165,8 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, togethe
     monkeypatch.setattr(owned, "constant", np.uint32)
 
     thread = np.arange(128)
-    (of_code,) = run(1, [thread], owned.PLACES[form])
+    (of_code,) = run(1, [thread, 128 * tiles], owned.PLACES[form])
+    of_code = of_code + np.uint32(owned.TILE_BYTES * (tiles - own))
     (of_scale,) = run(1, [thread, *owned.scale_place_of(together)], owned.SCALE_PLACE)
     words = owned.scale_words(together, of_scale ^ np.uint32(16 * which), of_scales)
     # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16" and "m64nNk32": four bytes of k in each register.
@@ -169,10 +175,11 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, togethe
     got = np.empty((rows, step), jnp.dtype(dtype))
     for chunk in range(step // module.CHUNK):
         if module is decode:
-            loaded = owned.code_words(form, chunk // 2, of_code, of_codes)
+            loaded = owned.code_words(tiles, chunk // 2, of_code, of_codes)
             registers = decode.value_words(form, chunk, loaded, of_table, words)
         else:
-            registers = decode_fp8.value_words(chunk, owned.code_words(form, chunk, of_code, of_codes), of_table, words)
+            loaded = owned.code_words(tiles, chunk, of_code, of_codes)
+            registers = decode_fp8.value_words(chunk, loaded, of_table, words)
         for (part, half), word in np.ndenumerate(registers):
             k = module.CHUNK * chunk + 4 * values * part + first_k[:, None] + np.arange(values)
             got[(first_row + 8 * half)[:, None], k] = word[:, None].view(got.dtype).reshape(128, values)
@@ -182,6 +189,24 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, togethe
     expected = (numbers * scale * np.float32(factor)).astype(dtype)
     ordered = decode.permuted(jnp.asarray(expected), form) if module is decode else decode_fp8.permuted(expected)
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("n", "k", "tile"), [(256, 64, "vector"), (48, 192, "vector"), (128, 128, "square")])
+def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
+    scaling, rng = Fp4(tile=tile, rule="fold_exact"), np.random.default_rng(0)
+    codes = rng.integers(0, 256, (n, k // 2), np.uint8)
+    # Each scale byte is there, where there are so many: 127 and 255 are NaN.
+    scale = np.arange(math.prod(scaling.scale_shape((n, k))), dtype=np.uint8).reshape(scaling.scale_shape((n, k)))
+    w = Operand(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), scaling=scaling)
+    assert unpacking.serves(w) and not unpacking.serves(dataclasses.replace(w, values=w.values[:, :-1]))
+    got = unpacking.call(w, jnp.asarray(decode_fp8.table()), turned=turned, interpret=True)
+    expected = quick(functools.partial(unpacking.unpack, turned=turned))(w)
+    got, expected = (np.asarray(array).view(np.uint8) for array in (got, expected))
+    broken = expected & 127 == 127
+    np.testing.assert_array_equal(got[~broken], expected[~broken])
+    assert (got[broken] & 127 == 127).all() and broken.any() == (scale.size > 127)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -243,15 +268,21 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
-def test_a_cluster_writes_rows_where_its_blocks_copy_them():
-    threads = np.arange(128)
-    (at,) = ptx.run(shared._PLACE, 1, [threads], np.zeros(0, np.uint8))
-    ordered = np.asarray(decode_fp8.permuted(jnp.arange(512)[None]))[0]
-    np.testing.assert_array_equal(ordered[at[:, None] + np.arange(4)], 4 * threads[:, None] + np.arange(4))
+def test_sums_are_read_where_the_same_thread_of_another_warpgroup_wrote_them():
+    sums = np.random.default_rng(0).integers(0, 2**32, (5, 128), np.uint32)
+    memory, first = np.full(64 + sums.nbytes, 255, np.uint8), np.uint32(64)
+    for at, words in enumerate(sums):
+        offset = abreast_sums.BYTES * at
+        ptx.run(abreast_sums.WRITE.format(offset=offset), 0, [first, words, np.arange(256, 384)], memory)
+    np.testing.assert_array_equal(memory[64:].view(np.uint32).reshape(sums.shape), sums)
+    for at, words in enumerate(sums):
+        offset = abreast_sums.BYTES * at
+        (got,) = ptx.run(abreast_sums.READ.format(offset=offset), 1, [first, np.arange(128)], memory)
+        np.testing.assert_array_equal(got, words)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded"), (1, "shared")])
+@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded")])
 def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypatch):
     rng = np.random.default_rng(0)
     x, codes = rng.normal(size=(2, 3, 512)).astype(ml_dtypes.bfloat16), rng.integers(0, 256, (64, 256), np.uint8)
@@ -276,7 +307,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 
     monkeypatch.setattr(kernel, "call", call)
     monkeypatch.setattr(mosaic, "device_count", lambda: devices)
-    configs = [kernel.Config(1, splits=splits, x=how) for splits in (1, 2)]
+    configs = [Config(1, splits=splits, x=how) for splits in (1, 2)]
 
     @jax.jit
     def both(x, q):
@@ -290,8 +321,8 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
-    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1, None, "copied", 4)), (128, 28672, (2, 4, 1)),
-     (256, 28672, (2, 2, 1, None, "copied", 1, 4)), (16, 14336, (2, 4, 1, None, "copied", 4)),
+    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1, None, "copied", 4, 0, 2)), (128, 28672, (2, 4, 1)),
+     (256, 28672, (2, 2, 1, None, "copied", 1, 4)), (16, 14336, (2, 4, 1, None, "copied", 4, 0, 2)),
      (16, 8192, (4, 4, 4, None, "copied", 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 4, 16, 128)),
      (257, 28672, (4, 3, 1, 96)), (512, 28672, (2, 4, 1, 128)), (2048, 28672, (2, 2, 1, 256)),
      (512, 192, (1, 4, 8, 128)), (0, 64, None), (64, 96, None)],
@@ -299,31 +330,39 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
-    assert config == (sizes and kernel.Config(*sizes))
+    assert config == (sizes and Config(*sizes))
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "how"),
-    [(1, 28672, 8192, ("rounded", 2, 1)), (2, 28672, 8192, ("rounded", 2, 1)), (4, 28672, 8192, ("shared", 4, 8)),
-     (16, 28672, 8192, ("shared", 4, 8)), (17, 28672, 8192, ("copied", 1, 1)), (16, 14336, 1024, ("shared", 4, 8)),
-     (16, 14336, 768, ("copied", 1, 1)), (16, 28672, 32768, ("shared", 4, 8)), (9, 28672, 34816, ("copied", 4, 1)),
-     (16, 28416, 8192, ("copied", 4, 1)), (4, 8192, 8192, ("rounded", 4, 1)),
-     (5, 8192, 8192, ("copied", 4, 1)), (1, 4096, 14336, ("rounded", 1, 1)), (1, 28672, 16384, ("shared", 4, 8)),
-     (1, 28672, 256, ("copied", 1, 1))],
+    [(1, 28672, 8192, ("rounded", 1, 2)), (2, 28672, 8192, ("rounded", 1, 2)), (4, 28672, 8192, ("copied", 4, 2)),
+     (17, 28672, 8192, ("copied", 1, 1)), (1, 14336, 2048, ("rounded", 4, 2)), (16, 14336, 768, ("copied", 1, 1)),
+     (4, 8192, 8192, ("rounded", 4, 1)), (5, 8192, 8192, ("copied", 4, 1)), (1, 4096, 14336, ("rounded", 1, 1)),
+     (1, 28672, 16384, ("copied", 4, 2)), (1, 28672, 256, ("copied", 1, 1))],
 )  # fmt: skip
-def test_blocks_round_few_rows_themselves_or_for_each_other(m, n, k, how, monkeypatch):
-    monkeypatch.setattr(mosaic, "_IN_CLUSTERS", 6 / 7)
+def test_blocks_round_few_rows_themselves(m, n, k, how):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
     config = mosaic.rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
-    assert (config.x, config.scale_steps, config.members) == how
-    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps, members=1) == chosen
+    assert (config.x, config.scale_steps, config.abreast) == how
+    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps) == chosen
+    step = owned.step_of("nvfp4")
+    held = k // config.splits if config.x == "rounded" else config.abreast * config.stages * step
+    assert config.weight_bytes(step) + 8 * -(-m // 8) * held <= mosaic._SHARED_BYTES
+
+
+def test_no_warpgroup_is_a_pass_ahead_of_one_that_adds_its_sums():
+    # A buffer is filled again when all warpgroups have released it, so that none is more than the buffers ahead.
+    config = Config(4, 4, abreast=2, scale_steps=4)
+    assert [steps for steps in range(1, 25) if config.serves_abreast(steps)] == [8, 16, 24]
+    assert not dataclasses.replace(config, warpgroups=1).serves_abreast(8)
+    assert not dataclasses.replace(config, splits=2).serves_abreast(8)
 
 
 @pytest.mark.parametrize(("stages", "steps"), [*itertools.product([2, 3, 4], [1, 2, 4, 8])])
 def test_a_buffer_of_scales_is_free_before_it_is_filled(stages, steps):
     # Codes of step k have room when step k - stages was multiplied; so were all steps of the scales that lie there.
-    config = kernel.Config(stages=stages, scale_steps=steps)
+    config = Config(stages=stages, scale_steps=steps)
     for k in range(0, 32, steps):
         last_reader = k - (config.scale_buffers - 1) * steps - 1
         assert last_reader <= k - stages
@@ -332,8 +371,8 @@ def test_a_buffer_of_scales_is_free_before_it_is_filled(stages, steps):
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
 def test_registers_that_are_handed_over_exist(warpgroups):
     # A thread that asks for more than its block was started with waits for ever.
-    even, more = kernel.Config(warpgroups).registers
-    assert kernel._COPYING + warpgroups * more <= (warpgroups + 1) * even <= 512 and even % 8 == more % 8 == 0
+    even, more = Config(warpgroups).registers
+    assert COPYING + warpgroups * more <= (warpgroups + 1) * even <= 512 and even % 8 == more % 8 == 0
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
