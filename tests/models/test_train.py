@@ -19,7 +19,7 @@ import pytest
 
 import tcfp_jax
 from models import running, train
-from models.checkpoint import RunDirectory, read_config
+from models.checkpoint import RunDirectory, describe, read_config, write_json
 from models.gpt import MODELS, GPTConfig
 from models.llama import LLAMAS, LlamaConfig
 from models.text import Corpus
@@ -214,6 +214,19 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
     (out / "config.json").write_text(json.dumps(content))
     assert read_config(out) == dataclasses.replace(CONFIG, dtype=CONFIG.compute_dtype)
     assert run(CONFIG, out=out, resume="allowed").heldout_loss == uninterrupted[1].heldout_loss
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("nvfp4", {"tile": "square"}), ("quartet2", {"scale_rule": "amax"}), ("blockwise", {"block": 64})],
+)
+def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
+    custom = tcfp_jax.recipe(name, **change)
+    config = dataclasses.replace(
+        CONFIG, recipe=custom, recipe_schedule=((0.5, "bf16"), (0.75, custom)), dtype="float32"
+    )
+    write_json(tmp_path / "config.json", describe(config, "digest"))
+    assert read_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
