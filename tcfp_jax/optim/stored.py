@@ -68,9 +68,10 @@ def store(
       remainder: what becomes of what rounding leaves: "stochastic", each weight goes to one of its two neighbours so
         that the mean is right; "feedback", a third FP8 tensor keeps it for the next step, three bytes a weight and no
         random bits; "dropped", updates below half a step of the grid are lost.
-      gradient_dtype: of the gradients of stored weights; None for the parameters' own.
+      gradient_dtype: of the gradients of stored weights, floats of 16 bits or more; None for the parameters' own.
 
     Raises:
+      TypeError: a kernel or its gradient would not be real floats, or the gradient of fewer bits than 16.
       ValueError: a recipe without a residual; no kernel among the parameters; parameters that are stored already; a key
         that is missing, or that nothing would use; kernels on a mesh that cuts a block of a scale.
 

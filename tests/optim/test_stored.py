@@ -437,6 +437,14 @@ def test_what_cannot_be_stored_says_why(options, message):
         tcfp_jax.store(given.pop("params"), given.pop("recipe"), **given)
 
 
+@pytest.mark.parametrize(
+    "kernel, gradient", [(jnp.int32, None), (jnp.float32, "float8_e5m2"), (jnp.float32, jnp.int32)]
+)
+def test_gradients_without_a_scale_need_16_bits(kernel, gradient):
+    with pytest.raises(TypeError, match=r"use (the kernel.astype|gradient_dtype=jnp.bfloat16)"):
+        tcfp_jax.store({"kernel": jnp.ones((16, 32), kernel)}, RECIPE, key=KEY, gradient_dtype=gradient)
+
+
 def test_other_wrong_arguments_say_what_to_do():
     params = stored_of()
     with pytest.raises(ValueError, match="stored already"):
