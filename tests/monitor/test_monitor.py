@@ -248,3 +248,19 @@ def test_moments_at_rest():
     assert float(monitor.stale_moments(first, first)["up/kernel"]) == 1
     with pytest.raises(ValueError, match="no second moments"):
         monitor.stale_moments((), ())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "narrow", [tcfp_jax.optim.adamw, lambda lr, key: tcfp_jax.optim.low_precision_moments(optax.adam(lr), key=key)]
+)
+def test_moments_in_eight_bits_are_compared_as_values(narrow, named):
+    kernel = jnp.ones((32, 128))
+    params = {"kernel": kernel} if named else kernel
+    tx = narrow(1e-2, key=jax.random.key(0))
+    first = tx.update(jax.tree.map(lambda w: w * 2.0**-8, params), tx.init(params), params)[1]
+    # v of 2**16 times as much: codes stay, but for the decay of the first, and each scale is another.
+    second = tx.update(params, tx.init(params), params)[1]
+    path = "kernel" if named else ""
+    assert float(monitor.stale_moments(first, second)[path]) == 0
+    assert float(monitor.stale_moments(first, first)[path]) == 1
