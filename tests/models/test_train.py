@@ -22,6 +22,7 @@ from models import running, train
 from models.checkpoint import RunDirectory, describe, read_config, write_json
 from models.gpt import MODELS, GPTConfig
 from models.llama import LLAMAS, LlamaConfig
+from models.phases import phase_at
 from models.text import Corpus
 from models.train import TrainConfig, preset, run
 from models.training import check_corpus
@@ -300,6 +301,24 @@ def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
 def test_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recipe": "tensorwise", "error_dtype": "bfloat16"}, "with recipe 'tensorwise': no error of a weight is kept"),
+        ({"recipe": "bf16", "ends": (0, 1, "bf16")}, "ends with recipe 'bf16', which all blocks have"),
+    ],
+)
+def test_a_field_that_does_nothing_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        preset("tiny", **given)
+
+
+def test_parts_of_a_run_may_keep_no_errors():
+    config = preset("tiny", error_dtype="bfloat16", ends=(0, 1, "bf16"), recipe_schedule=((0.5, "bf16"),))
+    last = phase_at(config, config.steps - 1)
+    assert last.recipe == "bf16" and jax.eval_shape(lambda: train.init(last)).opt_state[-1].weights == {}
 
 
 def test_checkpoints_fall_on_calls():

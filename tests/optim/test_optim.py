@@ -199,6 +199,9 @@ def test_bad_calls_raise():
         make().init({"scale": jnp.ones(3)})
     with pytest.raises(ValueError, match="error_dtype=float16"):
         make(error_dtype="float16")
+    for recipe in ("tensorwise", "bf16"):
+        with pytest.raises(ValueError, match="no error is kept; leave error_dtype"):
+            tcfp_jax.error_feedback(recipe, error_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"key=jax.random.key"):
         tcfp_jax.error_feedback(STOCHASTIC)
     with pytest.raises(ValueError, match="drop the key"):
