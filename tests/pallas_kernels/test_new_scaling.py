@@ -1,4 +1,4 @@
-"""ARCHITECTURE's walk: another way to share scales is a class and a line in each of three tables, nothing else."""
+"""ARCHITECTURE's walk: another way to share scales is a class, its place in the union, and a line in each of two tables."""
 
 from dataclasses import dataclass
 
