@@ -141,7 +141,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
       updates: of the same tree, with a float array for each stored weight, or what `tcfp_jax.optim.adamw` returned.
 
     Raises:
-      ValueError: an update has another shape, or the trees differ.
+      ValueError: the update of a stored weight has another shape, or the trees differ.
 
     >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
     >>> dequantize(apply_updates(params, {"kernel": jnp.full((2, 2), 0.25)}))["kernel"].tolist()
