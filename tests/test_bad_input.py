@@ -99,6 +99,8 @@ def test_shapes_that_do_not_fit_raise_with_both():
         tcfp_jax.matmul(X, W.T, recipe="tcfp12")
     with pytest.raises(ValueError, match=r"not \[k, n\]"):
         tcfp_jax.matmul(X, jnp.ones((2, 32, 16)), recipe="tcfp12")
+    with pytest.raises(ValueError, match="pass one of them"):
+        tcfp_jax.matmul(X, None, recipe="tcfp12")
     with pytest.raises(ValueError, match="quantized has"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8))))
 

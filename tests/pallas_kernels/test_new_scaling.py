@@ -1,4 +1,4 @@
-"""ARCHITECTURE's walk: another way to share scales is a class, its place in the union, and a line in each of two tables."""
+"""ARCHITECTURE's walk: another way to share scales is a class in a union and a line in each of two tables, no more."""
 
 from dataclasses import dataclass
 
