@@ -231,6 +231,7 @@ def test_layers_take_keys_from_rngs():
         (lambda: Fp4Training(scale_rule="mse"), "scale_rule='mse' is unknown"),
         (lambda: recipe("nvfp4_training", **dict.fromkeys(("forward", "dgrad", "wgrad"), "full")), "scales alone"),
         (lambda: recipe("nvfp4_training", weight=Single()), "FP4 training quantizes a float weight"),
+        (lambda: recipe("quartet2", quantize_backend="xla"), "the format library quantizes FP4"),
         (lambda: recipe("tcfp12", rotation="none"), "is of FP4 training, and .* has none"),
     ],
 )  # fmt: skip
