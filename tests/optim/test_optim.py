@@ -170,6 +170,14 @@ def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
     assert not jax.tree.leaves(one[0].errors)
 
 
+def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
+    params = {"a": {"kernel": W}, "b": {"kernel": W}, "layers": {"kernel": jnp.stack([W, W])}}
+    found = tcfp_jax.layer_state(tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(1)).init(params))
+    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")] + list(found["layers"]["kernel"].backward.lo)
+    for one, other in itertools.combinations(lows, 2):
+        assert 0.2 < float((one.view(jnp.uint8) != other.view(jnp.uint8)).mean()) < 0.8
+
+
 @pytest.mark.parametrize("copies, values, scales", [("one", 2, 1), ("both", 4, 2)])
 def test_bytes_of_the_state(copies, values, scales):
     recipe = tcfp_jax.recipe(NO_FEEDBACK, copies=copies)

@@ -20,6 +20,7 @@ from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.convert import hand_out
 from tcfp_jax.optim import on_stored
 from tcfp_jax.paths import entries, leaves, put
+from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, values_of
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
@@ -392,6 +393,17 @@ def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):
         np.testing.assert_allclose(value, jnp.sum(floats**3), atol=tolerance * float(jnp.sum(jnp.abs(floats) ** 3)))
         with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
             jax.jit(jax.grad(read))(stored)
+
+
+def test_a_parameter_that_its_layer_stores_transposed_is_multiplied_by_matmul_itself():
+    kernel = PARAMS["up"]["kernel"]
+    turned = {"kernel": Weight(tcfp_jax.recipe(RECIPE), Layout((1,), (0,)))}
+    both = (stored_of({"kernel": kernel}), stored_of({"kernel": kernel.T}, turned))
+    cube = lambda params: jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe=RECIPE) ** 3)
+    (value, gradients), (same, transposed) = (tcfp_jax.value_and_grad(cube)(params) for params in both)
+    assert gradients["kernel"].shape == (16, 32) and transposed["kernel"].shape == (32, 16)
+    np.testing.assert_allclose(same, value, rtol=1e-5)  # W_lo has other random bits, and W_hi alone is read
+    np.testing.assert_allclose(transposed["kernel"].T, gradients["kernel"], rtol=1e-5, atol=1e-5)
 
 
 def test_the_product_with_a_swapped_weight_sends_its_gradient_to_the_parameter():
