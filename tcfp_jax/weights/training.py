@@ -54,7 +54,7 @@ class Training:
       dtype: of the float parameter.
       gradient_dtype: of its gradient.
       remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
-        right; "feedback", it is kept and added to the next update; or "dropped".
+        right; "feedback", it is kept, rounded to E5M2, and added to the next update; or "dropped".
     """
 
     rounding: jax.Array | None

@@ -307,6 +307,16 @@ def test_rounding_follows_the_mean_of_small_updates():
     assert abs(moved.mean() - 400 * size) < 4 * error and error < 0.05 * 400 * size
 
 
+@pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (16, 0.98, 1.02), (256, 0.0, 0.1)])
+def test_feedback_keeps_what_e5m2_does(part, least, most):
+    """Updates of a part of the grid's step: of a sixteenth all arrives, and of much less nearly nothing."""
+    w = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.0, (64, 64)), jnp.float32)
+    params, size = stored_of({"kernel": w}, remainder="feedback"), 2.0**-9 / part  # in E4M3, with a scale of 2**-5
+    step = lambda params, _: (tcfp_jax.apply_updates(params, {"kernel": jnp.full((64, 64), size)}), None)
+    moved = kernel_of(jax.lax.scan(step, params, length=400)[0]["kernel"]) - kernel_of(params["kernel"])
+    assert least <= float(moved.mean()) / (400 * size) <= most
+
+
 @pytest.mark.parametrize("factor", [2.0, 5.0])
 def test_scales_follow_weights_that_grow_and_shrink(factor):
     params = stored_of({"kernel": PARAMS["up"]["kernel"]})
