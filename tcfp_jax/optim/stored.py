@@ -88,11 +88,7 @@ def store(
         raise ValueError("parameters are stored already; store(dequantize(params), ...) stores them anew")
     chosen = _chosen(paths, recipe)
     if not chosen:
-        known = sorted("/".join(path_names(path)) for path, _ in paths)[:4]
-        raise ValueError(
-            f"no weight to store among {known}: no leaf named 'kernel' with two axes, and none that the mapping names; "
-            "pass find_weights(model, *inputs) of the model that these are the parameters of"
-        )
+        raise ValueError(_nothing_to_store(paths, recipe))
     leaves: list[Any] = []
     for place, (path, leaf) in enumerate(paths):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -232,6 +228,18 @@ def _chosen(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> di
             if weight is not None and weight.float_reads == "none" and weight.recipe.mode is not TCFPMode.BF16:
                 chosen[place] = weight
     return chosen
+
+
+def _nothing_to_store(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> str:
+    known = sorted("/".join(path_names(path)) for path, _ in paths)[:4]
+    repair = "pass find_weights(model, *inputs) of the model that these are the parameters of"
+    if not isinstance(recipe, Mapping):
+        return f"no weight to store among {known}: no leaf is named 'kernel' and has two axes; {repair}"
+    names = sorted(recipe)[:4] or "none, as that of a model which no recipe converted, or one that stores no weight"
+    return (
+        f"no weight to store among {known}: the mapping names {names}; {repair}, converted by a recipe with a "
+        "residual, such as 'tcfp12_single'"
+    )
 
 
 def _check_parts(path: str, kernel: jax.Array, weight: Weight) -> None:

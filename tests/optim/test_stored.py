@@ -450,6 +450,7 @@ STORE_ERRORS = [
     (dict(remainder="feedback", key=KEY), "for no other"),
     (dict(remainder="nearest"), "'stochastic', 'feedback', 'dropped'"),
     (dict(params={"bias": jnp.ones(4)}), "find_weights"),
+    (dict(recipe={}), "converted by a recipe with a residual"),
 ]
 
 
