@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from pallas_kernels.scaling import Block
+from pallas_kernels.scaling import Block, Tensor
 from tcfp_jax import linen as layers
 from tcfp_jax import nnx as nnx_layers
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
@@ -22,7 +22,7 @@ from tcfp_jax.optim import on_stored
 from tcfp_jax.paths import entries, leaves, put
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, values_of
+from tcfp_jax.weights.training import Rewritten, advanced, is_stored, kernel_of, rewrite, values_of
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
@@ -489,16 +489,31 @@ def test_other_wrong_arguments_say_what_to_do():
         layers.TCFPDense(8, recipe=RECIPE).apply({"params": params["up"]}, X)
 
 
+@pytest.mark.parametrize("scaling", [Tensor(), Block(32, "square")], ids=["one scale", "in blocks"])
 @pytest.mark.parametrize("factor", [1.0, 0.0, 0.5])
-def test_what_scales_a_rewritten_weight_is_seen(factor):
-    old = stored_of()["up"]["kernel"]
-    new = stored_of({"kernel": 2 * PARAMS["up"]["kernel"]})["kernel"]
+def test_what_scales_a_rewritten_weight_is_seen(factor, scaling):
+    recipe = tcfp_jax.recipe(RECIPE, scaling=scaling)
+    old = stored_of(recipe=recipe)["up"]["kernel"]
+    new = stored_of({"kernel": 2 * PARAMS["up"]["kernel"]}, recipe)["kernel"]
     scaled = jax.jit(lambda factor: Rewritten(new, factor).onto(old))(jnp.float32(factor))
     if factor == 0.5:
         assert np.isnan(kernel_of(scaled)).all()
     else:
         assert same_bits(scaled, new if factor else old)
     assert same_bits(Rewritten(new, jnp.float32(factor)).onto(old), scaled)
+
+
+def test_a_copy_holds_the_halves_that_its_product_reads():
+    """`W_lo` for the transposed copy would be a byte that nobody reads."""
+    for recipe, halves in (("tcfp12_single", "hi"), ("tcfp12_fast", "hi+lo")):
+        kernel = stored_of(recipe=tcfp_jax.recipe(recipe, copies="both"))["up"]["kernel"]
+        for weight in (kernel, rewrite(kernel, kernel.dequantize())):
+            assert (weight.forward.lo is not None) == (halves == "hi+lo") and weight.backward.lo is not None
+
+
+def test_the_count_of_roundings_stays_an_integer_of_a_float():
+    last = jnp.asarray([1.0, 2.0, 2.0**24 - 1])
+    assert advanced(last).tolist() == [1, 2, 0] and advanced(last - 1).tolist() == [0, 1, 2.0**24 - 1]
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
