@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from pallas_kernels.fp4_matmul.reference import quantize_rows
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand, Row
 from tcfp_jax import matmul, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.transform import transform
@@ -238,6 +238,8 @@ def test_a_hessian_that_is_not_finite_is_loud():
         (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
         (lambda: search_scales(W[0]), ValueError, "no matrix"),
         (lambda: search_scales(W.astype(jnp.int32)), TypeError, "int32"),
+        (lambda: search_scales(W, "nvfp4"), TypeError, r"scaling='nvfp4' is none of FP4; use Fp4"),
+        (lambda: gptq(W, H, Row()), TypeError, "is none of FP4; use Fp4"),
         (lambda: search_scales(W, importance=jnp.ones(3)), ValueError, r"importance\[3\] does not fit"),
         (lambda: gptq(W, H[:3]), ValueError, r"hessian\[3, 40\] does not fit"),
         (lambda: gptq(W, H, damping=0.0), ValueError, "damping=0.0 must be positive"),

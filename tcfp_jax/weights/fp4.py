@@ -40,23 +40,38 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = 
       An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
 
     Raises:
-      TypeError: w is not real floating point.
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
       ValueError: w has fewer than two axes, or k is odd.
 
     >>> w = quantize_fp4(jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]]))
     >>> w.shape, w.values.dtype, float(abs(w.dequantize()[0] - jnp.array([6.0, -3.0, 0.5, 0.0])).max()) < 1e-6
     ((2, 4), dtype('uint8'), True)
     """
-    w = jnp.asarray(w)
-    check_real("w", w)
-    if w.ndim < 2:
-        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
-    if w.shape[-1] % 2:
-        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
+    w = check_matrix(w, scaling)
     packed = functools.partial(_matrix, scaling)
     for _ in range(w.ndim - 2):
         packed = jax.vmap(packed)
     return packed(w) if key is None else packed(w, jax.random.split(key, w.shape[:-2]) if w.ndim > 2 else key)
+
+
+def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
+    """`w` as an array, where it is a matrix, or a stack of them, that packs into bytes.
+
+    Raises:
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
+      ValueError: w has fewer than two axes, or k is odd.
+    """
+    w = jnp.asarray(w)
+    check_real("w", w)
+    if not isinstance(scaling, Fp4):
+        raise TypeError(
+            f'scaling={scaling!r} is none of FP4; use Fp4("nvfp4") or Fp4("mxfp4") of pallas_kernels.operands'
+        )
+    if w.ndim < 2:
+        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
+    if w.shape[-1] % 2:
+        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
+    return w
 
 
 def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
