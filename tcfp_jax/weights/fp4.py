@@ -27,14 +27,13 @@ def datatype_of(scaling: Fp4) -> DataType:
     return datatype("e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32"))
 
 
-def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = None) -> Operand:
+def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
     """A matrix, contracted along its last axis, as E2M1 codes in blocks with scales.
 
     Args:
       w: real floats `[..., n, k]`; each matrix of a stack has an `outer` of its own. k is even; a last block may be
         short.
       scaling: format, tile and rule.
-      key: rounds stochastically, so that E[dequantized] = w.
 
     Returns:
       An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
@@ -51,7 +50,7 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = 
     packed = functools.partial(_matrix, scaling)
     for _ in range(w.ndim - 2):
         packed = jax.vmap(packed)
-    return packed(w) if key is None else packed(w, jax.random.split(key, w.shape[:-2]) if w.ndim > 2 else key)
+    return packed(w)
 
 
 def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
@@ -74,7 +73,7 @@ def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
     return w
 
 
-def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
+def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
     n, k = w.shape
     if w.size == 0:
         scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
@@ -84,12 +83,11 @@ def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand
     short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
     # Not saturated, as casts do: what is not finite must be seen.
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
-    if key is None and scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
+    if scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
         return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
     options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
-    rounding: Any = {} if key is None else dict(roundmode="stochastic", key=key)
-    packed = pack(w, datatype_of(scaling), **options, **rounding)
+    packed = pack(w, datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
     scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
     outer = None
