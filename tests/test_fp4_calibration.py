@@ -209,12 +209,22 @@ def test_the_smallest_weights_are_no_zeros(choose):
     assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(np.square(tiny, dtype=np.float64))
 
 
-@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+RULES = [Fp4(), Fp4("mxfp4"), Fp4(tile="square"), Fp4(rule="four_over_six"), Fp4(rule="fold_exact")]
+
+
+@pytest.mark.parametrize("scaling", RULES, ids=str)
 def test_without_correlations_gptq_is_nearest(scaling):
-    for made, expected in zip(
-        as_bytes(compensated(W, 7 * jnp.eye(K), scaling)), as_bytes(nearest(W, scaling)), strict=True
-    ):
-        np.testing.assert_array_equal(made, expected)
+    w = W.at[0, :16].set(0).at[0, 3].set(0.0625)  # a power of two, at the border of MX's scales
+    made, expected = compensated(w, 7 * jnp.eye(K), scaling), nearest(w, scaling)
+    for each in zip(as_bytes(made), as_bytes(expected), strict=True):
+        np.testing.assert_array_equal(*each)
+    assert (made.outer is None) == (expected.outer is None) and (made.outer is None or made.outer == expected.outer)
+
+
+def test_columns_that_a_calibration_never_saw_are_worth_something():
+    seen = jnp.where(jnp.arange(K) < 16, 1.0, 0.0)
+    made = search_scales(W, importance=seen).dequantize()
+    assert np.sum(np.square(made - W)[:, 16:]) < 0.03 * np.sum(np.square(W)[:, 16:])
 
 
 def test_a_stack_is_its_matrices():

@@ -135,6 +135,15 @@ def test_updates_pass_unchanged_and_bias_is_left_alone():
     assert state.errors["dense"]["bias"] == optax.MaskedNode()
 
 
+def test_a_delayed_amax_rises_at_once_and_falls_slowly():
+    tx = tcfp_jax.error_feedback(tcfp_jax.recipe("tcfp12", amax="delayed"))
+    largest = float(jnp.abs(W).max())
+    for factor, wanted in ((2.0, 2 * largest), (0.5, (0.999 + 0.001 * 0.5) * largest)):
+        change = jax.tree.map(lambda w, factor=factor: (factor - 1) * w, PARAMS)
+        _, state = tx.update(change, tx.init(PARAMS), PARAMS)
+        assert float(state.amax["dense"]["kernel"]) == pytest.approx(wanted, rel=1e-3)
+
+
 def test_update_is_the_textbook_rule():
     tx = tcfp_jax.error_feedback("tcfp12")
     state = tx.init(PARAMS)
