@@ -115,10 +115,14 @@ def main(name: str, arguments: list[str] | None = None, refusals: Refusals = con
     """Run `python -m benchmarks.<name>` and return its rows; JSON is written after every row.
 
     A module that has `beside(options)` runs the benchmarks that it names, with the same options, one after the other.
-    Each request becomes settings within the context of `refusals`.
+    Each request is checked, by `check_options` of a module that has it, and becomes settings within the context of
+    `refusals`.
     """
     benchmark = importlib.import_module(f"benchmarks.{name}")
     options = _parse(benchmark, arguments)
+    if hasattr(benchmark, "check_options"):
+        with refusals():
+            benchmark.check_options(options)
     header = make_header()
     rows: list[Any] = []
     for chosen in benchmark.beside(options) if hasattr(benchmark, "beside") else (name,):

@@ -81,6 +81,19 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", help="of the FP8 products (default: xla, on a GPU xla,mosaic)")
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Raise `ValueError` where options contradict each other, one of --tune and one of the timing."""
+    common.chosen_of("measure", options.measure, tuple(MEASURES))
+    budget = options.budget_seconds < math.inf
+    tuning = {"--only": options.only, "--cases": options.cases != "all", "--budget-seconds": budget}
+    timing = {f"--{name}": getattr(options, name) for name in ("measure", "shapes", "backends", "json", "out", "smoke")}
+    ignored = next((name for name, given in (timing if options.tune else tuning).items() if given), None)
+    if ignored is not None and options.tune:
+        raise ValueError(f"{ignored} with --tune, which has cases and a file of its own; leave one of them out")
+    if ignored is not None:
+        raise ValueError(f"{ignored} is an option of --tune; add --tune, or leave it out")
+
+
 def beside(options: argparse.Namespace) -> tuple[str, ...]:
     """The benchmarks that one command runs; none where it tunes."""
     if options.tune:

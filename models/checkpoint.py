@@ -29,15 +29,15 @@ from models.families import FAMILIES, family_of
 from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
-from pallas_kernels.operands import Block, Row, Tensor
+from pallas_kernels.operands import Block, Fp4, Row, Tensor
 from tcfp_jax.paths import path_names
-from tcfp_jax.recipes import Dual, Recipe, Single
+from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
 Resume = Literal["never", "allowed"]
 
 CONFIG_FILE, METRICS_FILE, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)}
 
 
 class RunDirectory:

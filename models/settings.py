@@ -298,6 +298,10 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
 
     Stored weights have the recipe that stores and multiplies least, and moments in eight bits. `data` is read whole.
 
+    Raises:
+      ValueError: what `TrainConfig` raises, or a field that would do nothing: an `error_dtype` where no recipe of the
+        run keeps errors, or ends with the recipe of all blocks.
+
     >>> preset("small", recipe="bf16").steps
     1000
     >>> preset(weights="stored").recipe, preset(weights="stored").moments
@@ -306,4 +310,22 @@ def preset(model: str = "tiny", **overrides: Any) -> TrainConfig:
     model_config(model)
     stored = dict(recipe="tcfp12_single", moments="8bit") if overrides.get("weights") == "stored" else {}
     whole = dict(corpus_bytes=2**63 - 1) if overrides.get("data") else {}
-    return TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **whole, **overrides})
+    config = TrainConfig(**{"model": model, **_PRESETS.get(model, {}), **stored, **whole, **overrides})
+    _check_effects(config)
+    return config
+
+
+def _check_effects(config: TrainConfig) -> None:
+    """Raise `ValueError` where a field of a whole run does nothing; in a part of one it may."""
+    of_ends = () if config.ends is None else config.ends[2:]
+    named = [config.recipe, *(later for _, later in config.recipe_schedule), *of_ends]
+    if config.error_dtype != "float32" and not any(tcfp_jax.recipe(each).feedback for each in named):
+        raise ValueError(
+            f"error_dtype={config.error_dtype!r} with recipe {', '.join(repr(_named(each)) for each in named)}: no "
+            "error of a weight is kept; leave error_dtype, or use a recipe with remainder='feedback', such as 'tcfp12'"
+        )
+    if of_ends and not config.recipe_schedule and tcfp_jax.recipe(of_ends[0]) == tcfp_jax.recipe(config.recipe):
+        raise ValueError(
+            f"ends with recipe {_named(of_ends[0])!r}, which all blocks have; give the ends another one, such as "
+            "'bf16', or leave them out"
+        )

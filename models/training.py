@@ -198,13 +198,14 @@ def _optimizer(
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
         return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key, quality=quality)
     stochastic = any(recipe.stochastic for recipe in _recipes(config))
+    feedback = any(recipe.feedback for recipe in _recipes(config))
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
         tcfp_jax.error_feedback(
             _learner(config).weights,
             key=jax.random.fold_in(seed_key, _ROUNDING) if stochastic else None,
-            error_dtype=config.error_dtype,
+            error_dtype=config.error_dtype if feedback else "float32",  # a later part of a run may keep none
         ),
     )
 

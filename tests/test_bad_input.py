@@ -99,13 +99,23 @@ def test_shapes_that_do_not_fit_raise_with_both():
         tcfp_jax.matmul(X, W.T, recipe="tcfp12")
     with pytest.raises(ValueError, match=r"not \[k, n\]"):
         tcfp_jax.matmul(X, jnp.ones((2, 32, 16)), recipe="tcfp12")
+    with pytest.raises(ValueError, match="pass one of them"):
+        tcfp_jax.matmul(X, None, recipe="tcfp12")
     with pytest.raises(ValueError, match="quantized has"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.split(jnp.ones((32, 8))))
+
+
+def test_a_form_of_blocks_without_blocks_raises():
+    for call in (lambda: tcfp_jax.split(W, tile="vector"), lambda: tcfp_jax.quantize(W, tile="square")):
+        with pytest.raises(ValueError, match="block=None; pass block=32"):
+            call()
 
 
 def test_state_of_another_recipe_raises():
     with pytest.raises(ValueError, match="same recipe"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.quantize(W))
+    with pytest.raises(ValueError, match="in one orientation; build"):  # of vectors, both are read
+        tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=tcfp_jax.quantize(W, block=32))
     with pytest.raises(ValueError, match="dequantize it"):
         tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))
     with pytest.raises(ValueError, match="pass one of them"):

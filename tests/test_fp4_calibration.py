@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from pallas_kernels.fp4_matmul.reference import quantize_rows
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand, Row
 from tcfp_jax import matmul, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.transform import transform
@@ -209,12 +209,22 @@ def test_the_smallest_weights_are_no_zeros(choose):
     assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(np.square(tiny, dtype=np.float64))
 
 
-@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+RULES = [Fp4(), Fp4("mxfp4"), Fp4(tile="square"), Fp4(rule="four_over_six"), Fp4(rule="fold_exact")]
+
+
+@pytest.mark.parametrize("scaling", RULES, ids=str)
 def test_without_correlations_gptq_is_nearest(scaling):
-    for made, expected in zip(
-        as_bytes(compensated(W, 7 * jnp.eye(K), scaling)), as_bytes(nearest(W, scaling)), strict=True
-    ):
-        np.testing.assert_array_equal(made, expected)
+    w = W.at[0, :16].set(0).at[0, 3].set(0.0625)  # a power of two, at the border of MX's scales
+    made, expected = compensated(w, 7 * jnp.eye(K), scaling), nearest(w, scaling)
+    for each in zip(as_bytes(made), as_bytes(expected), strict=True):
+        np.testing.assert_array_equal(*each)
+    assert (made.outer is None) == (expected.outer is None) and (made.outer is None or made.outer == expected.outer)
+
+
+def test_columns_that_a_calibration_never_saw_are_worth_something():
+    seen = jnp.where(jnp.arange(K) < 16, 1.0, 0.0)
+    made = search_scales(W, importance=seen).dequantize()
+    assert np.sum(np.square(made - W)[:, 16:]) < 0.03 * np.sum(np.square(W)[:, 16:])
 
 
 def test_a_stack_is_its_matrices():
@@ -238,6 +248,8 @@ def test_a_hessian_that_is_not_finite_is_loud():
         (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
         (lambda: search_scales(W[0]), ValueError, "no matrix"),
         (lambda: search_scales(W.astype(jnp.int32)), TypeError, "int32"),
+        (lambda: search_scales(W, "nvfp4"), TypeError, r"scaling='nvfp4' is none of FP4; use Fp4"),
+        (lambda: gptq(W, H, Row()), TypeError, "is none of FP4; use Fp4"),
         (lambda: search_scales(W, importance=jnp.ones(3)), ValueError, r"importance\[3\] does not fit"),
         (lambda: gptq(W, H[:3]), ValueError, r"hessian\[3, 40\] does not fit"),
         (lambda: gptq(W, H, damping=0.0), ValueError, "damping=0.0 must be positive"),

@@ -210,3 +210,13 @@ def test_bad_input():
     with pytest.raises(ValueError, match="the variables has bias, which the model lacks"):
         load_quantized(model, served)
     assert not isinstance(model.kernel, Absent)  # nothing changed
+
+
+@pytest.mark.parametrize("change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str)
+def test_what_only_training_needs_is_left_out(change):
+    """Of recipes that draw random bits or carry an amax; weights are rounded to nearest, by their own amax."""
+    params = {"kernel": jax.random.normal(jax.random.key(0), (32, 16))}
+    recipe = tcfp_recipe("tcfp12", **change)
+    for asked in (recipe, {"kernel": Weight(recipe, Layout((0,), (1,)))}):
+        served = quantize_params(params, asked)["tcfp"]
+        assert same_bits(served, quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"])

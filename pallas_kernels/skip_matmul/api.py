@@ -1,5 +1,7 @@
 """`skip_matmul`: `matmul` of a residual weight in blocks, which leaves out the residual's blocks that are all zeros."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -18,7 +20,12 @@ IMPLEMENTATIONS = (
 
 
 def skip_matmul(
-    x: Operand, w: Operand, *, out_dtype: DTypeLike = jnp.bfloat16, backend: Backend | None = None
+    x: Operand,
+    w: Operand,
+    *,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    out_sharding: Any = None,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """`x @ w.T`, where a kernel neither loads nor multiplies a block of k where all of an n-tile's residual is zero.
 
@@ -28,6 +35,7 @@ def skip_matmul(
       x: `[..., k]` in vectors.
       w: `[n, k]` in blocks, with `lo` and `lo_scale`, whose code 0 marks a block of zeros (see `dual_quantize`).
       out_dtype: a real float; sums are float32.
+      out_sharding: of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in `out_dtype`.
@@ -49,5 +57,5 @@ def skip_matmul(
             f"w has the scaling {w.scaling} and {'a' if w.lo is not None else 'no'} residual: only a residual in "
             "blocks has blocks to leave out; use matmul, or dual_quantize(w, Block(128))"
         )
-    options = Product(jnp.dtype(out_dtype), "full")
+    options = Product(jnp.dtype(out_dtype), "full", out_sharding)
     return dispatch("skip_matmul", IMPLEMENTATIONS, backend, options, x, w, None)

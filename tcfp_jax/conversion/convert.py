@@ -160,8 +160,8 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer | None) -> None:
     `sync(nnx.clone(model), None)`: with None the model quantizes its own parameters again, whatever they are.
 
     Raises:
-      ValueError: the optimizer holds no quantized weight of this model; or None, and the model holds none, or it is for
-        inference and has no float ones.
+      ValueError: the optimizer holds no quantized weight of this model, whose recipe stores some; or None, and the
+        model holds none, or it is for inference and has no float ones.
 
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
     >>> import optax, tcfp_jax
@@ -352,12 +352,12 @@ def hand_out(model: Any, weights: Mapping[str, Any]) -> int:
 
 
 def _stores_nothing(model: Any) -> bool:
-    """Whether measured times left every product of a converted model to BF16."""
+    """Whether no product of a model has a stored weight: those of "bf16" and of FP4 training have none."""
     chosen, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
-    if chosen is None or sample is None:
-        return False
-    found = nnx_models.examine(model, chosen, sample.args, sample.options)
-    return found.report.weighed and not found.weights
+    if chosen is not None and sample is not None:
+        return not nnx_models.examine(model, chosen, sample.args, sample.options).weights
+    own = _own_layers(model).values()
+    return bool(own) and all(layer.recipe is None or layer.recipe.weight is None for layer in own)
 
 
 def _forget(model: Any) -> None:

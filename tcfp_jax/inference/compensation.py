@@ -20,7 +20,8 @@ from jax import lax
 
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
-from tcfp_jax.inference.scale_search import best_scales, check_matrix
+from tcfp_jax.inference.scale_search import best_scales
+from tcfp_jax.weights.fp4 import check_matrix
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -43,7 +44,7 @@ def gptq(
       of `search_scales`. A NaN or inf in w makes its block NaN, one in the Hessian the whole matrix.
 
     Raises:
-      TypeError: w is not real floating point.
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
       ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, damping is not positive, or an
         unknown `scales`.
 
@@ -52,7 +53,7 @@ def gptq(
     >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
     True
     """
-    w = check_matrix(w)
+    w = check_matrix(w, scaling)
     wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
     if hessian.shape != wanted:
         raise ValueError(f"hessian{list(hessian.shape)} does not fit w{list(w.shape)}; give one of {list(wanted)}")

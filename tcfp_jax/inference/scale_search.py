@@ -22,9 +22,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_real
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
+from tcfp_jax.weights.fp4 import check_matrix
 
 # Of the mean of the diagonal: inputs that a calibration never saw are not worth nothing.
 FLOOR = 0.01
@@ -44,14 +44,14 @@ def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array |
       An `Operand` as `quantize_fp4` makes it. A NaN or inf makes its block NaN.
 
     Raises:
-      TypeError: w is not real floating point.
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
       ValueError: w has fewer than two axes, k is odd, or the importance has another shape.
 
     >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
     >>> search_scales(w).dequantize().round(2).tolist()
     [[6.429999828338623, 4.829999923706055, 4.829999923706055, -4.829999923706055]]
     """
-    w = check_matrix(w)
+    w = check_matrix(w, scaling)
     if importance is not None and importance.shape != (*w.shape[:-2], w.shape[-1]):
         raise ValueError(
             f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give one number for each column, "
@@ -62,22 +62,6 @@ def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array |
     for _ in range(w.ndim - 2):
         search = jax.vmap(search)
     return search(w, weights)
-
-
-def check_matrix(w: jax.Array) -> jax.Array:
-    """`w` as an array, where it is a matrix, or a stack of them, that packs into bytes.
-
-    Raises:
-      TypeError: w is not real floating point.
-      ValueError: w has fewer than two axes, or k is odd.
-    """
-    w = jnp.asarray(w)
-    check_real("w", w)
-    if w.ndim < 2:
-        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
-    if w.shape[-1] % 2:
-        raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
-    return w
 
 
 @functools.partial(jax.jit, static_argnames="scaling")

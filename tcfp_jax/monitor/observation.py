@@ -25,7 +25,7 @@ from tcfp_jax.conversion.evaluation import bind, placed
 from tcfp_jax.conversion.programs import opened, scan_counts
 from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
-from tcfp_jax.optim.gradients import filled, slots_of
+from tcfp_jax.optim.gradients import filled, places_of, slots_of
 from tcfp_jax.products.fp4_training import OperandName
 from tcfp_jax.products.operands import Carrier
 from tcfp_jax.products.sites import Site
@@ -66,14 +66,10 @@ def value_and_grad(
     >>> float(value), {name: float(reading.amax) for name, reading in readings["kernel"].items()}
     (12.0, {'g': 1.0, 'w': 1.0, 'x': 0.5})
     """
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        for place in places:
-            if not -len(args) <= place < len(args):
-                raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
-        chosen = [place % len(args) for place in places]
+        chosen = places_of(argnums, args)
 
         def given(slots: Any) -> tuple[Any, ...]:
             own = dict(zip(chosen, slots, strict=True))

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from tcfp_jax.optim.encoding import Format, decode
-from tcfp_jax.optim.moments import found
+from tcfp_jax.optim.moments import LowPrecisionState, found
 from tcfp_jax.optim.steps import Quality, quality_of
-from tcfp_jax.paths import leaves
+from tcfp_jax.paths import leaves, path_names
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, training_of
@@ -75,7 +75,8 @@ def stale_moments(before: Any, after: Any) -> dict[str, jax.Array]:
     wider; 1 in every step is a moment that is frozen.
 
     Args:
-      before: the optimizer's state, of `tcfp_jax.optim.adamw`, optax's Adam, or others with a field `nu`.
+      before: the optimizer's state, of `tcfp_jax.optim.adamw`, optax's Adam, or others with a field `nu`, also inside
+        of `low_precision_moments`.
       after: the same after the step.
 
     Raises:
@@ -88,7 +89,7 @@ def stale_moments(before: Any, after: Any) -> dict[str, jax.Array]:
     0.75
     """
     is_adam = lambda node: hasattr(node, "nu") and hasattr(node, "mu")
-    states = [filter(is_adam, jax.tree.leaves(state, is_leaf=is_adam)) for state in (before, after)]
+    states = [filter(is_adam, jax.tree.leaves(_in_floats(state), is_leaf=is_adam)) for state in (before, after)]
     shares: dict[str, jax.Array] = {}
     for old, new in zip(*states, strict=True):
         first, second = _moments(old), _moments(new)
@@ -104,6 +105,24 @@ def _moments(state: Any) -> dict[str, jax.Array]:
 
     def value(path: str, v: jax.Array) -> jax.Array:
         form: Format = "ue5m3" if v.dtype == jnp.uint8 else "float32"
-        return decode(form, found(form, v, path.split("/"), scales)) if scales else v
+        return decode(form, found(form, v, path.split("/") if path else [], scales)) if scales else v
 
     return {path: value(path, v) for path, v in leaves(state.nu).items() if jnp.ndim(v)}
+
+
+def _in_floats(state: Any) -> Any:
+    """The state with decoded moments in the place of `low_precision_moments`: where a scale moves, a code may stay."""
+    is_narrow = lambda node: isinstance(node, LowPrecisionState)
+
+    def decoded(node: Any) -> Any:
+        if not is_narrow(node):
+            return node
+        forms: dict[Any, Format] = {jnp.dtype(jnp.uint8): "ue5m3", jnp.dtype(jnp.float8_e4m3fn): "float8_e4m3fn"}
+
+        def value(path: Any, leaf: Any) -> Any:
+            form = forms.get(leaf.dtype)
+            return leaf if form is None else decode(form, found(form, leaf, path_names(path), node.scales))
+
+        return jax.tree_util.tree_map_with_path(value, node.inner)
+
+    return jax.tree.map(decoded, state, is_leaf=is_narrow)

@@ -13,7 +13,7 @@ so that the mean of what layers multiply by converges to the weight like 1/t (te
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,14 +83,15 @@ def error_feedback(
         Or what `tcfp_jax.conversion.find_weights` found in a model: by path, each weight's recipe and which of its
         axes are contracted; kernels of more than two axes are then stored as the matrices that they are.
       key: JAX random key, for `remainder="stochastic"` only. It is part of the state from then on.
-      error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1).
+      error_dtype: of the error buffers: float32 (4 bytes a weight), bfloat16 (2) or float8_e5m2 (1). Only of recipes
+        with `remainder="feedback"`, which have such.
       mask: which leaves are weights: a tree of bools or a function from params to one. None takes every
         leaf named `kernel` with two axes or more. Axes before the last two are a stack of layers with a scale each.
 
     Raises:
-      ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above;
-        parameters in which no leaf is a weight, or none of the mapping's; a mapping and `mask=`; `update` without
-        params; `init` with parameters on a mesh that cuts a block of a weight.
+      ValueError: a stochastic residual without a key, or a key that nothing would use; an `error_dtype` not above, or
+        another than float32 where no error is kept; parameters in which no leaf is a weight, or none of the mapping's;
+        a mapping and `mask=`; `update` without params; `init` with parameters on a mesh that cuts a block of a weight.
 
     >>> params = {"kernel": jnp.ones((2, 2))}
     >>> tx = optax.chain(optax.sgd(0.1), error_feedback("tcfp12"))
@@ -100,8 +101,9 @@ def error_feedback(
     chosen: Recipe | Mapping[str, Weight] = recipe if isinstance(recipe, Mapping) else named_recipe(recipe)
     if isinstance(chosen, Mapping) and mask is not None:
         raise ValueError("the mapping says which leaves are weights, and mask= is given too; drop one of them")
-    error_type = _error_dtype(error_dtype)
-    _check_key(chosen, key)
+    recipes = [weight.recipe for weight in chosen.values()] if isinstance(chosen, Mapping) else [chosen]
+    error_type = _error_dtype(error_dtype, recipes)
+    _check_key(recipes, key)
     key_data, implementation = (None, None) if key is None else _key_data(key)
 
     def init(params: Any) -> ErrorFeedbackState:
@@ -341,24 +343,31 @@ def _mapped(params: Any, paths: list[Any], weights: Mapping[str, Weight]) -> lis
     return sorted(found_here, key=lambda entry: entry[0])
 
 
-def _check_key(recipe: Recipe | Mapping[str, Weight], key: jax.Array | None) -> None:
-    recipes = [weight.recipe for weight in recipe.values()] if isinstance(recipe, Mapping) else [recipe]
+def _check_key(recipes: Sequence[Recipe], key: jax.Array | None) -> None:
     stochastic = any(r.stochastic for r in recipes)
     if stochastic and key is None:
         raise ValueError('remainder="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
     if not stochastic and key is not None:
-        used = sorted({r.weight.remainder if r.weight else "none" for r in recipes})
-        raise ValueError(f"remainder={', '.join(map(repr, used))} uses no random bits, but key= is given; drop the key")
+        raise ValueError(f"remainder={_remainders(recipes)} uses no random bits, but key= is given; drop the key")
+
+
+def _remainders(recipes: Sequence[Recipe]) -> str:
+    return ", ".join(map(repr, sorted({r.weight.remainder if r.weight else "none" for r in recipes})))
 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:
     return numerics.amax(w, axis=(-2, -1))
 
 
-def _error_dtype(dtype: DTypeLike) -> Any:
+def _error_dtype(dtype: DTypeLike, recipes: Sequence[Recipe]) -> Any:
     resolved = jnp.dtype(dtype)
     if resolved.name not in ERROR_DTYPES:
         raise ValueError(f"error_dtype={resolved.name} is not supported; use one of {list(ERROR_DTYPES)}")
+    if resolved.name != "float32" and recipes and not any(r.feedback for r in recipes):
+        raise ValueError(
+            f"error_dtype={resolved.name} with remainder={_remainders(recipes)}: no error is kept; leave error_dtype, "
+            'or use a recipe with remainder="feedback"'
+        )
     return resolved
 
 

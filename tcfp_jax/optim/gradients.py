@@ -44,14 +44,10 @@ def value_and_grad(
     """
     if holomorphic:
         raise ValueError("holomorphic=True, but products of stored weights are of real numbers; leave it False")
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
-        for place in places:
-            if not -len(args) <= place < len(args):
-                raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
-        chosen = [place % len(args) for place in places]
+        chosen = places_of(argnums, args)
 
         def of_slots(*slots: Any) -> Any:
             given = list(args)
@@ -84,6 +80,22 @@ def grad(
         return (gradients, result[1]) if has_aux else gradients
 
     return gradients_alone
+
+
+def places_of(argnums: int | Sequence[int], args: Sequence[Any]) -> list[int]:
+    """The places of the arguments that `argnums` names, counted from the first.
+
+    Raises:
+      ValueError: there is no such argument.
+
+    >>> places_of((0, -1), "abc")
+    [0, 2]
+    """
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for place in places:
+        if not -len(args) <= place < len(args):
+            raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
+    return [place % len(args) for place in places]
 
 
 def slots_of(tree: Any) -> Any:

@@ -67,10 +67,12 @@ def store(
       key: JAX random key of stochastic rounding; the weights hold its seeds from then on.
       remainder: what becomes of what rounding leaves: "stochastic", each weight goes to one of its two neighbours so
         that the mean is right; "feedback", a third FP8 tensor keeps it for the next step, three bytes a weight and no
-        random bits; "dropped", updates below half a step of the grid are lost.
-      gradient_dtype: of the gradients of stored weights; None for the parameters' own.
+        random bits, but E5M2 rounds it in turn, so that updates below a sixteenth of a step of the grid are lost in
+        part and smaller ones wholly; "dropped", updates below half a step of the grid are lost.
+      gradient_dtype: of the gradients of stored weights, floats of 16 bits or more; None for the parameters' own.
 
     Raises:
+      TypeError: a kernel or its gradient would not be real floats, or the gradient of fewer bits than 16.
       ValueError: a recipe without a residual; no kernel among the parameters; parameters that are stored already; a key
         that is missing, or that nothing would use; kernels on a mesh that cuts a block of a scale.
 
@@ -86,11 +88,7 @@ def store(
         raise ValueError("parameters are stored already; store(dequantize(params), ...) stores them anew")
     chosen = _chosen(paths, recipe)
     if not chosen:
-        known = sorted("/".join(path_names(path)) for path, _ in paths)[:4]
-        raise ValueError(
-            f"no weight to store among {known}: no leaf named 'kernel' with two axes, and none that the mapping names; "
-            "pass find_weights(model, *inputs) of the model that these are the parameters of"
-        )
+        raise ValueError(_nothing_to_store(paths, recipe))
     leaves: list[Any] = []
     for place, (path, leaf) in enumerate(paths):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -140,7 +138,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
       updates: of the same tree, with a float array for each stored weight, or what `tcfp_jax.optim.adamw` returned.
 
     Raises:
-      ValueError: an update has another shape, or the trees differ.
+      ValueError: the update of a stored weight has another shape, or the trees differ.
 
     >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
     >>> dequantize(apply_updates(params, {"kernel": jnp.full((2, 2), 0.25)}))["kernel"].tolist()
@@ -230,6 +228,18 @@ def _chosen(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> di
             if weight is not None and weight.float_reads == "none" and weight.recipe.mode is not TCFPMode.BF16:
                 chosen[place] = weight
     return chosen
+
+
+def _nothing_to_store(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> str:
+    known = sorted("/".join(path_names(path)) for path, _ in paths)[:4]
+    repair = "pass find_weights(model, *inputs) of the model that these are the parameters of"
+    if not isinstance(recipe, Mapping):
+        return f"no weight to store among {known}: no leaf is named 'kernel' and has two axes; {repair}"
+    names = sorted(recipe)[:4] or "none, as that of a model which no recipe converted, or one that stores no weight"
+    return (
+        f"no weight to store among {known}: the mapping names {names}; {repair}, converted by a recipe with a "
+        "residual, such as 'tcfp12_single'"
+    )
 
 
 def _check_parts(path: str, kernel: jax.Array, weight: Weight) -> None:

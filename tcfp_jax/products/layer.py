@@ -329,7 +329,7 @@ def _multiply(
     assert how != "bf16", "a BF16 product has no FP8 operands"
     options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire)
     if recipe.weight is not None and recipe.weight.blocks == "nonzero" and b.lo is not None:
-        return skip_matmul(a, b.settled(), out_dtype=out_dtype, backend=recipe.backend)
+        return skip_matmul(a, b.settled(), out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend)
     if a.lo is None:
         return multiply(a, b, out_dtype=out_dtype, **options)
     # Both in float32: rounding one of them to bfloat16 would cost the quality that the third product is for.

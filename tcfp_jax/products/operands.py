@@ -141,7 +141,8 @@ def check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Store
       ValueError: they cannot.
     """
     weight = w if quantized is None else quantized.shape
-    assert weight is not None, "one of w and quantized is there"
+    if weight is None:
+        raise ValueError(f"x{list(x)} has no weight beside it: w is None, and so is quantized; pass one of them")
     if len(weight) != 2:
         raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
     if quantized is not None and quantized.holds((*x[-1:], *weight[1:])):

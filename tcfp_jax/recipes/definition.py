@@ -258,4 +258,9 @@ def _fp4_problem(r: Recipe) -> str | None:
             "float weight at each use and adds in float32, and FP8 products multiply NVFP4 exactly under fold-exact "
             'scales alone; use weight=None, wire=None and "bf16" for all three, or scale_rule="fold_exact"'
         )
+    if r.fp4 is not None and r.quantize_backend is not None:
+        return (
+            f"fp4={r.fp4} with quantize_backend={r.quantize_backend!r}: the format library quantizes FP4, by its "
+            "kernel wherever that runs; leave quantize_backend=None"
+        )
     return None

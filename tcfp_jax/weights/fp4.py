@@ -27,39 +27,53 @@ def datatype_of(scaling: Fp4) -> DataType:
     return datatype("e2m1f", f"e4m3fn_{tile}" + ("" if scaling.rule == "one_level" else "_float32"))
 
 
-def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4(), *, key: jax.Array | None = None) -> Operand:
+def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
     """A matrix, contracted along its last axis, as E2M1 codes in blocks with scales.
 
     Args:
       w: real floats `[..., n, k]`; each matrix of a stack has an `outer` of its own. k is even; a last block may be
         short.
       scaling: format, tile and rule.
-      key: rounds stochastically, so that E[dequantized] = w.
 
     Returns:
       An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
 
     Raises:
-      TypeError: w is not real floating point.
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
       ValueError: w has fewer than two axes, or k is odd.
 
     >>> w = quantize_fp4(jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]]))
     >>> w.shape, w.values.dtype, float(abs(w.dequantize()[0] - jnp.array([6.0, -3.0, 0.5, 0.0])).max()) < 1e-6
     ((2, 4), dtype('uint8'), True)
     """
+    w = check_matrix(w, scaling)
+    packed = functools.partial(_matrix, scaling)
+    for _ in range(w.ndim - 2):
+        packed = jax.vmap(packed)
+    return packed(w)
+
+
+def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
+    """`w` as an array, where it is a matrix, or a stack of them, that packs into bytes.
+
+    Raises:
+      TypeError: w is not real floating point, or the scaling is no `Fp4`.
+      ValueError: w has fewer than two axes, or k is odd.
+    """
     w = jnp.asarray(w)
     check_real("w", w)
+    if not isinstance(scaling, Fp4):
+        raise TypeError(
+            f'scaling={scaling!r} is none of FP4; use Fp4("nvfp4") or Fp4("mxfp4") of pallas_kernels.operands'
+        )
     if w.ndim < 2:
         raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
     if w.shape[-1] % 2:
         raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
-    packed = functools.partial(_matrix, scaling)
-    for _ in range(w.ndim - 2):
-        packed = jax.vmap(packed)
-    return packed(w) if key is None else packed(w, jax.random.split(key, w.shape[:-2]) if w.ndim > 2 else key)
+    return w
 
 
-def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand:
+def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
     n, k = w.shape
     if w.size == 0:
         scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
@@ -69,12 +83,11 @@ def _matrix(scaling: Fp4, w: jax.Array, key: jax.Array | None = None) -> Operand
     short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
     # Not saturated, as casts do: what is not finite must be seen.
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
-    if key is None and scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
+    if scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
         return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
     options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
-    rounding: Any = {} if key is None else dict(roundmode="stochastic", key=key)
-    packed = pack(w, datatype_of(scaling), **options, **rounding)
+    packed = pack(w, datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
     scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
     outer = None

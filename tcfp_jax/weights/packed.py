@@ -45,6 +45,7 @@ Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
 
 VALUE_DTYPE = jnp.float8_e4m3fn
+SIGMA = 3.0
 LARGEST_BLOCK = 1024  # sums of squares in steps of 1/256 stay below 2**31
 _FIXED_POINT = 256.0
 _BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
@@ -99,7 +100,7 @@ def quantize_tcfp12(
     *,
     residual: Residual = "linear",
     scale: BlockScale = "amax",
-    sigma: float = 3.0,
+    sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> PackedTCFP12:
     """`x` in the packed TCFP-12 format; see the module's docstring for the formula.
@@ -118,8 +119,9 @@ def quantize_tcfp12(
 
     Raises:
       TypeError: `x` is not real floating point.
-      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not positive and finite, an unknown
-        `residual` or `scale`, or a key with `scale="sigma"`, whose clipping would bias the result.
+      ValueError: `x` is a scalar, `block` is odd or not in [2, 1024], `sigma` is not positive and finite or is given
+        without `scale="sigma"`, an unknown `residual` or `scale`, or a key with `scale="sigma"`, whose clipping would
+        bias the result.
 
     >>> packed = quantize_tcfp12(jnp.linspace(-1.0, 1.0, 64))
     >>> packed.nbytes * 8 / 64
@@ -168,7 +170,7 @@ def fake_quantize(
     *,
     residual: Residual = "linear",
     scale: BlockScale = "amax",
-    sigma: float = 3.0,
+    sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`x` rounded to the packed TCFP-12 format, in its own dtype, with the gradient of the identity (straight-through).
@@ -252,6 +254,10 @@ def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, ke
         raise ValueError(f'scale={scale!r} is unknown; use "amax" or "sigma"')
     if not 0 < sigma < math.inf:
         raise ValueError(f"sigma={sigma} must be positive and finite; use 3.0")
+    if sigma != SIGMA and scale != "sigma":
+        raise ValueError(
+            f'sigma={sigma} with scale={scale!r}, which does not read it; use scale="sigma", or leave sigma'
+        )
     if key is not None and scale == "sigma":
         raise ValueError(
             'key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key'

@@ -100,7 +100,8 @@ def split(
 
     Raises:
       TypeError: `w` or `error` is not real floating point.
-      ValueError: the shape of `error` is not that of `w`, `block` or `tile` is unknown, or `amax` with blocks.
+      ValueError: the shape of `error` is not that of `w`, `block` or `tile` is unknown, `amax` with blocks, or `tile`
+        without.
 
     >>> w = jnp.array([1.0, 0.3])
     >>> q = split(w)
@@ -108,6 +109,8 @@ def split(
     True
     """
     w = jnp.asarray(w)
+    if block is None and tile != "square":
+        raise ValueError(f"tile={tile!r} describes blocks, but block=None; pass block=32, 64 or 128")
     bits = None if key is None else jax.random.bits(key, w.shape, jnp.uint32)
     error = None if error is None else jnp.asarray(error)
     amax = None if amax is None else jnp.asarray(amax, jnp.float32)

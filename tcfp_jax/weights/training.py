@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import counter, numerics
+from pallas_kernels.checks import check_real
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Fp4, Operand, Tensor
 from tcfp_jax.recipes import Dual, Recipe, describe
@@ -53,7 +54,7 @@ class Training:
       dtype: of the float parameter.
       gradient_dtype: of its gradient.
       remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
-        right; "feedback", it is kept and added to the next update; or "dropped".
+        right; "feedback", it is kept, rounded to E5M2, and added to the next update; or "dropped".
     """
 
     rounding: jax.Array | None
@@ -128,6 +129,7 @@ def train(
       gradient_dtype: of its gradient; None for that of the kernel.
 
     Raises:
+      TypeError: the kernel is not real floating point, or its gradient would not be, in 16 bits or more.
       ValueError: a recipe without a residual; an unknown `remainder`; a key that is missing, or that nothing would use.
 
     >>> from tcfp_jax.recipes import recipe
@@ -137,16 +139,21 @@ def train(
     [[0.5, 0.5], [0.5, 0.5]]
     """
     _check(weight.recipe, key, remainder)
+    check_real("the kernel", kernel)
+    dtype = jnp.dtype(kernel.dtype)
+    of_gradient = dtype if gradient_dtype is None else jnp.dtype(gradient_dtype)
+    if not jnp.issubdtype(of_gradient, jnp.floating) or of_gradient.itemsize < 2:
+        raise TypeError(
+            f"gradient_dtype={of_gradient} of a kernel in {dtype}: a gradient has no scale and needs floats of 16 "
+            "bits or more; use gradient_dtype=jnp.bfloat16 or jnp.float32"
+        )
     target = weight.layout.stacked(kernel.ndim).matrix(kernel).astype(jnp.float32)
     weight, stack = _unstacked(weight), target.shape[:-2]
     amax = numerics.amax(target, axis=(-2, -1))
     rounding = None if key is None else _seed(key, stack)
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
-    dtype = jnp.dtype(kernel.dtype)
-    training = Training(
-        rounding, amax, error, None, weight, shape, dtype, jnp.dtype(gradient_dtype or dtype), remainder
-    )
+    training = Training(rounding, amax, error, None, weight, shape, dtype, of_gradient, remainder)
     scale = next_scale(jnp.zeros(stack), amax) if weight.recipe.scaling == Tensor() else None
     return _written(Stored(None, None, training=training), target, scale)
 

@@ -255,6 +255,9 @@ def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
     monkeypatch.setattr(common, "take_memory_as_needed", lambda: None)
     for arguments, message in {
         ("finetune", "--ways", "none"): "error: --ways has ['none'], which are unknown",
+        ("gemm", "--measure", "none"): "error: --measure has ['none'], which are unknown",
+        ("gemm", "--cases", "grid"): "error: --cases is an option of --tune; add --tune, or leave it out",
+        ("gemm", "--tune", "--json"): "error: --json with --tune, which has cases and a file of its own",
         ("monitoring", "--every", "0"): "argument --every: 0 is no whole number of at least 1; give one",
         ("monitoring", "--every", "-5"): "argument --every: -5 is no",
         ("fp4_quality", "--seeds", "0"): "argument --seeds: 0 is no",

@@ -303,3 +303,29 @@ def test_what_quantizes_otherwise_shares_nothing():
     of = lambda *names: alike(operands, dict(zip((gate, up, down), map(named_recipe, names), strict=True)))
     assert of("tensorwise", "tensorwise", "bf16") == dict.fromkeys((gate, up), (gate, up))
     assert of("tensorwise", "bf16", "tensorwise") == of("rowwise", "rowwise", "rowwise") == {}
+
+
+@pytest.mark.parametrize("reduced", [jnp.sum, jnp.max, jnp.min])
+def test_a_function_of_rows_is_what_its_program_was(reduced):
+    x, gain = draw(jnp.float32)[1][0], draw(jnp.float32)[0]["gain"]
+    function = lambda x, gain: (x - reduced(x, axis=-1, keepdims=True)) * gain
+    program = jax.make_jaxpr(function)(x, gain)
+    assert [norm.problem(eqn, x.shape) for eqn in program.jaxpr.eqns] == [None] * len(program.jaxpr.eqns)
+    np.testing.assert_allclose(norm.RowFunction(program, "")(x, gain), function(x, gain), rtol=1e-6)
+    down = jax.make_jaxpr(lambda x: x - reduced(x, axis=0, keepdims=True))(x)
+    problems = [norm.problem(eqn, x.shape) for eqn in down.jaxpr.eqns]
+    assert any(problem is not None and "over other axes" in problem for problem in problems)
+
+
+def test_kernels_are_asked_for_in_the_format_that_they_write(monkeypatch):
+    """E4M3 for what the next product reads, E5M2 for what those before it get back."""
+    asked = []
+
+    def judge(table, backend, options, *given):
+        asked.append(options.dtype.name)
+        return (Verdict("triton", None),)
+
+    monkeypatch.setattr(activation, "judge", judge)
+    recipe, x = named_recipe("tensorwise"), jnp.ones((32, 128), jnp.bfloat16)
+    part = activation.Activation.of(jax.make_jaxpr(nn.silu)(x), recipe, recipe)
+    assert part.here((x,)) is not None and asked == ["float8_e4m3fn", "float8_e5m2"]

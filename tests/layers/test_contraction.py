@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEmbed
+from tcfp_jax.products.axes import split_entries
 from tcfp_jax.products.contraction import axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
@@ -130,6 +131,7 @@ def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
 EXPLICIT = {
     "heads": ("bte,ehd->bthd", (4, 6, 32), (32, 4, 16), P("a"), P(None, "b"), None),
     "inside of heads": ("bte,ehd->bhtd", (4, 6, 32), (32, 4, 16), P("a"), P("a", None, "b"), P("a", None, None, "b")),
+    "heads in front": ("bte,ehd->hbtd", (4, 6, 32), (32, 4, 16), P("a"), P(None, "b"), P("b", "a")),
     "summed over heads": ("bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, "b"), P("b"), P("a")),
     "summed inside of heads": (
         "bthd,hdn->btn", (4, 6, 4, 8), (4, 8, 32), P("a", None, None, "b"), P(None, "b", "a"), P("a"),
@@ -141,7 +143,10 @@ EXPLICIT = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise", "a stack-rowwise")
+@pytest.mark.slow_except(
+    "heads in front-tcfp12_fast", "summed over heads-tcfp12_fast", "transposed, tokens split twice-rowwise",
+    "a stack-rowwise",
+)  # fmt: skip
 @pytest.mark.parametrize("recipe", ["bf16", "tcfp12_fast", "rowwise"])
 @pytest.mark.parametrize("case", EXPLICIT)
 def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
@@ -162,6 +167,23 @@ def test_kernels_of_any_shape_follow_explicit_axes(case, recipe):
         if out is not None:
             assert tuple(found[0].sharding.spec) == tuple(out) + (None,) * (found[0].ndim - len(out))
     close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["stochastic residual", "FP4 training"])
+def test_equal_matrices_of_a_stack_are_rounded_by_bits_of_their_own(name):
+    recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
+    if name == "FP4 training":
+        recipe = tcfp_jax.recipe("nvfp4_training", activation_rounding="stochastic")
+    x, kernel = (jnp.broadcast_to(normal(*shape, seed=i), (2, *shape)) for i, shape in enumerate([(8, 32), (32, 4)]))
+    y = contract(parse("ebk,ekn->ebn", 3), x, kernel, recipe=recipe, key=jax.random.key(0))
+    assert (y[0] != y[1]).any()
+    close(y[0], y[1], 0.5)
+
+
+def test_an_axis_is_split_where_the_devices_share_it_evenly():
+    sharding = NamedSharding(mesh_of(2, 2, axis_type=AxisType.Explicit), P("a", "b"))
+    assert split_entries(sharding, ("a", "b"), [[2, 6], [1, 4]]) == ("a", None, None, "b")
+    assert split_entries(sharding, ("a", ("a", "b")), [[3, 4], [6, 2]]) == (None, None, None, None)
 
 
 def test_an_out_sharding_of_too_many_axes_raises():

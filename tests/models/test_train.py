@@ -19,9 +19,10 @@ import pytest
 
 import tcfp_jax
 from models import running, train
-from models.checkpoint import RunDirectory, read_config
+from models.checkpoint import RunDirectory, describe, read_config, write_json
 from models.gpt import MODELS, GPTConfig
 from models.llama import LLAMAS, LlamaConfig
+from models.phases import phase_at
 from models.text import Corpus
 from models.train import TrainConfig, preset, run
 from models.training import check_corpus
@@ -216,6 +217,19 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
     assert run(CONFIG, out=out, resume="allowed").heldout_loss == uninterrupted[1].heldout_loss
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("nvfp4", {"tile": "square"}), ("quartet2", {"scale_rule": "amax"}), ("blockwise", {"block": 64})],
+)
+def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
+    custom = tcfp_jax.recipe(name, **change)
+    config = dataclasses.replace(
+        CONFIG, recipe=custom, recipe_schedule=((0.5, "bf16"), (0.75, custom)), dtype="float32"
+    )
+    write_json(tmp_path / "config.json", describe(config, "digest"))
+    assert read_config(tmp_path) == config
+
+
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
     (out, result), config = whole_run(name), CONFIGS[name]
@@ -287,6 +301,24 @@ def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
 def test_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recipe": "tensorwise", "error_dtype": "bfloat16"}, "with recipe 'tensorwise': no error of a weight is kept"),
+        ({"recipe": "bf16", "ends": (0, 1, "bf16")}, "ends with recipe 'bf16', which all blocks have"),
+    ],
+)
+def test_a_field_that_does_nothing_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        preset("tiny", **given)
+
+
+def test_parts_of_a_run_may_keep_no_errors():
+    config = preset("tiny", error_dtype="bfloat16", ends=(0, 1, "bf16"), recipe_schedule=((0.5, "bf16"),))
+    last = phase_at(config, config.steps - 1)
+    assert last.recipe == "bf16" and jax.eval_shape(lambda: train.init(last)).opt_state[-1].weights == {}
 
 
 def test_checkpoints_fall_on_calls():

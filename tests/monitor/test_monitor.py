@@ -15,8 +15,9 @@ from pallas_kernels.quantize.api import quantize
 from tcfp_jax import monitor
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.monitor.readings import read
+from tcfp_jax.monitor.readings import read, read_gradients
 from tcfp_jax.products import fp4_training, layer
+from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import decibels, same_bits
 
 RNG = np.random.default_rng(0)
@@ -235,6 +236,19 @@ def test_updates_of_weights_beside_float_parameters():
     assert float(monitor.stale_moments(state, after)["up/kernel"]) == 0
     with pytest.raises(ValueError, match="pass weights=find_weights"):
         monitor.update_quality(*layers, jax.tree.map(lambda leaf: leaf[:8], updates))
+    # A kernel of three axes is stored as the matrix that its layout makes of it.
+    weights = {"kernel": Weight(tcfp_jax.recipe("tcfp12"), Layout((1,), (0, 2)))}
+    feedback, kernel = tcfp_jax.error_feedback(weights), {"kernel": jax.random.normal(jax.random.key(1), (4, 16, 2))}
+    before, change = feedback.init(kernel), jax.tree.map(lambda w: 0.1 * w, kernel)
+    _, after = feedback.update(change, before, kernel)
+    found = monitor.update_quality(*map(tcfp_jax.layer_state, (before, after)), change, weights)["kernel"]
+    assert float(found.edq) == pytest.approx(1, abs=0.02)
+
+
+def test_a_gradient_that_comes_quantized_is_as_large_as_it_was():
+    g = 2.0**-9 * jnp.asarray([[1.0, -3.0, 0.5, 0.25]])
+    (reading,) = read_gradients(tcfp_jax.recipe("tensorwise"), jnp.zeros_like(g), quantize(g, "float8_e5m2"))
+    assert float(reading.amax) == 3 * 2.0**-9 and np.isnan(reading.snr)
 
 
 def test_moments_at_rest():
@@ -248,3 +262,19 @@ def test_moments_at_rest():
     assert float(monitor.stale_moments(first, first)["up/kernel"]) == 1
     with pytest.raises(ValueError, match="no second moments"):
         monitor.stale_moments((), ())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "narrow", [tcfp_jax.optim.adamw, lambda lr, key: tcfp_jax.optim.low_precision_moments(optax.adam(lr), key=key)]
+)
+def test_moments_in_eight_bits_are_compared_as_values(narrow, named):
+    kernel = jnp.ones((32, 128))
+    params = {"kernel": kernel} if named else kernel
+    tx = narrow(1e-2, key=jax.random.key(0))
+    first = tx.update(jax.tree.map(lambda w: w * 2.0**-8, params), tx.init(params), params)[1]
+    # v of 2**16 times as much: codes stay, but for the decay of the first, and each scale is another.
+    second = tx.update(params, tx.init(params), params)[1]
+    path = "kernel" if named else ""
+    assert float(monitor.stale_moments(first, second)[path]) == 0
+    assert float(monitor.stale_moments(first, first)[path]) == 1

@@ -35,6 +35,7 @@ STACK = {"layers": PARAMS.pop("layers")}  # in a few tests: it doubles what is c
 STACK_GRADS = {"layers": GRADS.pop("layers")}
 STORED = optim.store(PARAMS, "tcfp12_single", key=KEY)
 MOMENTS = ("8bit", "bfloat16", "float32")
+PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
 @pytest.fixture(autouse=True)
@@ -449,3 +450,41 @@ def test_mistakes():
     copy = {"up": {"kernel": dataclasses.replace(STORED["up"]["kernel"], training=None)}}
     with pytest.raises(TypeError, match=r"cannot be trained.*tcfp_jax.store"):
         adamw(0.1).init(copy)
+
+
+@pytest.mark.parametrize("recipe", ["tcfp12_single", "blockwise"])
+def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
+    """By one pass over a stack, and by XLA where scales are of blocks."""
+    if recipe == "blockwise":
+        recipe = tcfp_jax.recipe("tcfp12_single", scaling=Block(32, "square"), **dict.fromkeys(PRODUCTS, "full"))
+    twice = lambda tree: jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), tree)
+    params, grads = optim.store(twice(STACK), recipe, key=KEY), twice(STACK_GRADS)
+    params, state = stepped(adamw(1e-3), params, 1, grads)
+    mu, values = state.mu["layers"]["kernel"], params["layers"]["kernel"].backward
+    for pair in (mu.view(jnp.uint8), state.nu["layers"]["kernel"], values.lo.view(jnp.uint8)):
+        assert 0.02 < float((pair[0] != pair[1]).mean()) < 0.9
+
+
+def test_both_moments_of_a_weight_are_rounded_by_bits_of_their_own():
+    params = {"kernel": jnp.ones((64, 128))}
+    tx = adamw(1e-3, b1=0.9, b2=0.9, moments="bfloat16")
+    _, state = tx.update(params, tx.init(params), params)  # m = v = 0.1, between two numbers
+    of_m, of_v = (np.asarray(moment["kernel"], np.float32) for moment in (state.mu, state.nu))
+    assert len(np.unique(of_m)) == 2 and np.array_equal(np.unique(of_m), np.unique(of_v))
+    assert 0.1 < np.mean(of_m != of_v) < 0.9
+
+
+def test_a_mask_leaves_stored_weights_undecayed():
+    """Of a gradient of zeros nothing is left but decay."""
+    grads = jax.tree.map(jnp.zeros_like, GRADS)
+    masks = {"all": None, "small": lambda params: jax.tree.map(lambda leaf: leaf.size < 4096, params)}
+    sizes = {}
+    for name, mask in masks.items():
+        params, _ = stepped(adamw(0.1, weight_decay=1.0, mask=mask), STORED, 1, grads)
+        ratio = lambda leaf: float(jnp.linalg.norm(leaf) / jnp.linalg.norm(before))
+        for path in ("up", "small"):
+            before = optim.dequantize(STORED)[path]["kernel"]
+            sizes[name, path] = ratio(optim.dequantize(params)[path]["kernel"])
+    assert sizes == pytest.approx(
+        {("all", "up"): 0.9, ("all", "small"): 0.9, ("small", "up"): 1, ("small", "small"): 0.9}, abs=0.01
+    )

@@ -135,6 +135,15 @@ def test_updates_pass_unchanged_and_bias_is_left_alone():
     assert state.errors["dense"]["bias"] == optax.MaskedNode()
 
 
+def test_a_delayed_amax_rises_at_once_and_falls_slowly():
+    tx = tcfp_jax.error_feedback(tcfp_jax.recipe("tcfp12", amax="delayed"))
+    largest = float(jnp.abs(W).max())
+    for factor, wanted in ((2.0, 2 * largest), (0.5, (0.999 + 0.001 * 0.5) * largest)):
+        change = jax.tree.map(lambda w, factor=factor: (factor - 1) * w, PARAMS)
+        _, state = tx.update(change, tx.init(PARAMS), PARAMS)
+        assert float(state.amax["dense"]["kernel"]) == pytest.approx(wanted, rel=1e-3)
+
+
 def test_update_is_the_textbook_rule():
     tx = tcfp_jax.error_feedback("tcfp12")
     state = tx.init(PARAMS)
@@ -170,6 +179,14 @@ def test_stochastic_residual_repeats_from_its_key_and_changes_every_step():
     assert not jax.tree.leaves(one[0].errors)
 
 
+def test_equal_weights_and_equal_layers_are_rounded_by_bits_of_their_own():
+    params = {"a": {"kernel": W}, "b": {"kernel": W}, "layers": {"kernel": jnp.stack([W, W])}}
+    found = tcfp_jax.layer_state(tcfp_jax.error_feedback(STOCHASTIC, key=jax.random.key(1)).init(params))
+    lows = [found[name]["kernel"].backward.lo for name in ("a", "b")] + list(found["layers"]["kernel"].backward.lo)
+    for one, other in itertools.combinations(lows, 2):
+        assert 0.2 < float((one.view(jnp.uint8) != other.view(jnp.uint8)).mean()) < 0.8
+
+
 @pytest.mark.parametrize("copies, values, scales", [("one", 2, 1), ("both", 4, 2)])
 def test_bytes_of_the_state(copies, values, scales):
     recipe = tcfp_jax.recipe(NO_FEEDBACK, copies=copies)
@@ -199,6 +216,9 @@ def test_bad_calls_raise():
         make().init({"scale": jnp.ones(3)})
     with pytest.raises(ValueError, match="error_dtype=float16"):
         make(error_dtype="float16")
+    for recipe in ("tensorwise", "bf16"):
+        with pytest.raises(ValueError, match="no error is kept; leave error_dtype"):
+            tcfp_jax.error_feedback(recipe, error_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"key=jax.random.key"):
         tcfp_jax.error_feedback(STOCHASTIC)
     with pytest.raises(ValueError, match="drop the key"):

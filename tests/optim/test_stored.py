@@ -13,15 +13,16 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from pallas_kernels.scaling import Block
+from pallas_kernels.scaling import Block, Tensor
 from tcfp_jax import linen as layers
 from tcfp_jax import nnx as nnx_layers
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.convert import hand_out
 from tcfp_jax.optim import on_stored
 from tcfp_jax.paths import entries, leaves, put
+from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Rewritten, is_stored, kernel_of, values_of
+from tcfp_jax.weights.training import Rewritten, advanced, is_stored, kernel_of, rewrite, values_of
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
@@ -306,6 +307,16 @@ def test_rounding_follows_the_mean_of_small_updates():
     assert abs(moved.mean() - 400 * size) < 4 * error and error < 0.05 * 400 * size
 
 
+@pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (16, 0.98, 1.02), (256, 0.0, 0.1)])
+def test_feedback_keeps_what_e5m2_does(part, least, most):
+    """Updates of a part of the grid's step: of a sixteenth all arrives, and of much less nearly nothing."""
+    w = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.0, (64, 64)), jnp.float32)
+    params, size = stored_of({"kernel": w}, remainder="feedback"), 2.0**-9 / part  # in E4M3, with a scale of 2**-5
+    step = lambda params, _: (tcfp_jax.apply_updates(params, {"kernel": jnp.full((64, 64), size)}), None)
+    moved = kernel_of(jax.lax.scan(step, params, length=400)[0]["kernel"]) - kernel_of(params["kernel"])
+    assert least <= float(moved.mean()) / (400 * size) <= most
+
+
 @pytest.mark.parametrize("factor", [2.0, 5.0])
 def test_scales_follow_weights_that_grow_and_shrink(factor):
     params = stored_of({"kernel": PARAMS["up"]["kernel"]})
@@ -388,9 +399,21 @@ def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):
         value, gradients = jax.jit(tcfp_jax.value_and_grad(read))(stored)
         tolerance = 2e-2 if name == "in bfloat16" else 1e-6
         np.testing.assert_allclose(gradients["kernel"], 3 * floats**2, rtol=tolerance, atol=1e-6)
-        np.testing.assert_allclose(value, jnp.sum(floats**3), rtol=tolerance)
+        # Cubes of either sign cancel: the error is a part of their magnitudes and not of their sum.
+        np.testing.assert_allclose(value, jnp.sum(floats**3), atol=tolerance * float(jnp.sum(jnp.abs(floats) ** 3)))
         with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
             jax.jit(jax.grad(read))(stored)
+
+
+def test_a_parameter_that_its_layer_stores_transposed_is_multiplied_by_matmul_itself():
+    kernel = PARAMS["up"]["kernel"]
+    turned = {"kernel": Weight(tcfp_jax.recipe(RECIPE), Layout((1,), (0,)))}
+    both = (stored_of({"kernel": kernel}), stored_of({"kernel": kernel.T}, turned))
+    cube = lambda params: jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe=RECIPE) ** 3)
+    (value, gradients), (same, transposed) = (tcfp_jax.value_and_grad(cube)(params) for params in both)
+    assert gradients["kernel"].shape == (16, 32) and transposed["kernel"].shape == (32, 16)
+    np.testing.assert_allclose(same, value, rtol=1e-5)  # W_lo has other random bits, and W_hi alone is read
+    np.testing.assert_allclose(transposed["kernel"].T, gradients["kernel"], rtol=1e-5, atol=1e-5)
 
 
 def test_the_product_with_a_swapped_weight_sends_its_gradient_to_the_parameter():
@@ -427,6 +450,7 @@ STORE_ERRORS = [
     (dict(remainder="feedback", key=KEY), "for no other"),
     (dict(remainder="nearest"), "'stochastic', 'feedback', 'dropped'"),
     (dict(params={"bias": jnp.ones(4)}), "find_weights"),
+    (dict(recipe={}), "converted by a recipe with a residual"),
 ]
 
 
@@ -435,6 +459,14 @@ def test_what_cannot_be_stored_says_why(options, message):
     given = dict(params=PARAMS, recipe=RECIPE, key=KEY) | options
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         tcfp_jax.store(given.pop("params"), given.pop("recipe"), **given)
+
+
+@pytest.mark.parametrize(
+    "kernel, gradient", [(jnp.int32, None), (jnp.float32, "float8_e5m2"), (jnp.float32, jnp.int32)]
+)
+def test_gradients_without_a_scale_need_16_bits(kernel, gradient):
+    with pytest.raises(TypeError, match=r"use (the kernel.astype|gradient_dtype=jnp.bfloat16)"):
+        tcfp_jax.store({"kernel": jnp.ones((16, 32), kernel)}, RECIPE, key=KEY, gradient_dtype=gradient)
 
 
 def test_other_wrong_arguments_say_what_to_do():
@@ -457,16 +489,31 @@ def test_other_wrong_arguments_say_what_to_do():
         layers.TCFPDense(8, recipe=RECIPE).apply({"params": params["up"]}, X)
 
 
+@pytest.mark.parametrize("scaling", [Tensor(), Block(32, "square")], ids=["one scale", "in blocks"])
 @pytest.mark.parametrize("factor", [1.0, 0.0, 0.5])
-def test_what_scales_a_rewritten_weight_is_seen(factor):
-    old = stored_of()["up"]["kernel"]
-    new = stored_of({"kernel": 2 * PARAMS["up"]["kernel"]})["kernel"]
+def test_what_scales_a_rewritten_weight_is_seen(factor, scaling):
+    recipe = tcfp_jax.recipe(RECIPE, scaling=scaling)
+    old = stored_of(recipe=recipe)["up"]["kernel"]
+    new = stored_of({"kernel": 2 * PARAMS["up"]["kernel"]}, recipe)["kernel"]
     scaled = jax.jit(lambda factor: Rewritten(new, factor).onto(old))(jnp.float32(factor))
     if factor == 0.5:
         assert np.isnan(kernel_of(scaled)).all()
     else:
         assert same_bits(scaled, new if factor else old)
     assert same_bits(Rewritten(new, jnp.float32(factor)).onto(old), scaled)
+
+
+def test_a_copy_holds_the_halves_that_its_product_reads():
+    """`W_lo` for the transposed copy would be a byte that nobody reads."""
+    for recipe, halves in (("tcfp12_single", "hi"), ("tcfp12_fast", "hi+lo")):
+        kernel = stored_of(recipe=tcfp_jax.recipe(recipe, copies="both"))["up"]["kernel"]
+        for weight in (kernel, rewrite(kernel, kernel.dequantize())):
+            assert (weight.forward.lo is not None) == (halves == "hi+lo") and weight.backward.lo is not None
+
+
+def test_the_count_of_roundings_stays_an_integer_of_a_float():
+    last = jnp.asarray([1.0, 2.0, 2.0**24 - 1])
+    assert advanced(last).tolist() == [1, 2, 0] and advanced(last - 1).tolist() == [0, 1, 2.0**24 - 1]
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])

@@ -1,4 +1,4 @@
-"""ARCHITECTURE's walk: another way to share scales is a class and a line in each of three tables, nothing else."""
+"""ARCHITECTURE's walk: another way to share scales is a class in a union and a line in each of two tables, no more."""
 
 from dataclasses import dataclass
 

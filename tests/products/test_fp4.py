@@ -133,6 +133,7 @@ def test_packed_codes_know_an_odd_k():
         assert values.shape == scales.shape == one.shape
     with pytest.raises(ValueError, match=re.escape("x[4, 34] @ w[33, 5]: the last axis of x must equal")):
         jax.eval_shape(fp4_matmul, jnp.ones((4, 34)), packed)
+    assert pack_fp4(jnp.ones((33, 8))).holds((33, 8)) and not pack_fp4(jnp.ones((33, 8))).holds((32, 8))
 
 
 def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,7 @@ def test_layers_take_keys_from_rngs():
         (lambda: Fp4Training(scale_rule="mse"), "scale_rule='mse' is unknown"),
         (lambda: recipe("nvfp4_training", **dict.fromkeys(("forward", "dgrad", "wgrad"), "full")), "scales alone"),
         (lambda: recipe("nvfp4_training", weight=Single()), "FP4 training quantizes a float weight"),
+        (lambda: recipe("quartet2", quantize_backend="xla"), "the format library quantizes FP4"),
         (lambda: recipe("tcfp12", rotation="none"), "is of FP4 training, and .* has none"),
     ],
 )  # fmt: skip
@@ -358,3 +360,19 @@ def test_a_stored_weight_is_refused():
     multiply = lambda x, w: tcfp_jax.matmul(x, tcfp_jax.quantize(w.T), recipe="nvfp4_training", key=KEY)
     with pytest.raises(ValueError, match="multiplies float weights"):
         jax.eval_shape(multiply, x, w)
+
+
+@pytest.mark.parametrize("how", [PLAIN, *map(recipe, NAMES)], ids=["plain", *NAMES])
+def test_no_two_operands_are_rounded_by_the_same_bits(how):
+    """Roundings of one value by the same bits err alike, and errors that are not independent add up."""
+    words = fp4_training.words_of(KEY)
+    found = [fp4_training.quantization(how, name, words) for name in get_args(fp4_training.OperandName)]
+    keys = [tuple(int(word) for word in each.key) for each in found if each.key is not None]
+    assert len(keys) == 5 and len(set(keys)) == 5
+    turns = {name: how_of.signs for name, how_of in zip(get_args(fp4_training.OperandName), found, strict=True)}
+    for first, second, of in (("x_wgrad", "g_wgrad", "wgrad"), ("g", "w_dgrad", "backward")):
+        turned = how.fp4.rotation == "backward" or how.fp4.rotation == of
+        assert (turns[first] is not None) == (turns[second] is not None) == turned
+        assert not turned or np.array_equal(turns[first], turns[second])
+    if how.fp4.rotation == "backward":
+        assert not np.array_equal(turns["g"], turns["g_wgrad"])

@@ -1,6 +1,7 @@
 """`matmul`: values and gradients against float64 within bounds computed from the data, under every transformation."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 import tcfp_jax.recipes
+from pallas_kernels.matmul.api import matmul
+from tcfp_jax.products import layer
 from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
@@ -387,3 +390,21 @@ def test_a_second_derivative_raises_where_rounding_would_make_it_zero(recipe, ou
         jax.grad(lambda x: jnp.sum(tcfp_jax.matmul(x, jnp.ones((16, 8)), recipe="tcfp12"))), jnp.ones((4, 16))
     )
     _second("bf16", outer, inner)
+
+
+def test_each_product_adds_as_its_field_of_the_recipe_says(data, monkeypatch):
+    """A CPU adds in float32 whatever is asked, so what is asked is looked at."""
+    asked = []
+
+    def multiply(*operands, accumulation, **options):
+        asked.append(accumulation)
+        return matmul(*operands, accumulation=accumulation, **options)
+
+    monkeypatch.setattr(layer, "multiply", multiply)
+    x, w, g = data
+    for hows in itertools.product(("fast", "full"), repeat=3):
+        recipe = tcfp_jax.recipe("tensorwise", **dict(zip(("forward", "dgrad", "wgrad"), hows, strict=True)))
+        run = lambda x, w, recipe=recipe: layer.product(layer.Asked(recipe), x, w, None, None)
+        asked.clear()
+        jax.eval_shape(lambda x, w, run=run: jax.vjp(run, x, w)[1](g), x, w)
+        assert tuple(asked) == hows

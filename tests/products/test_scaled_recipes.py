@@ -212,6 +212,9 @@ def test_a_residual_activation_has_an_output_of_bf16s_quality():
     # The backward pass is that of TCFP-12.
     pull = lambda recipe: jax.vjp(lambda x, w: tcfp_jax.matmul(x, w, recipe=recipe), x, w)[1](jnp.ones((64, 64)))
     assert all(map(jnp.array_equal, pull(recipe), pull("tcfp12")))
+    # Of two halves of x, FP8 weight gradients read the larger.
+    pairs = zip(*(pull(tcfp_jax.recipe(name, wgrad="full")) for name in ("residual_activation", "tcfp12")), strict=True)
+    assert all(jnp.array_equal(*pair) for pair in pairs)
 
 
 def test_one_large_channel_costs_the_others_nothing_in_blocks():

@@ -169,6 +169,19 @@ def test_skip_matmul():
     check(functools.partial(skipping, None, None), [P("a"), P("b")], X, W.reshape(128, 64))
 
 
+@pytest.mark.parametrize("blocks", ["all", "nonzero"])
+def test_a_recipe_in_blocks_lays_its_result_where_it_is_asked_to(blocks):
+    recipe = tcfp_jax.recipe("tcfp12_blockwise", residual_blocks=blocks)
+
+    def product(x, w):  # k is split over devices, so that JAX asks where the result shall lie
+        return tcfp_jax.matmul(x, w, recipe=recipe, out_sharding=P("b", None))
+
+    x, w = drawn(32, 256), drawn(256, 128, seed=1)
+    found = run(AxisType.Explicit, product, [P(None, "a"), P("a")], x, w)
+    assert found.sharding.spec == P("b", None)
+    np.testing.assert_allclose(found, tcfp_jax.matmul(jnp.asarray(x), jnp.asarray(w), recipe=recipe), atol=1e-4)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_stack_is_split_over_devices(count):
     """Under `vmap` a kernel runs for the elements that a device has."""

@@ -482,3 +482,12 @@ def test_store_names_a_weight_whose_blocks_are_cut():
     kernel = jax.device_put(jnp.zeros((256, 256)), NamedSharding(mesh, P("a")))
     with pytest.raises(ValueError, match=r"up/kernel: blocks of 128 .* each of the 8 devices of 'a' has 32 of its 256"):
         optim.store({"up": {"kernel": kernel}}, recipe, key=KEY)
+
+
+def test_what_is_kept_transposed_alone_may_be_cut_as_its_blocks_lie():
+    """Codes of FP4 are `[n, k]`, so that k is cut in blocks of 16 and n anywhere; and the message says how far."""
+    mesh, tx = mesh_of(8), feedback("nvfp4")
+    place = lambda spec: {"up": {"kernel": jax.device_put(jnp.zeros((64, 64)), NamedSharding(mesh, spec))}}
+    assert jax.tree.leaves(tx.init(place(P(None, "a"))))
+    with pytest.raises(ValueError, match=r"blocks of 16 values .* has 8 of its 64 values; split it over 4 at most"):
+        tx.init(place(P("a")))

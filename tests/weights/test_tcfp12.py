@@ -115,7 +115,7 @@ def test_extreme_magnitudes(size, scale):
 
 def test_sigma_spends_the_range_on_the_bulk():
     x = SMALL.at[:, 0].set(100.0)
-    plain, sigma = (pack(x, 64, scale=scale, sigma=1.0) for scale in ("amax", "sigma"))
+    plain, sigma = pack(x, 64), pack(x, 64, scale="sigma", sigma=1.0)
     assert (np.asarray(sigma.scale, np.float32) < np.asarray(plain.scale, np.float32)).all()
 
 
@@ -148,6 +148,7 @@ def test_fake_quantize_is_the_format_with_the_gradient_of_the_identity(residual)
         (ValueError, "residual='log'", dict(residual="log")),
         (ValueError, "scale='max'", dict(scale="max")),
         (ValueError, "sigma=-1", dict(sigma=-1.0, scale="sigma")),
+        (ValueError, "sigma=2.0 with scale='amax'", dict(sigma=2.0)),
         (ValueError, "biased", dict(scale="sigma", key=jax.random.key(0))),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
