@@ -75,6 +75,18 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
         np.testing.assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)  # quantized once
 
 
+CAST = {"model": convert(Model(), "tcfp12", X), "layer": TCFPDense(8, recipe="tcfp12")}
+
+
+@pytest.mark.parametrize("storage", ["recipe", "packed"])
+@pytest.mark.parametrize("model", CAST.values(), ids=CAST)
+def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_kernels(model, storage):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables_of(model, X)["params"])
+    served = quantize_params(params, find_weights(model, X), storage=storage)
+    x = X.astype(jnp.bfloat16)
+    assert model.apply(served, x).dtype == model.apply({"params": params}, x).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     forward = flax_nnx.jit(lambda model, tokens: model(tokens))

@@ -141,7 +141,8 @@ def _completed(params: Any, state: Mapping[str, Any], model: Any, fun: Any, rngs
         return params
     init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
     keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
-    shapes = nn.meta.unbox(_shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs))
+    with jax.numpy_dtype_promotion("standard"):  # `init` may make float32 parameters beside a bfloat16 input
+        shapes = nn.meta.unbox(_shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs))
     leaves = paths.leaves(shapes.get("params", {}))
     unknown = [path for path in missing if path not in leaves]
     if unknown:
@@ -149,8 +150,25 @@ def _completed(params: Any, state: Mapping[str, Any], model: Any, fun: Any, rngs
             f"the state holds {unknown[0]!r}, which is no parameter of {type(model).__name__}; its parameters are "
             f"{sorted(leaves)[:8]}; pass the state of these parameters"
         )
-    named = lambda path, leaf: held.get(paths.join(*paths.path_names(path)), leaf)
+    cast = _cast(held, leaves)
+
+    def named(path: Any, leaf: Any) -> Any:
+        like = jax.ShapeDtypeStruct(leaf.shape, cast.get(leaf.dtype, leaf.dtype))
+        return held.get(paths.join(*paths.path_names(path)), like)
+
     return jax.tree_util.tree_map_with_path(named, shapes.get("params", {}))
+
+
+def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[Any, Any]:
+    """What dtypes became of those that `init` gives, where all parameters of one that are left agree.
+
+    A stored weight does not know in which dtype its parameter was, and the layer's result has that dtype: a model whose
+    parameters were cast to bfloat16 answers in bfloat16, and so it must when its kernels are gone.
+    """
+    became: dict[Any, set[Any]] = {}
+    for path in set(held) & set(shapes):
+        became.setdefault(shapes[path].dtype, set()).add(held[path].dtype)
+    return {dtype: next(iter(found)) for dtype, found in became.items() if len(found) == 1}
 
 
 def _shapes(function: Any, args: Any, kwargs: Any) -> Any:
