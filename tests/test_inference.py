@@ -75,6 +75,69 @@ def test_linen_models_run_without_the_float_kernels(recipe, storage, tmp_path):
         np.testing.assert_allclose(apply(unpack(served, weights), X), y, rtol=0, atol=1e-6)  # quantized once
 
 
+class Coder(nn.Module):
+    """Methods with parameters of their own, and a call that reads a cache, which `init` with its arguments cannot."""
+
+    def setup(self):
+        self.up, self.down = nn.Dense(16, use_bias=False), nn.Dense(32)
+
+    def __call__(self, x):
+        if x.shape[1] == 1:
+            if not self.has_variable("cache", "sum"):
+                raise ValueError("no cache")
+            x = x + self.get_variable("cache", "sum")
+        return self.decode(self.encode(x))
+
+    def encode(self, x):
+        return self.up(x)
+
+    def decode(self, x):
+        return self.down(x)
+
+
+def encoded_and_decoded(model, served):
+    encoded = model.apply(served, X, method="encode")
+    return encoded, model.bind(served).decode(encoded)
+
+
+def read_from_a_cache(model, served):
+    return model.apply({**served, "cache": {"sum": jnp.ones(32)}}, X[:, :1])
+
+
+@pytest.mark.parametrize("call", [encoded_and_decoded, read_from_a_cache])
+def test_every_call_that_float_variables_have_runs_without_the_kernels(call):
+    params = variables_of(Coder(), X)["params"]
+    model = convert(Coder(), "tcfp12", X, include=ALL)
+    served = quantize_params(params, find_weights(model))
+    found, expected = (jax.tree.leaves(call(model, variables)) for variables in (served, {"params": params}))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_state_of_another_model_and_shapes_that_nobody_showed_are_errors():
+    params = variables_of(Coder(), X)["params"]
+    model = convert(Coder(), "tcfp12", X, include=ALL)
+    served = quantize_params(params, find_weights(model))
+    one_more = {"params": served["params"], "tcfp": {**served["tcfp"], "other": served["tcfp"]["up"]}}
+    with pytest.raises(ValueError, match="the state holds 'other/kernel', which is no parameter of Coder"):
+        model.apply(one_more, X, method="encode")
+    with pytest.raises(ValueError, match="no cache") as caught:
+        read_from_a_cache(convert(Coder(), "tcfp12", include=ALL), served)
+    assert "pass sample inputs to convert_to_tcfp" in caught.value.__notes__[0]
+
+
+CAST = {"model": convert(Model(), "tcfp12", X), "layer": TCFPDense(8, recipe="tcfp12")}
+
+
+@pytest.mark.parametrize("storage", ["recipe", "packed"])
+@pytest.mark.parametrize("model", CAST.values(), ids=CAST)
+def test_models_whose_parameters_were_cast_answer_in_their_dtype_without_the_kernels(model, storage):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables_of(model, X)["params"])
+    served = quantize_params(params, find_weights(model, X), storage=storage)
+    x = X.astype(jnp.bfloat16)
+    assert model.apply(served, x).dtype == model.apply({"params": params}, x).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("storage", ["recipe", "packed"])
 def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
     forward = flax_nnx.jit(lambda model, tokens: model(tokens))

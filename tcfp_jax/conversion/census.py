@@ -25,6 +25,7 @@ from tcfp_jax.conversion.programs import (
     opened,
     precision_of,
     scan_counts,
+    sums,
 )
 from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move
 from tcfp_jax.products.layer import WEIGHT_NAME
@@ -262,7 +263,8 @@ class _Walk:
             self.consumed |= joined.follows
         if not sides:
             hidden = next((fact for fact in inputs[:2] if fact.why and fact.params), None)
-            closed = next((fact for fact in inputs[:2] if fact.closed), None)
+            # A constant that sums nothing, such as a table of rotations, is no weight that was forgotten.
+            closed = next((fact for fact in inputs[:2] if fact.closed and sums(eqn)), None)
             if hidden is not None:
                 self._refuse(eqn, inputs, inputs.index(hidden), place, hidden.why)
             elif closed is not None and not all(fact.closed for fact in inputs[:2]):

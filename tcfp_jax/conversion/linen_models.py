@@ -7,6 +7,7 @@ What runs inside is the original class: nothing of it is intercepted, and no cac
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,8 +98,16 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     )  # fmt: skip
     variables = dict(self.variables)
     state, mutable = paths.entries(variables.pop(COLLECTION, {})), scope.mutable is not False
-    rngs = _rngs(scope)
-    params = _completed(variables.pop("params", {}), state, model, fun, rngs, args, kwargs)
+    rngs, params = _rngs(scope), variables.pop("params", {})
+    absent = {path: weight for path, weight in state.items() if path not in paths.leaves(params)}
+    if absent:
+        shapes = _known_shapes(conversion, absent)
+        if shapes is None:
+            shapes = _shapes_of_call(model, fun, rngs, args, kwargs)
+        _check_parameters(type(self).__name__, absent, params, shapes)
+        params = _completed(params, shapes, _cast(paths.leaves(params), paths.leaves(shapes)))
+        # Another method than `__call__` may have fewer parameters than the state has weights.
+        state = {path: weight for path, weight in state.items() if path in paths.leaves(params)}
 
     def call(params: Any, rest: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
         with switched_off(conversion.policy.off, conversion.policy.is_off):
@@ -129,28 +138,66 @@ def _rngs(scope: Any) -> dict[str, Any]:
     return found
 
 
-def _completed(params: Any, state: Mapping[str, Any], model: Any, fun: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-    """The parameters, with a shape in the place of each one of which only the stored form exists.
+def _known_shapes(conversion: Conversion, absent: Mapping[str, Any]) -> Any:
+    """The parameters as the sample inputs showed them, where all weights that stand for some are as large; or None."""
+    known = paths.leaves(conversion.shapes or {})
+    sizes = {path: math.prod(weight.shape) for path, weight in absent.items()}
+    fits = all(path in known and math.prod(known[path].shape) == size for path, size in sizes.items())
+    return conversion.shapes if fits else None
 
-    Raises:
-      ValueError: the state holds a weight that is no parameter of the model.
-    """
-    held = paths.leaves(params)
-    missing = [path for path in state if path not in held]
-    if not missing:
-        return params
+
+def _shapes_of_call(model: Any, fun: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+    """The parameters that a method makes where it is what initializes the model, as shapes."""
     init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
     keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
-    shapes = nn.meta.unbox(_shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs))
-    leaves = paths.leaves(shapes.get("params", {}))
-    unknown = [path for path in missing if path not in leaves]
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # `init` may make float32 parameters beside a bfloat16 input
+            shapes = _shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs)
+    except Exception as error:
+        error.add_note(
+            f"{type(model).__name__} was initialized with these arguments to know the shapes of weights that are "
+            "stored; where they are no arguments for that, as beside a cache, pass sample inputs to convert_to_tcfp"
+        )
+        raise
+    return nn.meta.unbox(shapes).get("params", {})
+
+
+def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes: Any) -> None:
+    """Raise where the state holds a weight that is no parameter of the model.
+
+    A layer that lost its parameters to the state keeps its place among them, also where this method does not reach it.
+
+    Raises:
+      ValueError: it does.
+    """
+    leaves = paths.leaves(shapes)
+    has_place = lambda path: paths.find(params, path.split("/")[:-1]) is not None
+    unknown = [path for path in absent if path not in leaves and not has_place(path)]
     if unknown:
         raise ValueError(
-            f"the state holds {unknown[0]!r}, which is no parameter of {type(model).__name__}; its parameters are "
+            f"the state holds {unknown[0]!r}, which is no parameter of {name}; its parameters are "
             f"{sorted(leaves)[:8]}; pass the state of these parameters"
         )
-    named = lambda path, leaf: held.get(paths.join(*paths.path_names(path)), leaf)
-    return jax.tree_util.tree_map_with_path(named, shapes.get("params", {}))
+
+
+def _completed(params: Any, shapes: Any, cast: Mapping[Any, Any]) -> Any:
+    """The parameters, with a shape in the place of each one of which only the stored form exists."""
+    if not isinstance(shapes, Mapping):
+        return jax.ShapeDtypeStruct(shapes.shape, cast.get(shapes.dtype, shapes.dtype)) if params is None else params
+    held = {} if params is None else params
+    return {**held, **{name: _completed(held.get(name), below, cast) for name, below in shapes.items()}}
+
+
+def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[Any, Any]:
+    """What dtypes became of those that `init` gives, where all parameters of one that are left agree.
+
+    A stored weight does not know in which dtype its parameter was, and the layer's result has that dtype: a model whose
+    parameters were cast to bfloat16 answers in bfloat16, and so it must when its kernels are gone.
+    """
+    became: dict[Any, set[Any]] = {}
+    for path in set(held) & set(shapes):
+        became.setdefault(shapes[path].dtype, set()).add(held[path].dtype)
+    return {dtype: next(iter(found)) for dtype, found in became.items() if len(found) == 1}
 
 
 def _shapes(function: Any, args: Any, kwargs: Any) -> Any:

@@ -54,6 +54,11 @@ def has_rows(eqn: Any) -> bool:
     return all(var.aval.ndim > len(c) + len(b) for var, c, b in zip(eqn.invars, contracted, batch, strict=True))
 
 
+def sums(eqn: Any) -> bool:
+    """Whether a product sums anything; `einsum("bslh,sh->bslh")` is a product and multiplies elements."""
+    return eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
+
+
 def precision_of(eqn: Any) -> str:
     """The precision that a product's author asked for beyond the default, or ""."""
     asked = eqn.params.get("precision")

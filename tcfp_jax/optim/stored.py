@@ -88,7 +88,7 @@ def store(
         raise ValueError("parameters are stored already; store(dequantize(params), ...) stores them anew")
     chosen = _chosen(paths, recipe)
     if not chosen:
-        raise ValueError(_nothing_to_store(paths, recipe))
+        raise ValueError(_nothing_to_store(sorted("/".join(path_names(path)) for path, _ in paths), recipe))
     leaves: list[Any] = []
     for place, (path, leaf) in enumerate(paths):
         made = leaf if program is None else program.leaf(place, after=leaves[-1:])
@@ -230,15 +230,27 @@ def _chosen(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> di
     return chosen
 
 
-def _nothing_to_store(paths: list[Any], recipe: Recipe | str | Mapping[str, Weight]) -> str:
-    known = sorted("/".join(path_names(path)) for path, _ in paths)[:4]
-    repair = "pass find_weights(model, *inputs) of the model that these are the parameters of"
+def _nothing_to_store(names: list[str], recipe: Recipe | str | Mapping[str, Weight]) -> str:
+    """What to say where no parameter of these names is stored."""
     if not isinstance(recipe, Mapping):
-        return f"no weight to store among {known}: no leaf is named 'kernel' and has two axes; {repair}"
-    names = sorted(recipe)[:4] or "none, as that of a model which no recipe converted, or one that stores no weight"
+        return (
+            f"no weight to store among {names[:4]}: no leaf named 'kernel' with two axes; pass find_weights(model, "
+            "*inputs) of the model that these are the parameters of"
+        )
+    if not recipe:
+        return (
+            'the weights given are none: the model was converted by a recipe that stores none, such as "bf16" or one '
+            'of FP4 training, or not at all; convert it by recipe("tcfp12_single")'
+        )
+    named = [name for name in names if name in recipe]
+    if not named:
+        return (
+            f"no weight to store among {names[:4]}: the weights given are {sorted(recipe)[:4]}; pass the parameters of "
+            "the model that find_weights was asked about"
+        )
     return (
-        f"no weight to store among {known}: the mapping names {names}; {repair}, converted by a recipe with a "
-        "residual, such as 'tcfp12_single'"
+        f"no weight to store: {named[0]} is named, but code other than converted products reads its floats (rows that "
+        "are looked up, a norm of the weight), so it stays float; keep float parameters and error_feedback"
     )
 
 

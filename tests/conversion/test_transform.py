@@ -27,6 +27,7 @@ def normal(*shape, seed=0):
 
 X = normal(4, 32, seed=1) * 6
 W, STACK, TABLE = normal(32, 32), normal(32, 3, 32), normal(16, 32)
+ROTATIONS = np.cos(np.arange(4 * 32.0).reshape(4, 32)).astype(np.float32)
 
 
 def scanned(p, x):
@@ -79,6 +80,9 @@ CONVERTED = {
         ["ca,ab->cb"] * 2,
     ),
     "vectors": (lambda p, x: jax.vmap(lambda x: p["w"] @ x)(x), {"w": W}, ["cb,ab->ac"]),
+    "a table of rotations": (
+        lambda p, x: jnp.einsum("td,td->td", x @ p["w"], jnp.asarray(ROTATIONS)), {"w": W}, ["ca,ab->cb"],
+    ),
     "jitted blocks": (jitted_blocks, {str(i): normal(32, 32, seed=i) for i in range(3)}, ["ca,ab->cb"] * 3),
 }  # fmt: skip
 
@@ -117,7 +121,7 @@ def close(found, wanted, part):
         assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(jnp.linalg.norm(b.ravel()))
 
 
-@pytest.mark.slow_except("mlp", "scan and remat over axis 1", "tied head", "parts")
+@pytest.mark.slow_except("mlp", "scan and remat over axis 1", "tied head", "parts", "a table of rotations")
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
     fn, params, equations = CONVERTED[name]
