@@ -101,12 +101,11 @@ def library_digest(root: Path = ROOT) -> str:
 
 @functools.cache
 def origin_of_row() -> dict[str, str]:
-    """What a row says of itself that `--resume` may put beside rows of another run: its library and its device."""
+    """What a row says of itself that may come to stand beside rows of other runs: its library and its device."""
     return {"library": library_digest(), "device": jax.devices()[0].device_kind}
 
 
 # The command ----------------------------------------------------------------------------------------------------------
-
 
 Refusals = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -288,12 +287,8 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
     """Write dataclasses as JSON, in one step; nothing where `path` is None. Infinities and NaN become null."""
     if path is None:
         return
-    content = {
-        "benchmark": name,
-        "header": dataclasses.asdict(header),
-        "config": dataclasses.asdict(config),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+    settings = {"header": dataclasses.asdict(header), "config": dataclasses.asdict(config)}
+    content = {"benchmark": name, **settings, "rows": [dataclasses.asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -353,7 +348,7 @@ def _cell(value: Any) -> str:
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns, the first one left-aligned."""
-    cells = [list(titles), *map(list, rows)]
+    cells = [titles, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     for row in cells:
         print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))

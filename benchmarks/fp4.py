@@ -199,17 +199,10 @@ def _checked(name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.nda
     """The SNR of some rows; `ArithmeticError` where it is too low."""
     few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
     expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
-    snr = snr_db(expected, y[few])
+    snr, _ = common.compare(expected, y[few])
     if snr < LEAST_SNR_DB[name.split()[0]]:
         raise ArithmeticError(f"{name}: {snr:.1f} dB, less than {LEAST_SNR_DB[name.split()[0]]} dB; nothing is timed")
     return snr
-
-
-def snr_db(expected: np.ndarray, got: Any) -> float:
-    """10 log10 of squares of what is expected over those of what differs from it, in decibels; at most some 3000."""
-    wide = np.asarray(expected, np.float64)
-    lost = float(np.linalg.norm(np.asarray(got, np.float64) - wide))
-    return 20 * math.log10(float(np.linalg.norm(wide)) / max(lost, 1e-300))
 
 
 # The command and its table --------------------------------------------------------------------------------------------

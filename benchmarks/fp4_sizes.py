@@ -136,7 +136,7 @@ def _check(sizes: tuple[int, int, int], found: dict[str, Sizes], results: dict[s
         if different := int((results[name].view(np.uint16) != results[first].view(np.uint16)).sum()):
             raise ArithmeticError(f"m={m}, k={k}, n={n}: {different} results of {name!r} are not those of {first!r}")
     for name in firsts.values():
-        agreement = fp4.snr_db(results[BEFORE], results[name])
+        agreement = common.compare(results[BEFORE], results[name])[0]
         if agreement < LEAST_AGREEMENT_DB:
             raise ArithmeticError(f"m={m}, k={k}, n={n}: {name!r} is {agreement:.1f} dB from {BEFORE!r}")
 

@@ -69,8 +69,8 @@ def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
     absent = not layer.is_initializing() and not layer.has_variable("params", name)
     if absent and stored_weight(layer, name) is not None:
         # Whoever cast the parameters of a layer cast its kernel, too.
-        bias = layer.get_variable("params", "bias") if layer.has_variable("params", "bias") else None
-        return Absent(tuple(shape), jnp.dtype(dtype) if bias is None else nn.meta.unbox(bias).dtype)
+        bias = nn.meta.unbox(layer.get_variable("params", "bias"))
+        return Absent(tuple(shape), jnp.dtype(dtype) if bias is None else bias.dtype)
     return layer.param(name, init, shape, dtype)
 
 
