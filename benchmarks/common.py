@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
     rows: list[Any] = []
     print(
         f"benchmarks.{benchmark.NAME} on {header.device}, jax {header.jax}, Python {header.python}, commit "
-        f"{header.commit or 'unknown'}, library {header.library}, {header.date}\n{dataclasses.asdict(config)}\n"
+        f"{header.commit or 'unknown'}, library {header.library}, {header.date}\n{asdict(config)}\n"
         f"{NO_FP8 if header.platform == 'cpu' else ''}",
         flush=True,
     )
@@ -287,8 +287,7 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
     """Write dataclasses as JSON, in one step; nothing where `path` is None. Infinities and NaN become null."""
     if path is None:
         return
-    settings = {"header": dataclasses.asdict(header), "config": dataclasses.asdict(config)}
-    content = {"benchmark": name, **settings, "rows": [dataclasses.asdict(row) for row in rows]}
+    content = {"benchmark": name, "header": asdict(header), "config": asdict(config), "rows": [*map(asdict, rows)]}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -66,11 +66,9 @@ def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
                     "parameters of this model"
                 )
             return kernel
-    absent = not layer.is_initializing() and not layer.has_variable("params", name)
-    if absent and stored_weight(layer, name) is not None:
-        # Whoever cast the parameters of a layer cast its kernel, too.
-        bias = nn.meta.unbox(layer.get_variable("params", "bias"))
-        return Absent(tuple(shape), jnp.dtype(dtype) if bias is None else bias.dtype)
+    if not (layer.is_initializing() or layer.has_variable("params", name) or stored_weight(layer, name) is None):
+        bias = nn.meta.unbox(layer.get_variable("params", "bias"))  # who cast a layer's parameters cast its kernel
+        return Absent(tuple(shape), jnp.dtype(dtype if bias is None else bias.dtype))
     return layer.param(name, init, shape, dtype)
 
 
