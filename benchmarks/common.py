@@ -19,7 +19,6 @@ chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes the
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import functools
 import hashlib
