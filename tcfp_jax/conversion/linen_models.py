@@ -2,11 +2,13 @@
 
 A bound module's method is a pure function of its variables, its rngs and its arguments. The subclass runs it so:
 split, transform, write back what changed. It overrides the one method through which Linen runs every method of a
-module, so that `apply`, `bind`, `nn.apply`, and a converted model inside a model that is not, all go the same way.
+module, so that `apply`, `bind`, `nn.apply`, and a converted model inside a model that is not, all go the same way; and
+`apply`, for functions of a module that are no methods of it.
 What runs inside is the original class: nothing of it is intercepted, and no cache of traced functions can tell.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +50,7 @@ def converted(model: nn.Module, conversion: Conversion) -> Any:
     kind = metaclass(base.__name__, (base,), names)
     # Afterwards: what a class is made with, Linen takes for methods of a layer and wraps.
     kind.tcfp_conversion, kind._call_wrapped_method, kind.__reduce__ = conversion, _call, _reduce
+    kind.apply = _apply
     return kind(**fields_of(model), parent=None)
 
 
@@ -83,10 +86,28 @@ def examine(
     return Transformed(call, policy, 0, state=1).examine(params, rest, *inputs, **options), params
 
 
+def _apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    """`nn.Module.apply`, in which a function of the module that is no method of it is converted as one.
+
+    transformers' models encode and decode by such functions, which ask the module for a part and call that.
+    """
+    if isinstance(method, str) and isinstance(getattr(self, method), nn.Module):
+        name = method
+        method = lambda module, *args, **kwargs: getattr(module, name)(*args, **kwargs)
+    if callable(method) and not hasattr(method, "method_handler_wrapped"):
+        given = method
+
+        @functools.wraps(given)
+        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return _call(module, given, args, kwargs)
+
+    return super(type(self), self).apply(variables, *args, method=method, **kwargs)
+
+
 def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
     """`nn.Module._call_wrapped_method`: every method of a module runs through it."""
-    original = super(type(self), self)._call_wrapped_method
-    if self.scope is None or self.is_initializing() or fun.__name__ == "setup":
+    original, name = super(type(self), self)._call_wrapped_method, getattr(fun, "__name__", "function")
+    if self.scope is None or self.is_initializing() or name == "setup":
         return original(fun, args, kwargs)  # `init` runs Flax's own code: parameters are those of the float model
     conversion, scope = type(self).tcfp_conversion, self.scope
     model = self.clone(parent=None, _deep_clone=True, _reset_names=True)
@@ -115,10 +136,11 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
 
     run = Transformed(call, conversion.policy, 0, name=type(self).__name__, state=1)
     # Only the call itself must convert something, and only where no sample inputs have shown that it does.
-    judged = conversion.found is not None or fun.__name__ != "__call__"
+    judged = conversion.found is not None or name != "__call__"
     result = (run.evaluate if judged else run)(
         params, variables, rngs, args, kwargs, stored=state, product_key=rngs.get(RNG)
     )
+    _check_result(type(self).__name__, name, result)
     if not (mutable or (stack and stack[-1])):
         return result
     result, changed = result
@@ -127,6 +149,20 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
             if scope.is_mutable_collection(collection):
                 scope.put_variable(collection, name, value)
     return result
+
+
+def _check_result(model: str, method: str, result: Any) -> None:
+    """Raise where a method hands out a part of the model: its scope ended with the method.
+
+    Raises:
+      TypeError: it does.
+    """
+    part = next((leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, nn.Module)), None)
+    if part is not None:
+        raise TypeError(
+            f"{method} of the converted {model} returns a {type(part).__name__}, whose scope ended with it; call "
+            f"it where it is taken: model.apply(variables, x, method=lambda module, x: module.{method}()(x))"
+        )
 
 
 def _rngs(scope: Any) -> dict[str, Any]:

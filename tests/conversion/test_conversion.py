@@ -18,6 +18,7 @@ from tcfp_jax.conversion.convert import (
     survey,
     to_bf16,
 )
+from tcfp_jax.inference import quantize_params
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.recipes import recipe as named_recipe
@@ -272,6 +273,43 @@ def test_shared_modules_vmap_and_other_methods():
 
     results, flax, bound, alone = outputs(collection)
     assert all(same_bits(y, results[0]) and not same_bits(y, flax) for y in results) and same_bits(bound, alone)
+
+
+class Parts(nn.Module):
+    """A model whose parts are asked for and called, as transformers encodes and decodes; `given` is one by name."""
+
+    given: nn.Module
+
+    def setup(self):
+        self.inner = nn.Dense(32)
+
+    def __call__(self, x):
+        return self.given(nn.relu(self.inner(x)))
+
+    def part(self):
+        return self.inner
+
+
+FUNCTIONS = {
+    "a part of a method": (lambda module, x: module.part()(x), "inner"),
+    "a part": (functools.partial(lambda module, x: module.inner(x)), "inner"),
+    "a part by name": ("given", "given"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_the_module_is_converted_as_a_method_is(name):
+    method, part = FUNCTIONS[name]
+    model = convert(Parts(nn.Dense(16)), "tensorwise", X)
+    params = variables_of(model, X)["params"]
+    x = X if part == "inner" else jnp.tile(X, 2)
+    found = model.apply({"params": params}, x, method=method)
+    layer = TCFPDense(params[part]["bias"].size, recipe="tensorwise")
+    assert same_bits(found, layer.apply({"params": params[part]}, x))
+    served = quantize_params(params, find_weights(model))
+    assert same_bits(model.apply(served, x, method=method), found)
+    with pytest.raises(TypeError, match=r"part of the converted Parts returns a Dense.*module\.part\(\)\(x\)"):
+        model.bind({"params": params}).part()
 
 
 class Outer(nn.Module):
