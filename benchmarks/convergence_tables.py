@@ -106,7 +106,7 @@ def of_today(rows: Sequence[Any], variants: Mapping[str, Any]) -> list[Any]:
 class Summary:
     """Perplexity ratios to `baselines` of one variant on one task, over the `pairs` of runs from the same base.
 
-    `mean_ratio_bf16` has the variant's weights evaluated with BF16 products.
+    `mean_ratio_bf16` has the variant's weights evaluated with BF16 products; `milliseconds` are of `timed_on(rows)`.
     """
 
     task: Task
@@ -157,9 +157,14 @@ def ratios(rows: list[Row], task: Task, name: str) -> dict[str, float]:
     return {row.base: perplexity_ratio(row.heldout_loss, baseline[row.base]) for row in chosen}
 
 
+def timed_on(rows: list[Row]) -> str | None:
+    """The device of most of BF16's rows, which times of steps are of: those of two devices are not compared."""
+    return statistics.mode([row.device for row in rows if row.name == BASELINE] or [None])
+
+
 def summarize(rows: list[Row]) -> list[Summary]:
     """Of every variant that shares a base with the baseline, in the order of `VARIANTS`."""
-    found = []
+    found, device = [], timed_on(rows)
     for task in TASKS:
         for name in VARIANTS:
             baseline = baselines(rows, task, name)
@@ -168,7 +173,7 @@ def summarize(rows: list[Row]) -> list[Summary]:
                 continue
             values = list(ratios(rows, task, name).values())
             in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired]
-            times = [row.milliseconds for row in paired if row.milliseconds is not None]
+            times = [row.milliseconds for row in paired if row.milliseconds is not None and row.device == device]
             found.append(
                 Summary(
                     task=task, name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
@@ -327,6 +332,8 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
         found.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
     if any(row.task == "digits" for row in rows):
         found.append(f"The MLP has {config['digits_steps']} steps of digits.")
+    if len({row.device for row in rows}) > 1:
+        found.append(f"Times are those of one {timed_on(rows)}.")
     task = "text" if losses else "digits"
     bases, again = ({row.base for row in rows if (row.task, row.name) == (task, n)} for n in (BASELINE, RERUN))
     if both := len(bases & again):

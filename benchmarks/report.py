@@ -35,10 +35,13 @@ LEARNED = (
 BENCHMARKS = (
     "fidelity", "original", "images", "finetune", "monitoring",
     "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_quality", "plan",
+    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_sizes", "fp4_quality", "plan",
 )  # fmt: skip
 # Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
-RUNS = ("fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured")
+RUNS = (
+    "fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
+    "fp4-h100",
+)  # fmt: skip
 PAGES = {
     Path("README.md"): (CHOOSE,),
     Path("docs/measurements.md"): (*(name for name in BENCHMARKS if name != plan.NAME), *RUNS),

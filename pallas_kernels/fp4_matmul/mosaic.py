@@ -30,9 +30,9 @@ _ROUNDED_BY_BLOCKS, _ROUNDED_VALUES = 4, 48 * 1024
 # On an H200 that is 1 to 3 %; eight are not faster than four, more rows and BF16 are slower.
 _SCALE_STEPS, _FEW_ROWS = (4, 2, 1), 16
 # Steps of k that are copied together where E4M3 has at most `_FEW_ROWS`: memory is then asked for 256 bytes of a row.
-# Copies alone of 28672 x 8192 take 45.5 us on an H100 in the place of 47.4, four steps no less. Rows of x are read once
-# more for it, and their sums are added in another order, so that BF16, whose rows have the same bits beside any others,
-# does not.
+# On an H100 28672 x 8192 takes 50.7 us at m = 1 and 53.8 at 16, and 53.5 and 56.6 without (`benchmarks.fp4_sizes`);
+# of copies alone four steps take no less than two. Rows of x are read once more for it, and their sums are added in
+# another order, so that BF16, whose rows have the same bits beside any others, does not.
 _ABREAST = 2
 # Of a ring that has room for two steps the cache asks this many steps ahead: at m = 256 112 us on an H200, and 120
 # without. Where several bands read the same codes it costs 4 to 11 %, and rings of four steps lose 10 to 40.

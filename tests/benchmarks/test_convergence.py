@@ -193,8 +193,11 @@ def test_runs_from_scratch_start_from_their_seed(tmp_path):
     assert not list((tmp_path / "bases").glob("*"))  # nothing was stopped
 
 
-def row(name, seed, base, loss, *, task="text", milliseconds=None):
-    return Row(task, name, seed, base, loss, loss, loss, None, None, None, None, milliseconds, 1.0, [], "", None)
+def row(name, seed, base, loss, *, task="text", milliseconds=None, device=None):
+    unknown = dict(accuracy=None, bytes_per_weight=None, worst_leaf=None, worst_leaf_db=None, curve=[], variant="")
+    losses = dict.fromkeys(("train_loss", "heldout_loss", "heldout_loss_bf16"), loss)
+    of = dict(task=task, name=name, seed=seed, base=base, milliseconds=milliseconds, seconds=1.0, device=device)
+    return Row(**of, **losses, **unknown, library=None)
 
 
 def test_ratios_are_of_one_base():
@@ -210,6 +213,14 @@ def test_ratios_are_of_one_base():
     assert math.isnan(convergence_tables.standard_error(found[:2]))  # two may agree by chance
     diverged = summarize([*rows, row(RERUN, 0, "a", math.nan)])
     assert next(s for s in diverged if s.name == RERUN).mean_ratio == math.inf
+
+
+def test_times_of_two_devices_are_not_compared():
+    runs = [("fast", "a", 1.0), ("slow", "b", 2.0), ("slow", "c", 3.0)]
+    rows = [row(BASELINE, 0, base, 1.0, milliseconds=ms, device=device) for device, base, ms in runs]
+    rows += [row("stored", 0, "a", 1.0, milliseconds=0.5, device="fast")]
+    found = {s.name: s.milliseconds for s in convergence_tables.summarize(rows)}
+    assert found == {BASELINE: 2.0, "stored": None} and convergence_tables.timed_on(rows) == "slow"
 
 
 def test_a_baseline_that_ran_twice_is_the_mean_of_both():
