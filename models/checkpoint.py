@@ -97,11 +97,16 @@ class RunDirectory:
         """The steps before the newest complete checkpoint; 0 where there is none."""
         return self._manager.latest_step() or 0
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether there is a complete checkpoint; of a run that started from parameters it may be that of step 0."""
+        return self._manager.latest_step() is not None
+
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
         """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
 
-        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them. Cuts `metrics.jsonl`
-        back to that step.
+        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them; where there is a checkpoint
+        the shapes of a state will do (`models.training.state_shapes`). Cuts `metrics.jsonl` back to that step.
 
         Raises:
           ValueError: the metrics of a step before the checkpoint are missing.
