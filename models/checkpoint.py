@@ -62,7 +62,7 @@ class RunDirectory:
         wanted = describe(config, corpus_digest)
         # Nobody writes before all have looked, and nobody goes on before it is written.
         together(lambda: self._look(wanted, resume, option))
-        together(lambda: self._begin(wanted))
+        together(lambda: self._begin(wanted, option))
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
             options=ocp.CheckpointManagerOptions(
@@ -81,10 +81,15 @@ class RunDirectory:
         else:
             _check_same(self.path, _stored(self.path), wanted, option)
 
-    def _begin(self, wanted: dict[str, Any]) -> None:
+    def _begin(self, wanted: dict[str, Any], option: str) -> None:
         if is_first() and not holds_run(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / CONFIG_FILE, wanted)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_json(self.path / CONFIG_FILE, wanted)
+            except OSError as error:
+                raise ValueError(
+                    f"{self.path} cannot hold a run, as nothing can be written there ({error}); choose another {option}"
+                ) from error
 
     def __enter__(self) -> "RunDirectory":
         return self

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -424,6 +425,26 @@ class TestCommand:
     def test_nothing_to_resume(self, capsys):
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("given", [[], ["--out", "a run"]], ids=["new folder", "named folder"])
+    def test_what_an_interruption_prints_continues_the_command(self, monkeypatch, capsys, given):
+        def interrupted(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(train, "run", interrupted)
+        assert train.main([*self.ARGUMENTS, "--compare", "none", *given]) == 130
+        command = capsys.readouterr().err.split("continue with: ")[1]
+        seen = []
+        monkeypatch.setattr(train, "_report", lambda config, options, out: seen.append((options, out)))
+        assert train.main(shlex.split(command)[3:]) == 0
+        options, out = seen[0]
+        assert options.resume and options.compare == "none"
+        assert out == Path(*given[1:] or ["runs/micro-tcfp12-0"])
+
+    def test_a_folder_that_cannot_be_written(self, capsys):
+        Path("file").write_text("no folder")
+        assert train.main([*self.ARGUMENTS, "--out", "file/run"]) == 2
+        assert re.search("file/run cannot hold a run.*Not a directory.*choose another --out", capsys.readouterr().err)
 
     def test_unknown_recipe(self, capsys):
         assert train.main([*self.ARGUMENTS, "--recipe", "fp7"]) == 2
