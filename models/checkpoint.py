@@ -114,12 +114,15 @@ class RunDirectory:
         the shapes of a state will do (`models.training.state_shapes`). Cuts `metrics.jsonl` back to that step.
 
         Raises:
-          ValueError: the metrics of a step before the checkpoint are missing.
+          ValueError: the checkpoint cannot be read, or the metrics of a step before it are missing.
         """
         newest = self._manager.latest_step()
         state = initial
         if newest is not None:
-            state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
+            try:
+                state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
+            except (ValueError, OSError, KeyError) as error:
+                raise ValueError(self._damaged(newest, error)) from error
         return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
 
     def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
@@ -140,6 +143,16 @@ class RunDirectory:
         """Write a checkpoint after `step` steps; a no-op if that one exists. Returns when it is complete."""
         if self._manager.latest_step() != step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def _damaged(self, step: int, error: Exception) -> str:
+        """What to say of a checkpoint that is complete by its name, and cannot be read: a disk lost part of it."""
+        before = [other for other in self._manager.all_steps() if other < step]
+        repair = f"remove that folder to continue from step {max(before)}" if before else "start in another folder"
+        # The first line: tensorstore appends pages of its own settings.
+        cause = str(error).partition(" [")[0].partition("\n")[0]
+        return (
+            f"{self.path / CHECKPOINTS / str(step)} is no checkpoint of this run that can be read ({cause}); {repair}"
+        )
 
     def _cut_metrics(self, steps: int) -> list[float]:
         path = self.path / METRICS_FILE
@@ -239,7 +252,12 @@ def check_export(path: Path) -> None:
 
 def _stored(path: Path) -> dict[str, Any]:
     """What the folder says of its run; what a folder of an earlier version does not know has its default."""
-    stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path / CONFIG_FILE} describes no run, as it is not JSON ({error}); restore it or start in another folder"
+        ) from error
     config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
     size = _defaults(FAMILIES[stored.setdefault("family", "gpt")].config)
     stored["model"], config["data"] = {**size, **stored["model"]}, list(config["data"])

@@ -267,6 +267,25 @@ def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
         run(CONFIG, out=out)
 
 
+def test_a_checkpoint_that_lost_a_file_is_named(tmp_path, uninterrupted):
+    out, result = tmp_path / "copy", uninterrupted[1]
+    shutil.copytree(uninterrupted[0], out)
+    for step, repair in ((60, "remove that folder to continue from step 55"), (55, "start in another folder")):
+        (out / f"checkpoints/{step}/default/manifest.ocdbt").unlink()
+        with pytest.raises(ValueError, match=rf"checkpoints/{step} is no checkpoint .*; {repair}$"):
+            run(CONFIG, out=out, resume="allowed", checkpoint_every=5)
+        if step == 60:
+            kept = tmp_path / "kept"
+            shutil.copytree(out, kept)
+            shutil.rmtree(out / "checkpoints/60")
+    shutil.rmtree(kept / "checkpoints/60")
+    resumed = run(CONFIG, out=kept, resume="allowed", checkpoint_every=5)
+    assert np.array_equal(resumed.train_loss, result.train_loss) and resumed.heldout_loss == result.heldout_loss
+    (out / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json describes no run"):
+        run(CONFIG, out=out, resume="allowed")
+
+
 def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
     with RunDirectory(tmp_path, CONFIG, "digest", resume="never") as directory:
         directory.append(1, np.array([np.nan]))
