@@ -222,7 +222,7 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
 
 
 class PlainObject(nnx.Module, pytree=False):
-    """As tunix's models and those before Flax 0.12: a list of layers is a list, and the module is no pytree."""
+    """As models of tunix 0.1.0: a list of layers is a list, and the module is no pytree."""
 
     def __init__(self, rngs):
         self.layers = [LINEAR(rngs=rngs) for _ in range(2)]
