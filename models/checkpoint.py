@@ -62,7 +62,7 @@ class RunDirectory:
         wanted = describe(config, corpus_digest)
         # Nobody writes before all have looked, and nobody goes on before it is written.
         together(lambda: self._look(wanted, resume, option))
-        together(lambda: self._begin(wanted))
+        together(lambda: self._begin(wanted, option))
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
             options=ocp.CheckpointManagerOptions(
@@ -81,10 +81,15 @@ class RunDirectory:
         else:
             _check_same(self.path, _stored(self.path), wanted, option)
 
-    def _begin(self, wanted: dict[str, Any]) -> None:
+    def _begin(self, wanted: dict[str, Any], option: str) -> None:
         if is_first() and not holds_run(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_json(self.path / CONFIG_FILE, wanted)
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_json(self.path / CONFIG_FILE, wanted)
+            except OSError as error:
+                raise ValueError(
+                    f"{self.path} cannot hold a run, as nothing can be written there ({error}); choose another {option}"
+                ) from error
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -97,19 +102,27 @@ class RunDirectory:
         """The steps before the newest complete checkpoint; 0 where there is none."""
         return self._manager.latest_step() or 0
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether there is a complete checkpoint; of a run that started from parameters it may be that of step 0."""
+        return self._manager.latest_step() is not None
+
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
         """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
 
-        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them. Cuts `metrics.jsonl`
-        back to that step.
+        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them; where there is a checkpoint
+        the shapes of a state will do (`models.training.state_shapes`). Cuts `metrics.jsonl` back to that step.
 
         Raises:
-          ValueError: the metrics of a step before the checkpoint are missing.
+          ValueError: the checkpoint cannot be read, or the metrics of a step before it are missing.
         """
         newest = self._manager.latest_step()
         state = initial
         if newest is not None:
-            state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
+            try:
+                state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
+            except (ValueError, OSError, KeyError) as error:
+                raise ValueError(self._damaged(newest, error)) from error
         return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
 
     def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
@@ -130,6 +143,16 @@ class RunDirectory:
         """Write a checkpoint after `step` steps; a no-op if that one exists. Returns when it is complete."""
         if self._manager.latest_step() != step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def _damaged(self, step: int, error: Exception) -> str:
+        """What to say of a checkpoint that is complete by its name, and cannot be read: a disk lost part of it."""
+        before = [other for other in self._manager.all_steps() if other < step]
+        repair = f"remove that folder to continue from step {max(before)}" if before else "start in another folder"
+        # The first line: tensorstore appends pages of its own settings.
+        cause = str(error).partition(" [")[0].partition("\n")[0]
+        return (
+            f"{self.path / CHECKPOINTS / str(step)} is no checkpoint of this run that can be read ({cause}); {repair}"
+        )
 
     def _cut_metrics(self, steps: int) -> list[float]:
         path = self.path / METRICS_FILE
@@ -229,7 +252,12 @@ def check_export(path: Path) -> None:
 
 def _stored(path: Path) -> dict[str, Any]:
     """What the folder says of its run; what a folder of an earlier version does not know has its default."""
-    stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path / CONFIG_FILE} describes no run, as it is not JSON ({error}); restore it or start in another folder"
+        ) from error
     config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
     size = _defaults(FAMILIES[stored.setdefault("family", "gpt")].config)
     stored["model"], config["data"] = {**size, **stored["model"]}, list(config["data"])

@@ -21,7 +21,16 @@ from models.phases import phase_at, switched
 from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
-from models.training import batch_key, check_corpus, evaluate, init, make_train_step, read_start
+from models.training import (
+    TrainState,
+    batch_key,
+    check_corpus,
+    evaluate,
+    init,
+    make_train_step,
+    read_start,
+    state_shapes,
+)
 
 Progress = Literal["none", "bar"]
 BOARD = "tensorboard"  # the folder of its files in that of a run
@@ -109,7 +118,7 @@ def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
         mesh = make_mesh({"fsdp": jax.device_count()})
     with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
         phase = phase_at(config, max(0, directory.newest_step - 1))
-        export(path, directory.restore(init(phase, mesh))[0].params)
+        export(path, _restored(directory, phase, mesh)[0].params)
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
@@ -135,17 +144,25 @@ def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> C
     return load_corpus(byte_limit=byte_limit)
 
 
+def _restored(directory: RunDirectory | None, phase: TrainConfig, mesh: Mesh | None) -> tuple[TrainState, list[float]]:
+    """The state to continue from and the losses before it: the newest checkpoint's, or the initial ones."""
+    if directory is None:
+        return init(phase, mesh), []
+    # A state that is about to be replaced is not made: a model that just fits fits once.
+    return directory.restore(state_shapes(phase, mesh) if directory.holds_state else init(phase, mesh))
+
+
 def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress,
     mesh: Mesh | None, board_folder: Path | None = None,
 ) -> RunResult:  # fmt: skip
     done = 0 if directory is None else directory.newest_step
     phase = phase_at(config, max(0, done - 1))  # a checkpoint is written before the recipe switches
-    state = init(phase, mesh)
-    losses: list[float] = []
+    state, losses = _restored(directory, phase, mesh)
     reports: dict[int, Any] = {}
-    if directory is not None:
-        state, losses = directory.restore(state)
+    if directory is not None and config.start is not None and not directory.holds_state:
+        # From here on the run needs that file no longer: it may be moved, or written anew.
+        directory.save(state, 0)
     board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
     begin, started = len(losses), time.perf_counter()
     text, key = everywhere(corpus.train, mesh), batch_key(config)

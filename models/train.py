@@ -28,6 +28,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -94,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
     options = _parser().parse_args(arguments)
     out: Path | None = None
-    again = lambda: f"continue with: python -m models.train --resume --out {out}"
+    # What is no setting of the run, such as --compare or --mesh, is in no folder, and has to be said again.
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    missing = lambda: [*(() if options.resume else ("--resume",)), *(() if options.out else ("--out", str(out)))]
+    again = lambda: f"continue with: {shlex.join(['python', '-m', 'models.train', *given, *missing()])}"
     try:
         start(
             options.coordinator, options.processes, options.process,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
@@ -238,6 +238,16 @@ def _learner(config: TrainConfig) -> Learner:
 def in_stacks(config: TrainConfig, tree: Any) -> Any:
     """Float parameters, or a state of theirs, as the model of a run has them: a Llama's ends are stacks apart."""
     return tree if config.ends is None else split_layers(tree, config.size.layers, config.ends[:2])
+
+
+def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
+    """What `init` makes, as shapes with the places of their arrays: what a checkpoint is read into."""
+    own = program(config)
+    shapes = jax.eval_shape(functools.partial(_initialize, own), jax.random.key(0))
+    alone = SingleDeviceSharding(jax.devices()[0])
+    places = jax.tree.map(lambda _: alone, shapes) if mesh is None else state_places(own, mesh)
+    shaped = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    return jax.tree.map(shaped, shapes, places)
 
 
 @functools.lru_cache(maxsize=16)

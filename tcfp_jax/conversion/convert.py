@@ -24,7 +24,7 @@ from tcfp_jax.conversion.linen_models import Conversion
 from tcfp_jax.conversion.policy import Include, Policy, by_hand, check_pattern, finds, policy
 from tcfp_jax.conversion.report import Report, check_strict, not_a_model, not_converted, nothing_converted
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.optim.feedback import ErrorFeedbackState
+from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
@@ -160,8 +160,8 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer | None) -> None:
     `sync(nnx.clone(model), None)`: with None the model quantizes its own parameters again, whatever they are.
 
     Raises:
-      ValueError: the optimizer holds no quantized weight of this model, whose recipe stores some; or None, and the
-        model holds none, or it is for inference and has no float ones.
+      ValueError: the optimizer holds no quantized weight of this model, whose recipe stores some, or holds them where
+        `layer_state` refuses them; or None, and the model holds none, or it is for inference and has no float ones.
 
     >>> model = nnx.TCFPLinear(4, 4, rngs=flax_nnx.Rngs(0))
     >>> import optax, tcfp_jax
@@ -172,12 +172,7 @@ def sync(model: Any, optimizer: flax_nnx.Optimizer | None) -> None:
     if optimizer is None:
         _forget(model)
         return
-    weights: dict[str, Any] = {}
-    is_state = lambda node: isinstance(node, ErrorFeedbackState)
-    for node in jax.tree.leaves(optimizer.opt_state, is_leaf=is_state):
-        if isinstance(node, ErrorFeedbackState):
-            weights.update(paths.entries(node.weights))
-    found = hand_out(model, weights)
+    found = hand_out(model, paths.entries(layer_state(optimizer.opt_state)))
     if not found and not _stores_nothing(model):
         raise ValueError(
             "the optimizer holds no quantized weight of this model; end its optax.chain with tcfp_jax.error_feedback"

@@ -211,8 +211,20 @@ def _class_of(base: type, chosen: Policy) -> type:
                     namespace[name] = _method(getattr(base, name), name)
                 else:
                     namespace.pop(name, None)  # a class below has something else of this name
-        _CLASSES[key] = type(base)(base.__name__, (base,), namespace)
+        _CLASSES[key] = _subclass(base, namespace)
     return _CLASSES[key]
+
+
+def _subclass(base: type, namespace: dict[str, Any]) -> type:
+    """A subclass that is a pytree if its base is one.
+
+    A class that says `pytree=False` does not note which of its attributes hold arrays. A subclass has to say it again,
+    unless the base does: as a pytree it has no leaves, and `jax.jit` takes the parameters for constants.
+    """
+    make: Any = type(base)
+    made = make(base.__name__, (base,), namespace)
+    own = base._pytree__is_pytree  # type: ignore[attr-defined]  # of every module
+    return made if made._pytree__is_pytree == own else make(base.__name__, (base,), namespace, pytree=own)
 
 
 def _is_method(value: Any) -> bool:

@@ -34,6 +34,8 @@ from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 
 ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
+# States of optax's wrappers that make another update of that of the transformation inside.
+_AROUND = ("ScheduleFreeState", "SAMState", "MechanicState", "ConditionallyTransformState", "LookaheadState")
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -142,8 +144,8 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
       `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
 
     Raises:
-      ValueError: two transformations hold the same weight, or one of optax that scales updates stands behind
-        `error_feedback` in a chain.
+      ValueError: two transformations hold the same weight, or one of optax that changes updates stands behind
+        `error_feedback` in a chain, or around it.
     """
     collection: dict[str, Any] = {}
     found = lambda node: isinstance(node, ErrorFeedbackState) or _scaled_after(node) is not None
@@ -151,8 +153,8 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
         name = _scaled_after(state)
         if name is not None:
             raise ValueError(
-                f"error_feedback must be the last of its chain, but {name} comes after it and changes the updates that "
-                "the weights were quantized for; write optax.chain(..., error_feedback(...))"
+                f"error_feedback must be the last of its chain, but {name} it and changes the updates that the weights "
+                "were quantized for; write optax.chain(..., error_feedback(...))"
             )
         if isinstance(state, ErrorFeedbackState):
             for path, weight in entries(state.weights).items():
@@ -164,15 +166,20 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
 
 
 def _scaled_after(node: Any) -> str | None:
-    """The state, by its class, of a transformation of optax after `error_feedback` in this chain that scales updates.
+    """The state, by its class, of a transformation of optax behind or around `error_feedback` that changes updates.
 
     Others cannot be told: functions of a chain are opaque, and many keep no state. Their weights are seen to be others
     when they are multiplied (`tcfp_jax.weights.freshness`).
     """
-    if type(node) is not tuple:  # what optax.chain keeps; a NamedTuple is one transformation's state
+    kind, is_own = type(node), lambda node: isinstance(node, ErrorFeedbackState)
+    if kind.__name__ in _AROUND and kind.__module__.startswith("optax."):
+        return f"{kind.__name__} stands around" if any(map(is_own, jax.tree.leaves(node, is_leaf=is_own))) else None
+    if kind is not tuple:  # what optax.chain keeps; a NamedTuple is one transformation's state
         return None
-    own = [place for place, state in enumerate(node) if isinstance(state, ErrorFeedbackState)]
-    return next((name for state in node[own[0] + 1 :] if (name := _scales(state))), None) if own else None
+    own = [place for place, state in enumerate(node) if is_own(state)]
+    return (
+        next((f"{name} comes after" for state in node[own[0] + 1 :] if (name := _scales(state))), None) if own else None
+    )
 
 
 def _scales(state: Any) -> str | None:

@@ -219,3 +219,44 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
         assert model.second.kernel is model.first.kernel
     np.testing.assert_allclose(*results, rtol=1e-2)
     assert results[0][2] < results[0][0]
+
+
+class PlainObject(nnx.Module, pytree=False):
+    """As models of tunix 0.1.0: a list of layers is a list, and the module is no pytree."""
+
+    def __init__(self, rngs):
+        self.layers = [LINEAR(rngs=rngs) for _ in range(2)]
+
+    def __call__(self, x):
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
+class Decided(nnx.Module):
+    """A base that decides for its subclasses, and takes no arguments of theirs, as `nnx.bridge.Module` does."""
+
+    def __init_subclass__(cls):
+        super().__init_subclass__(pytree=False)
+
+
+class OfDecided(Decided):
+    __init__, __call__ = PlainObject.__init__, PlainObject.__call__
+
+
+@pytest.mark.parametrize("kind", [PlainObject, OfDecided], ids=["own word", "word of a base"])
+def test_modules_that_are_no_pytrees_are_none_after_conversion(kind):
+    plain = kind(nnx.Rngs(0))
+    model = convert(nnx.clone(plain), X)
+    with pytest.raises(TypeError, match="abstract array"):
+        jax.jit(lambda model: model(X))(model)  # a pytree without leaves ran, with the parameters for constants
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(X) - 1) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert same_bits(nnx.jit(lambda model: model(X))(model), model(X))
+    assert not same_bits(model(X), plain(X))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tcfp_jax
+from models import running
 from models.checkpoint import export, read_config
 from models.gpt import GPTConfig
 from models.llama import LlamaConfig
@@ -241,6 +242,32 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     for name in ("one.npy", "empty.npz", "cut.npz"):
         with pytest.raises(ValueError, match=r"no \.npz of arrays by name"):
             init(dataclasses.replace(config, start=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("until", ["first step", "end"])
+def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch, until):
+    base, out = tmp_path / "base.npz", tmp_path / "run"
+    export(base, init(dataclasses.replace(CONFIG, seed=3, **WITHOUT)).params)
+    config = dataclasses.replace(STORED, start=str(base), steps=10, **WITHOUT)
+    whole = run(config)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if until == "first step":
+            patch.setattr(running, "make_train_step", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run(config, out=out)
+        else:
+            run(config, out=out)
+    export(base, init(dataclasses.replace(CONFIG, seed=4, **WITHOUT)).params)  # another of the same name
+    base.rename(tmp_path / "moved.npz")
+    # No second state is made beside the one that is read.
+    monkeypatch.setattr(running, "init", killed)
+    resumed = run(config, out=out, resume="allowed")
+    assert np.array_equal(resumed.train_loss, whole.train_loss)
+    running.export_run(out, base)
 
 
 def test_the_command_knows_schedules(capsys):

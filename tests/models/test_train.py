@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -266,6 +267,25 @@ def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
         run(CONFIG, out=out)
 
 
+def test_a_checkpoint_that_lost_a_file_is_named(tmp_path, uninterrupted):
+    out, result = tmp_path / "copy", uninterrupted[1]
+    shutil.copytree(uninterrupted[0], out)
+    for step, repair in ((60, "remove that folder to continue from step 55"), (55, "start in another folder")):
+        (out / f"checkpoints/{step}/default/manifest.ocdbt").unlink()
+        with pytest.raises(ValueError, match=rf"checkpoints/{step} is no checkpoint .*; {repair}$"):
+            run(CONFIG, out=out, resume="allowed", checkpoint_every=5)
+        if step == 60:
+            kept = tmp_path / "kept"
+            shutil.copytree(out, kept)
+            shutil.rmtree(out / "checkpoints/60")
+    shutil.rmtree(kept / "checkpoints/60")
+    resumed = run(CONFIG, out=kept, resume="allowed", checkpoint_every=5)
+    assert np.array_equal(resumed.train_loss, result.train_loss) and resumed.heldout_loss == result.heldout_loss
+    (out / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json describes no run"):
+        run(CONFIG, out=out, resume="allowed")
+
+
 def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
     with RunDirectory(tmp_path, CONFIG, "digest", resume="never") as directory:
         directory.append(1, np.array([np.nan]))
@@ -424,6 +444,26 @@ class TestCommand:
     def test_nothing_to_resume(self, capsys):
         assert train.main(["--resume"]) == 2
         assert "found no run under runs" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("given", [[], ["--out", "a run"]], ids=["new folder", "named folder"])
+    def test_what_an_interruption_prints_continues_the_command(self, monkeypatch, capsys, given):
+        def interrupted(*arguments, **options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(train, "run", interrupted)
+        assert train.main([*self.ARGUMENTS, "--compare", "none", *given]) == 130
+        command = capsys.readouterr().err.split("continue with: ")[1]
+        seen = []
+        monkeypatch.setattr(train, "_report", lambda config, options, out: seen.append((options, out)))
+        assert train.main(shlex.split(command)[3:]) == 0
+        options, out = seen[0]
+        assert options.resume and options.compare == "none"
+        assert out == Path(*given[1:] or ["runs/micro-tcfp12-0"])
+
+    def test_a_folder_that_cannot_be_written(self, capsys):
+        Path("file").write_text("no folder")
+        assert train.main([*self.ARGUMENTS, "--out", "file/run"]) == 2
+        assert re.search("file/run cannot hold a run.*Not a directory.*choose another --out", capsys.readouterr().err)
 
     def test_unknown_recipe(self, capsys):
         assert train.main([*self.ARGUMENTS, "--recipe", "fp7"]) == 2

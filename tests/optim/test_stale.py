@@ -161,6 +161,28 @@ def test_a_transformation_after_it_that_keeps_a_state_is_seen():
     assert set(tcfp_jax.layer_state(twice.init(PARAMS))) == set(PARAMS)
 
 
+AROUND = {
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2, b1=0.9),
+    "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(1e-2)),
+    "mechanize": optax.contrib.mechanize,
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
+def test_a_wrapper_that_makes_another_update_is_seen(around):
+    shown = optax.LookaheadParams.init_synced(PARAMS) if around is AROUND["lookahead"] else PARAMS
+    state = around(feedback(optax.sgd(1e-2))).init(shown)
+    with pytest.raises(ValueError, match=r"State stands around it and changes.*chain\(.*error_feedback"):
+        tcfp_jax.layer_state(state)
+    # The same wrapper inside of the chain, and one that shows every update as it is.
+    if shown is PARAMS:
+        assert set(tcfp_jax.layer_state(feedback(around(optax.sgd(1e-2))).init(PARAMS))) == set(PARAMS)
+    mask = optax.conditionally_mask(feedback(optax.sgd(1e-2)), lambda step: step % 2 == 0)
+    assert set(tcfp_jax.layer_state(mask.init(PARAMS))) == set(PARAMS)
+
+
 def test_a_state_without_samples_is_accepted_and_filled_by_the_next_update(trained):
     params, state = trained
     is_stored = lambda node: isinstance(node, Stored)
