@@ -270,6 +270,15 @@ def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     return power_of_two(exponent), power_of_two(-exponent)
 
 
+def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The distance between `dtype`'s neighbours around each float32 value of `x`, a power of two.
+
+    >>> spacing(jnp.array([0.0, 1.0, -448.0]), "float8_e4m3fn").tolist()
+    [0.001953125, 0.125, 32.0]
+    """
+    return _grid(x, dtype)[0]
+
+
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The float32 values that `dtype` holds nearest to `x` (ties to even, saturating, NaN and inf to NaN).
 

@@ -31,7 +31,9 @@ from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
 
-ERROR_DTYPE = jnp.float8_e5m2
+# Four bits of mantissa: a step of the grid that values of this size have is what an error is rounded by.
+ERROR_DTYPE = jnp.float8_e3m4
+_ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
 WORD_BITS = 24  # of a seed or a count: integers that float32 holds exactly
 _HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
@@ -47,14 +49,15 @@ class Training:
       rounding: of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, integers
         below 2**24. They are floats so that `jax.grad` gets as far as the error that names `value_and_grad`.
       amax: the largest |w| that the last rounding saw, float32 `[*stack]`.
-      error: what the last rounding left, FP8 in units of the scale, where `remainder` is "feedback".
+      error: what the last rounding left, E3M4 in sixteenths of the step between neighbours of each `W_lo`, where
+        `remainder` is "feedback".
       slot: zeros of the kernel's shape, through which the gradient comes; only inside of `value_and_grad`.
       weight: recipe and layout of the kernel.
       shape: of the kernel, without the axes of a stack of layers.
       dtype: of the float parameter.
       gradient_dtype: of its gradient.
       remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
-        right; "feedback", it is kept, rounded to E5M2, and added to the next update; or "dropped".
+        right; "feedback", it is kept, rounded to E3M4, and added to the next update; or "dropped".
     """
 
     rounding: jax.Array | None
@@ -193,7 +196,7 @@ def rewrite(stored: Stored, target: jax.Array) -> Stored:
     """
     training = training_of(stored)
     if training.error is not None:
-        target = target + training.error.astype(jnp.float32) * stored.scale_of_values()
+        target = target + _error_of(training.error, _one(stored))
     amax = numerics.amax(target, axis=(-2, -1))
     scale = None
     if weight_scaling(stored) == Tensor():
@@ -252,10 +255,27 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
     rows, columns, left = one(target, scale, rounding)
     if columns is not None and not reads_lo_forward(recipe):
         columns = columns.drop_residual()
-    error = None
-    if left is not None:
-        error = numerics.saturating_cast(left / rows.scale_of_values(), ERROR_DTYPE)
+    error = None if left is None else _kept_error(left, rows)
     return Stored(columns, rows, training=dataclasses.replace(training, error=error))
+
+
+def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
+    """What rounding left, float32, in `ERROR_DTYPE`; scales are those of these very values, so nothing was clipped."""
+    # One division after the other: the scale of the smallest weights times a step is no float32.
+    return (left / rows.scale_of_values() / _step_of(rows) * _ERRORS_IN_STEP).astype(ERROR_DTYPE)
+
+
+def _error_of(kept: jax.Array, rows: Operand) -> jax.Array:
+    """The error that was kept beside these values, float32."""
+    # The barrier keeps XLA on a GPU from cancelling the cast against that of the step before, in one jit.
+    units = lax.optimization_barrier(kept).astype(jnp.float32)
+    return units * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
+
+
+def _step_of(rows: Operand) -> jax.Array:
+    """The distance between the neighbours of each `W_lo`, in units of the scale: a power of two, float32."""
+    assert rows.lo is not None, "a stored parameter has two halves"
+    return numerics.spacing(rows.lo.astype(jnp.float32), rows.dtype)
 
 
 def reads_lo_forward(recipe: Recipe) -> bool:
