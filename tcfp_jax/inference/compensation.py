@@ -117,10 +117,10 @@ def inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Arr
     hessian = hessian * blocks.unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
-    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k)
-    filled = jnp.eye(size).at[:k, :k].set(scaled)
+    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
+    filled = jnp.eye(size, dtype=jnp.float32).at[:k, :k].set(scaled)
     reverse = jnp.linalg.cholesky(filled[::-1, ::-1])[::-1, ::-1]
-    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size), lower=False)
+    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size, dtype=jnp.float32), lower=False)
 
 
 def propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:

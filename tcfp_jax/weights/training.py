@@ -319,7 +319,7 @@ def _unstacked(weight: Weight) -> Weight:
 
 def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
     words = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - WORD_BITS)
-    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1))], axis=-1)
+    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
 
 
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
