@@ -380,3 +380,11 @@ def test_a_checkpoint_that_lost_its_classes_is_not_given_a_rule_that_it_does_not
     assert restored(plain, {"w": Weight(recipe("nvfp4"), layout)})["tcfp"]["w"].scaling == Fp4()
     with pytest.raises(ValueError, match=r"w has .*only .* of that rule.*recipe that the weights were quantized by"):
         restored(plain, {"w": Weight(recipe("nvfp4", rule="fold_exact"), layout)})
+
+
+@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
+def test_matrices_without_values(shape, scaling):
+    found = [search_scales(jnp.zeros(shape), scaling), gptq(jnp.zeros(shape), jnp.eye(shape[1]), scaling)]
+    wanted = quantize_fp4(jnp.zeros(shape), scaling)
+    assert [jax.tree.map(jnp.shape, one) for one in found] == [jax.tree.map(jnp.shape, wanted)] * 2

@@ -56,7 +56,7 @@ def split(w: jax.Array, scaling: Fp4) -> Blocks:
     rows, block = rows_of(scaling), scaling.block
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
-    tiles = padded.reshape(padded.shape[0] // rows, rows, -1, block)
+    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
     finite = jnp.isfinite(tiles)
     return Blocks(jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3)))
 
@@ -199,7 +199,8 @@ def operand(
     """
     w, scaling = like
     n, k = w.shape
-    wide = numbers.reshape(numbers.shape[0] * numbers.shape[1], -1)[:n, :k]
+    groups, rows, blocks, block = numbers.shape
+    wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
     size = jnp.abs(wide)
     # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
     code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(jnp.uint8)

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
 from tcfp_jax.inference.scale_search import best_scales
-from tcfp_jax.weights.fp4 import check_matrix
+from tcfp_jax.weights.fp4 import check_matrix, quantize_fp4
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -61,6 +61,8 @@ def gptq(
         raise ValueError(f"damping={damping} must be positive: inputs that were never seen make a Hessian singular")
     if scales not in get_args(blocks.Scales):
         raise ValueError(f"scales={scales!r} is unknown; use one of {list(get_args(blocks.Scales))}")
+    if w.size == 0:
+        return quantize_fp4(w, scaling)
     compensate = functools.partial(_compensate, scaling=scaling, scales=scales)
     for _ in range(w.ndim - 2):
         compensate = jax.vmap(compensate, in_axes=(0, 0, None))

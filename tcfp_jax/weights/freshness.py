@@ -30,12 +30,12 @@ def sample_of(w: jax.Array) -> jax.Array:
 
     Half of the places are the transposes of the other half, so that a matrix and its transpose have one sample in two
     orders. In a `shard_map` each device sees a part of the weight, whose places are others: the sample is then NaN,
-    which stands for "not known" and fits every weight.
+    which stands for "not known" and fits every weight. So it is of a matrix without values.
 
     >>> sample_of(jnp.ones((3, 8, 4))).shape
     (3, 16)
     """
-    if _in_shard_map(w):
+    if _in_shard_map(w) or 0 in w.shape[-2:]:
         return jnp.full((*w.shape[:-2], SIZE), jnp.nan, jnp.float32)
     return _sample(w)
 
@@ -71,7 +71,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
             "pass the layer_state of the optimizer that owns these parameters"
         )
     checked = dataclasses.replace(stored, sample=None)
-    if _in_shard_map(w):
+    if _in_shard_map(w) or 0 in w.shape[-2:]:
         return checked
     w, sample = lax.stop_gradient((w, sample))
     same = _agrees(w, sample)

@@ -245,7 +245,7 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
         # XLA's, which needs no array of random bits: they are computed where they are used.
         parts = dual_quantize(
             target, recipe.scaling, dtype=_format(recipe), bits=bits, error=error,
-            amax=None if scale is None else scale * numerics.largest(_format(recipe)), backend="xla",
+            amax=None if scale is None else _covered(scale, recipe), backend="xla",
             orientation="both" if recipe.copies == "both" else "rows",
         )  # fmt: skip
         return parts.rows, parts.columns, parts.error
@@ -276,6 +276,11 @@ def _step_of(rows: Operand) -> jax.Array:
     """The distance between the neighbours of each `W_lo`, in units of the scale: a power of two, float32."""
     assert rows.lo is not None, "a stored parameter has two halves"
     return numerics.spacing(rows.lo.astype(jnp.float32), rows.dtype)
+
+
+def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
+    """The largest magnitude that a scale is the scale of; of weights above 2**125, whose scale is 2**121, a float32."""
+    return jnp.minimum(scale * numerics.largest(_format(recipe)), jnp.finfo(jnp.float32).max)
 
 
 def reads_lo_forward(recipe: Recipe) -> bool:

@@ -346,6 +346,12 @@ def test_errors_of_the_smallest_weights_are_numbers():
     assert jnp.all(jnp.isfinite(params["kernel"].training.error.astype(jnp.float32)))
 
 
+def test_weights_near_the_largest_float_are_stored():
+    """Their scale times the largest number of E4M3 is no float32."""
+    kernel = PARAMS["up"]["kernel"] / jnp.max(jnp.abs(PARAMS["up"]["kernel"])) * np.float32(3e38)
+    assert decibels(kernel, kernel_of(stored_of({"kernel": kernel})["kernel"])) > 58
+
+
 @pytest.mark.parametrize("factor", [2.0, 5.0])
 def test_scales_follow_weights_that_grow_and_shrink(factor):
     params = stored_of({"kernel": PARAMS["up"]["kernel"]})
