@@ -265,7 +265,7 @@ def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
     """The halves of an operand, or of the transpose of the other one where it is absent."""
     chosen = other if operand is None else operand
     if halves == "hi" and chosen.lo is not None:
-        chosen = Operand(chosen.values, chosen.scale, scaling=chosen.scaling)
+        chosen = chosen.drop_residual()
     if operand is not None:
         return chosen
     # Devices that hold parts of a weight gather it once for the products of both orientations.

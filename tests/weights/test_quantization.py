@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import tcfp_jax
+from tcfp_jax.products import pack_fp4
+from tests.helpers import same_bits
 
 W = jax.random.normal(jax.random.key(0), (1024, 1024))
 
@@ -53,3 +55,11 @@ def test_pytrees_pass_through_transformations(make):
     rows = jax.vmap(make)(x)
     assert rows.scale.shape == (8,) and jnp.array_equal(rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x))
     assert jnp.isfinite(jax.grad(lambda v: jnp.sum(v * make(jax.lax.stop_gradient(v)).dequantize()))(x)).all()
+
+
+def test_dropping_a_residual_drops_nothing_else():
+    w = W[:32, :32]
+    packed = pack_fp4(w)
+    assert same_bits(packed.drop_residual(), packed)
+    late = tcfp_jax.split(w).turn_late()
+    assert jnp.array_equal(late.drop_residual().dequantize(), tcfp_jax.split(w).drop_residual().dequantize().T)
