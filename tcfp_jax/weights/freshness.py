@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.operands import Operand
 from tcfp_jax.weights.stored import Stored
 
 SIZE = 16  # values of a sample
@@ -76,8 +75,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
     w, sample = lax.stop_gradient((w, sample))
     same = _agrees(w, sample)
     if any(isinstance(value, jax.core.Tracer) for value in (w, same, *jax.tree.leaves(checked))):
-        poisoned = lambda operand: None if operand is None else _poison(operand, same)
-        return dataclasses.replace(checked, forward=poisoned(stored.forward), backward=poisoned(stored.backward))
+        return checked.poisoned_unless(same)
     if not bool(jnp.all(same)):
         raise ValueError(
             f"the stored weight {list(stored.shape)} was made of other parameters than those passed: "
@@ -142,17 +140,6 @@ def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
     # A NaN in a sample: not known, or of a weight whose scale is NaN by itself.
     close = (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
     return jnp.all(close, axis=-1)
-
-
-def _poison(operand: Operand, same: jax.Array) -> Operand:
-    """The operand with NaN for the scales of matrices that are not the same; other bits stay."""
-    scale = operand.scale
-    same = same.reshape(same.shape + (1,) * (scale.ndim - same.ndim))
-    if scale.dtype == jnp.float32:
-        # A product, not a choice: under explicit axes it takes operands of which one is sharded and one is not.
-        return dataclasses.replace(operand, scale=scale * jnp.where(same, jnp.float32(1), jnp.float32(jnp.nan)))
-    code = lax.bitcast_convert_type(scale, jnp.uint8) | jnp.where(same, jnp.uint8(0), jnp.uint8(0xFF))
-    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, scale.dtype))
 
 
 def _differ(w: jax.Array, sample: jax.Array) -> str:

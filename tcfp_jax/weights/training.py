@@ -94,8 +94,7 @@ class Rewritten:
             return self.stored
         chosen = jax.tree.map(lambda new, before: jnp.where(self.applies == 0, before, new), self.stored, old)
         whole = (self.applies == 0) | (self.applies == 1)
-        broken = lambda operand: None if operand is None else _with_scale_where(operand, whole)
-        return dataclasses.replace(chosen, forward=broken(chosen.forward), backward=broken(chosen.backward))
+        return chosen.poisoned_unless(whole)
 
 
 def is_stored(node: Any) -> bool:
@@ -302,15 +301,6 @@ def _ndim(stored: Stored) -> int:
     """How many axes the kernel has: those of its layout, and in front of them those of a stack of layers."""
     layout = training_of(stored).weight.layout
     return layout.ndim + len(stored.shape) - len(layout.stack) - 2
-
-
-def _with_scale_where(operand: Operand, condition: jax.Array) -> Operand:
-    """The operand, with NaN for scales where the condition fails."""
-    if operand.scale.dtype == jnp.float32:
-        return dataclasses.replace(operand, scale=jnp.where(condition, operand.scale, jnp.float32(jnp.nan)))
-    code = lax.bitcast_convert_type(operand.scale, jnp.uint8)
-    code = jnp.where(condition, code, jnp.uint8(255))
-    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, operand.scale.dtype))
 
 
 def _unstacked(weight: Weight) -> Weight:
