@@ -30,7 +30,7 @@ from tcfp_jax.products.layer import product
 from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, of_operand
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,8 @@ def contract(
       x: real floats.
       kernel: real floats, or None where only `quantized` exists.
       recipe: how to multiply.
-      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that.
+      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that, or
+        `quantize_fp4` of its transpose.
       key: random key for a stochastic residual where the kernel is quantized here.
       shape: of the kernel where it is None.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
@@ -207,7 +208,7 @@ def contract(
     """
     shape = tuple(shape or ()) if kernel is None else kernel.shape
     contraction.check(x.shape, shape)
-    stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
+    stored = of_operand(quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
     asked = _Asked(contraction, recipe, shape, out_sharding, ends.gradient)

@@ -461,3 +461,11 @@ def test_zeros_have_an_outer_scale_of_one(options, shape):
     """Files hold its reciprocal."""
     packed = pack_fp4(jnp.zeros(shape), recipe("nvfp4", **options))
     assert float(packed.forward.outer) == 1 and not packed.dequantize().any()
+
+
+def test_a_contraction_reads_an_operand_of_codes_as_a_product_does():
+    """Codes lie `[n, k]`, also where the two are equally long."""
+    x, w = normal(3, 32), normal(32, 32, seed=1)
+    codes = pack_fp4(w).forward
+    found = contract(parse("bk,kn->bn", 2), x, None, recipe=recipe("nvfp4"), quantized=codes, shape=(32, 32))
+    assert jnp.array_equal(found, tcfp_jax.matmul(x, codes, recipe="nvfp4"))
