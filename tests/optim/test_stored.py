@@ -566,3 +566,11 @@ def test_filled_kernels_of_stacks_have_seeds_of_their_own():
     params = stored_of(filled({"kernel": jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)}))
     seeds = np.asarray(params["kernel"].training.rounding)
     assert seeds.shape == (3, 3) and len({tuple(row) for row in seeds}) == 3
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (3, 16, 32)])
+def test_a_swapped_parameter_is_the_transposed_kernel(shape):
+    kernel = jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    weight = stored_of({"kernel": kernel})["kernel"]
+    assert jnp.array_equal(kernel_of(weight.swap()), kernel_of(weight).swapaxes(-1, -2))
+    assert same_bits(values_of(weight.swap().swap()), values_of(weight))

@@ -7,14 +7,10 @@ import pytest
 
 import tcfp_jax
 from tcfp_jax.products import pack_fp4
-from tests.helpers import same_bits
+from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import decibels, same_bits
 
 W = jax.random.normal(jax.random.key(0), (1024, 1024))
-
-
-def decibels(x, y):
-    x, y = (np.asarray(a, np.float64) for a in (x, y))
-    return 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
 
 
 def test_weights_in_decibels():
@@ -63,3 +59,10 @@ def test_dropping_a_residual_drops_nothing_else():
     assert same_bits(packed.drop_residual(), packed)
     late = tcfp_jax.split(w).turn_late()
     assert jnp.array_equal(late.drop_residual().dequantize(), tcfp_jax.split(w).drop_residual().dequantize().T)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_one_orientation_of_rows_or_vectors_serves_no_product(recipe):
+    stored, _ = quantize_weight(W[:64, :64], tcfp_jax.recipe(recipe), copies="one")
+    with pytest.raises(ValueError, match=r"in both orientations, but quantized is a weight .* in one orientation"):
+        tcfp_jax.matmul(W[:8, :64], stored, recipe=recipe)
