@@ -66,3 +66,8 @@ def test_one_orientation_of_rows_or_vectors_serves_no_product(recipe):
     stored, _ = quantize_weight(W[:64, :64], tcfp_jax.recipe(recipe), copies="one")
     with pytest.raises(ValueError, match=r"in both orientations, but quantized is a weight .* in one orientation"):
         tcfp_jax.matmul(W[:8, :64], stored, recipe=recipe)
+
+
+def test_codes_of_four_bits_have_no_amax_of_the_tensor():
+    with pytest.raises(ValueError, match="amax= scales a whole tensor"):
+        quantize_weight(W[:32, :32], tcfp_jax.recipe("nvfp4"), amax=jnp.float32(1))
