@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.checks import check_real
@@ -260,15 +259,15 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
 
 def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
     """What rounding left, float32, in `ERROR_DTYPE`; scales are those of these very values, so nothing was clipped."""
-    # One division after the other: the scale of the smallest weights times a step is no float32.
-    return (left / rows.scale_of_values() / _step_of(rows) * _ERRORS_IN_STEP).astype(ERROR_DTYPE)
+    # One after the other: the scale of the smallest weights times a step is no float32. Division is not exact on GPUs.
+    scaled = left * numerics.reciprocal_pow2(rows.scale_of_values())
+    units = scaled * numerics.reciprocal_pow2(_step_of(rows) / _ERRORS_IN_STEP)
+    return numerics.round_to(units, ERROR_DTYPE).astype(ERROR_DTYPE)
 
 
 def _error_of(kept: jax.Array, rows: Operand) -> jax.Array:
     """The error that was kept beside these values, float32."""
-    # The barrier keeps XLA on a GPU from cancelling the cast against that of the step before, in one jit.
-    units = lax.optimization_barrier(kept).astype(jnp.float32)
-    return units * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
+    return kept.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
 
 
 def _step_of(rows: Operand) -> jax.Array:
