@@ -55,7 +55,13 @@ def largest(dtype: DTypeLike) -> float:
     >>> largest("float8_e4m3fn"), largest("float8_e5m2")
     (448.0, 57344.0)
     """
-    return float(jnp.finfo(float8_dtype(dtype)).max)
+    return float(jnp.finfo(_rounded_dtype(dtype)).max)
+
+
+def _rounded_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """`dtype`, if values are rounded to it: also E3M4, which no product reads, for errors, which need no range."""
+    resolved = jnp.dtype(dtype)
+    return resolved if resolved == jnp.float8_e3m4 else float8_dtype(resolved)
 
 
 def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
@@ -264,10 +270,19 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """The distance between `dtype`'s neighbours around each value of `x`, and its inverse; both powers of two."""
-    info = jnp.finfo(float8_dtype(dtype))
+    info = jnp.finfo(_rounded_dtype(dtype))
     # At most 126, that of a NaN less two bits of mantissa, so both powers exist.
     exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
     return power_of_two(exponent), power_of_two(-exponent)
+
+
+def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The distance between `dtype`'s neighbours around each float32 value of `x`, a power of two.
+
+    >>> spacing(jnp.array([0.0, 1.0, -448.0]), "float8_e4m3fn").tolist()
+    [0.001953125, 0.125, 32.0]
+    """
+    return _grid(x, dtype)[0]
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:

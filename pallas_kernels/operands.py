@@ -6,7 +6,7 @@ With `Fp4` the values are E2M1 codes, two a byte, and the scales may have a scal
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -101,7 +101,7 @@ class Operand:
 
     def drop_residual(self) -> "Operand":
         """The same values without `lo`."""
-        return Operand(self.values, self.scale, scaling=self.scaling, contracts=self.contracts)
+        return replace(self, lo=None, lo_scale=None)
 
     def turn(self) -> "Operand":
         """The transposed matrix, whose last two axes are swapped.

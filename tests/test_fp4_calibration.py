@@ -380,3 +380,31 @@ def test_a_checkpoint_that_lost_its_classes_is_not_given_a_rule_that_it_does_not
     assert restored(plain, {"w": Weight(recipe("nvfp4"), layout)})["tcfp"]["w"].scaling == Fp4()
     with pytest.raises(ValueError, match=r"w has .*only .* of that rule.*recipe that the weights were quantized by"):
         restored(plain, {"w": Weight(recipe("nvfp4", rule="fold_exact"), layout)})
+
+
+@pytest.mark.parametrize("scaling", [Fp4(), Fp4("mxfp4"), Fp4(tile="square")], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
+def test_matrices_without_values(shape, scaling):
+    found = [search_scales(jnp.zeros(shape), scaling), gptq(jnp.zeros(shape), jnp.eye(shape[1]), scaling)]
+    wanted = quantize_fp4(jnp.zeros(shape), scaling)
+    assert [jax.tree.map(jnp.shape, one) for one in found] == [jax.tree.map(jnp.shape, wanted)] * 2
+
+
+def test_what_a_search_finds_is_as_long_as_the_weight_where_inputs_are_large():
+    """Its product with the weight is the weight's with itself, by importance."""
+    importance = jnp.asarray(RNG.uniform(0, 1, K) ** 8, jnp.float32)
+    found = np.asarray(searched(W, importance=importance).dequantize(), np.float64)
+    weights = np.asarray(importance, np.float64)
+    weights = weights + 0.01 * weights.mean()
+    w = np.asarray(W, np.float64)
+    assert np.sum(found * w * weights) == pytest.approx(np.sum(w * w * weights), rel=1e-5)
+    assert np.sum(found * w) != pytest.approx(np.sum(w * w), rel=1e-4)
+
+
+def test_one_scale_that_breaks_the_rule_is_enough():
+    folded = Fp4(rule="fold_exact")
+    scale = jnp.ones((4, 4), jnp.float8_e4m3fn)
+    check_rule("w", Operand(jnp.zeros((4, 32), jnp.uint8), scale, scaling=folded), "")
+    broken = Operand(jnp.zeros((4, 32), jnp.uint8), scale.at[2, 1].set(1.125), scaling=folded)
+    with pytest.raises(ValueError, match=r"only 93\.8%"):
+        check_rule("w", broken, "")

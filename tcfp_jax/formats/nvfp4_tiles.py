@@ -250,7 +250,7 @@ def quantized(
     """
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) > INFINITY
-    signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), 31) for value in x]
+    signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), jnp.int32(31)) for value in x]
     codes, factor, product = _encoded(options, do, scalars, lifted, random)
     packed = [_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)]
     found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
@@ -350,7 +350,7 @@ def _code(do: Portable, x: jax.Array, divisor: Divisor, number: tuple[int, int])
     middle = (bits & jnp.int32(-(1 << place))) | jnp.int32(1 << (place - 1))
     rest = lax.bitcast_convert_type(do.rest(x, middle, divisor, moved), jnp.int32)
     # Up where rest + (1 for an odd code) > 0: +0 is the middle itself, from which an odd code goes up; none is -0.
-    return below + lax.shift_right_logical(-rest - (below & 1), 31)
+    return below + lax.shift_right_logical(-rest - (below & 1), jnp.int32(31))
 
 
 def _covering_code(do: Portable, x: jax.Array, divisor: Divisor, number: tuple[int, int]) -> jax.Array:

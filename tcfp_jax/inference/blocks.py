@@ -1,6 +1,6 @@
 """Blocks of an FP4 matrix: the numbers that a scale gives them, and the scales that come into question.
 
-    number = E2M1 nearest to w / (scale * outer)           ties to the even code, as the format library rounds
+    number = E2M1 nearest to w / (scale * outer)           by the format library: ties to the even code
     a rule's scales       as `tcfp_jax.formats.scale_choice` has them: one, or several of which the best is taken
     every useful scale    all that the format has within amax / (12 outer) ... amax / (3 outer)
 
@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels.fp4 import E2M1, pack
 from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.formats import e2m1
 from tcfp_jax.formats.float_bits import TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.scale_choice import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
@@ -56,7 +57,7 @@ def split(w: jax.Array, scaling: Fp4) -> Blocks:
     rows, block = rows_of(scaling), scaling.block
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
-    tiles = padded.reshape(padded.shape[0] // rows, rows, -1, block)
+    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
     finite = jnp.isfinite(tiles)
     return Blocks(jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3)))
 
@@ -66,25 +67,13 @@ def rows_of(scaling: Fp4) -> int:
     return scaling.block if scaling.tile == "square" else 1
 
 
-def e2m1(units: jax.Array) -> jax.Array:
-    """The E2M1 numbers nearest to float32 values, ties to the even code; what is larger than 6 becomes 6.
-
-    >>> e2m1(jnp.array([0.25, 0.75, -2.5, 5.0, 9.0])).tolist()
-    [0.0, 1.0, -2.0, 4.0, 6.0]
-    """
-    size = jnp.minimum(jnp.abs(units), LARGEST)
-    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    return jnp.copysign(lax.round(size / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step, units)
-
-
 def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
     """The E2M1 numbers of values under a factor that broadcasts to them: scale times outer; 0 where it is 0.
 
-    >>> rounded(jnp.array([3.0, -1.0]), jnp.float32(0.5)).tolist()
-    [6.0, -2.0]
+    >>> rounded(jnp.array([3.0, -1.0, 0.125, 1.25]), jnp.float32(0.5)).tolist()
+    [6.0, -2.0, 0.0, 2.0]
     """
-    safe = jnp.where(factor > 0, factor, 1)
-    return jnp.where(factor > 0, e2m1(values / safe), 0)
+    return jnp.where(factor > 0, jnp.copysign(e2m1.nearest(jnp.abs(values), factor), values), 0)
 
 
 def unit_of(amax: jax.Array) -> jax.Array:
@@ -199,7 +188,8 @@ def operand(
     """
     w, scaling = like
     n, k = w.shape
-    wide = numbers.reshape(numbers.shape[0] * numbers.shape[1], -1)[:n, :k]
+    groups, rows, blocks, block = numbers.shape
+    wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
     size = jnp.abs(wide)
     # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
     code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(jnp.uint8)

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
 from tcfp_jax.inference.scale_search import best_scales
-from tcfp_jax.weights.fp4 import check_matrix
+from tcfp_jax.weights.fp4 import check_matrix, quantize_fp4
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -61,6 +61,8 @@ def gptq(
         raise ValueError(f"damping={damping} must be positive: inputs that were never seen make a Hessian singular")
     if scales not in get_args(blocks.Scales):
         raise ValueError(f"scales={scales!r} is unknown; use one of {list(get_args(blocks.Scales))}")
+    if w.size == 0:
+        return quantize_fp4(w, scaling)
     compensate = functools.partial(_compensate, scaling=scaling, scales=scales)
     for _ in range(w.ndim - 2):
         compensate = jax.vmap(compensate, in_axes=(0, 0, None))
@@ -117,10 +119,10 @@ def inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Arr
     hessian = hessian * blocks.unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
-    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k)
-    filled = jnp.eye(size).at[:k, :k].set(scaled)
+    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
+    filled = jnp.eye(size, dtype=jnp.float32).at[:k, :k].set(scaled)
     reverse = jnp.linalg.cholesky(filled[::-1, ::-1])[::-1, ::-1]
-    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size), lower=False)
+    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size, dtype=jnp.float32), lower=False)
 
 
 def propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -65,8 +65,8 @@ def _amax(x: jax.Array) -> jax.Array:
 def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
     """The reading of float32 x and of what it was rounded to."""
     share = lambda these: jnp.mean(these.astype(jnp.float32))
-    # In units of amax, so that squares of small gradients are no zeros.
-    unit = 1 / jnp.where(amax > 0, amax, 1.0)
+    # In units near amax, so that squares of small gradients are no zeros and those of large ones finite.
+    unit = numerics.reciprocal_pow2(numerics.pow2_cover(amax, 4.0))
     energy = lambda v: jnp.sum(jnp.square(v * unit))
     noise = energy(x - q)
     snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))  # of zeros, too

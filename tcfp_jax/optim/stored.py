@@ -67,8 +67,8 @@ def store(
       key: JAX random key of stochastic rounding; the weights hold its seeds from then on.
       remainder: what becomes of what rounding leaves: "stochastic", each weight goes to one of its two neighbours so
         that the mean is right; "feedback", a third FP8 tensor keeps it for the next step, three bytes a weight and no
-        random bits, but E5M2 rounds it in turn, so that updates below a sixteenth of a step of the grid are lost in
-        part and smaller ones wholly; "dropped", updates below half a step of the grid are lost.
+        random bits, but E3M4 rounds it in turn, so that updates below a 64th of a step of the grid are lost in part
+        and much smaller ones wholly; "dropped", updates below half a step of the grid are lost.
       gradient_dtype: of the gradients of stored weights, floats of 16 bits or more; None for the parameters' own.
 
     Raises:

@@ -25,12 +25,11 @@ from tcfp_jax.products.axes import (
     ungrouped,
     with_entries,
 )  # fmt: skip
-from tcfp_jax.products.layer import Asked as Product
-from tcfp_jax.products.layer import product
+from tcfp_jax.products.layer import Asked, product
 from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, of_operand
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,8 @@ def contract(
       x: real floats.
       kernel: real floats, or None where only `quantized` exists.
       recipe: how to multiply.
-      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that.
+      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that, or
+        `quantize_fp4` of its transpose.
       key: random key for a stochastic residual where the kernel is quantized here.
       shape: of the kernel where it is None.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
@@ -207,15 +207,15 @@ def contract(
     """
     shape = tuple(shape or ()) if kernel is None else kernel.shape
     contraction.check(x.shape, shape)
-    stored = Stored(None, quantized) if isinstance(quantized, Operand) else quantized
+    stored = of_operand(quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
-    asked = _Asked(contraction, recipe, shape, out_sharding, ends.gradient)
+    asked = _AskedContraction(contraction, recipe, shape, out_sharding, ends.gradient)
     return _shared_contraction(asked, x, kernel, stored, key, ends.x_quantized)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _AskedContraction:
     """What `contract` is asked for beside arrays: its arguments of the same names."""
 
     contraction: Contraction
@@ -226,7 +226,7 @@ class _Asked:
 
 
 def _contracted(
-    asked: _Asked,
+    asked: _AskedContraction,
     x: jax.Array,
     kernel: jax.Array | None,
     stored: Stored | None,
@@ -240,7 +240,7 @@ def _contracted(
         stored = None if stored is None else stored.swap()
     if x_quantized is not None or asked.gradient == "quantized":
         assert contraction.simple and asked.out_sharding is None, "the caller checked"
-        one = Product(asked.recipe, gradient=asked.gradient)
+        one = Asked(asked.recipe, gradient=asked.gradient)
         return product(one, x, matrix, stored, key, x_quantized)
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack, rest = len(contraction.stack), len(contraction.rest)
@@ -257,7 +257,7 @@ def _contracted(
     else:
         _, merged = merged_entries(natural, [*leading, outputs])
         out_sharding = with_entries(asked.out_sharding, merged[stack:])
-    multiply: Callable[..., jax.Array] = functools.partial(product, Product(asked.recipe, out_sharding))
+    multiply: Callable[..., jax.Array] = functools.partial(product, Asked(asked.recipe, out_sharding))
     for _ in range(stack):
         multiply = jax.vmap(multiply)
     y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
@@ -293,7 +293,7 @@ def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[lis
     return one
 
 
-def _natural(asked: _Asked, ndim: int) -> tuple[Any, ...] | None:
+def _natural(asked: _AskedContraction, ndim: int) -> tuple[Any, ...] | None:
     """The spec that is asked of the result, with its axes in the order `[*stack, *rest, *outputs]`."""
     if asked.out_sharding is None:
         return None

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.operands import Operand
 from tcfp_jax.weights.stored import Stored
 
 SIZE = 16  # values of a sample
@@ -30,12 +29,12 @@ def sample_of(w: jax.Array) -> jax.Array:
 
     Half of the places are the transposes of the other half, so that a matrix and its transpose have one sample in two
     orders. In a `shard_map` each device sees a part of the weight, whose places are others: the sample is then NaN,
-    which stands for "not known" and fits every weight.
+    which stands for "not known" and fits every weight. So it is of a matrix without values.
 
     >>> sample_of(jnp.ones((3, 8, 4))).shape
     (3, 16)
     """
-    if _in_shard_map(w):
+    if _in_shard_map(w) or 0 in w.shape[-2:]:
         return jnp.full((*w.shape[:-2], SIZE), jnp.nan, jnp.float32)
     return _sample(w)
 
@@ -71,13 +70,12 @@ def current(stored: Stored, w: jax.Array) -> Stored:
             "pass the layer_state of the optimizer that owns these parameters"
         )
     checked = dataclasses.replace(stored, sample=None)
-    if _in_shard_map(w):
+    if _in_shard_map(w) or 0 in w.shape[-2:]:
         return checked
     w, sample = lax.stop_gradient((w, sample))
     same = _agrees(w, sample)
     if any(isinstance(value, jax.core.Tracer) for value in (w, same, *jax.tree.leaves(checked))):
-        poisoned = lambda operand: None if operand is None else _poison(operand, same)
-        return dataclasses.replace(checked, forward=poisoned(stored.forward), backward=poisoned(stored.backward))
+        return checked.poisoned_unless(same)
     if not bool(jnp.all(same)):
         raise ValueError(
             f"the stored weight {list(stored.shape)} was made of other parameters than those passed: "
@@ -142,17 +140,6 @@ def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
     # A NaN in a sample: not known, or of a weight whose scale is NaN by itself.
     close = (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
     return jnp.all(close, axis=-1)
-
-
-def _poison(operand: Operand, same: jax.Array) -> Operand:
-    """The operand with NaN for the scales of matrices that are not the same; other bits stay."""
-    scale = operand.scale
-    same = same.reshape(same.shape + (1,) * (scale.ndim - same.ndim))
-    if scale.dtype == jnp.float32:
-        # A product, not a choice: under explicit axes it takes operands of which one is sharded and one is not.
-        return dataclasses.replace(operand, scale=scale * jnp.where(same, jnp.float32(1), jnp.float32(jnp.nan)))
-    code = lax.bitcast_convert_type(scale, jnp.uint8) | jnp.where(same, jnp.uint8(0), jnp.uint8(0xFF))
-    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, scale.dtype))
 
 
 def _differ(w: jax.Array, sample: jax.Array) -> str:

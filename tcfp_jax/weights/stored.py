@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Fp4, Operand, Scaling
@@ -158,6 +159,11 @@ class Stored:
         only = lambda operand: None if operand is None else operand.drop_residual()
         return dataclasses.replace(self, forward=only(self.forward), backward=only(self.backward))
 
+    def poisoned_unless(self, sound: jax.Array) -> "Stored":
+        """The same with NaN for the scales of matrices that are not sound, bool `[]` or `[*stack]`; other bits stay."""
+        poisoned = lambda operand: None if operand is None else _poisoned_unless(operand, sound)
+        return dataclasses.replace(self, forward=poisoned(self.forward), backward=poisoned(self.backward))
+
     def scale_of_values(self) -> jax.Array:
         """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""
         if isinstance(self.scaling, Fp4):
@@ -261,11 +267,21 @@ def constant(stored: Stored) -> Stored:
     return _constant(dataclasses.replace(stored, sample=None, training=None))
 
 
+def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
+    scale = operand.scale
+    sound = sound.reshape(sound.shape + (1,) * (scale.ndim - sound.ndim))
+    if scale.dtype == jnp.float32:
+        # A product, not a choice: under explicit axes it takes operands of which one is sharded and one is not.
+        return dataclasses.replace(operand, scale=scale * jnp.where(sound, jnp.float32(1), jnp.float32(jnp.nan)))
+    code = lax.bitcast_convert_type(scale, jnp.uint8) | jnp.where(sound, jnp.uint8(0), jnp.uint8(0xFF))
+    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, scale.dtype))
+
+
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
     """The halves of an operand, or of the transpose of the other one where it is absent."""
     chosen = other if operand is None else operand
     if halves == "hi" and chosen.lo is not None:
-        chosen = Operand(chosen.values, chosen.scale, scaling=chosen.scaling)
+        chosen = chosen.drop_residual()
     if operand is not None:
         return chosen
     # Devices that hold parts of a weight gather it once for the products of both orientations.

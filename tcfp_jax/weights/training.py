@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.checks import check_real
@@ -31,7 +30,9 @@ from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
 
-ERROR_DTYPE = jnp.float8_e5m2
+# Four bits of mantissa: a step of the grid that values of this size have is what an error is rounded by.
+ERROR_DTYPE = jnp.float8_e3m4
+_ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
 WORD_BITS = 24  # of a seed or a count: integers that float32 holds exactly
 _HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
@@ -47,14 +48,15 @@ class Training:
       rounding: of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, integers
         below 2**24. They are floats so that `jax.grad` gets as far as the error that names `value_and_grad`.
       amax: the largest |w| that the last rounding saw, float32 `[*stack]`.
-      error: what the last rounding left, FP8 in units of the scale, where `remainder` is "feedback".
+      error: what the last rounding left, E3M4 in sixteenths of the step between neighbours of each `W_lo`, where
+        `remainder` is "feedback".
       slot: zeros of the kernel's shape, through which the gradient comes; only inside of `value_and_grad`.
       weight: recipe and layout of the kernel.
       shape: of the kernel, without the axes of a stack of layers.
       dtype: of the float parameter.
       gradient_dtype: of its gradient.
       remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
-        right; "feedback", it is kept, rounded to E5M2, and added to the next update; or "dropped".
+        right; "feedback", it is kept, rounded to E3M4, and added to the next update; or "dropped".
     """
 
     rounding: jax.Array | None
@@ -91,8 +93,7 @@ class Rewritten:
             return self.stored
         chosen = jax.tree.map(lambda new, before: jnp.where(self.applies == 0, before, new), self.stored, old)
         whole = (self.applies == 0) | (self.applies == 1)
-        broken = lambda operand: None if operand is None else _with_scale_where(operand, whole)
-        return dataclasses.replace(chosen, forward=broken(chosen.forward), backward=broken(chosen.backward))
+        return chosen.poisoned_unless(whole)
 
 
 def is_stored(node: Any) -> bool:
@@ -193,7 +194,7 @@ def rewrite(stored: Stored, target: jax.Array) -> Stored:
     """
     training = training_of(stored)
     if training.error is not None:
-        target = target + training.error.astype(jnp.float32) * stored.scale_of_values()
+        target = target + _error_of(training.error, _one(stored))
     amax = numerics.amax(target, axis=(-2, -1))
     scale = None
     if weight_scaling(stored) == Tensor():
@@ -242,7 +243,7 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
         # XLA's, which needs no array of random bits: they are computed where they are used.
         parts = dual_quantize(
             target, recipe.scaling, dtype=_format(recipe), bits=bits, error=error,
-            amax=None if scale is None else scale * numerics.largest(_format(recipe)), backend="xla",
+            amax=None if scale is None else _covered(scale, recipe), backend="xla",
             orientation="both" if recipe.copies == "both" else "rows",
         )  # fmt: skip
         return parts.rows, parts.columns, parts.error
@@ -252,10 +253,32 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
     rows, columns, left = one(target, scale, rounding)
     if columns is not None and not reads_lo_forward(recipe):
         columns = columns.drop_residual()
-    error = None
-    if left is not None:
-        error = numerics.saturating_cast(left / rows.scale_of_values(), ERROR_DTYPE)
+    error = None if left is None else _kept_error(left, rows)
     return Stored(columns, rows, training=dataclasses.replace(training, error=error))
+
+
+def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
+    """What rounding left, float32, in `ERROR_DTYPE`; scales are those of these very values, so nothing was clipped."""
+    # One after the other: the scale of the smallest weights times a step is no float32. Division is not exact on GPUs.
+    scaled = left * numerics.reciprocal_pow2(rows.scale_of_values())
+    units = scaled * numerics.reciprocal_pow2(_step_of(rows) / _ERRORS_IN_STEP)
+    return numerics.round_to(units, ERROR_DTYPE).astype(ERROR_DTYPE)
+
+
+def _error_of(kept: jax.Array, rows: Operand) -> jax.Array:
+    """The error that was kept beside these values, float32."""
+    return kept.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
+
+
+def _step_of(rows: Operand) -> jax.Array:
+    """The distance between the neighbours of each `W_lo`, in units of the scale: a power of two, float32."""
+    assert rows.lo is not None, "a stored parameter has two halves"
+    return numerics.spacing(rows.lo.astype(jnp.float32), rows.dtype)
+
+
+def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
+    """The largest magnitude that a scale is the scale of; of weights above 2**125, whose scale is 2**121, a float32."""
+    return jnp.minimum(scale * numerics.largest(_format(recipe)), jnp.finfo(jnp.float32).max)
 
 
 def reads_lo_forward(recipe: Recipe) -> bool:
@@ -279,15 +302,6 @@ def _ndim(stored: Stored) -> int:
     return layout.ndim + len(stored.shape) - len(layout.stack) - 2
 
 
-def _with_scale_where(operand: Operand, condition: jax.Array) -> Operand:
-    """The operand, with NaN for scales where the condition fails."""
-    if operand.scale.dtype == jnp.float32:
-        return dataclasses.replace(operand, scale=jnp.where(condition, operand.scale, jnp.float32(jnp.nan)))
-    code = lax.bitcast_convert_type(operand.scale, jnp.uint8)
-    code = jnp.where(condition, code, jnp.uint8(255))
-    return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, operand.scale.dtype))
-
-
 def _unstacked(weight: Weight) -> Weight:
     """The weight of one layer of a stack: `nn.scan` takes the arrays of a stack apart, and what is static must fit."""
     layout, count = weight.layout, len(weight.layout.stack)
@@ -299,7 +313,7 @@ def _unstacked(weight: Weight) -> Weight:
 
 def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
     words = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - WORD_BITS)
-    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1))], axis=-1)
+    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
 
 
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:

@@ -278,3 +278,11 @@ def test_moments_in_eight_bits_are_compared_as_values(narrow, named):
     path = "kernel" if named else ""
     assert float(monitor.stale_moments(first, second)[path]) == 0
     assert float(monitor.stale_moments(first, first)[path]) == 1
+
+
+@pytest.mark.parametrize("binade", [-110, 120, 125])
+def test_the_magnitude_of_an_operand_is_no_part_of_its_snr(binade):
+    """Values near float32's largest have squares beyond it, and the inverse of their amax is subnormal."""
+    x = jnp.asarray(RNG.uniform(-4, 4, (16, 16)), jnp.float32)
+    near, far = (read(v, quantize(v, "float8_e4m3fn").rows) for v in (x, x * 2.0**binade))
+    assert float(near.snr) == float(far.snr)

@@ -164,10 +164,19 @@ def test_what_the_kernel_takes_goes_through_it():
 
 @pytest.mark.parametrize(
     "recipe, remainder",
-    [("tcfp12_fast", "stochastic"), ("tcfp12", "dropped"), ("tcfp12_single", "feedback"), ("in blocks", "stochastic")],
+    [
+        ("tcfp12_fast", "stochastic"),
+        ("tcfp12", "dropped"),
+        ("tcfp12_single", "feedback"),
+        ("in blocks", "stochastic"),
+        ("in both orientations", "stochastic"),
+    ],
 )
 def test_every_way_to_store_a_weight(recipe, remainder):
-    chosen = tcfp_jax.recipe("tcfp12", scaling=Block(32)) if recipe == "in blocks" else recipe
+    chosen = {
+        "in blocks": tcfp_jax.recipe("tcfp12", scaling=Block(32)),
+        "in both orientations": tcfp_jax.recipe("tcfp12_single", copies="both"),
+    }.get(recipe, recipe)
     params = optim.store(STACK, chosen, key=KEY if remainder == "stochastic" else None, remainder=remainder)
     floats = optim.dequantize(params)
     after, state = stepped(adamw(1e-2), params, grads=STACK_GRADS)
@@ -217,6 +226,18 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, path):
     assert int(after.count) == 2 and int(after.skipped) == 3
 
 
+def test_a_step_that_is_left_out_moves_no_scale():
+    """Not even where the weights have grown, so that the next step would move it."""
+    _, update = _skipping()
+    params, state = stepped(adamw(2.0, quality="on"), STORED, 1)
+    weight = params["up"]["kernel"]
+    assert float(weight.training.amax) > 112 * float(weight.backward.scale)
+    broken = jax.tree.map(lambda g: g.at[(0,) * g.ndim].set(jnp.nan), GRADS)
+    updates, after = update(broken, state, params)
+    assert same_bits(optim.apply_updates(params, updates), params)
+    assert [(float(q.moved), float(q.edq)) for q in _qualities(after)] == [(0.0, 0.0)] * 2
+
+
 @functools.cache
 def _skipping():
     tx = adamw(1e-2, quality="on")
@@ -247,6 +268,16 @@ def test_clipping(moments):
     broken = {**GRADS, "embed": {"table": GRADS["embed"]["table"].at[0, 0].set(jnp.nan)}}
     after, state = stepped(adamw(1e-2, max_norm=norm / 8, **options), STORED, 1, grads=broken)
     assert same_bits(after, STORED) and int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("moments", ["8bit", "float32"])
+def test_eps_root_is_added_under_the_root(moments):
+    options = dict(eps_root=4.0, weight_decay=0.0)
+    floats = optim.dequantize(STORED)
+    exact, _ = stepped(optax.adamw(0.5, **options), floats, 1)
+    ours = optim.dequantize(stepped(adamw(0.5, moments=moments, **options), STORED, 1)[0])
+    a, b, start = (np.asarray(tree["up"]["kernel"], np.float64) for tree in (exact, ours, floats))
+    assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a - start)
 
 
 def test_learning_rate_zero_changes_no_value():
@@ -463,6 +494,16 @@ def test_equal_layers_of_a_stack_are_rounded_by_bits_of_their_own(recipe):
     mu, values = state.mu["layers"]["kernel"], params["layers"]["kernel"].backward
     for pair in (mu.view(jnp.uint8), state.nu["layers"]["kernel"], values.lo.view(jnp.uint8)):
         assert 0.02 < float((pair[0] != pair[1]).mean()) < 0.9
+
+
+def test_equal_weights_are_rounded_by_bits_of_their_own():
+    """By one pass over a stored weight, and by XLA over a float one."""
+    twice = lambda tree: {name: tree["up"]["kernel"] for name in ("a", "b")}
+    for params in (twice(STORED), twice(PARAMS)):
+        _, state = stepped(adamw(1e-3), params, 1, twice(GRADS))
+        for moments in (state.mu, state.nu):
+            first, second = (moments[name].view(jnp.uint8) for name in ("a", "b"))
+            assert 0.02 < float((first != second).mean()) < 0.9
 
 
 def test_both_moments_of_a_weight_are_rounded_by_bits_of_their_own():

@@ -363,3 +363,12 @@ def test_zeros_are_what_rounding_makes_of_zeros(form, shape):
     word = jnp.uint32(3)
     wanted = encode(form, jnp.zeros(shape), (word, word))
     assert same_bits(zeros(form, jnp.ones(shape)), wanted)
+
+
+def test_the_largest_floats_stay_finite_in_bfloat16():
+    """Most of them lie above its largest number, to which they would be rounded up."""
+    largest = np.float32(jnp.finfo(jnp.float32).max)
+    x = jnp.tile(jnp.array([largest, -largest, jnp.inf, jnp.nan]), 64)
+    found = np.asarray(encode("bfloat16", x, stream(jnp.uint32([1, 2]), 3, 4)), np.float32).reshape(-1, 4)
+    assert (np.abs(found[:, :2]) == np.float32(jnp.finfo(jnp.bfloat16).max)).all()
+    assert np.isinf(found[:, 2]).all() and np.isnan(found[:, 3]).all()

@@ -227,3 +227,15 @@ def test_bad_calls_raise():
         make(mask={"dense": {"kernel": True, "bias": True}}).init(PARAMS)
     with pytest.raises(ValueError, match="two error_feedback"):
         tcfp_jax.layer_state(optax.chain(make(), make()).init(PARAMS))
+
+
+@pytest.mark.parametrize("kernel", [jnp.zeros((32, 16)), jnp.zeros((32, 16)).at[:16].set(1.0)], ids=["all", "blocks"])
+def test_errors_of_packed_zeros_are_zeros(kernel):
+    """The scale of a block of zeros is zero, and no unit of an error."""
+    tx = tcfp_jax.error_feedback(tcfp_jax.recipe("nvfp4", remainder="feedback"), error_dtype="float8_e5m2")
+    params = {"kernel": kernel}
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    assert not jnp.any(state.errors["kernel"].astype(jnp.float32)[16:])
+    assert not jnp.any(tcfp_jax.layer_state(state)["kernel"].dequantize()[16:])

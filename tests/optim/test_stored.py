@@ -310,14 +310,46 @@ def test_rounding_follows_the_mean_of_small_updates():
     assert abs(moved.mean() - 400 * size) < 4 * error and error < 0.05 * 400 * size
 
 
-@pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (16, 0.98, 1.02), (256, 0.0, 0.1)])
-def test_feedback_keeps_what_e5m2_does(part, least, most):
-    """Updates of a part of the grid's step: of a sixteenth all arrives, and of much less nearly nothing."""
+@pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (64, 0.99, 1.01), (512, 0.0, 0.2)])
+def test_feedback_keeps_what_e3m4_does(part, least, most):
+    """Updates of a part of the grid's step: of a sixty-fourth all arrives, and of much less nearly nothing."""
     w = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.0, (64, 64)), jnp.float32)
     params, size = stored_of({"kernel": w}, remainder="feedback"), 2.0**-9 / part  # in E4M3, with a scale of 2**-5
     step = lambda params, _: (tcfp_jax.apply_updates(params, {"kernel": jnp.full((64, 64), size)}), None)
     moved = kernel_of(jax.lax.scan(step, params, length=400)[0]["kernel"]) - kernel_of(params["kernel"])
     assert least <= float(moved.mean()) / (400 * size) <= most
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_blockwise"])
+@pytest.mark.parametrize("binade", [-100, 0, 120])
+def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
+    """Of weights of every size below their scale, small and large."""
+    rng, unit = np.random.default_rng(5), 2.0**binade
+    values = rng.choice([-1.0, 1.0], (128, 256)) * 2.0 ** rng.uniform(-14, 0, (128, 256))
+    wanted = (values * unit).astype(np.float32)
+    old = stored_of({"kernel": jnp.zeros((128, 256)).at[0, 0].set(unit)}, recipe, remainder="feedback")
+    update = jnp.asarray(wanted).at[0, 0].add(-unit)
+    stored = jax.jit(tcfp_jax.apply_updates)(old, {"kernel": update})["kernel"]
+    rows, scale = stored.backward, np.asarray(stored.scale_of_values(), np.float64)
+    hi, lo, error = (np.asarray(x, np.float64) for x in (rows.values, rows.lo, stored.training.error))
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.where(lo == 0, 1e-9, np.abs(lo)))), -6) - 3)
+    left = (np.asarray(wanted, np.float64) / scale - hi - lo) / step
+    assert np.abs(left).max() <= 0.5 and np.abs(left).max() > 0.49
+    assert np.abs(left - error / 16).max() <= 1 / 128
+
+
+def test_errors_of_the_smallest_weights_are_numbers():
+    """Their scale times a step of the grid is no float32."""
+    params = stored_of({"kernel": jnp.full((4, 4), 2.0**-124)}, remainder="feedback")
+    params = tcfp_jax.apply_updates(params, {"kernel": jnp.full((4, 4), 2.0**-126)})
+    assert float(kernel_of(params["kernel"])[0, 0]) == 1.25 * 2.0**-124
+    assert jnp.all(jnp.isfinite(params["kernel"].training.error.astype(jnp.float32)))
+
+
+def test_weights_near_the_largest_float_are_stored():
+    """Their scale times the largest number of E4M3 is no float32."""
+    kernel = PARAMS["up"]["kernel"] / jnp.max(jnp.abs(PARAMS["up"]["kernel"])) * np.float32(3e38)
+    assert decibels(kernel, kernel_of(stored_of({"kernel": kernel})["kernel"])) > 58
 
 
 @pytest.mark.parametrize("factor", [2.0, 5.0])
@@ -534,3 +566,11 @@ def test_filled_kernels_of_stacks_have_seeds_of_their_own():
     params = stored_of(filled({"kernel": jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)}))
     seeds = np.asarray(params["kernel"].training.rounding)
     assert seeds.shape == (3, 3) and len({tuple(row) for row in seeds}) == 3
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (3, 16, 32)])
+def test_a_swapped_parameter_is_the_transposed_kernel(shape):
+    kernel = jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    weight = stored_of({"kernel": kernel})["kernel"]
+    assert jnp.array_equal(kernel_of(weight.swap()), kernel_of(weight).swapaxes(-1, -2))
+    assert same_bits(values_of(weight.swap().swap()), values_of(weight))

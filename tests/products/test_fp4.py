@@ -453,3 +453,19 @@ def test_a_replicated_float_weight_in_shard_map(name):
     parts = jax.shard_map(inside, mesh=mesh_of(2), in_specs=(P("a"), P()), out_specs=(P(), (P("a"), P())))
     for a, b in zip(jax.tree.leaves(quick(parts)(x, w)), jax.tree.leaves(quick(gradients)(x, w)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": "square"}, {"rule": "four_over_six"}, {"rule": "one_level"}], ids=str)
+@pytest.mark.parametrize("shape", [(32, 16), (512, 8)])
+def test_zeros_have_an_outer_scale_of_one(options, shape):
+    """Files hold its reciprocal."""
+    packed = pack_fp4(jnp.zeros(shape), recipe("nvfp4", **options))
+    assert float(packed.forward.outer) == 1 and not packed.dequantize().any()
+
+
+def test_a_contraction_reads_an_operand_of_codes_as_a_product_does():
+    """Codes lie `[n, k]`, also where the two are equally long."""
+    x, w = normal(3, 32), normal(32, 32, seed=1)
+    codes = pack_fp4(w).forward
+    found = contract(parse("bk,kn->bn", 2), x, None, recipe=recipe("nvfp4"), quantized=codes, shape=(32, 32))
+    assert jnp.array_equal(found, tcfp_jax.matmul(x, codes, recipe="nvfp4"))

@@ -166,3 +166,12 @@ def test_inside_shard_map_nothing_is_compared(check_vma):
     y, sample = jax.jit(run)(W)
     assert jnp.isfinite(y).all() and jnp.isnan(sample).all()
     current(dataclasses.replace(stored_w(), sample=sample), W)  # not known fits
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8), (0, 8, 8)])
+def test_a_weight_without_values_has_nothing_to_compare(shape):
+    params = {"kernel": jnp.zeros(shape)}
+    state = tcfp_jax.error_feedback("tcfp12").init(params)
+    stored = tcfp_jax.layer_state(state)["kernel"]
+    assert stored.shape == shape and stored.sample.shape == (*shape[:-2], SIZE)
+    assert current(stored, params["kernel"]).sample is None

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 import tcfp_jax
+from tcfp_jax.products import pack_fp4
+from tcfp_jax.weights.quantization import quantize_weight
+from tests.helpers import decibels, same_bits
 
 W = jax.random.normal(jax.random.key(0), (1024, 1024))
-
-
-def decibels(x, y):
-    x, y = (np.asarray(a, np.float64) for a in (x, y))
-    return 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
 
 
 def test_weights_in_decibels():
@@ -53,3 +51,23 @@ def test_pytrees_pass_through_transformations(make):
     rows = jax.vmap(make)(x)
     assert rows.scale.shape == (8,) and jnp.array_equal(rows.dequantize(), jax.vmap(lambda r: make(r).dequantize())(x))
     assert jnp.isfinite(jax.grad(lambda v: jnp.sum(v * make(jax.lax.stop_gradient(v)).dequantize()))(x)).all()
+
+
+def test_dropping_a_residual_drops_nothing_else():
+    w = W[:32, :32]
+    packed = pack_fp4(w)
+    assert same_bits(packed.drop_residual(), packed)
+    late = tcfp_jax.split(w).turn_late()
+    assert jnp.array_equal(late.drop_residual().dequantize(), tcfp_jax.split(w).drop_residual().dequantize().T)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_one_orientation_of_rows_or_vectors_serves_no_product(recipe):
+    stored, _ = quantize_weight(W[:64, :64], tcfp_jax.recipe(recipe), copies="one")
+    with pytest.raises(ValueError, match=r"in both orientations, but quantized is a weight .* in one orientation"):
+        tcfp_jax.matmul(W[:8, :64], stored, recipe=recipe)
+
+
+def test_codes_of_four_bits_have_no_amax_of_the_tensor():
+    with pytest.raises(ValueError, match="amax= scales a whole tensor"):
+        quantize_weight(W[:32, :32], tcfp_jax.recipe("nvfp4"), amax=jnp.float32(1))
