@@ -126,9 +126,9 @@ def load_compressed(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another format, rotated or sparse weights, zero points, NaN scales, scales that are not of the rule
-        "fold_exact" where it is noted, codes or scales that are missing, a global scale that is inverted or no positive
-        number, or an unknown choice.
+      ValueError: another format, rotated or sparse weights, zero points, NaN or negative scales, scales that are not of
+        the rule "fold_exact" where it is noted, codes or scales that are missing, arrays of a weight that are not known
+        here, a global scale that is inverted or not one positive float32, or an unknown choice.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
@@ -150,6 +150,12 @@ def load_compressed(
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
+    # What is left of a weight's own arrays was not read: an order of its columns, another scale, or the weight again.
+    if (unread := next((n for n in arrays if n[: n.rfind(".weight") + len(".weight")] in tensors), None)) is not None:
+        raise ValueError(
+            f"{unread} is there beside the codes and scales of its weight, and what it does to them is unknown here; "
+            "save the model in one of the formats that are read here, without it"
+        )
     alone = (n for n, a in arrays.items() if n.endswith(".weight_packed") or a.dtype == jnp.float8_e4m3fn)
     if (lone := next(alone, None)) is not None:
         raise ValueError(f"{lone} is there, but {lone.removesuffix('_packed')}_scale is missing; {_COPY}")
@@ -310,23 +316,36 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
     packed, scales = jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype))
     if held is None:
         return Operand(packed, scales, scaling=scaling)
-    number = np.float32(held.reshape(-1)[0])
+    outer = _outer(f"{name}_global_scale", held, global_scale)
+    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+    check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
+    return operand
+
+
+def _outer(name: str, held: np.ndarray, global_scale: GlobalScale) -> np.float32:
+    """What the scales of a weight are multiplied by, of the global scale that a file holds."""
+    if held.dtype != np.float32 or held.size != 1:
+        raise ValueError(
+            f"{name} is {held.dtype}{list(held.shape)}, but a weight has one number of float32; store it as the "
+            "quantizer found it, and weights that were joined each under its own name, with its own"
+        )
+    number = held.reshape(())[()]
     with np.errstate(divide="ignore", over="ignore"):
         outer = np.float32(1) / number if global_scale == "divisor" else number
     if not (np.isfinite(outer) and outer > 0):
         raise ValueError(
-            f"{name}_global_scale is {number}, by which codes have no values: it must be positive and finite, and so "
-            "must its reciprocal; quantize the weight again, or store 1 if it is all zeros"
+            f"{name} is {number}, by which codes have no values: it must be positive and finite, and so must its "
+            "reciprocal; quantize the weight again, or store 1 if it is all zeros"
         )
-    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
-    check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
-    return operand
+    return outer
 
 
 def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
     """An FP8 weight with one scale, with one for each row, or with one for each square."""
     if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
         raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; only matrices of float8_e4m3fn are read")
+    if not (np.isfinite(scale) & (scale >= 0)).all():
+        raise ValueError(f"{name}_scale has numbers that are negative or not finite; quantize finite weights again")
     pow2 = bool((np.frexp(scale)[0] == 0.5).all())
     if scale.size == 1:
         return Operand(

@@ -351,7 +351,12 @@ def zero_points(arrays):
 
 
 def global_scale(number):
-    return lambda arrays: arrays.update({f"{NAME}.weight_global_scale": np.float32([number])})
+    held = number if isinstance(number, np.ndarray) else np.float32(number).reshape(-1)
+    return lambda arrays: arrays.update({f"{NAME}.weight_global_scale": held})
+
+
+def beside(part, arrays):
+    arrays[f"{NAME}.weight{part}"] = np.ones(4, np.float32)
 
 
 def halved(arrays):
@@ -379,12 +384,33 @@ def halved(arrays):
             (functools.partial(change, changed=global_scale(x)), rf"{NAME}.weight_global_scale is {x}, .*store 1 if")
             for x in (0.0, np.nan, np.inf, -1.0)
         ],
+        *[
+            (functools.partial(change, changed=global_scale(x)), rf"global_scale is {held}, but .* number of float32")
+            for x, held in (
+                ([2.0, 4.0], r"float32\[2\]"), ([], r"float32\[0\]"), (np.int32([2]), r"int32\[1\]"),
+                (np.array([2], ml_dtypes.bfloat16), r"bfloat16\[1\]"), (np.float32([2]).view(np.uint8), r"uint8\[4\]"),
+            )
+        ],
+        *[
+            (functools.partial(change, changed=functools.partial(beside, part)), rf"weight{part} is there beside")
+            for part in ("", "_g_idx", "_scale_2")
+        ],
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, changed, message):
     saved(tmp_path, codes(32, 64))
     changed(tmp_path)
     with pytest.raises(ValueError, match=message):
+        load_compressed(tmp_path)
+
+
+@pytest.mark.parametrize(("scaling", "shape"), [(Tensor(), ()), (Row(), (32,)), (Block(32), (1, 2))], ids=str)
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -1])
+def test_scales_of_fp8_that_are_no_scales_are_refused(tmp_path, scaling, shape, factor):
+    saved(tmp_path, Operand(np.ones((32, 64), ml_dtypes.float8_e4m3fn), np.ones(shape, np.float32), scaling=scaling))
+    scales = f"{NAME}.weight_scale"
+    change(tmp_path, lambda arrays: arrays.update({scales: arrays[scales] * np.float32(factor)}))
+    with pytest.raises(ValueError, match=rf"{scales} has numbers that are negative or not finite"):
         load_compressed(tmp_path)
 
 
