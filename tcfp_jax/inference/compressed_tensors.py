@@ -329,7 +329,7 @@ def _outer(name: str, held: np.ndarray, global_scale: GlobalScale) -> np.float32
             f"{name} is {held.dtype}{list(held.shape)}, but a weight has one number of float32; store it as the "
             "quantizer found it, and weights that were joined each under its own name, with its own"
         )
-    number = held.reshape(())[()]
+    number = np.float32(held.item())
     with np.errstate(divide="ignore", over="ignore"):
         outer = np.float32(1) / number if global_scale == "divisor" else number
     if not (np.isfinite(outer) and outer > 0):
