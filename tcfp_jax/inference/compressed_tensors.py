@@ -67,9 +67,9 @@ def save_compressed(
 
     Raises:
       TypeError: a weight in a format that compressed-tensors does not have.
-      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; scales that are NaN, that
-        readers would take for inverted, or that are not of the rule "fold_exact" where it is named; fused weights that
-        differ; "float8" without FP8 weights; an unknown choice.
+      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; a name that is taken; scales
+        that are NaN, that readers would take for inverted, or that are not of the rule "fold_exact" where it is named;
+        fused weights that differ; "float8" without FP8 weights; an unknown choice.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4 import quantize_fp4
@@ -86,7 +86,7 @@ def save_compressed(
     if both := sorted(set(weights) & set(ignore)):
         raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
     weights = with_zeros(weights, fused)
-    floats = {name: t for name, t in tensors.items() if name.removesuffix(".weight") not in weights}
+    floats = {name: t for name, t in tensors.items() if not isinstance(t, Operand | Stored)}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
     if activations == "float8" and not any(scheme["format"] == FLOAT8 for scheme in schemes.values()):
@@ -95,7 +95,10 @@ def save_compressed(
     check_fused({n: json.dumps(s, sort_keys=True) for n, s in schemes.items()}, outers, matrices, fused)
     written = dict(floats)
     for name, weight in weights.items():
-        written |= _arrays(name, weight)
+        arrays = _arrays(name, weight)
+        if taken := sorted(set(arrays) & set(floats)):
+            raise ValueError(f"{taken[0]} is among the tensors, but holds a part of {name}.weight in a file; drop it")
+        written |= arrays
     repair = "quantize the weight itself, or exclude it"
     check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
@@ -185,7 +188,9 @@ def _matrix(name: str, weight: Operand | Stored) -> Operand:
         raise TypeError(f"{name} is {dtype}, which engines do not multiply; store weights in float8_e4m3fn")
     if isinstance(scaling, Block) and scaling.tile == "vector":
         raise TypeError(f'{name} has {scaling}, which compressed-tensors has no FP8 format for; use tile="square"')
-    if isinstance(scaling, Fp4) and (k := operand.shape[-1]) % scaling.block:
+    # A code of zero that fills the last byte of an odd k is no value of the weight.
+    k = operand.shape[-1] - (weight.padding if isinstance(weight, Stored) else 0)
+    if isinstance(scaling, Fp4) and k % scaling.block:
         raise ValueError(
             f"{name} has k={k}, and {scaling.format}'s blocks of {scaling.block} must divide it in a file; keep this "
             "weight float, and its module in `ignore`"

@@ -321,6 +321,8 @@ W = {f"{NAME}.weight": lambda: codes(32, 64)}
         ({"a.weight": lambda: codes(1, 4, 32)}, {}, ValueError, "is a stack"),
         ({"a.weight": lambda: codes(4, 24)}, {}, ValueError, "k=24.*blocks of 16"),
         ({"a.weight": lambda: codes(4, 48, scaling=Fp4("mxfp4"))}, {}, ValueError, "k=48.*blocks of 32"),
+        ({"a.weight": lambda: Stored(codes(4, 16), None, padding=1)}, {}, ValueError, "k=15.*blocks of 16"),
+        ({"a.weight": lambda: codes(4, 16), "a.weight_scale": matrix}, {}, ValueError, "_scale is among .*drop"),
         ({"a.weight": with_nan}, {}, ValueError, "NaN|finite"),
         ({"a.weight": e5m2}, {}, TypeError, "float8_e5m2.*float8_e4m3fn"),
         ({"a.weight": in_vectors}, {}, TypeError, "square"),
@@ -412,6 +414,12 @@ def test_scales_of_fp8_that_are_no_scales_are_refused(tmp_path, scaling, shape, 
     change(tmp_path, lambda arrays: arrays.update({scales: arrays[scales] * np.float32(factor)}))
     with pytest.raises(ValueError, match=rf"{scales} has numbers that are negative or not finite"):
         load_compressed(tmp_path)
+
+
+def test_an_array_may_have_the_name_of_a_module(tmp_path):
+    tensors = {"a.weight": codes(32, 64), "a": matrix(), "a.bias": np.ones(32, np.float32)}
+    save_compressed(tmp_path, tensors)
+    assert set(load_compressed(tmp_path)[0]) == set(tensors)
 
 
 def test_a_model_in_several_files_and_several_formats(tmp_path):
