@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tcfp_jax.formats import cast, datatype, pack, unpack
+from tcfp_jax.formats import CATALOG, cast, datatype, pack, unpack
 
 
 def test_subtiles_below_the_smallest_scale_still_have_their_offset():
@@ -21,3 +21,11 @@ def test_exponents_toward_zero_overflow_from_infinity_alone(roundmode, beyond):
     got = cast(x, number, roundmode=roundmode, saturate=False)
     np.testing.assert_array_equal(got, [64.0, 64.0, 2.0 * beyond, np.nan])
     np.testing.assert_array_equal(cast(x, number, roundmode=roundmode)[2:], [128.0, 128.0])
+
+
+@pytest.mark.parametrize("name", ["int8_F", "nf4", "uint8_FF"])
+def test_a_tile_of_the_smallest_floats_has_a_scale(name):
+    """Their quotient by the largest value is subnormal, and a scale of zero would make zeros of them."""
+    x = jnp.full(64, 2.0**-125)
+    got = cast(x, CATALOG[name])
+    assert (got > 0).all() and (unpack(pack(x, CATALOG[name])) == got).all()
