@@ -12,7 +12,7 @@ from flax import nnx as flax_nnx
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, to_bf16
-from tcfp_jax.inference import load_quantized, quantize_params, unpack
+from tcfp_jax.inference import load_quantized, quantize_params, restored, unpack
 from tcfp_jax.layers import Absent
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import recipe as tcfp_recipe
@@ -283,3 +283,19 @@ def test_what_only_training_needs_is_left_out(change):
     for asked in (recipe, {"kernel": Weight(recipe, Layout((0,), (1,)))}):
         served = quantize_params(params, asked)["tcfp"]
         assert same_bits(served, quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"])
+
+
+@pytest.mark.parametrize("other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"])
+def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
+    """What has lost its classes would stand for other numbers: a scale that is spread otherwise fits most values."""
+    w = {"kernel": jax.random.normal(jax.random.key(0), (64, 48))}
+    for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"):
+        held = quantize_params(w, name)["tcfp"]["kernel"].forward
+        entry = {part: getattr(held, part) for part in ("values", "scale", "outer") if getattr(held, part) is not None}
+        plain = {"params": {}, "tcfp": {"kernel": {"forward": entry, "backward": None}}}
+        if name == other:
+            back = restored(plain, other)["tcfp"]["kernel"].forward
+            assert (back.dequantize() == held.dequantize()).all()
+            continue
+        with pytest.raises(ValueError, match=r"kernel is .*; pass the recipe that the weights were quantized by"):
+            restored(plain, other)

@@ -98,10 +98,7 @@ class Diagnosis:
             lines.append(f"{label:57} {sums[0]:>12,}" + "".join(f" {number:>13,}" for number in sums[1:]))
         if any(line.extrapolated for line in self.lines):
             lines.append("* smaller than the smallest product that was measured: that one's speed, and rather less")
-        at = "not reached at the sizes that were measured"
-        if self.break_even is not None:
-            at = f"{self.break_even:.1e} operations a product (2 m k n)"
-        lines.append(f"{describe(self.recipe)} is faster than BF16 on an {DEVICE} from: {at}")
+        lines.append(_measured_speed(self.recipe, self.break_even))
         return "\n".join(lines)
 
 
@@ -155,6 +152,18 @@ def diagnose(
     diagnosis = Diagnosis(named_recipe(recipe), tuple(lines), break_even(named_recipe(recipe)))
     print(diagnosis)
     return diagnosis
+
+
+def _measured_speed(recipe: Recipe, at: float | None) -> str:
+    """From which size on a recipe was measured to be faster than BF16, in words."""
+    if not _points(recipe):
+        return f"{describe(recipe)} was not measured beside BF16 on an {DEVICE}"
+    if at is None:
+        return f"{describe(recipe)} is faster than BF16 on an {DEVICE} at none of the sizes that were measured"
+    smallest = ", the smallest that was measured" if at == _smallest(recipe) else ""
+    return (
+        f"{describe(recipe)} is faster than BF16 on an {DEVICE} from {at:.1e} operations a product (2 m k n){smallest}"
+    )
 
 
 def _smallest(recipe: Recipe) -> float:

@@ -101,10 +101,12 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
     shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
     # By the exponent alone, as the difference may leave int32: a narrow scale may lie far below x.
     shifted = jnp.where((magnitude >> MANTISSA_BITS) - exponent > 254, INFINITY - 1, shifted)
-    # Two factors: 2**-149 alone is subnormal.
-    fraction = magnitude.astype(jnp.float32) * jnp.float32(2.0**-MANTISSA_BITS)
-    subnormal = fraction * power_of_two(-126 - exponent)
-    return jnp.where(magnitude < HIDDEN, subnormal, lax.bitcast_convert_type(shifted, jnp.float32))
+    # A subnormal is so many steps of 2**-149, by integers: XLA multiplies the factors of a product first, which may be
+    # subnormal themselves. The difference fits int32 wherever the exponent does, though its terms may not.
+    steps = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
+    subnormal = steps - ((149 + exponent) << MANTISSA_BITS)
+    subnormal = jnp.where((steps >> MANTISSA_BITS) - (149 + exponent) < 1, jnp.zeros_like(subnormal), subnormal)
+    return lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, subnormal, shifted), jnp.float32)
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -67,9 +67,9 @@ def save_compressed(
 
     Raises:
       TypeError: a weight in a format that compressed-tensors does not have.
-      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; scales that are NaN, that
-        readers would take for inverted, or that are not of the rule "fold_exact" where it is named; fused weights that
-        differ; "float8" without FP8 weights; an unknown choice.
+      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; a name that is taken; scales
+        that are NaN, that readers would take for inverted, or that are not of the rule "fold_exact" where it is named;
+        fused weights that differ; "float8" without FP8 weights; an unknown choice.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4 import quantize_fp4
@@ -86,7 +86,7 @@ def save_compressed(
     if both := sorted(set(weights) & set(ignore)):
         raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
     weights = with_zeros(weights, fused)
-    floats = {name: t for name, t in tensors.items() if name.removesuffix(".weight") not in weights}
+    floats = {name: t for name, t in tensors.items() if not isinstance(t, Operand | Stored)}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
     if activations == "float8" and not any(scheme["format"] == FLOAT8 for scheme in schemes.values()):
@@ -95,7 +95,10 @@ def save_compressed(
     check_fused({n: json.dumps(s, sort_keys=True) for n, s in schemes.items()}, outers, matrices, fused)
     written = dict(floats)
     for name, weight in weights.items():
-        written |= _arrays(name, weight)
+        arrays = _arrays(name, weight)
+        if taken := sorted(set(arrays) & set(floats)):
+            raise ValueError(f"{taken[0]} is among the tensors, but holds a part of {name}.weight in a file; drop it")
+        written |= arrays
     repair = "quantize the weight itself, or exclude it"
     check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
@@ -126,9 +129,9 @@ def load_compressed(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another format, rotated or sparse weights, zero points, NaN scales, scales that are not of the rule
-        "fold_exact" where it is noted, codes or scales that are missing, a global scale that is inverted or no positive
-        number, or an unknown choice.
+      ValueError: another format, rotated or sparse weights, zero points, NaN or negative scales, scales that are not of
+        the rule "fold_exact" where it is noted, codes or scales that are missing, arrays of a weight that are not known
+        here, a global scale that is inverted or not one positive float32, or an unknown choice.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
@@ -150,6 +153,12 @@ def load_compressed(
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
+    # What is left of a weight's own arrays was not read: an order of its columns, another scale, or the weight again.
+    if (unread := next((n for n in arrays if n[: n.rfind(".weight") + len(".weight")] in tensors), None)) is not None:
+        raise ValueError(
+            f"{unread} is there beside the codes and scales of its weight, and what it does to them is unknown here; "
+            "save the model in one of the formats that are read here, without it"
+        )
     alone = (n for n, a in arrays.items() if n.endswith(".weight_packed") or a.dtype == jnp.float8_e4m3fn)
     if (lone := next(alone, None)) is not None:
         raise ValueError(f"{lone} is there, but {lone.removesuffix('_packed')}_scale is missing; {_COPY}")
@@ -179,7 +188,9 @@ def _matrix(name: str, weight: Operand | Stored) -> Operand:
         raise TypeError(f"{name} is {dtype}, which engines do not multiply; store weights in float8_e4m3fn")
     if isinstance(scaling, Block) and scaling.tile == "vector":
         raise TypeError(f'{name} has {scaling}, which compressed-tensors has no FP8 format for; use tile="square"')
-    if isinstance(scaling, Fp4) and (k := operand.shape[-1]) % scaling.block:
+    # A code of zero that fills the last byte of an odd k is no value of the weight.
+    k = operand.shape[-1] - (weight.padding if isinstance(weight, Stored) else 0)
+    if isinstance(scaling, Fp4) and k % scaling.block:
         raise ValueError(
             f"{name} has k={k}, and {scaling.format}'s blocks of {scaling.block} must divide it in a file; keep this "
             "weight float, and its module in `ignore`"
@@ -310,23 +321,36 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
     packed, scales = jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype))
     if held is None:
         return Operand(packed, scales, scaling=scaling)
-    number = np.float32(held.reshape(-1)[0])
+    outer = _outer(f"{name}_global_scale", held, global_scale)
+    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+    check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
+    return operand
+
+
+def _outer(name: str, held: np.ndarray, global_scale: GlobalScale) -> np.float32:
+    """What the scales of a weight are multiplied by, of the global scale that a file holds."""
+    if held.dtype != np.float32 or held.size != 1:
+        raise ValueError(
+            f"{name} is {held.dtype}{list(held.shape)}, but a weight has one number of float32; store it as the "
+            "quantizer found it, and weights that were joined each under its own name, with its own"
+        )
+    number = np.float32(held.item())
     with np.errstate(divide="ignore", over="ignore"):
         outer = np.float32(1) / number if global_scale == "divisor" else number
     if not (np.isfinite(outer) and outer > 0):
         raise ValueError(
-            f"{name}_global_scale is {number}, by which codes have no values: it must be positive and finite, and so "
-            "must its reciprocal; quantize the weight again, or store 1 if it is all zeros"
+            f"{name} is {number}, by which codes have no values: it must be positive and finite, and so must its "
+            "reciprocal; quantize the weight again, or store 1 if it is all zeros"
         )
-    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
-    check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
-    return operand
+    return outer
 
 
 def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
     """An FP8 weight with one scale, with one for each row, or with one for each square."""
     if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
         raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; only matrices of float8_e4m3fn are read")
+    if not (np.isfinite(scale) & (scale >= 0)).all():
+        raise ValueError(f"{name}_scale has numbers that are negative or not finite; quantize finite weights again")
     pow2 = bool((np.frexp(scale)[0] == 0.5).all())
     if scale.size == 1:
         return Operand(

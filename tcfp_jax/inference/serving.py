@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
@@ -170,8 +170,8 @@ def restored(variables: Mapping[str, Any], recipe: Recipe | str | Mapping[str, W
       recipe: as given to `quantize_params`.
 
     Raises:
-      ValueError: a weight that the recipe does not name, packed weights, of which a dict does not hold the length, or
-        scales that are not of the rule "fold_exact" where the recipe's is.
+      ValueError: a weight that the recipe does not name, packed weights, of which a dict does not hold the length,
+        scales of another scaling than the recipe's, or such as are not of the rule "fold_exact" where it names it.
 
     >>> import jax.numpy as jnp
     >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise")
@@ -199,9 +199,25 @@ def _stored_of(path: str, node: Mapping[str, Any], recipe: Any) -> Stored:
     scaling = (recipe[path].recipe if isinstance(recipe, Mapping) else named_recipe(recipe)).scaling
     operand = lambda entry: None if not entry else Operand(**entry, scaling=scaling)
     made = Stored(operand(node.get("forward")), operand(node.get("backward")))
+    repair = "pass the recipe that the weights were quantized by"
     for one in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, Operand)):
-        check_rule(path, one, "pass the recipe that the weights were quantized by")
+        _check_scales(path, one, repair)
+        check_rule(path, one, repair)
     return made
+
+
+def _check_scales(path: str, weight: Operand, repair: str) -> None:
+    """Raise where values and scales are not those of the scaling: what they stand for would be another weight."""
+    scaling, four = weight.scaling, isinstance(weight.scaling, Fp4)
+    block = SCALE_DTYPE if isinstance(scaling, Block) else np.float32
+    wanted = (np.dtype(scaling.scale_dtype if isinstance(scaling, Fp4) else block), scaling.scale_shape(weight.shape))
+    found = (np.dtype(weight.scale.dtype), tuple(weight.scale.shape))
+    if found != wanted or four != (weight.values.dtype == np.uint8):
+        named = [f"{dtype}{list(shape)}" for dtype, shape in (wanted, found)]
+        raise ValueError(
+            f"{path} is {weight.values.dtype}{list(weight.values.shape)}, whose scales with {scaling} are {named[0]}, "
+            f"but these are {named[1]}; {repair}"
+        )
 
 
 def load_quantized(model: Any, variables: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -41,6 +42,20 @@ def test_diagnose_says_what_would_happen(capsys):
     sizes = (out.parameters, out.bytes_bf16, out.bytes_fp32, out.bytes_stored, out.bytes_with_error)
     # Two halves in two orientations, each of which has its scale, and a sample of 16 values.
     assert sizes == (1024, 2048, 4096, 4 * 1024 + 2 * 4 + 64, 8 * 1024 + 2 * 4 + 64)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("tensorwise", "from .* operations a product .*, the smallest that was measured"),
+        ("tcfp12", "at none of the sizes that were measured"),
+        ("mxfp8", "was not measured beside BF16"),
+    ],
+)
+def test_nothing_is_said_of_sizes_and_recipes_that_were_not_measured(recipe, words, capsys):
+    assert re.search(
+        rf"{recipe} (is faster than BF16 on an NVIDIA H200 )?{words}", str(diagnose(Model(), X, recipe=recipe))
+    )
 
 
 def test_a_weight_of_several_products_is_counted_once():

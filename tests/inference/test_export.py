@@ -321,6 +321,8 @@ W = {f"{NAME}.weight": lambda: codes(32, 64)}
         ({"a.weight": lambda: codes(1, 4, 32)}, {}, ValueError, "is a stack"),
         ({"a.weight": lambda: codes(4, 24)}, {}, ValueError, "k=24.*blocks of 16"),
         ({"a.weight": lambda: codes(4, 48, scaling=Fp4("mxfp4"))}, {}, ValueError, "k=48.*blocks of 32"),
+        ({"a.weight": lambda: Stored(codes(4, 16), None, padding=1)}, {}, ValueError, "k=15.*blocks of 16"),
+        ({"a.weight": lambda: codes(4, 16), "a.weight_scale": matrix}, {}, ValueError, "_scale is among .*drop"),
         ({"a.weight": with_nan}, {}, ValueError, "NaN|finite"),
         ({"a.weight": e5m2}, {}, TypeError, "float8_e5m2.*float8_e4m3fn"),
         ({"a.weight": in_vectors}, {}, TypeError, "square"),
@@ -351,7 +353,12 @@ def zero_points(arrays):
 
 
 def global_scale(number):
-    return lambda arrays: arrays.update({f"{NAME}.weight_global_scale": np.float32([number])})
+    held = number if isinstance(number, np.ndarray) else np.float32(number).reshape(-1)
+    return lambda arrays: arrays.update({f"{NAME}.weight_global_scale": held})
+
+
+def beside(part, arrays):
+    arrays[f"{NAME}.weight{part}"] = np.ones(4, np.float32)
 
 
 def halved(arrays):
@@ -379,6 +386,17 @@ def halved(arrays):
             (functools.partial(change, changed=global_scale(x)), rf"{NAME}.weight_global_scale is {x}, .*store 1 if")
             for x in (0.0, np.nan, np.inf, -1.0)
         ],
+        *[
+            (functools.partial(change, changed=global_scale(x)), rf"global_scale is {held}, but .* number of float32")
+            for x, held in (
+                ([2.0, 4.0], r"float32\[2\]"), ([], r"float32\[0\]"), (np.int32([2]), r"int32\[1\]"),
+                (np.array([2], ml_dtypes.bfloat16), r"bfloat16\[1\]"), (np.float32([2]).view(np.uint8), r"uint8\[4\]"),
+            )
+        ],
+        *[
+            (functools.partial(change, changed=functools.partial(beside, part)), rf"weight{part} is there beside")
+            for part in ("", "_g_idx", "_scale_2")
+        ],
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, changed, message):
@@ -386,6 +404,22 @@ def test_what_cannot_be_read_is_refused(tmp_path, changed, message):
     changed(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_compressed(tmp_path)
+
+
+@pytest.mark.parametrize(("scaling", "shape"), [(Tensor(), ()), (Row(), (32,)), (Block(32), (1, 2))], ids=str)
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -1])
+def test_scales_of_fp8_that_are_no_scales_are_refused(tmp_path, scaling, shape, factor):
+    saved(tmp_path, Operand(np.ones((32, 64), ml_dtypes.float8_e4m3fn), np.ones(shape, np.float32), scaling=scaling))
+    scales = f"{NAME}.weight_scale"
+    change(tmp_path, lambda arrays: arrays.update({scales: arrays[scales] * np.float32(factor)}))
+    with pytest.raises(ValueError, match=rf"{scales} has numbers that are negative or not finite"):
+        load_compressed(tmp_path)
+
+
+def test_an_array_may_have_the_name_of_a_module(tmp_path):
+    tensors = {"a.weight": codes(32, 64), "a": matrix(), "a.bias": np.ones(32, np.float32)}
+    save_compressed(tmp_path, tensors)
+    assert set(load_compressed(tmp_path)[0]) == set(tensors)
 
 
 def test_a_model_in_several_files_and_several_formats(tmp_path):
