@@ -37,16 +37,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.counter import bits_of, keys
-from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Operand, Tensor
 from tcfp_jax.formats.nvfp4_arrays import Rule
 from tcfp_jax.formats.nvfp4_kernel import Numbers
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
+from tcfp_jax.products import bf16
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once
 from tcfp_jax.products.sites import named
 from tcfp_jax.recipes import Fp4Training, Product, Recipe, describe
@@ -171,9 +170,12 @@ def quantization(recipe: Recipe, operand: OperandName, words: jax.Array | None) 
 
 def _quantized(recipe: Recipe, operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
     how, numbers = quantization(recipe, operand, words), _numbers(recipe)
-    if how.axis is None:
+    axis = how.axis
+    if axis is None:
         return squares(values, how.rule, numbers)
-    return along(values, how.axis, how.rule, how.rounding, how.key, how.signs, numbers)
+    in_blocks = lambda x: along(x, axis, how.rule, how.rounding, how.key, how.signs, numbers)
+    rotated = how.signs is not None and values.dtype == jnp.bfloat16  # by a product
+    return bf16.on_cpu_in_float32(in_blocks, values) if rotated else in_blocks(values)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
@@ -268,7 +270,4 @@ def _multiply(
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """A BF16 product over an axis of each, float32."""
-    k = a.shape[a_axis]
-    note(Key("dot_general", "float32", (a.size // max(1, k), k, b.size // max(1, k))), a, b)
-    dimensions = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    return bf16.dot(a, b, (a_axis,), (b_axis,), jnp.float32)

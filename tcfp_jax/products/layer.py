@@ -17,7 +17,6 @@ The gradient is the straight-through one: that of the products above, as if roun
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,14 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import Key, note
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.partition import partitioned
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.wire import Wire, reduced
-from tcfp_jax.products import fp4_training, packed
+from tcfp_jax.products import bf16, fp4_training, packed
 from tcfp_jax.products.axes import Sharding, entries, sharding_of, with_entries
 from tcfp_jax.products.operands import (
     ACTIVATION_NAME,
@@ -360,10 +358,4 @@ def _dot_bf16(
     a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any, sharding: Any = None
 ) -> jax.Array:
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    k = math.prod(a.shape[axis] for axis in a_axes)
-    named = Key("dot_general", str(jnp.dtype(product_dtype)), (a.size // max(1, k), k, b.size // max(1, k)))
-    note(named, a, b)
-    out = lax.dot_general(
-        a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
-    )
-    return out.astype(dtype)
+    return bf16.dot(a, b, a_axes, b_axes, product_dtype, sharding).astype(dtype)

@@ -18,7 +18,7 @@ from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.fp4_matmul import ordered_rows
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.row_gradient.api import row_gradient
 from pallas_kernels.tiled import Tiling
@@ -171,6 +171,14 @@ def test_an_axis_is_not_split_inside_a_block(put):
     call = functools.partial(quantize, x, E4M3, Block(64, "vector"))
     got, expected = (jax.jit(functools.partial(call, backend=backend))() for backend in ("triton", "xla"))
     assert same_bits(got, expected)
+
+
+def test_a_mesh_that_divides_an_axis_and_not_its_blocks_cuts_none(put):
+    """Of 120 values in four blocks of 32, the last one short: each of four parts would hold 30, a block of its own."""
+    x = jnp.asarray(hard_values((8, 120)))
+    largest = lambda x, summed_over: Block(32, "vector").amax(x)
+    of_parts = jax.jit(partitioned(largest, "m k -> m q", {"q": BlocksOf("k", 32, 120)}))
+    assert same_bits(of_parts(put(x, P("a", "b"))), largest(x, ()))
 
 
 @pytest.mark.optimized
