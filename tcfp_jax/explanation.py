@@ -36,7 +36,7 @@ class Explanation:
         (`pallas_kernels.tuning.estimate`); None where nothing near was.
       emulated: of FP4 training, what the operands stand for; "" of other recipes. Its quantizers are not among the
         operations, so that nothing is said of its speed.
-      timed_on: the device whose times these are: this one, or one with the same multiprocessors.
+      timed_on: the device whose times these are, this one or one with the same multiprocessors; "" without times.
     """
 
     device: str
@@ -74,11 +74,11 @@ class Explanation:
         if missing is not None:
             key = missing.key
             what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
-            return f"{what} was not timed on {self.timed_on or self.device}"
+            return f"{what} was not timed on {self.timed_on}"
         if self.emulated:
-            return f"the quantizers of FP4 training were not timed on {self.timed_on or self.device}"
+            return f"the quantizers of FP4 training were not timed on {self.timed_on}"
         in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
-        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.timed_on or self.device}"
+        return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.timed_on}"
 
     def __str__(self) -> str:
         """The device, what is emulated, lines for what runs of every operation and for what does not, and the sum."""

@@ -148,13 +148,13 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
         `error_feedback` in a chain, or around it.
     """
     collection: dict[str, Any] = {}
-    found = lambda node: isinstance(node, ErrorFeedbackState) or _scaled_after(node) is not None
+    found = lambda node: isinstance(node, ErrorFeedbackState) or _outside(node) is not None
     for state in jax.tree.leaves(opt_state, is_leaf=found):
-        name = _scaled_after(state)
-        if name is not None:
+        outside = _outside(state)
+        if outside is not None:
             raise ValueError(
-                f"error_feedback must be the last of its chain, but {name} it and changes the updates that the weights "
-                "were quantized for; write optax.chain(..., error_feedback(...))"
+                f"error_feedback must be the last of its chain, but {outside} it and changes the updates that the "
+                "weights were quantized for; write optax.chain(..., error_feedback(...))"
             )
         if isinstance(state, ErrorFeedbackState):
             for path, weight in entries(state.weights).items():
@@ -165,8 +165,8 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
     return collection
 
 
-def _scaled_after(node: Any) -> str | None:
-    """The state, by its class, of a transformation of optax behind or around `error_feedback` that changes updates.
+def _outside(node: Any) -> str | None:
+    """What of optax changes the updates of `error_feedback`, by its state's class, and whether it is behind or around.
 
     Others cannot be told: functions of a chain are opaque, and many keep no state. Their weights are seen to be others
     when they are multiplied (`tcfp_jax.weights.freshness`).

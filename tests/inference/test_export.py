@@ -195,8 +195,10 @@ def test_an_inverted_global_scale_is_detected(tmp_path, amax, rule):
 
 @pytest.mark.parametrize("amax", [1e-20, 1e-3, 5e3, 65e3])
 def test_right_global_scales_are_never_taken_for_inverted(tmp_path, amax):
-    saved(tmp_path, quantized(matrix(amax=amax)))
-    load_compressed(tmp_path)
+    operand = quantized(matrix(amax=amax))
+    saved(tmp_path, operand)
+    found = load_compressed(tmp_path)[0][f"{NAME}.weight"].forward
+    assert same_bits((found.values, found.scale), (operand.values, operand.scale))
 
 
 def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
