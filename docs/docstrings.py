@@ -1,7 +1,7 @@
-"""Docstrings as the site shows them; griffe, which reads the sources for mkdocstrings, runs it as an extension.
+"""Extension of griffe, which reads the sources for mkdocstrings: adapts docstrings to Markdown.
 
-A doctest in the middle of a docstring becomes a block of code: Markdown would take its `>>>` for three quotations. An
-argument or attribute that shares its description with others gets one of its own: griffe knows one name per line.
+A doctest becomes a block of code, because Markdown reads `>>>` as three quotations. Arguments that share one description
+get one each, because griffe knows one name per line.
 """
 
 import re
@@ -14,7 +14,7 @@ _SHARED = re.compile(r"^(?P<indent>[ ]+)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:
 
 
 def fence_doctests(text: str) -> str:
-    """The text with every doctest between fences.
+    """Return the text with every doctest between fences.
 
     >>> fence_doctests(">>> 1 + 1").splitlines()
     ['```pycon', '>>> 1 + 1', '```']
@@ -30,7 +30,7 @@ def fence_doctests(text: str) -> str:
 
 
 def split_names(text: str) -> str:
-    """The text with an entry of its own for each of several names.
+    """Return the text with one entry for each name of a shared entry.
 
     >>> print(split_names("  width, height: of the image"))
       width: of the image
@@ -41,9 +41,9 @@ def split_names(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of every object."""
+    """Extension that rewrites the docstring of every object."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Before anybody parses the docstring of a module, class, function or attribute."""
+        """Rewrite a docstring before griffe parses it."""
         if obj.docstring is not None:
             obj.docstring.value = split_names(fence_doctests(obj.docstring.value))

@@ -1,7 +1,7 @@
-"""What pages of the site share with files of the repository; mkdocs runs it as a hook.
+"""Hook of mkdocs: pages that show files of the repository.
 
-A page that says `<!-- include: NAME -->` shows the file NAME of the repository, and `<!-- include: catalog -->` every
-datatype of the catalog. Links of an included file are relative to the repository's root and become the site's.
+The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and `<!-- include: catalog -->` a table
+of every datatype. Links in an included file start at the repository's root; this hook turns them into links of the site.
 """
 
 import re
@@ -9,30 +9,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
-    "README.md": "index.md",
-    "ARCHITECTURE.md": "architecture.md",
-    "CHANGELOG.md": "changelog.md",
-    "LOG.md": "log.md",
-}
+PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 _INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 _SUMMARY = re.compile(r"<!-- begin: formats -->\n(.*?)<!-- end: formats -->", re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The page with what it includes, and with links to pages where GitHub's readers are led to files."""
+    """Return the page with its includes, and with links to pages instead of links to files."""
     if page.parent is None:
-        page.meta["hide"] = ["navigation"]  # a page that is a tab of its own has no siblings to list
+        page.meta["hide"] = ["navigation"]  # a tab of its own has no siblings to list
     for file, target in PAGES.items():
         markdown = markdown.replace(f"](../{file}", f"]({target}")
     return _INCLUDE.sub(lambda match: _read(match[1]), markdown)
 
 
 def site_links(text: str) -> str:
-    """Markdown of a file at the repository's root, with the links that its page on the site needs.
+    """Return the text of a file at the repository's root with the links of its page on the site.
 
-    >>> site_links("[NNX](docs/nnx.md) and [the log](LOG.md#1)")
-    '[NNX](nnx.md) and [the log](log.md#1)'
+    >>> site_links("[NNX](docs/nnx.md) and [the code](ARCHITECTURE.md#the-guard)")
+    '[NNX](nnx.md) and [the code](architecture.md#the-guard)'
     """
     for file, page in PAGES.items():
         text = text.replace(f"]({file}", f"]({page}")
@@ -40,7 +35,7 @@ def site_links(text: str) -> str:
 
 
 def catalog_table() -> str:
-    """Every datatype of `tcfp_jax.formats` as a Markdown table."""
+    """Return every datatype of `tcfp_jax.formats` as a Markdown table."""
     from tcfp_jax.formats import CATALOG
 
     def content(made: Any) -> str:
