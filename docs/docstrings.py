@@ -1,6 +1,6 @@
 """Extension of griffe, which reads the sources for mkdocstrings: adapts docstrings to Markdown.
 
-A doctest becomes a block of code, because Markdown reads `>>>` as three quotations. Arguments that share one description
+A doctest becomes a block of code, because Markdown reads `>>>` as three quotations. Arguments that share a description
 get one each, because griffe knows one name per line.
 """
 

@@ -1,7 +1,7 @@
 """Hook of mkdocs: pages that show files of the repository.
 
-The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and `<!-- include: catalog -->` a table
-of every datatype. Links in an included file start at the repository's root; this hook turns them into links of the site.
+The line `<!-- include: NAME -->` of a page becomes the file NAME of the repository, and `<!-- include: catalog -->`
+a table of every datatype. Links in an included file start at the root; this hook turns them into links of the site.
 """
 
 import re
