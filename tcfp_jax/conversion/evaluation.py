@@ -7,7 +7,6 @@ rebuilt by JAX's own functions (`lax.scan`, `lax.switch`, `jax.checkpoint`), so 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,13 +16,14 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
-from tcfp_jax.conversion.fusion import Between
+from pallas_kernels.dispatch import has_explicit_axes
+from pallas_kernels.operands import Fp4, Quantized, Row
 from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_counts
 from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
 from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
-from tcfp_jax.products.operands import Ends
+from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.packed import fake_quantize
 
@@ -47,7 +47,6 @@ class Machine:
     """Runs programs by plans; programs and products that agree are traced once."""
 
     def __init__(self, product: Callable[..., Any] | None = None) -> None:
-        """With a `product` of one's own, nothing between products is computed with them."""
         self._calls: dict[Any, Any] = {}
         self._product = _product if product is None else product
 
@@ -55,20 +54,26 @@ class Machine:
         """The outputs, some of which may be `Shown`; each product draws from the key and from where it stands."""
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
-        steps, between = dict(plan), Between(jaxpr, plan if self._product is _product else (), [*consts, *inputs])
+        steps = dict(plan)
+        readers = _readers_of_one_x(jaxpr, steps) if self._product is _product and not has_explicit_axes() else {}
+        x_quantized: dict[int, Quantized] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
                 given, step = [read(var) for var in eqn.invars], steps.get(number, ())
                 own = None if key is None or not step else jax.random.fold_in(key, number)
                 if isinstance(step, Recipe):
-                    of_own: Any = {} if own is None else dict(drawn=own)
-                    multiply = functools.partial(self._product, eqn, given, step, **of_own)
-                    outputs = [between.product(number, multiply, env)]
+                    options: dict[str, Any] = {} if own is None else dict(drawn=own)
+                    if number in readers and not isinstance(given[0], Shown):
+                        if number not in x_quantized:
+                            with jax.named_scope("quantize_x"):
+                                found = quantize_operand(lax.stop_gradient(given[0]), step.activation, step)
+                            x_quantized.update(dict.fromkeys(readers[number], found))
+                        options["x_quantized"] = x_quantized[number]
+                    outputs = [self._product(eqn, given, step, **options)]
                 else:
                     outputs = self._equation(eqn, given, step, own)
                 env.update(zip(eqn.outvars, outputs, strict=True))
-                between.replace(number, env)
         return [read(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Any], step: Any, key: jax.Array | None) -> list[Any]:
@@ -201,19 +206,37 @@ def bare(values: list[Any], jaxpr: Any) -> list[Any]:
     return list(map(_bare, values, [var.aval for var in jaxpr.outvars]))
 
 
+def _readers_of_one_x(jaxpr: Any, steps: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
+    """Map the number of each product that shares its quantized x with others to the numbers of all that share it.
+
+    XLA finds equal quantizations by itself on one device. On several, each one has an all-reduce of its own amax, and
+    XLA takes no two of these for equal. Products in BF16 and products with a scale per row have nothing to share.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, recipe in steps.items():
+        eqn = jaxpr.eqns[number]
+        if not isinstance(recipe, Recipe) or eqn.primitive.name != "dot_general":
+            continue
+        (axes, batch), (x, w) = eqn.params["dimension_numbers"], (var.aval for var in eqn.invars)
+        plain = axes[0] == (x.ndim - 1,) and w.ndim == 2 and not any(batch) and eqn.outvars[0].aval.dtype == x.dtype
+        fp8 = "bf16" not in (recipe.forward, recipe.dgrad, recipe.wgrad) and recipe.activation_halves == "hi"
+        if plain and fp8 and not isinstance(recipe.scaling, Row | Fp4):
+            how = (recipe.activation, recipe.scaling.along_rows, recipe.quantize_backend)
+            groups.setdefault((eqn.invars[0], how), []).append(number)
+    return {number: tuple(group) for group in groups.values() if len(group) > 1 for number in group}
+
+
 def _product(
     eqn: Any,
     inputs: list[Any],
     recipe: Recipe,
     *,
-    given: Any = None,
-    ends: Ends = Ends(),
+    x_quantized: Quantized | None = None,
     drawn: jax.Array | None = None,
-) -> Any:
-    """The result of what it reads, or of another x; and its `Carrier`, where the gradient comes quantized."""
+) -> jax.Array:
+    """Return the product of an equation, computed as the recipe says."""
     side = next(i for i in (0, 1) if isinstance(inputs[i], Shown))
-    weight, out = inputs[side], eqn.outvars[0].aval
-    x = inputs[1 - side] if given is None else given
+    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
     view = weight.view
     found: Any = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     # What the product returns is rounded to the dtype of x: one that asks for more gets it.
@@ -227,8 +250,8 @@ def _product(
         stored = gathered(weight, found, recipe)
     fixed = stored is None and recipe.stochastic
     key = jax.random.key(0) if fixed else drawn if recipe.draws != "nothing" else None  # in evaluation: calls repeat
-    if ends != Ends():
-        return _matrix_product(inputs[1 - side] if given is None else given, kernel, found, recipe, stored, key, ends)
+    if x_quantized is not None:
+        return _matrix_product(inputs[1 - side], kernel, found, recipe, stored, key, x_quantized)
     if asked is not None:
         asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
     y = contract(
@@ -237,13 +260,17 @@ def _product(
     return regrouped(y, found.out_groups).astype(out.dtype)
 
 
-def _matrix_product(x: jax.Array, kernel: Any, found: Any, recipe: Recipe, stored: Any, key: Any, ends: Ends) -> Any:
-    """The product of x `[..., k]` and a kernel as the matrix that it is, whatever its own axes."""
+def _matrix_product(
+    x: jax.Array, kernel: Any, found: Any, recipe: Recipe, stored: Any, key: Any, x_quantized: Quantized
+) -> jax.Array:
+    """Multiply x `[..., k]` by a kernel as a matrix, whatever the kernel's own axes are."""
     layout = found.contraction.layout
     matrix = None if kernel is None else matrix_of(kernel, layout)
     contraction = matrix_product(x.ndim, transposed=layout.transposed)
     shape = None if stored is None else stored.shape
-    return contract(contraction, x, matrix, recipe=recipe, quantized=stored, key=key, shape=shape, ends=ends)
+    return contract(
+        contraction, x, matrix, recipe=recipe, quantized=stored, key=key, shape=shape, x_quantized=x_quantized
+    )
 
 
 def bind(eqn: Any, inputs: list[Any]) -> list[Any]:

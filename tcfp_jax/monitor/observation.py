@@ -27,7 +27,6 @@ from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, fin
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, places_of, slots_of
 from tcfp_jax.products.fp4_training import OperandName
-from tcfp_jax.products.operands import Carrier
 from tcfp_jax.products.sites import Site
 from tcfp_jax.weights.training import is_stored
 
@@ -147,15 +146,13 @@ def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Ar
 
 def _watched_backward(site: Site, saved: tuple[jax.Array, Any], gradients: Any) -> Any:
     forward, words = saved
-    made = Carrier(tuple(gradients[1:])) if site.gradient == "quantized" else None
 
-    def of_one(g: jax.Array, made: Carrier | None, words: jax.Array | None) -> jax.Array:
-        quantized = None if made is None else made.quantized(site.recipe)
-        return _rows(read_gradients(site.recipe, g, quantized, words))
+    def of_one(g: jax.Array, words: jax.Array | None) -> jax.Array:
+        return _rows(read_gradients(site.recipe, g, words))
 
     for _ in range(forward.ndim - 2):
-        of_one = jax.vmap(of_one, in_axes=(0, 0, 0 if words is not None and words.ndim > 1 else None))
-    rows = of_one(gradients[0], made, words)
+        of_one = jax.vmap(of_one, in_axes=(0, 0 if words is not None and words.ndim > 1 else None))
+    rows = of_one(gradients[0], words)
     return gradients, jnp.concatenate([forward, rows], axis=-2), jnp.zeros_like(forward), None
 
 

@@ -32,9 +32,8 @@ class Reading(NamedTuple):
       saturation: the share of all values that lie beyond what their scale can hold, and were clipped.
       snr: of the rounded values, in decibels; inf where rounding changed nothing.
 
-    NaN stands for what is not known: of a gradient that comes quantized from the kernel that computed it, only `amax`
-    is; of a product that did not run, whose result has no gradient, or that is where no probe can be, nothing is. An
-    operand that is rotated before it is rounded is compared after the rotation; its `amax` is from before.
+    All four are NaN for a product that did not run, whose result has no gradient, or that stands where no probe can be.
+    An operand that is rotated before it is rounded is compared after the rotation; its `amax` is from before.
     """
 
     amax: jax.Array
@@ -144,16 +143,11 @@ def read_product(
     return of_x, read(floats, operand)
 
 
-def read_gradients(
-    recipe: Recipe, g: jax.Array, made: Quantized | None = None, words: jax.Array | None = None
-) -> tuple[Reading, ...]:
-    """The readings of the gradient of a product's result, which may come quantized alone: of `gradient_operands`."""
+def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None) -> tuple[Reading, ...]:
+    """Return the readings of the gradient of a product's result, one for each of `gradient_operands`."""
     if recipe.fp4 is not None:
         given = {"g": g, "g_wgrad": _tokens(g)}
         return tuple(_read_nvfp4(recipe, name, given[name], words) for name in gradient_operands(recipe))
-    if made is not None:
-        unknown = jnp.full((), jnp.nan, jnp.float32)
-        return (Reading(_amax(made.rows.dequantize()), unknown, unknown, unknown),)
     if recipe.dgrad == "bf16":
         return (read(g, g.astype(jnp.bfloat16)),)
     return (read(g, _rows(g, recipe.gradient, recipe, "hi")),)

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -26,7 +26,6 @@ from tcfp_jax.products.axes import (
     with_entries,
 )  # fmt: skip
 from tcfp_jax.products.layer import Asked, product
-from tcfp_jax.products.operands import Ends
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
 from tcfp_jax.weights.stored import Stored, of_operand
@@ -178,8 +177,8 @@ def contract(
     key: jax.Array | None = None,
     shape: tuple[int, ...] | None = None,
     out_sharding: Sharding = None,
-    ends: Ends = Ends(),
-) -> Any:
+    x_quantized: Quantized | None = None,
+) -> jax.Array:
     """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
     Axes that x, kernel and result share are a stack of products with a scale each.
@@ -195,8 +194,7 @@ def contract(
       shape: of the kernel where it is None.
       out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
         are multiplied as one the first that is longer than one stays split; others are brought together first.
-      ends: other forms of x and the gradient, of a `simple` contraction; with a quantized gradient `(y, Carrier)` is
-        returned.
+      x_quantized: x as the recipe quantizes it, for several products of one x; the contraction must be `simple`.
 
     Raises:
       ValueError: the contraction does not fit the operands, or `quantized` is another weight.
@@ -210,8 +208,8 @@ def contract(
     stored = of_operand(quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
-    asked = _AskedContraction(contraction, recipe, shape, out_sharding, ends.gradient)
-    return _shared_contraction(asked, x, kernel, stored, key, ends.x_quantized)
+    asked = _AskedContraction(contraction, recipe, shape, out_sharding)
+    return _shared_contraction(asked, x, kernel, stored, key, x_quantized)
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,6 @@ class _AskedContraction:
     recipe: Recipe
     shape: tuple[int, ...]
     out_sharding: Sharding
-    gradient: Literal["float", "quantized"] = "float"
 
 
 def _contracted(
@@ -232,16 +229,15 @@ def _contracted(
     stored: Stored | None,
     key: jax.Array | None,
     x_quantized: Quantized | None,
-) -> Any:
+) -> jax.Array:
     contraction, layout = asked.contraction, asked.contraction.layout
     matrix = None if kernel is None else matrix_of(kernel, layout)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
-    if x_quantized is not None or asked.gradient == "quantized":
+    if x_quantized is not None:
         assert contraction.simple and asked.out_sharding is None, "the caller checked"
-        one = Asked(asked.recipe, gradient=asked.gradient)
-        return product(one, x, matrix, stored, key, x_quantized)
+        return product(Asked(asked.recipe), x, matrix, stored, key, x_quantized)
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack, rest = len(contraction.stack), len(contraction.rest)
     inputs, outputs = ([asked.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))

@@ -136,7 +136,7 @@ class _Saved:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> jax.Array:
-    return named(_forward(recipe, x, w, words)[0], recipe, "float", (x, w, None, None), words)
+    return named(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
 
 
 class Quantization(NamedTuple):

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ from tcfp_jax.products.axes import Sharding, entries, sharding_of, with_entries
 from tcfp_jax.products.operands import (
     ACTIVATION_NAME,
     WEIGHT_NAME,
-    Carrier,
     check_input,
     check_shapes,
     check_stored,
@@ -124,13 +123,10 @@ class Asked:
     Attributes:
       recipe: how to multiply.
       out_sharding: of the result, or None.
-      gradient: "float", that of the result; or "quantized", which comes by a `Carrier` beside the result, from what
-        made it of the gradient of something else (`activation.activated`).
     """
 
     recipe: Recipe
     out_sharding: Sharding = None
-    gradient: Literal["float", "quantized"] = "float"
 
 
 def product(
@@ -140,18 +136,15 @@ def product(
     quantized: Stored | None,
     key: jax.Array | None,
     x_quantized: Quantized | None = None,
-) -> Any:
-    """`matmul`, for callers that share a larger part of the program than it does, or have quantized x already.
-
-    Returns `(result, Carrier)` where the gradient comes quantized.
-    """
+) -> jax.Array:
+    """`matmul`, for callers that share a larger part of the program than it does, or have quantized x already."""
     recipe = asked.recipe
     check_input("x", x)
     if w is not None:
         check_input("w", w)
     check_shapes(x.shape, None if w is None else w.shape, quantized)
     n = (quantized if w is None else w).shape[-1]  # type: ignore[union-attr]
-    empty = 0 in (*x.shape, n) and asked.gradient == "float"
+    empty = 0 in (*x.shape, n)
     if quantized is None and recipe.weight is not None and not empty:
         assert w is not None, "one of w and quantized is there"
         form, read = recipe.weight, recipe
@@ -177,7 +170,7 @@ def product(
 
 
 def _fp4_product(asked: Asked, x: jax.Array, w: jax.Array | None, key: jax.Array | None) -> jax.Array:
-    assert w is not None and asked.gradient == "float", "nothing is stored or fused for a recipe without weights"
+    assert w is not None, "nothing is stored for a recipe without weights"
     if sharding_of(x) is not None or sharding_of(w) is not None:
         raise NotImplementedError(
             "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; make "
@@ -229,7 +222,7 @@ def _product(
     asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
 ) -> Any:
     result = _forward(asked, x, w, quantized, x_quantized)[0]
-    return named(result, asked.recipe, asked.gradient, (x, w, quantized, x_quantized))
+    return named(result, asked.recipe, (x, w, quantized, x_quantized))
 
 
 def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: Any) -> tuple[Any, _Saved]:
@@ -257,7 +250,7 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
     types = [None if v is None else (v.dtype, sharding_of(v)) for v in (x, w)]
     saved = _Saved(kept, w if quantized is None else None, quantized, types[0], types[1], x.shape[-1])
-    return (y if asked.gradient == "float" else (y, Carrier.blank(y, recipe))), saved
+    return y, saved
 
 
 def _forward_rule(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: Any) -> tuple[Any, _Saved]:
@@ -278,8 +271,6 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     g = differentiated_once(g) if _rounds(recipe) else g
     (x_dtype, x_sharding), w_type = saved.x_type, saved.w_type
     g_q: Any = None
-    if asked.gradient == "quantized":
-        g_q = g[1].quantized(recipe)
     if isinstance(recipe.scaling, Fp4):
         with jax.named_scope("dgrad"):
             dx = packed.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)

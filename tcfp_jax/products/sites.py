@@ -5,7 +5,7 @@ product. A program that is differentiated has the rule in the place of that body
 gone when it is lowered: no compiled program has anything of it.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,13 +16,12 @@ PREFIX = "tcfp_site_"
 
 
 class Site(NamedTuple):
-    """A product: its recipe, how its gradient comes, and the tree and the shapes of its operands.
+    """A product: its recipe, and the tree and the shapes of its operands.
 
     The operands are `(x, w, quantized, x_quantized)` as `products.layer` has them, and the words of FP4 training's key.
     """
 
     recipe: Recipe
-    gradient: Literal["float", "quantized"]
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
 
@@ -32,26 +31,20 @@ _SITES: list[Site] = []
 _NUMBERS: dict[Site, int] = {}
 
 
-def named(
-    result: Any,
-    recipe: Recipe,
-    gradient: Literal["float", "quantized"],
-    operands: Any,
-    words: jax.Array | None = None,
-) -> Any:
+def named(result: jax.Array, recipe: Recipe, operands: Any, words: jax.Array | None = None) -> jax.Array:
     """The result itself, with the product in its name.
 
     >>> from tcfp_jax.recipes import recipe
-    >>> program = jax.make_jaxpr(lambda y: named(y, recipe("bf16"), "float", (y, y, None, None)))(jax.numpy.ones(2))
+    >>> program = jax.make_jaxpr(lambda y: named(y, recipe("bf16"), (y, y, None, None)))(jax.numpy.ones(2))
     >>> site_of(program).recipe == recipe("bf16"), site_of(jax.make_jaxpr(abs)(1.0))
     (True, None)
     """
     leaves, structure = jax.tree.flatten((*operands, words))
-    found = Site(recipe, gradient, structure, tuple(leaf.shape for leaf in leaves))
+    found = Site(recipe, structure, tuple(leaf.shape for leaf in leaves))
     number = _NUMBERS.setdefault(found, len(_SITES))
     if number == len(_SITES):
         _SITES.append(found)
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"{PREFIX}{number}"), result)
+    return checkpoint_name(result, f"{PREFIX}{number}")
 
 
 def site_of(program: Any) -> Site | None:

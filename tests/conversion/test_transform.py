@@ -15,6 +15,7 @@ import tcfp_jax
 import tcfp_jax.linen
 from tcfp_jax import error_feedback, layer_state, transform
 from tcfp_jax.conversion import diagnose, export, find_weights, restore, survey, to_bf16
+from tests.collectives import collectives
 from tests.helpers import mesh_of, same_bits
 
 ALL = ("linear", "small", "head")
@@ -197,6 +198,21 @@ def test_a_sharded_weight_that_is_gathered_in_shard_map_travels_in_fp8(recipe, g
     close(step(params), loss(alone)(params), 0.02 if recipe == "rowwise" else 1e-5)
     moved = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather\(", step.as_text())
     assert moved.count("u8") == gathered and (gathered == 0 or set(moved) == {"u8"}), moved
+
+
+@pytest.mark.parametrize("recipe, others", [("tensorwise", 2), ("bf16", 1), ("rowwise", 1)])
+def test_products_of_one_x_quantize_it_once(recipe, others):
+    """Each quantization of its own would have an all-reduce on several devices, which XLA would not know to be equal.
+
+    A product in BF16 has none, and neither has one with a scale per row, which leaves the devices alone.
+    """
+    gated = lambda p, x: (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+    params = {"gate": normal(32, 64), "up": normal(32, 64, seed=2), "down": normal(64, 32, seed=3)}
+    mesh, rules = mesh_of(2, names=("data",)), {"gate": recipe, "up": recipe}
+    low = jax.jit(transform(gated, "tensorwise", rules=rules, include=ALL))
+    compiled = low.lower(params, jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))).compile()
+    amaxes = [part for c in collectives(compiled.as_text()) for part in c.parts if c.operation == "all-reduce"]
+    assert [part.size for part in amaxes] == [1] * others  # of x, and of what "down" reads
 
 
 def columns_then_rows(p, x):
