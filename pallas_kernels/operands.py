@@ -66,12 +66,6 @@ class Operand:
     contracts: Contracts = field(default="last", metadata=dict(static=True))
     outer: jax.Array | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        moved = {"scales": "scale", "residual_scales": "lo_scale", "block": "scaling.size", "tile": "scaling.tile"}
-        if name in moved:
-            raise AttributeError(f"Operand.{name} is {moved[name]} since version 0.2.0")
-        raise AttributeError(f"Operand has no attribute {name!r}")
-
     @property
     def hi(self) -> jax.Array:
         """The values, as the larger half of a split weight is called."""

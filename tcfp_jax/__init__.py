@@ -1,35 +1,71 @@
-"""Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state."""
+"""Low-precision training for JAX: TCFP-12 weights, FP8 products, Flax layers and optax state.
 
-from tcfp_jax.conversion.transform import transform
-from tcfp_jax.explanation import explain
-from tcfp_jax.moved import install as _install
-from tcfp_jax.optim.feedback import error_feedback, layer_state
-from tcfp_jax.optim.gradients import grad, value_and_grad
-from tcfp_jax.optim.stored import apply_updates, dequantize, store
-from tcfp_jax.products.layer import matmul
-from tcfp_jax.recipes import Recipe, TCFPMode, recipe
-from tcfp_jax.weights.packed import dequantize_tcfp12, fake_quantize, quantize_tcfp12
-from tcfp_jax.weights.quantization import quantize, split
+Every name and submodule loads when it is first read: `import tcfp_jax` takes no time, and Flax is imported only by code
+that uses it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
+    from tcfp_jax import (
+        conversion,
+        formats,
+        inference,
+        linen,
+        monitor,
+        nnx,
+        optim,
+        products,
+        recipes,
+        sharding,
+        weights,
+    )
+    from tcfp_jax.conversion.transform import transform
+    from tcfp_jax.explanation import explain
+    from tcfp_jax.optim.feedback import error_feedback, layer_state
+    from tcfp_jax.optim.gradients import grad, value_and_grad
+    from tcfp_jax.optim.stored import apply_updates, dequantize, store
+    from tcfp_jax.products.layer import matmul
+    from tcfp_jax.recipes import Recipe, TCFPMode, recipe
+    from tcfp_jax.weights.packed import dequantize_tcfp12, fake_quantize, quantize_tcfp12
+    from tcfp_jax.weights.quantization import quantize, split
+
+__version__ = "0.3.0"
 
 __all__ = [
-    "Recipe",
-    "TCFPMode",
-    "apply_updates",
-    "dequantize",
-    "dequantize_tcfp12",
-    "error_feedback",
-    "explain",
-    "fake_quantize",
-    "grad",
-    "layer_state",
-    "matmul",
-    "quantize",
-    "quantize_tcfp12",
-    "recipe",
-    "split",
-    "store",
-    "transform",
-    "value_and_grad",
-]
+    "Recipe", "TCFPMode", "apply_updates", "dequantize", "dequantize_tcfp12", "error_feedback", "explain",
+    "fake_quantize", "grad", "layer_state", "matmul", "quantize", "quantize_tcfp12", "recipe", "split", "store",
+    "transform", "value_and_grad",
+]  # fmt: skip
 
-_install()
+_SUBMODULES = {
+    "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "sharding",
+    "weights",
+}  # fmt: skip
+_NAMES = {  # submodule -> the names that it defines; the same as above
+    "conversion.transform": ("transform",),
+    "explanation": ("explain",),
+    "optim.feedback": ("error_feedback", "layer_state"),
+    "optim.gradients": ("grad", "value_and_grad"),
+    "optim.stored": ("apply_updates", "dequantize", "store"),
+    "products.layer": ("matmul",),
+    "recipes": ("Recipe", "TCFPMode", "recipe"),
+    "weights.packed": ("dequantize_tcfp12", "fake_quantize", "quantize_tcfp12"),
+    "weights.quantization": ("quantize", "split"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"tcfp_jax.{name}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"tcfp_jax.{_HOMES[name]}"), name)
+        globals()[name] = value  # the next read does not come here
+        return value
+    raise AttributeError(f"module 'tcfp_jax' has no attribute {name!r}; dir(tcfp_jax) lists its names")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_SUBMODULES, "__version__"})

@@ -3,6 +3,8 @@
 import tomllib
 from pathlib import Path
 
+import tcfp_jax
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -14,3 +16,7 @@ def test_an_installation_shows_the_library_and_nothing_else():
     }  # fmt: skip
     # Without it hatchling puts the whole folder on the path of an environment in which the checkout is installed.
     assert wheel["dev-mode-exact"] is True
+
+
+def test_the_version_is_that_of_the_package():
+    assert tcfp_jax.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -34,8 +34,6 @@ from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
 
 ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
-# States of optax's wrappers that make another update of that of the transformation inside.
-_AROUND = ("ScheduleFreeState", "SAMState", "MechanicState", "ConditionallyTransformState", "LookaheadState")
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -67,9 +65,9 @@ def error_feedback(
 ) -> optax.GradientTransformation:
     """Keep the quantized weights of the layers, and what rounding left over, as optimizer state.
 
-    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. What comes after it would
-    change parameters that are quantized already: `layer_state` raises where the chain's state shows that, and otherwise
-    the next product does, or is NaN in a traced program, as with any weight that is not the layer's parameter.
+    Place it last in `optax.chain`: it reads the final update and passes it on unchanged. A transformation after it, or
+    a wrapper that makes another update of its own, leaves the layers with weights that are not their parameters: the
+    next product raises, or is NaN in a compiled program (`tcfp_jax.weights.freshness`).
 
     An optimizer that sees a part of the parameters (`optax.partition`, `optax.masked`, `nnx.Optimizer(wrt=...)`) holds
     the weights of that part; layers quantize the others on the fly. What is frozen stays stored by a place of its own:
@@ -144,18 +142,10 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
       `model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)`.
 
     Raises:
-      ValueError: two transformations hold the same weight, or one of optax that changes updates stands behind
-        `error_feedback` in a chain, or around it.
+      ValueError: two `error_feedback` transformations hold the same weight.
     """
     collection: dict[str, Any] = {}
-    found = lambda node: isinstance(node, ErrorFeedbackState) or _outside(node) is not None
-    for state in jax.tree.leaves(opt_state, is_leaf=found):
-        outside = _outside(state)
-        if outside is not None:
-            raise ValueError(
-                f"error_feedback must be the last of its chain, but {outside} it and changes the updates that the "
-                "weights were quantized for; write optax.chain(..., error_feedback(...))"
-            )
+    for state in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, ErrorFeedbackState)):
         if isinstance(state, ErrorFeedbackState):
             for path, weight in entries(state.weights).items():
                 names = path.split("/")
@@ -163,31 +153,6 @@ def layer_state(opt_state: Any) -> dict[str, Any]:
                     raise ValueError(f"two error_feedback transformations hold {path}; mask it out of one of them")
                 put(collection, names, weight)
     return collection
-
-
-def _outside(node: Any) -> str | None:
-    """What of optax changes the updates of `error_feedback`, by its state's class, and whether it is behind or around.
-
-    Others cannot be told: functions of a chain are opaque, and many keep no state. Their weights are seen to be others
-    when they are multiplied (`tcfp_jax.weights.freshness`).
-    """
-    kind, is_own = type(node), lambda node: isinstance(node, ErrorFeedbackState)
-    if kind.__name__ in _AROUND and kind.__module__.startswith("optax."):
-        return f"{kind.__name__} stands around" if any(map(is_own, jax.tree.leaves(node, is_leaf=is_own))) else None
-    if kind is not tuple:  # what optax.chain keeps; a NamedTuple is one transformation's state
-        return None
-    own = [place for place, state in enumerate(node) if is_own(state)]
-    return (
-        next((f"{name} comes after" for state in node[own[0] + 1 :] if (name := _scales(state))), None) if own else None
-    )
-
-
-def _scales(state: Any) -> str | None:
-    if type(state) is tuple:
-        return next((name for inner in state if (name := _scales(inner))), None)
-    kind = type(state)
-    always = kind.__name__.startswith("ScaleBy") or kind in (optax.TraceState, optax.EmaState, optax.AddNoiseState)
-    return kind.__name__ if always and kind.__module__.startswith("optax.") else None
 
 
 class _Entry(NamedTuple):

@@ -20,16 +20,6 @@ from tcfp_jax.recipes.forms import (
     check_choices,
 )  # fmt: skip
 
-# Fields of the first edition, and what says the same since 0.2.0.
-MOVED = {
-    "activation_dtype": "activation= or forward=\"bf16\"", "gradient_dtype": 'gradient= or dgrad="bf16"',
-    "residual": 'weight=Single() or Dual(), and remainder="stochastic"',
-    "forward_accumulation": "forward=", "dgrad_accumulation": "dgrad=", "wgrad_accumulation": "wgrad=",
-    "granularity": "scaling=Row() or block=", "weight_tile": "tile=", "forward_activation": "activation_halves=",
-    "error_feedback": 'remainder="feedback" or "dropped"', "delayed_scaling": 'amax="delayed"',
-    "weight_copies": "copies=",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -91,11 +81,6 @@ class Recipe:
         for broken, message in rules(self):
             if broken:
                 raise ValueError(message)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in MOVED:
-            raise AttributeError(f"Recipe.{name} is {MOVED[name]} since version 0.2.0; the changelog has the table")
-        raise AttributeError(f"Recipe has no attribute {name!r}")
 
     @property
     def mode(self) -> TCFPMode:

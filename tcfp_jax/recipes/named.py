@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.operands import Block, Fp4, Row, Scaling, Tensor
-from tcfp_jax.recipes.definition import MOVED, Recipe
+from tcfp_jax.recipes.definition import Recipe
 from tcfp_jax.recipes.forms import Dual, Format, Fp4Training, Single
 
 _E5M2: Format = "float8_e5m2"
@@ -96,8 +96,6 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
             of_scaling[key] = value
         elif key in _SHORT_FP4:
             of_fp4[key] = value
-        elif key in MOVED:
-            raise TypeError(f"{key}= is {MOVED[key]} since version 0.2.0; the changelog has the table")
         else:
             known = [*Recipe.__dataclass_fields__, *_SHORT_WEIGHT, *_SHORT_SCALING, *_SHORT_FP4]
             raise TypeError(f"a recipe has no {key!r}; use some of {known}")
