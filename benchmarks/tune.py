@@ -1,7 +1,7 @@
 """Times backends and tile sizes on this device and writes the winners to `pallas_kernels/tuned.json`.
 
 Run by `python -m benchmarks.gemm --tune`. The shapes are the products and quantizers of Transformer MLPs of three
-widths, forward and backward, and the norms and activations between them. Each candidate is compared with XLA's result
+widths, forward and backward. Each candidate is compared with XLA's result
 before it is timed; the file is written after every entry, and entries of other devices stay.
 
 With `--cases grid` it is what `convert_to_tcfp(include="measured")` interpolates between: products and quantizers of
@@ -16,13 +16,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.cases import Case, Named, maps, row_gradients
 from benchmarks.products import Form, donating, draw, same_bits
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from benchmarks.timing import time_interleaved
@@ -41,6 +40,24 @@ Cases = Literal["all", "missing", "grid"]
 Configs = Literal["guessed", "chosen", "none"]
 TOGETHER = 16  # cases that are compiled at once
 
+Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
+
+
+class Case(NamedTuple):
+    """One variant of an op at one shape, and the ways to run it, XLA's first.
+
+    `agree(arguments, backend, got, expected)` tells if a result is as good as XLA's. With "donates" the second
+    argument is an error that is donated, as in a training step: its memory becomes the new error's.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    variant: str
+    draw: Callable[[], tuple[Any, ...]]
+    candidates: list[Named]
+    agree: Callable[..., bool]
+    memory: Literal["keeps", "donates"] = "keeps"
+
 
 def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") -> list[Entry]:
     """Time every case whose "op variant" contains `only`, of all widths or of the grid of layers.
@@ -48,7 +65,7 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
     "missing" ones are those of all widths that `tuned.json` does not have. Entries are written as they are found.
     """
     started, entries = time.perf_counter(), []
-    every = grid() if cases == "grid" else itertools.chain(_products(), _quantizers(), maps(), row_gradients())
+    every = grid() if cases == "grid" else itertools.chain(_products(), _quantizers())
     wanted = (case for case in every if only in f"{case.op} {case.variant}")
     wanted = (case for case in wanted if cases != "missing" or not _is_timed(case))
     while together := list(itertools.islice(wanted, TOGETHER if cases == "grid" else 1)):

@@ -9,7 +9,6 @@ under a mesh on each device's own part (see `partition.py`).
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from pallas_kernels.expression import Form
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
 Runs = Literal["kernel", "reference"]
-Written = Literal["tile", "transposed", "rows", "columns", "one", "rows first", "columns first"]
+Written = Literal["tile", "transposed", "rows", "columns", "one"]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
 SMALLEST_SIDE = 16
@@ -46,9 +44,8 @@ class Tiling:
     tiles.
 
     64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, a copy by XLA moves 3.35 TB/s) a quantizer of
-    one tensor in both orientations has 3.60 TB/s with it and 3.85 with 64 x 256 by 16 warps; what computes more a value
-    wants flat tiles: SwiGLU's gradients 2.90 with 64 x 64 and 3.69 with 32 x 256 by 8. Stochastic rounding has 3.5
-    TB/s with 8 values a thread and 3.0 with 16.
+    one tensor in both orientations has 3.60 TB/s with it and 3.85 with 64 x 256 by 16 warps. Stochastic rounding has
+    3.5 TB/s with 8 values a thread and 3.0 with 16.
 
     Where the "reference" runs, each device computes its part of the matrices without a kernel: the tiles only say what
     must not be cut.
@@ -73,7 +70,6 @@ class Tiling:
 
 
 WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
-FLAT = Tiling(rows=(32, 16), columns=(256, 128, 64, 32, 16), values_per_thread=32)
 
 
 def blocks_of(side: int, values_per_thread: int) -> Tiling:
@@ -88,8 +84,7 @@ class Output:
     Attributes:
       form: a value for every one of the inputs ("tile", or "transposed", of which only the transpose is written), for
         every row of a tile ("rows", a matrix `[m, k / columns]`), for every column ("columns", `[k, m / rows]`), or for
-        the tile ("one"). "rows first" and "columns first" are the transposes of "rows" and "columns", whose values
-        lie side by side in memory.
+        the tile ("one").
       transposed: a transposed copy is written beside it; of "tile" only.
       replaces: index of the input, of the same dtype, in whose memory it may be written. Each tile is read before it
         is overwritten; without it a donated input would be copied to where the result belongs.
@@ -103,10 +98,7 @@ class Output:
     @property
     def rule(self) -> str:
         """Letters of its axes for `partition`: i and j are rows and columns of values, p and q of tiles."""
-        axes = {
-            "tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q", "rows first": "q i",
-            "columns first": "p j",
-        }[self.form]  # fmt: skip
+        axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
         return f"{axes}, j i" if self.transposed else axes
 
 
@@ -126,39 +118,30 @@ def map_tiles(
     *,
     name: str,
     reference: Body,
-    forms: Sequence[Form] = (),
-    compiled: Body | None = None,
     tiling: Tiling = Tiling(),
 ) -> list[jax.Array]:
     """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[*m, k]` each: matrices, whose rows may be many axes.
 
     Args:
       body: what is done to one tile; it returns a value for each of `outputs`, in the form that the output says.
-      inputs: the matrices, of one shape, and what `forms` says.
+      inputs: the matrices, of one shape.
       scalars: arrays of one value each, which `body` gets as scalars.
       outputs: what is written.
       name: the kernel's name, as profilers show it.
       reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
         matrices no tile divides, and returns results in the shapes that are written: for a "rows" output
         `[m, k / side]`, for a "columns" output `[k, m / side]`.
-      forms: of the inputs, where not all are matrices: "rows" is `[*m]` and comes as `[rows, 1]`, "columns" is `[k]`
-        and comes as `[1, columns]`.
-      compiled: the body of a kernel that is compiled, where that is another than the interpreter's.
       tiling: how the matrices are cut.
 
     Returns:
       For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` where that is wanted.
     """
     count = len(inputs)
-    given: tuple[Form, ...] = tuple(forms) if forms else tuple(itertools.repeat("matrix", count))
-    first = given.index("matrix")
-    call = functools.partial(_call, tuple(outputs), name, given, tiling)
+    call = functools.partial(_call, tuple(outputs), name, count, tiling, body)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if tiling.runs == "reference" or tiling.fit(*operands[first].shape) is None:
-            wide = {"matrix": lambda x: x, "rows": lambda x: x[:, None], "columns": lambda x: x[None]}
-            matrices = [wide[form](x) for x, form in zip(operands[:count], given, strict=True)]
-            whole = reference(*matrices, *(scalar[0] for scalar in operands[count:]))
+        if tiling.runs == "reference" or tiling.fit(*operands[0].shape) is None:
+            whole = reference(*operands[:count], *(scalar[0] for scalar in operands[count:]))
             pairs = zip(outputs, whole, strict=True)
             return [
                 x for output, y in pairs
@@ -166,14 +149,12 @@ def map_tiles(
             ]  # fmt: skip
         return lax.platform_dependent(
             *operands,
-            cpu=functools.partial(call, body, interpret=True),
-            cuda=functools.partial(call, compiled or body, interpret=False),
+            cpu=functools.partial(call, interpret=True),
+            cuda=functools.partial(call, interpret=False),
         )
 
-    letters: dict[Form, str] = {"matrix": "i j", "rows": "i", "columns": "j"}
-    rule = ", ".join([letters[form] for form in given] + ["u"] * len(scalars)) + " -> "
-    rule += ", ".join(output.rule for output in outputs)
-    *rows, k = inputs[first].shape
+    rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> " + ", ".join(output.rule for output in outputs)
+    *rows, k = inputs[0].shape
     m = math.prod(rows)
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
     blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
@@ -185,7 +166,7 @@ def map_tiles(
 def _call(
     outputs: tuple[Output, ...],
     name: str,
-    given: tuple[Form, ...],
+    count: int,
     tiling: Tiling,
     body: Body,
     *operands: jax.Array,
@@ -195,8 +176,7 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    count = len(given)
-    m, k = operands[given.index("matrix")].shape
+    m, k = operands[0].shape
     tile = tiling.fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns = tile.rows, tile.columns
@@ -207,15 +187,7 @@ def _call(
         "columns": ((k, m // rows), (columns, 1), True),
         "one": ((m // rows, k // columns), (1, 1), False),
         "transposed": ((k, m), (columns, rows), True),
-        "rows first": ((k // columns, m), (1, rows), True),
-        "columns first": ((m // rows, k), (1, columns), False),
     }
-    read = {
-        "matrix": pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
-        "rows": pl.BlockSpec((rows,), lambda i, j: (i,)),
-        "columns": pl.BlockSpec((columns,), lambda i, j: (j,)),
-    }
-    widened = {"matrix": (rows, columns), "rows": (rows, 1), "columns": (1, columns)}
     shapes: list[jax.ShapeDtypeStruct] = []
     specs, aliases = [], {}
     for output in outputs:
@@ -227,7 +199,7 @@ def _call(
             specs.append(pl.BlockSpec(block, (lambda i, j: (j, i)) if turned else (lambda i, j: (i, j))))
 
     def kernel(*refs: Any) -> None:
-        tiles = [ref[...].reshape(widened[form]) for ref, form in zip(refs[:count], given, strict=True)]
+        tiles = [ref[...] for ref in refs[:count]]
         scalars = [ref[0] for ref in refs[count : len(operands)]]
         targets = iter(refs[len(operands) :])
         for output, result in zip(outputs, body(*tiles, *scalars), strict=True):
@@ -241,7 +213,7 @@ def _call(
         kernel,
         out_shape=varying(shapes, *operands),
         grid=(m // rows, k // columns),
-        in_specs=[read[form] for form in given] + [scalar_spec] * (len(operands) - count),
+        in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),

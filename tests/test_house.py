@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 DOORS = {
     "pallas_kernels": [
         "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning",
-        "sharing", "explicit", "partition", "expression", "tiled", "hopper", "quantize", "map_quantize",
-        "dual_quantize", "adamw", "row_gradient", "matmul", "skip_matmul", "fp4_matmul",
+        "sharing", "explicit", "partition", "tiled", "hopper", "quantize", "dual_quantize",
+        "adamw", "matmul", "skip_matmul", "fp4_matmul",
     ],
     "tcfp_jax": [
         "paths", "formats", "recipes", "weights", "products", "optim", "sharding", "explanation", "layers",

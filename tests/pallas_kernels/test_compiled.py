@@ -14,12 +14,10 @@ from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Row
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.row_gradient.api import row_gradient
 from tcfp_jax import formats
 from tcfp_jax.weights.quantization import quantize_weight
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on, on_blocks, on_once
-from tests.norms import NORMS
 
 REASON = h200.missing()
 pytestmark = [
@@ -129,28 +127,6 @@ def test_rows_under_a_mesh_move_the_largest_magnitudes_of_lines(orientation, axe
     compiled = compile_for(mesh, call, on(mesh, (M, K), jnp.bfloat16, *axes))
     assert not [shape for name in GATHERS for shape in compiled.results(name)]
     assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == moved
-
-
-@pytest.mark.parametrize("name, k", [("rms", 4096), ("layer", 3000)])
-def test_gradients_of_rows_are_one_kernel_and_a_sum_of_its_parts(name, k):
-    """Beside the kernel XLA adds the vectors' partial sums: two rows for each multiprocessor, whatever m is."""
-    mesh, (norm, vectors) = h200s(1), NORMS[name]
-    call = functools.partial(row_gradient, norm, backend="triton")
-    x, vector = on(mesh, (4, M // 4, k), jnp.bfloat16), on(mesh, (k,), jnp.bfloat16)
-    compiled = compile_for(mesh, call, x, (vector,) * vectors, x, x)
-    assert compiled.targets == ["__gpu$xla.gpu.triton"]
-    assert not [
-        shape for kind in ("fusion", "copy", "transpose") for shape in compiled.results(kind) if str(M) in shape
-    ]
-    assert compiled.temporary_bytes <= 2 * 132 * vectors * 4 * k + 1024
-
-
-def test_gradients_of_rows_under_a_mesh_move_the_vectors_sums():
-    mesh = h200s(2, 2)
-    x, gain = on(mesh, (M, K), jnp.bfloat16, ("a", "b")), on(mesh, (K,), jnp.bfloat16)
-    compiled = compile_for(mesh, functools.partial(row_gradient, NORMS["rms"][0], backend="triton"), x, (gain,), x, x)
-    assert not [shape for name in GATHERS for shape in compiled.results(name)]
-    assert {shape.split("{")[0] for shape in compiled.results("all-reduce")} == {f"f32[{K}]"}
 
 
 @pytest.mark.parametrize("bias", [jnp.bfloat16, jnp.float32])

@@ -20,7 +20,6 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.row_gradient.api import row_gradient
 from pallas_kernels.tiled import Tiling
 from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_values
 from tests.helpers import float64_of, mesh_of, same_bits
@@ -223,7 +222,6 @@ KERNELS = {
     "lines": lambda x: quantize(x, E4M3, Row(), orientation="both", backend="triton"),
     "rows": lambda x: quantize(x, E4M3, Row(), backend="triton"),
     "product": lambda x: matmul(HALF(x.astype(E4M3)), HALF(jnp.ones((128, 128), E4M3)), backend="triton"),
-    "row gradient": lambda x: row_gradient(lambda x, g: x * g, x, (jnp.ones(128),), x, backend="triton"),
     "adamw": lambda x: adamw(
         x, *[x.astype(E4M3)] * 2, Moments.zeros(x.shape), RATES, jnp.stack(WORDS), backend="triton"
     ),
