@@ -27,7 +27,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.mosaic import MOST_ROWS
 from pallas_kernels.operands import Fp4
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 NAME = "fp4"
 COLD_BYTES = 240_000_000

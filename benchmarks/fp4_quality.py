@@ -41,7 +41,7 @@ from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.inference import gptq, hessians, search_scales
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 NAME = "fp4_quality"
 BASELINE = "bf16"

@@ -25,7 +25,7 @@ from pallas_kernels.fp4_matmul import mosaic
 from pallas_kernels.fp4_matmul.reference import Options
 from pallas_kernels.fp4_matmul.sizes import Config as Sizes
 from pallas_kernels.operands import Fp4
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 NAME = "fp4_sizes"
 SCALING = Fp4(rule="fold_exact")

@@ -303,7 +303,7 @@ class Fp4:
 
     def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> NoReturn:
         """Raise: the format library finds these scales."""
-        raise NotImplementedError(f"{self} is found by the format library; use tcfp_jax.weights.fp4.quantize_fp4")
+        raise NotImplementedError(f"{self} is found by the format library; use tcfp_jax.products.pack_fp4")
 
     def turn(self, scale: jax.Array) -> NoReturn:
         """Raise: bytes hold neighbours along the last axis."""

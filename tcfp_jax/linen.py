@@ -19,7 +19,7 @@ from flax import linen as nn
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
 from tcfp_jax.products.contraction import Contraction, matrix_product
-from tcfp_jax.products.fp4 import of_fp4
+from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 

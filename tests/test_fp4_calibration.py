@@ -18,7 +18,7 @@ from tcfp_jax.formats import exact_share
 from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, restored, search_scales
 from tcfp_jax.inference.blocks import check_rule, table
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tests.formats_oracles import QUICK

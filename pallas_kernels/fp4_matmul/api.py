@@ -37,7 +37,7 @@ def fp4_matmul(
 
     Args:
       x: real floats, `[..., k]` or `[..., n]`.
-      w: an operand with `Fp4` scaling, as `tcfp_jax.weights.fp4.quantize_fp4` makes it.
+      w: an operand with `Fp4` scaling, as `tcfp_jax.weights.fp4_packing.quantize_fp4` makes it.
       contracts: which axis of w is summed over: "k" is the forward product, "n" its input gradient.
       activation: what x is rounded to: "bfloat16" (W4A16; products are exact and their sums float32) or
         "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. With the rule "fold_exact" of the

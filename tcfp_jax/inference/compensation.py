@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
 from tcfp_jax.inference.scale_search import best_scales
-from tcfp_jax.weights.fp4 import check_matrix, quantize_fp4
+from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
 
 _EXACT = lax.Precision.HIGHEST
 

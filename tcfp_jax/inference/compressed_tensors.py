@@ -72,7 +72,7 @@ def save_compressed(
         fused weights that differ; "float8" without FP8 weights; an unknown choice.
 
     >>> import tempfile
-    >>> from tcfp_jax.weights.fp4 import quantize_fp4
+    >>> from tcfp_jax.weights.fp4_packing import quantize_fp4
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_compressed(folder, {"up_proj.weight": quantize_fp4(jnp.ones((2, 16)))})
     ...     load_compressed(folder)[0]["up_proj.weight"].dequantize().shape

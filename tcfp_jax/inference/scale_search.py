@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.inference import blocks
-from tcfp_jax.weights.fp4 import check_matrix
+from tcfp_jax.weights.fp4_packing import check_matrix
 
 # Of the mean of the diagonal: inputs that a calibration never saw are not worth nothing.
 FLOOR = 0.01

@@ -17,7 +17,7 @@ from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.inference.blocks import check_rule
 from tcfp_jax.products.contraction import matrix_of
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 

@@ -16,6 +16,7 @@ from tcfp_jax.formats.nvfp4_values import Nvfp4Values, observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Halves, Recipe
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad")
@@ -129,6 +130,10 @@ def read_product(
         of_x = read(x, made.rows)
     elif recipe.forward == "bf16":
         of_x = read(x, x.astype(jnp.bfloat16))
+    elif recipe.activation == "float4_e2m1fn":
+        tokens = _tokens(x)
+        tokens = jnp.pad(tokens, ((0, 0), (0, tokens.shape[-1] % 2)))  # a byte holds two codes
+        of_x = read(tokens, quantize_fp4(tokens))
     else:
         of_x = read(x, _rows(x, recipe.activation, recipe, recipe.activation_halves))
     if stored is None:

@@ -32,7 +32,7 @@ from pallas_kernels.partition import partitioned
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.wire import Wire, reduced
-from tcfp_jax.products import bf16, fp4_training, packed
+from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.axes import Sharding, entries, sharding_of, with_entries
 from tcfp_jax.products.operands import (
     ACTIVATION_NAME,
@@ -98,7 +98,7 @@ def matmul(
     if isinstance(quantized, Operand):
         quantized = of_operand(quantized)
     if w is None and quantized is not None:
-        packed.check_width(jnp.shape(x), quantized)
+        fp4_weights.check_width(jnp.shape(x), quantized)
     return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
 
 
@@ -230,7 +230,7 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
     x_q: Any = x_quantized
     if isinstance(recipe.scaling, Fp4):
         with jax.named_scope("forward"):
-            y = packed.forward(x, quantized, recipe, asked.out_sharding)
+            y = fp4_weights.forward(x, quantized, recipe, asked.out_sharding)
     elif recipe.forward == "bf16":
         with jax.named_scope("forward"):
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
@@ -273,7 +273,7 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
     g_q: Any = None
     if isinstance(recipe.scaling, Fp4):
         with jax.named_scope("dgrad"):
-            dx = packed.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
+            dx = fp4_weights.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
     elif recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)

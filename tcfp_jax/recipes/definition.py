@@ -17,6 +17,7 @@ from tcfp_jax.recipes.forms import (
     Remainder,
     Single,
     TCFPMode,
+    WeightFormat,
     check_choices,
 )  # fmt: skip
 
@@ -30,7 +31,8 @@ class Recipe:
       scaling: which values share a scale: `Tensor()`, `Row()` (of x and g, columns of W, anew for each product),
         `Block(size, tile)`, where `tile` is the form of a weight's blocks; those of x and g are vectors; or, of a
         weight in float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products, beside rows of x and g.
-      activation: format of x in FP8 products.
+      activation: format of x in products that round it to fewer bits than BF16 (`forward` and `wgrad` other than
+        "bf16"). "float4_e2m1fn" is for the forward product with an NVFP4 weight: x in NVFP4, too.
       gradient: format of the output's gradient g in FP8 products.
       forward, dgrad, wgrad: how each product multiplies: "fast" and "full" are FP8 with that accumulation (see
         `pallas_kernels.matmul.api.matmul`), "bf16" multiplies BF16 values, those of the stored weight if there is one.
@@ -53,7 +55,7 @@ class Recipe:
 
     weight: Single | Dual | None = Dual()
     scaling: Scaling = Tensor()
-    activation: Format = "float8_e4m3fn"
+    activation: WeightFormat = "float8_e4m3fn"
     gradient: Format = "float8_e4m3fn"
     forward: Product = "fast"
     dgrad: Product = "full"
@@ -72,7 +74,7 @@ class Recipe:
         if not isinstance(self.scaling, Scaling):
             raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size, tile) or Fp4()")
         check_choices(
-            self, activation=Format, gradient=Format, forward=Product, dgrad=Product, wgrad=Product,
+            self, activation=WeightFormat, gradient=Format, forward=Product, dgrad=Product, wgrad=Product,
             activation_halves=Halves, amax=Amax, copies=Copies,
         )  # fmt: skip
         for backend in (self.backend, self.quantize_backend):
@@ -227,7 +229,15 @@ def _fp4_problem(r: Recipe) -> str | None:
             f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={scaling}: sums of products with FP4 are "
             'float32; use "full" for E4M3 activations or gradients, or "bf16"'
         )
-    eight = {"activation": r.forward, "gradient": r.dgrad}
+    in_four = r.activation == "float4_e2m1fn"
+    nvfp4 = isinstance(scaling, Fp4) and scaling.format == "nvfp4"
+    if in_four and not (nvfp4 and r.forward == "full" and r.wgrad == "bf16"):
+        return (
+            f'activation="float4_e2m1fn" with scaling={scaling}, forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 '
+            "activations are multiplied by NVFP4 weights, in the forward product alone; use "
+            'recipe("nvfp4", activation="float4_e2m1fn"), or activation="float8_e4m3fn"'
+        )
+    eight = {"activation": "bf16" if in_four else r.forward, "gradient": r.dgrad}
     wrong = next((name for name, how in eight.items() if how == "full" and getattr(r, name) != "float8_e4m3fn"), None)
     if scales and wrong is not None:
         return (

@@ -58,7 +58,8 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     with vectors of 32.
     "tcfp12_blockwise" is "blockwise" with `W_hi + W_lo`. Weights of four bits, packed two to a byte and multiplied
     exactly by BF16 activations: "nvfp4", a scale in E4M3 for 16 values and one for the tensor, and "mxfp4", OCP MX
-    with E8M0 scales of 32; `forward="full"` rounds activations to E4M3 by rows.
+    with E8M0 scales of 32; `activation=` rounds activations to "float8_e4m3fn" by rows or, with "nvfp4", to
+    "float4_e2m1fn", NVFP4 as well.
     FP4 training, emulated (`Fp4Training`), of products that need a random key: "nvfp4_training", NVIDIA's;
     "nvfp4_training_four_over_six"; "nvfp4_training_fold_exact", the same in FP8 products; and "quartet2". Their
     authors keep the last blocks of a model in BF16, see `tcfp_jax.conversion.last_blocks`.
@@ -67,7 +68,8 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
       name: one of these, or a `Recipe`.
       overrides: fields of `Recipe`, or short forms of what is in them: `block`, `tile`, `scale` and `rule` (of FP4's
         scales) of the scaling; `weight_dtype`, `remainder`, `forward_weight`, `dgrad_weight` and `residual_blocks` of
-        the weight; the fields of `Fp4Training`. `block=` makes "full" of a named recipe's "fast" products, because
+        the weight; the fields of `Fp4Training`. With a weight of four bits `activation=` also sets `forward`: "bf16"
+        for "bfloat16", otherwise "full". `block=` makes "full" of a named recipe's "fast" products, because
         products in blocks are promoted.
 
     Raises:
@@ -107,6 +109,11 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
         if base.fp4 is None:
             raise ValueError(f"{sorted(of_fp4)[0]}= is of FP4 training, and {base} has none; pass fp4=Fp4Training(...)")
         fields["fp4"] = dataclasses.replace(fields.get("fp4", base.fp4), **of_fp4)
+    if "activation" in fields and isinstance(fields.get("scaling", base.scaling), Fp4):
+        if fields["activation"] == "bfloat16":
+            fields = {"forward": "bf16"} | fields | {"activation": Recipe.activation}
+        else:
+            fields = {"forward": "full"} | fields
     if isinstance(fields.get("scaling"), Block):
         fields = {p: "full" for p in ("forward", "dgrad", "wgrad") if getattr(base, p) == "fast"} | fields
     return dataclasses.replace(base, **fields)

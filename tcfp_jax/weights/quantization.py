@@ -17,7 +17,7 @@ from pallas_kernels.explicit import entries_of, with_automatic_axes
 from pallas_kernels.operands import Block, Contracts, Fp4, Operand, Quantized, Scale, Scaling, Tensor, Tile
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.recipes import Copies, Dual, Recipe
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 

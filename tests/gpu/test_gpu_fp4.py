@@ -13,7 +13,7 @@ from pallas_kernels.fp4_matmul import mosaic, reference
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.sizes import Config
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 pytestmark = [
     pytest.mark.gpu,

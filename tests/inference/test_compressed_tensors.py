@@ -17,7 +17,7 @@ from pallas_kernels.operands import Fp4, Operand, Row, Tensor
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import quantize_together
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 REASON = "compressed-tensors brings torch; install .[export-test] in an environment of its own"
 torch = pytest.importorskip("torch", reason=REASON)

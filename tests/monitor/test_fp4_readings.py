@@ -14,7 +14,7 @@ from tcfp_jax.formats import nvfp4_values
 from tcfp_jax.monitor.readings import forward_operands, read
 from tcfp_jax.products.fp4_training import quantization, words_of
 from tcfp_jax.recipes import recipe
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.formats_oracles import QUICK
 from tests.helpers import decibels, same_bits
 
@@ -88,3 +88,14 @@ def test_weights_of_four_bits_clip(scaling, clipped):
         w = w.at[0, 1].set(1.0).at[0, 0].set(450.0).at[1, 0].set(6.2)
     found = read(w, quantize_fp4(w, scaling))
     assert float(found.saturation) == clipped / w.size
+
+
+@pytest.mark.parametrize("k", [37, 48])
+def test_an_activation_in_nvfp4_is_read_as_its_product_rounds_it(k):
+    x, w = operands(20, k, 25)
+    how = recipe("nvfp4", activation="float4_e2m1fn")
+    loss = lambda w, x: jnp.sum(tcfp_jax.matmul(x, w, recipe=how) ** 2)
+    _, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(w, x)
+    (found,) = jax.tree.leaves(readings, is_leaf=lambda node: isinstance(node, dict) and "x" in node)
+    made = jax.jit(lambda x: nvfp4_values.along(x, -1, "amax"), compiler_options=QUICK)(x)
+    np.testing.assert_allclose(found["x"].snr, decibels(np.asarray(x), made.dequantize()[:, :k]), rtol=1e-4)

@@ -31,7 +31,7 @@ from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.sizes import COPYING, Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
-from tcfp_jax.weights.fp4 import datatype_of, quantize_fp4
+from tcfp_jax.weights.fp4_packing import datatype_of, quantize_fp4
 from tests import ptx
 from tests.formats_oracles import QUICK
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import matmul, recipe
-from tcfp_jax.weights.fp4 import quantize_fp4
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 

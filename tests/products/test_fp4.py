@@ -20,6 +20,7 @@ from tcfp_jax import optim, recipe
 from tcfp_jax.products import fp4_linear, fp4_matmul, pack_fp4
 from tcfp_jax.products.contraction import contract, parse
 from tcfp_jax.sharding import state_shardings
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import of_operand
 from tests.formats_oracles import QUICK
@@ -28,6 +29,8 @@ from tests.helpers import mesh_of, same_bits
 ONE_LEVEL = recipe("nvfp4", rule="one_level")
 SQUARES = recipe("nvfp4", tile="square")
 RECIPES = {"nvfp4": recipe("nvfp4"), "mxfp4": recipe("mxfp4"), "one_level": ONE_LEVEL, "squares": SQUARES}
+IN_E4M3 = recipe("nvfp4", activation="float8_e4m3fn")
+BOTH = recipe("nvfp4", activation="float4_e2m1fn")
 K, N = 64, 32
 
 
@@ -39,7 +42,7 @@ X, W = normal(2, 3, K), normal(K, N, seed=1)
 # A program for each recipe and shape, where every operation would be one.
 quick = functools.partial(jax.jit, compiler_options=QUICK)
 packed_by = quick(pack_fp4, static_argnums=1)
-multiply = quick(fp4_matmul, static_argnames=("recipe", "activation"))
+multiply = quick(fp4_matmul, static_argnames="recipe")
 
 
 def float64_of(operand):
@@ -55,6 +58,17 @@ def float64_of(operand):
 
 def rounded(x):
     return np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
+
+
+def in_e4m3(x):
+    return np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)
+
+
+def in_nvfp4(x):
+    """X `[..., k]` as the format library casts a matrix of its rows to NVFP4, in float64."""
+    rows = jnp.asarray(x).reshape(-1, x.shape[-1])
+    rows = jnp.pad(rows, ((0, 0), (0, rows.shape[-1] % 2)))
+    return float64_of(quick(quantize_fp4)(rows))[:, : x.shape[-1]].reshape(x.shape)
 
 
 # Against float64 ------------------------------------------------------------------------------------------------------
@@ -155,7 +169,7 @@ def test_axes_without_values_give_zeros(name, shape):
     if name in RECIPES and w.size == 0:
         packed = pack_fp4(w, chosen)
         assert packed.shape == packed.dequantize().shape == w.shape
-        y, pull = jax.vjp(lambda x: fp4_matmul(x, packed, activation="float8_e4m3fn"), x)
+        y, pull = jax.vjp(lambda x: fp4_matmul(x, packed, recipe=recipe(name, activation="float8_e4m3fn")), x)
         np.testing.assert_array_equal(y, np.zeros((2, m, n)))
         np.testing.assert_array_equal(pull(y)[0], np.zeros(x.shape))
 
@@ -163,13 +177,44 @@ def test_axes_without_values_give_zeros(name, shape):
 def test_activations_of_eight_bits_and_fp8_gradients():
     exact = rounded(X) @ float64_of(packed_by(W, RECIPES["nvfp4"]).forward).T
     largest = np.abs(exact).max()
-    errors = np.abs(multiply(X, W, activation="float8_e4m3fn") - exact)
+    errors = np.abs(multiply(X, W, recipe=IN_E4M3) - exact)
     assert 1e-4 * largest < errors.max() < 0.05 * largest
     eight = recipe("nvfp4", dgrad="full", wgrad="full")
     loss = lambda x, w, how: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=how)))
     both = quick(lambda x, w: [jax.grad(loss, (0, 1))(x, w, how) for how in (eight, "nvfp4")])
     for a, b in zip(*both(X, W), strict=True):
         assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
+
+
+@pytest.mark.parametrize("k", [K, 33, 20, 6])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_operands_in_nvfp4_are_multiplied_exactly(k, dtype):
+    x, w = 30 * normal(2, 3, k).astype(dtype), normal(k, N, seed=1)
+
+    @quick
+    def run(x, w):
+        y, pull = jax.vjp(lambda x, w: fp4_matmul(x, w, recipe=BOTH), x, w)
+        packed = pack_fp4(w)
+        again = fp4_matmul(x, packed, recipe=BOTH)
+        return y, *pull(jnp.ones_like(y)), packed.forward, again
+
+    y, dx, dw, codes, again = run(x, w)
+    exact, read = float64_of(codes).T[:k], in_nvfp4(x)
+    assert y.dtype == x.dtype and same_bits(again, y)
+    assert 0.02 < np.linalg.norm(read - np.asarray(x, np.float64)) / np.linalg.norm(read) < 0.15
+    # At most 64 addends in float32, two outer scales and the dtype of the result.
+    bound = (np.abs(read) @ np.abs(exact)) * (66 * 2.0**-24 + (2.0**-8 if dtype == "bfloat16" else 0))
+    assert (np.abs(np.asarray(y, np.float64) - read @ exact) <= bound).all()
+    # Straight through: dx reads the weight's codes and dw the x that was not rounded, as with BF16 activations.
+    wide = 2.0**-8 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(dx.astype(jnp.float32), np.broadcast_to(exact.sum(1), x.shape), rtol=wide, atol=2e-5)
+    np.testing.assert_allclose(dw, np.einsum("abk,abn->kn", rounded(x), np.ones((2, 3, N))), rtol=1e-5, atol=1e-4)
+
+
+def test_a_bad_value_of_x_in_nvfp4_makes_its_row_nan():
+    x = X.at[0, 0, 3].set(jnp.nan).at[0, 1, 5].set(jnp.inf).at[1].set(0)
+    y = np.asarray(multiply(x, W, recipe=BOTH))
+    assert np.isnan(y[0, :2]).all() and np.isfinite(y[0, 2]).all() and (y[1] == 0).all()
 
 
 def test_linear_and_vmap():
@@ -263,9 +308,9 @@ def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
         (lambda: optim.store({"kernel": W}, "quartet2"), ValueError, 'recipe "quartet2" stores nothing'),
         (lambda: fp4_matmul(X, pack_fp4(W), recipe=SQUARES), ValueError, 'use recipe("nvfp4", tile="vector")'),
         (lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"), ValueError, "packed FP4 codes with Fp4(format='nvfp4'"),
-        (lambda: fp4_matmul(X, W, activation="float8"), ValueError, "activation='float8' is unknown"),
+        (lambda: recipe("nvfp4", activation="float8"), ValueError, "activation='float8' is unknown"),
         (lambda: fp4_matmul(X, W.astype(jnp.int32)), TypeError, "w has dtype int32, but only real floats are"),
-        (lambda: pack_fp4(X), ValueError, "is no matrix [k, n]"),
+        (lambda: pack_fp4(X), ValueError, "is not a matrix [k, n]"),
         (lambda: fp4_linear(X, W, jnp.ones(N, jnp.complex64)), TypeError, "bias has dtype complex64"),
         (lambda: tcfp_jax.matmul(X, pack_fp4(W), recipe="tensorwise"), ValueError, "packed FP4 codes"),
     ],
@@ -279,6 +324,8 @@ def test_what_does_not_fit_says_so(call, error, words):
 
 
 def test_recipes():
+    assert recipe(BOTH, activation="bfloat16") == recipe("nvfp4", forward="bf16") == RECIPES["nvfp4"]
+    assert (IN_E4M3.forward, IN_E4M3.activation) == ("full", "float8_e4m3fn")
     assert (recipe("nvfp4").mode, recipe("mxfp4").scaling) == (tcfp_jax.TCFPMode.FP4, Fp4("mxfp4"))
     assert recipe("nvfp4", tile="square", rule="four_over_six").scaling == Fp4("nvfp4", "square", "four_over_six")
 
@@ -291,6 +338,15 @@ def test_recipes():
         ("tcfp12", dict(scaling=Fp4()), "belong together"),
         ("nvfp4", dict(dgrad="fast"), 'use "full"'),
         ("nvfp4", dict(forward="full", activation="float8_e5m2"), 'use activation="float8_e4m3fn"'),
+        ("mxfp4", dict(activation="float4_e2m1fn"), "in the forward product alone"),
+        ("nvfp4", dict(activation="float4_e2m1fn", wgrad="full"), "in the forward product alone"),
+        ("nvfp4", dict(activation="float4_e2m1fn", forward="bf16"), "in the forward product alone"),
+        ("tcfp12", dict(activation="float4_e2m1fn"), "in the forward product alone"),
+        (
+            "nvfp4",
+            dict(activation="float4_e2m1fn", dgrad="full", gradient="float8_e5m2"),
+            'use gradient="float8_e4m3fn"',
+        ),
         ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"),
         ("nvfp4", dict(scale="pow2"), "its scales are its own"),
         ("nvfp4", dict(rule="best"), "rule='best' is none of nvfp4's"),
@@ -401,8 +457,8 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped
 
 @pytest.mark.parametrize(
     ("name", "k", "activation", "whole"),
-    [("nvfp4", 64, None, False), ("mxfp4", 128, None, False), ("mxfp4", 64, None, False), ("nvfp4", 128, None, True),
-     ("nvfp4", 128, "float8_e4m3fn", True)],
+    [("nvfp4", 64, "bfloat16", False), ("mxfp4", 128, "bfloat16", False), ("mxfp4", 64, "bfloat16", False),
+     ("nvfp4", 128, "bfloat16", True), ("nvfp4", 128, "float8_e4m3fn", True), ("nvfp4", 128, "float4_e2m1fn", True)],
 )  # fmt: skip
 def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, k, activation, whole):
     """Eight devices have parts of k; only where those are whole blocks does each multiply its own."""
@@ -411,7 +467,8 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
 
     @quick
     def run(x, w, packed):
-        multiply = lambda x, w: fp4_matmul(x, w, recipe=RECIPES[name], activation=activation, out_sharding=P())
+        chosen = recipe(name, activation=activation)
+        multiply = lambda x, w: fp4_matmul(x, w, recipe=chosen, out_sharding=P())
         y, pull = jax.vjp(multiply, x, w)
         return y, multiply(x, packed), *pull(jnp.ones_like(y))
 
@@ -423,9 +480,7 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
         split = run(put(x, None, "a"), put(w, "a"), cut)
     exact, ones = float64_of(codes).T, np.ones((4, N))
     assert np.linalg.norm(exact - w) < 0.15 * np.linalg.norm(w)
-    read = (
-        rounded(x) if activation is None else np.asarray(quick(lambda x: quantize_rows(x).dequantize())(x), np.float64)
-    )
+    read = {"bfloat16": rounded, "float8_e4m3fn": in_e4m3, "float4_e2m1fn": in_nvfp4}[activation](x)
     for got, wanted in zip(split, (read @ exact, read @ exact, ones @ exact.T, rounded(x).T @ ones), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
