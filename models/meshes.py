@@ -11,7 +11,6 @@ everything lies that is not said here.
 """
 
 import contextlib
-import math
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from pallas_kernels.specs import names, shards
 from tcfp_jax.paths import path_names
 
 AXES = ("data", "fsdp", "tensor")
@@ -189,9 +189,8 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         spec = parameter_spec("/".join(path_names(path)), leaf.ndim)
         for axis, entry in enumerate(spec):
-            names = (entry,) if isinstance(entry, str) else entry or ()
-            if leaf.shape[axis] % math.prod(mesh.shape[name] for name in names):
-                sizes = " times ".join(f"{name}={mesh.shape[name]}" for name in names)
+            if leaf.shape[axis] % shards(mesh, entry):
+                sizes = " times ".join(f"{name}={mesh.shape[name]}" for name in names(entry))
                 raise ValueError(
                     f"{sizes} does not divide axis {axis} of {'/'.join(path_names(path))} {list(leaf.shape)}, which it "
                     f"splits; choose a divisor of {leaf.shape[axis]}, or another size"

@@ -172,11 +172,6 @@ def compute_capability() -> float:
         return 0.0
 
 
-def has_explicit_axes() -> bool:
-    """Whether the mesh in use has explicit axes."""
-    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
 def _device() -> Any:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:

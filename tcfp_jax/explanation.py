@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Call, Verdict, device_kind, has_explicit_axes, recording
+from pallas_kernels.dispatch import Call, Verdict, device_kind, recording
 from pallas_kernels.sharing import surroundings
+from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import estimate, is_timed, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.products.layer import matmul

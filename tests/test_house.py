@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning",
-        "sharing", "explicit", "partition", "tiled", "hopper", "quantize", "dual_quantize",
-        "adamw", "matmul", "skip_matmul", "fp4_matmul",
+        "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning",
+        "sharing", "explicit", "partition", "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul",
+        "skip_matmul", "fp4_matmul",
     ],
     "tcfp_jax": [
         "paths", "formats", "recipes", "weights", "products", "optim", "sharding", "explanation", "layers",
@@ -35,8 +35,8 @@ PUBLIC = {
 # Where a kernel runs, not what it computes: all that casts may share with quantizers, whose oracle they are. Random
 # bits are an input of both: drawn by another hash, they would not be those of a value's index.
 PLUMBING = {
-    "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.checks",
-    "pallas_kernels.counter",
+    "pallas_kernels.specs", "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition",
+    "pallas_kernels.checks", "pallas_kernels.counter",
 }  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import counter, dispatch, moments
 from pallas_kernels.adamw import reference
 from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, Step, Tile
-from pallas_kernels.explicit import entries_of
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned, varying
+from pallas_kernels.specs import device_count, entries_of, has_explicit_axes
 
 ROWS = 16  # a shard has a multiple of them, and tiles of its amax
 _WARPS = 4
@@ -56,7 +56,7 @@ def adamw(
     """See `api.adamw`."""
     as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
     operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
-    run = functools.partial(_partitioned, options) if dispatch.has_explicit_axes() else _stacked(options)
+    run = functools.partial(_partitioned, options) if has_explicit_axes() else _stacked(options)
     results = run(*operands)
     new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
@@ -129,7 +129,7 @@ def by_reference(
 ) -> Step:
     """The definition, which cuts blocks: with explicit axes as XLA partitions it, and each result as it came."""
     step = functools.partial(reference.adamw, options)
-    if not dispatch.has_explicit_axes():
+    if not has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
     spec = lambda x: jax.typeof(x).sharding.spec
     turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
@@ -140,7 +140,7 @@ def by_reference(
 
 def _places(k: int, n: int) -> tuple[jax.Array, ...]:
     """The global rows and columns, split like the weight; none where one device has them all and the first is zero."""
-    if (jax.sharding.get_abstract_mesh().size or jax.device_count()) == 1:
+    if device_count() == 1:
         return ()
     return lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics, tuning
-from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.dual_quantize import reference
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
+from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tiled import Output, Runs, Written, blocks_of, map_tiles, misfit
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.fp4_matmul.reference import Activation, Options
 from pallas_kernels.fp4_matmul.sizes import ROWS, Config
 from pallas_kernels.hopper.plan import reject_here
 from pallas_kernels.operands import Fp4, Operand, Row
-from pallas_kernels.partition import device_count
+from pallas_kernels.specs import device_count
 
 # Above it XLA, which unpacks the weight once, is as fast. On an H200 with 28672 x 8192 the kernel in BF16 takes 118,
 # 232 and 401 us at m = 128, 256 and 512, and XLA 317, 373 and 504. In E4M3 the kernel is as fast as a product of E4M3

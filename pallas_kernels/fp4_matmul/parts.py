@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.fp4_matmul import unpacked
 from pallas_kernels.fp4_matmul.reference import Options
 from pallas_kernels.operands import Fp4, Operand
 from pallas_kernels.partition import BlocksOf, partitioned
+from pallas_kernels.specs import entries, has_explicit_axes
 
 
 def by_xla(options: Options, x: jax.Array, w: Operand) -> jax.Array:
@@ -79,4 +79,4 @@ def _wanted(options: Options, x: jax.Array, w: Operand) -> tuple[Any, ...] | Non
     like = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=jax.typeof(w.values).sharding)
     product = functools.partial(lax.dot_general, dimension_numbers=axes, out_sharding=options.out_sharding)
     made = jax.eval_shape(product, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=jax.typeof(x).sharding), like)
-    return (*made.sharding.spec, *(None,) * (made.ndim - len(made.sharding.spec)))
+    return entries(made.sharding, made.ndim)

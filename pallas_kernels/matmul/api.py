@@ -13,6 +13,7 @@ from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
 from pallas_kernels.matmul import mosaic, mosaic_blocks, parts, reference, triton
 from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
+from pallas_kernels.specs import entries
 from pallas_kernels.wire import Wire, check_wire
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
@@ -109,8 +110,7 @@ def _by_rows(options: Product, x: Operand, w: Operand, bias: jax.Array | None, b
     of_x, of_w = x.scale, w.scale
     if options.out_sharding is not None:
         # Scales lie where the rows and columns of the result do, which need not be where they were found.
-        spec = tuple(getattr(options.out_sharding, "spec", options.out_sharding))
-        spec += (None,) * (unscaled.ndim - len(spec))
+        spec = entries(options.out_sharding, unscaled.ndim)
         of_x, of_w = (jax.sharding.reshard(s, PartitionSpec(*p)) for s, p in ((of_x, spec[:-1]), (of_w, spec[-1:])))
     out = reference.scale_rows(unscaled, of_x, of_w, options.out_dtype)
     return out if bias is None else out + bias.astype(options.out_dtype)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import device_kind, has_explicit_axes
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.matmul import reference
 from pallas_kernels.operands import Block, Operand, Product, sizes
 from pallas_kernels.partition import BlocksOf, Scatter, over_arrays, partitioned
+from pallas_kernels.specs import entries, has_explicit_axes
 from pallas_kernels.wire import reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
@@ -68,8 +69,8 @@ def on_each_device(
     if interpreter == "calls back" and device_kind() == "cpu" and not has_explicit_axes():
         return over_arrays(functools.partial(local, summed_over=()), rule, merged)(*arrays)
     # A bias is added to whole columns.
-    sums: Literal["everywhere", "scattered"] = "everywhere" if bias is not None else "scattered"
-    return partitioned(local, rule, blocks, sums=sums, merged=merged, wanted=_wanted(options, x, w))(*arrays)
+    wanted = _wanted(options, x, w)
+    return partitioned(local, rule, blocks, scattered=bias is None, merged=merged, wanted=wanted)(*arrays)
 
 
 def by_reference(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
@@ -95,7 +96,7 @@ def _wanted(options: Product, x: Operand, w: Operand) -> tuple[Any, ...] | None:
         out_sharding=options.out_sharding,
     )  # fmt: skip
     made = jax.eval_shape(product, x.values, w.values)
-    return (*made.sharding.spec, *(None,) * (made.ndim - len(made.sharding.spec)))
+    return entries(made.sharding, made.ndim)
 
 
 def _with_axis(operand: Operand) -> Operand:

@@ -24,11 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import Key, has_explicit_axes
+from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
-from pallas_kernels.partition import device_count
+from pallas_kernels.specs import device_count, entries, has_explicit_axes, with_entries
 
 
 class AnyFP8(lax.DotAlgorithm):
@@ -146,7 +145,7 @@ def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.A
     (free,) = set(range(w.ndim)) - set(of_w)
     if x.ndim == len(of_x):  # a vector; its product is one as well
         sharding = options.pop("out_sharding")
-        spec = None if sharding is None else PartitionSpec(None, *getattr(sharding, "spec", sharding))
+        spec = with_entries(sharding, (None, *entries(sharding, w.ndim - len(of_w))))
         axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
         return _of_matrices(x[None], w, axes, **options, out_sharding=spec)[0]
     # Where axes are explicit an axis of one row is not split; else how rows are split is not known yet.

@@ -25,8 +25,9 @@ from jax import lax
 
 from pallas_kernels import numerics, tuning
 from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.partition import BlocksOf, device_count, partitioned, varying
+from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.quantize import reference
+from pallas_kernels.specs import device_count
 from pallas_kernels.tiled import WIDE, Tile
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value, where

@@ -16,12 +16,11 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
-from pallas_kernels.dispatch import has_explicit_axes
 from pallas_kernels.operands import Fp4, Quantized, Row
+from pallas_kernels.specs import entries, has_explicit_axes, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.conversion.programs import INLINED, multiplies, opened, scan_counts
 from tcfp_jax.conversion.shown import Shown, gathered
 from tcfp_jax.conversion.views import factors, layout_of, move
-from tcfp_jax.products.axes import entries, regrouped, split_entries, ungrouped, with_entries
 from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Recipe

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion.evaluation import Machine, bind
 from tcfp_jax.conversion.examination import Examined
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.conversion.views import Factors, factors, layout_of
-from tcfp_jax.products.axes import ungrouped
 from tcfp_jax.recipes import Recipe
 
 

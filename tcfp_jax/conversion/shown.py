@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Tensor
+from pallas_kernels.specs import entries, regrouped, ungrouped
 from tcfp_jax.conversion.views import Factors, View
-from tcfp_jax.products.axes import regrouped, ungrouped
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
@@ -163,7 +163,7 @@ class Shown:
         """Where its axes live, for the parameter itself."""
         if self.root is None or any(len(axes) > 1 for axes in self.axes):
             return self
-        spec = (*sharding.spec, *(None,) * len(self.axes))
+        spec = entries(sharding, len(self.axes))
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
         return self._with(self.view, root=lax.with_sharding_constraint(self.root, own))

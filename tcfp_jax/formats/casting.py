@@ -26,7 +26,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from pallas_kernels.explicit import entries_of, with_automatic_axes
+from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode

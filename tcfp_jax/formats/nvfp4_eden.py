@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.counter import random_bits
-from pallas_kernels.partition import device_count, partitioned, varying
+from pallas_kernels.partition import partitioned, varying
+from pallas_kernels.specs import device_count
 from tcfp_jax.formats import float_bits, scale_choice
 from tcfp_jax.formats.float_bits import INFINITY
 from tcfp_jax.formats.numbers import number

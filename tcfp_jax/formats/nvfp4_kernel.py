@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.partition import device_count, partitioned, varying
+from pallas_kernels.partition import partitioned, varying
+from pallas_kernels.specs import device_count
 from tcfp_jax.formats.nvfp4_tiles import (
     SIDE,
     Device,

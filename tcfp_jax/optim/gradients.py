@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tcfp_jax.products.axes import Sharding, entries, sharding_of, split_entries, with_entries
+from pallas_kernels.specs import Sharding, entries, sharding_of, split_entries, with_entries
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with_slot
 

@@ -14,13 +14,13 @@ import jax
 
 from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.sharing import shared
-from tcfp_jax.products.axes import (
+from pallas_kernels.specs import (
     Sharding,
     entries,
     merged_entries,
+    moved,
     names,
     regrouped,
-    resharded,
     sharding_of,
     ungrouped,
     with_entries,
@@ -258,7 +258,7 @@ def _contracted(
         multiply = jax.vmap(multiply)
     y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
     if natural is not None:
-        y = resharded(y, natural)
+        y = moved(y, natural)
     return y if contraction.order is None else y.transpose(contraction.order)
 
 
@@ -309,6 +309,6 @@ def _split_alike(stack: int, operands: Any) -> Any:
     def split(leaf: jax.Array) -> jax.Array:
         own = entries(sharding_of(leaf), leaf.ndim)[stack:]
         used = {name for entry in chosen for name in names(entry)}
-        return resharded(leaf, (*chosen, *(None if used & set(names(entry)) else entry for entry in own)))
+        return moved(leaf, (*chosen, *(None if used & set(names(entry)) else entry for entry in own)))
 
     return jax.tree.map(split, operands)

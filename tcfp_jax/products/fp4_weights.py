@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels.explicit import entries_of, with_automatic_axes
+from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
 from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along
-from tcfp_jax.products.axes import Sharding, entries, resharded, sharding_of, with_entries
 from tcfp_jax.recipes import Product, Recipe
 from tcfp_jax.weights.stored import Stored
 
@@ -66,7 +66,7 @@ def dgrad(g: jax.Array, w: Stored, recipe: Recipe, k: int, dtype: DTypeLike, sha
     if not odd:
         return dx
     dx = dx[..., :k]
-    return dx if sharding_of(dx) is None or sharding is None else resharded(dx, entries(sharding, g.ndim))
+    return dx if sharding_of(dx) is None or sharding is None else moved(dx, entries(sharding, g.ndim))
 
 
 def _codes(w: Stored) -> Operand:

@@ -31,9 +31,9 @@ from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.partition import partitioned
 from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
+from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
 from pallas_kernels.wire import Wire, reduced
 from tcfp_jax.products import bf16, fp4_training, fp4_weights
-from tcfp_jax.products.axes import Sharding, entries, sharding_of, with_entries
 from tcfp_jax.products.operands import (
     ACTIVATION_NAME,
     WEIGHT_NAME,
@@ -335,7 +335,7 @@ def _wgrad_bf16(x: jax.Array, g: jax.Array, dtype: Any, sharding: Any, wire: Wir
         return reduced(out, scattered, summed_over, wire).astype(dtype)
 
     wanted = None if sharding is None else entries(sharding, 2)
-    call = partitioned(local, "m k, m n -> k n", sums="scattered", merged={"m": x.shape[:-1]}, wanted=wanted)
+    call = partitioned(local, "m k, m n -> k n", scattered=True, merged={"m": x.shape[:-1]}, wanted=wanted)
     return call(x, g)
 
 

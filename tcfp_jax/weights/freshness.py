@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.specs import entries_of, sharding_of
 from tcfp_jax.weights.stored import Stored
 
 SIZE = 16  # values of a sample
@@ -114,11 +115,9 @@ def _sample(w: jax.Array) -> jax.Array:
 
 def _of_stack(w: jax.Array) -> NamedSharding | None:
     """Under a mesh with explicit axes, that of a sample of `w`: its stack's, and the sample whole."""
-    sharding = jax.typeof(w).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    stack = (*sharding.spec, *(None for _ in range(w.ndim)))[: w.ndim - 2]
-    return NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
+    sharding = sharding_of(w)
+    stack = entries_of(w)[: w.ndim - 2]
+    return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
 
 
 @jax.jit

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Block, Fp4, Row, Scaling
+from pallas_kernels.specs import entries, names, sharding_of, shards
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class Parts:
     @property
     def sharding(self) -> NamedSharding:
         """The same as JAX has it."""
-        entries = [None if not names else names[0] if len(names) == 1 else names for names in self.axes]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return NamedSharding(self.mesh, PartitionSpec(*entries))
+        spec = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.axes]
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def count(self, axis: int) -> int:
         """In how many parts an axis is cut."""
-        return math.prod(self.mesh.shape[name] for name in self.axes[axis])
+        return shards(self.mesh, self.axes[axis])
 
     def taken(self, places: Sequence[int | None], shape: Sequence[int], name: str | None = None) -> "Parts":
         """An array with these axes of this one, and with whole ones where None is."""
@@ -143,21 +144,18 @@ def parts_of(name: str, shape: Sequence[int], sharding: NamedSharding) -> Parts:
     Raises:
       ValueError: the sharding describes more axes, or does not fit; see `Parts`.
     """
-    spec = tuple(sharding.spec)
-    if len(spec) > len(shape):
+    if len(sharding.spec) > len(shape):
         raise ValueError(
-            f"{name}: {sharding.spec} describes {len(spec)} axes, but the array is {list(shape)}; give the sharding of "
-            "this parameter"
+            f"{name}: {sharding.spec} describes {len(sharding.spec)} axes, but the array is {list(shape)}; give the "
+            "sharding of this parameter"
         )
-    spec += (None,) * (len(shape) - len(spec))
-    names = tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
-    return Parts(name, tuple(shape), sharding.mesh, names)
+    return Parts(name, tuple(shape), sharding.mesh, tuple(names(entry) for entry in entries(sharding, len(shape))))
 
 
 def explicit_parts(name: str, array: jax.Array) -> Parts | None:
     """How the type of an array says that it lies, where its mesh has explicit axes, which programs must follow."""
-    sharding = jax.typeof(array).sharding
-    return parts_of(name, array.shape, sharding) if AxisType.Explicit in sharding.mesh.axis_types else None
+    sharding = sharding_of(array)
+    return None if sharding is None else parts_of(name, array.shape, sharding)
 
 
 def known_parts(name: str, array: jax.Array) -> Parts | None:

@@ -13,9 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.explicit import entries_of, with_automatic_axes
+from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import Block, Contracts, Fp4, Operand, Quantized, Scale, Scaling, Tensor, Tile
 from pallas_kernels.quantize.api import quantize as quantize_values
+from pallas_kernels.specs import entries_of
 from tcfp_jax.recipes import Copies, Dual, Recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored

@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Fp4, Operand, Scaling
-from pallas_kernels.partition import device_count
+from pallas_kernels.specs import device_count
 from tcfp_jax.recipes import Dual, Halves, Single
 
 NO_GRADIENT = (

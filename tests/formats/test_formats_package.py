@@ -11,7 +11,8 @@ FILES = sorted((ROOT / "tcfp_jax" / "formats").glob("*.py"))
 # They say where a kernel runs, not what it computes, so casts and quantizers stay independent oracles; random bits are
 # an input of both.
 PLUMBING = {
-    "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition", "pallas_kernels.counter",
+    "pallas_kernels.specs", "pallas_kernels.explicit", "pallas_kernels.dispatch", "pallas_kernels.partition",
+    "pallas_kernels.counter",
 }  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
+from pallas_kernels.specs import split_entries
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEmbed
-from tcfp_jax.products.axes import split_entries
 from tcfp_jax.products.contraction import axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
@@ -187,7 +187,7 @@ def test_an_axis_is_split_where_the_devices_share_it_evenly():
 
 
 def test_an_out_sharding_of_too_many_axes_raises():
-    with pytest.raises(ValueError, match="describes 3 axes, but the result has 2"):
+    with pytest.raises(ValueError, match="describes 3 axes, but the array has 2"):
         contract(matrix_product(2), jnp.ones((2, 3)), jnp.ones((3, 4)), recipe=tcfp_jax.recipe("bf16"),
                  out_sharding=P(None, None, "a"))  # fmt: skip
 

@@ -1,0 +1,155 @@
+"""The one reader of `PartitionSpec`: which mesh axes split each axis of an array, and how that follows a reshape.
+
+A spec has an entry for each axis of an array: None, a name of a mesh axis, or a tuple of names. Trailing entries may be
+missing. The functions here hide these spellings. `names` turns an entry into a tuple, `entries` fills up the rest.
+
+Axes of a mesh are automatic or explicit. With explicit ones the sharding is part of an array's type, and JAX asks for a
+sharding if an operation is ambiguous. Merging axes is: the parts of a merged axis are contiguous only if its first axis
+longer than one is the one that is split. `regrouped` and `ungrouped` keep that one where it is, and gather the others.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+Sharding: TypeAlias = NamedSharding | PartitionSpec | None
+Entry: TypeAlias = str | tuple[str, ...] | None
+
+
+def names(entry: Entry) -> tuple[str, ...]:
+    """Return the mesh axes that an entry names, the slowest first.
+
+    >>> names(None), names("data"), names(("data", "fsdp"))
+    ((), ('data',), ('data', 'fsdp'))
+    """
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shards(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
+    """Return the number of parts into which an entry cuts its axis."""
+    return math.prod(mesh.shape[name] for name in names(entry))
+
+
+def entries(sharding: Sharding, ndim: int) -> tuple[Entry, ...]:
+    """Return the entries of a spec for all `ndim` axes.
+
+    Raises:
+      ValueError: the spec describes more axes.
+
+    >>> entries(PartitionSpec("data"), 3)
+    ('data', None, None)
+    """
+    spec = tuple(sharding.spec if isinstance(sharding, NamedSharding) else sharding or ())
+    if len(spec) > ndim:
+        raise ValueError(f"{sharding} describes {len(spec)} axes, but the array has {ndim}; drop the surplus entries")
+    return spec + (None,) * (ndim - len(spec))
+
+
+def entries_of(x: jax.Array) -> tuple[Entry, ...]:
+    """Return the entries of the spec in the type of x; all None unless its mesh has explicit axes."""
+    return entries(jax.typeof(x).sharding, x.ndim)
+
+
+def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
+    """Return a sharding of the same kind and mesh with another spec; None stays None.
+
+    >>> with_entries(PartitionSpec("data"), (None, "data")) == PartitionSpec(None, "data")
+    True
+    """
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*changed))
+    return None if sharding is None else PartitionSpec(*changed)
+
+
+def sharding_of(x: jax.Array) -> NamedSharding | None:
+    """Return the sharding in the type of x if its mesh has explicit axes, else None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def has_explicit_axes() -> bool:
+    """Return whether the mesh in use has explicit axes."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def device_count() -> int:
+    """Return the number of devices of the mesh in use, or of this program without a mesh."""
+    return jax.sharding.get_abstract_mesh().size or jax.device_count()
+
+
+def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
+    """Return x with this spec in its type, moved only if it has another one; as it is without explicit axes."""
+    sharding = sharding_of(x)
+    same = [names(entry) for entry in entries_of(x)] == [names(entry) for entry in spec]
+    if same or (sharding is None and not has_explicit_axes()):
+        return x
+    return jax.sharding.reshard(x, with_entries(sharding or PartitionSpec(), spec))
+
+
+def regrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+    """Merge each run of neighbouring axes of x; `groups` has the sizes of the axes of each run.
+
+    >>> regrouped(jax.numpy.ones((2, 3, 4)), [[2], [3, 4]]).shape
+    (2, 12)
+    """
+    shape = tuple(math.prod(group) for group in groups)
+    sharding = sharding_of(x)
+    if sharding is None:
+        return x.reshape(shape)
+    kept, merged = merged_entries(entries_of(x), groups)
+    return lax.reshape(moved(x, kept), shape, out_sharding=with_entries(sharding, merged))
+
+
+def ungrouped(x: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+    """Split each axis of x into the axes of its group, the inverse of `regrouped`.
+
+    >>> ungrouped(jax.numpy.ones((2, 12)), [[2], [3, 4]]).shape
+    (2, 3, 4)
+    """
+    shape = tuple(size for group in groups for size in group)
+    sharding = sharding_of(x)
+    if sharding is None:
+        return x.reshape(shape)
+    split = split_entries(sharding, entries_of(x), groups)
+    return lax.reshape(x, shape, out_sharding=with_entries(sharding, split))
+
+
+def merged_entries(
+    spec: Sequence[Entry], groups: Sequence[Sequence[int]]
+) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """Return (the entries that may stay when each group is merged, the entries of the merged axes).
+
+    >>> merged_entries(("a", "b", "c"), [[2], [3, 4]])
+    (('a', 'b', None), ('a', 'b'))
+    """
+    kept: list[Entry] = []
+    merged: list[Entry] = []
+    for group in groups:
+        start, first = len(kept), first_long(group)
+        kept += [spec[start + i] if i == first else None for i in range(len(group))]
+        merged.append(kept[start + first] if group else None)
+    return tuple(kept), tuple(merged)
+
+
+def split_entries(sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Sequence[int]]) -> tuple[Entry, ...]:
+    """Return the entries of axes that are split into groups; an entry that does not divide its axis becomes None.
+
+    >>> split_entries(None, ("a", "b"), [[2], [1, 4]])
+    ('a', None, 'b')
+    """
+    split: list[Entry] = []
+    for entry, group in zip(spec, groups, strict=True):
+        first = first_long(group)
+        parts = shards(sharding.mesh, entry) if isinstance(sharding, NamedSharding) else 1
+        fits = bool(group) and group[first] % parts == 0
+        split += [entry if fits and i == first else None for i in range(len(group))]
+    return tuple(split)
+
+
+def first_long(sizes: Sequence[int]) -> int:
+    """Return the index of the first size above one, else 0: the axis of a merged one whose parts are contiguous."""
+    return next((i for i, size in enumerate(sizes) if size > 1), 0)
