@@ -159,7 +159,7 @@ def _alone_of(run: TrainConfig) -> Any:
 
 def _bits(run: TrainConfig, key: jax.Array) -> jax.Array | None:
     chosen = recipe(run.recipe)
-    return key if chosen.stochastic or chosen.draws != "nothing" else None
+    return key if chosen.stochastic or chosen.draws else None
 
 
 def _sums(reference: jax.Array, value: jax.Array, stack: int = 0) -> jax.Array:

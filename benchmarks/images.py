@@ -171,7 +171,7 @@ def _program(config: Config, variant: Variant) -> Callable[..., Any]:
 
         def step(carry: Any, given: Any) -> tuple[Any, jax.Array]:
             (params, opt_state), (number, images, labels) = carry, given
-            bits = None if variant.recipe.draws == "nothing" else jax.random.fold_in(products, number)
+            bits = jax.random.fold_in(products, number) if variant.recipe.draws else None
             quantized = tcfp_jax.layer_state(opt_state)
             loss_of = lambda params: losses_of(params, quantized, images, labels, bits)[0]
             loss, gradients = tcfp_jax.value_and_grad(loss_of)(params)

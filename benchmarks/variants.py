@@ -60,7 +60,7 @@ class Variant:
     @property
     def trains_digits(self) -> bool:
         """Whether a recipe without random bits, and perhaps a perturbation, is all, as `benchmarks.digits` takes it."""
-        return self.recipe.draws == "nothing" and self == Variant(self.recipe, perturbation=self.perturbation)
+        return not self.recipe.draws and self == Variant(self.recipe, perturbation=self.perturbation)
 
 
 def _stored(
@@ -133,20 +133,10 @@ _BLOCKS = {
     },
     **{f"stored_blocks_{size}": _stored(meaning=f"scales of squares of {size}", block=size) for size in (32, 64, 128)},
 }
-_FP4 = {
-    "nvfp4_nearest": _of("nvfp4_training", "gradients rounded to nearest: a control", gradient_rounding="nearest"),
-    "nvfp4_nearest_not_rotated": _of(
-        "nvfp4_training", "all operands rounded to nearest and none rotated: a control", gradient_rounding="nearest",
-        rotation="none",
-    ),
-    "nvfp4_stochastic_activations": _of(
-        "nvfp4_training", "activations rounded stochastically: a control", activation_rounding="stochastic"
-    ),
-}  # fmt: skip
 _FP4_LATE = {
-    f"quartet2_last_{percent}_bf16_forward": dataclasses.replace(
-        _NAMED["quartet2"], finish=(percent / 100, recipe("quartet2", forward_operands="bf16")),
-        meaning=f"`quartet2`, the last {percent} % with a forward product in BF16",
+    f"nvfp4_training_last_{percent}_bf16_forward": dataclasses.replace(
+        _NAMED["nvfp4_training"], finish=(percent / 100, recipe("nvfp4_training", forward_operands="bf16")),
+        meaning=f"`nvfp4_training`, the last {percent} % with a forward product in BF16",
     )
     for percent in (20, 50)
 }  # fmt: skip
@@ -164,7 +154,7 @@ _ENDS = {
     f"{name}_{which}_bf16": dataclasses.replace(plain, ends=(first, last, "bf16"), meaning=f"{said}, {words} in BF16")
     for name, plain, said in (
         ("tensorwise", _NAMED["tensorwise"], "`tensorwise`"), ("stored", _STORED["stored"], "stored"),
-        ("quartet2", _NAMED["quartet2"], "`quartet2`"),
+        ("nvfp4_training", _NAMED["nvfp4_training"], "`nvfp4_training`"),
     )
     for which, first, last, words in (
         ("last_block", 0, 1, "the last block"), ("ends", 1, 1, "the first and the last block"),
@@ -173,7 +163,7 @@ _ENDS = {
 
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant(recipe("bf16"), meaning="BF16, float32 weights and AdamW"),
-    **_NOISE, **_NAMED, **_STORED, **_FEEDBACK, **_GRADIENTS, **_DELAYED, **_BLOCKS, **_FP4,
+    **_NOISE, **_NAMED, **_STORED, **_FEEDBACK, **_GRADIENTS, **_DELAYED, **_BLOCKS,
     **_FP4_LATE, **_LATE, **_ENDS,
 }  # fmt: skip
 
@@ -188,9 +178,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gradients": ("tensorwise", "tcfp12", "tcfp12_fast", "stored", "stored_e5m2", *_GRADIENTS),
     "delayed": (*(name.removesuffix("_delayed") for name in _DELAYED), *_DELAYED),
     "blocks": ("blockwise", "tcfp12_blockwise", "mxfp8", "stored", *_BLOCKS),
-    "fp4": (*_OF_FP4, *_FP4),
-    "late": ("tensorwise", "stored", *_LATE, "quartet2", *_FP4_LATE),
-    "ends": ("tensorwise", "stored", "quartet2", *_ENDS),
+    "fp4": _OF_FP4,
+    "late": ("tensorwise", "stored", *_LATE, "nvfp4_training", *_FP4_LATE),
+    "ends": ("tensorwise", "stored", "nvfp4_training", *_ENDS),
 }
 
 

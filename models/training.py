@@ -349,7 +349,7 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
 
 def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.Array | None:
     """What the products of the step that a state is about to take draw from; None where they draw nothing."""
-    if all(recipe.draws == "nothing" for recipe in _recipes(config)):
+    if not any(recipe.draws for recipe in _recipes(config)):
         return None
     return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
 
@@ -370,12 +370,10 @@ def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
 @functools.lru_cache(maxsize=16)
 def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
     model = _learner(config).model
-    draws = any(recipe.draws == "forward" for recipe in _recipes(config))
 
     def losses(params: Any, quantized: Any, text: jax.Array, offsets: jax.Array) -> jax.Array:
         def of_batch(offsets: jax.Array) -> jax.Array:
-            bits = jax.random.fold_in(jax.random.key(_PRODUCTS), offsets[0]) if draws else None
-            return _window_losses(model, params, quantized, _windows(text, offsets, config), bits).mean(axis=-1)
+            return _window_losses(model, params, quantized, _windows(text, offsets, config)).mean(axis=-1)
 
         return jax.lax.map(of_batch, offsets)
 

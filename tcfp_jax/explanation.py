@@ -157,10 +157,10 @@ def _emulated(recipe: Recipe) -> str:
     if recipe.fp4 is None:
         return ""
     which = "operands" if recipe.fp4.forward_operands == "fp4" else "operands of dgrad and wgrad"
-    held = "BF16 holds exactly and multiplies"
-    if recipe.dgrad != "bf16":
-        held = "E4M3 holds exactly, over 2**3, and FP8 products multiply"
-    return f"{which} are NVFP4 values, which {held}: no FP4 tensor core runs; quantizing them is not shown"
+    return (
+        f"{which} are NVFP4 values, which BF16 holds exactly and multiplies: no FP4 tensor core runs; quantizing them "
+        "is not shown"
+    )
 
 
 def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
@@ -187,7 +187,7 @@ def _traced(recipe: Recipe, tx: optax.GradientTransformation, params: Any, x: An
 
     def training_step(params: Any, state: Any, x: Any, g: Any) -> Any:
         stored = layer_state(state).get("kernel")
-        drawn = recipe.stochastic or recipe.draws != "nothing"
+        drawn = recipe.stochastic or recipe.draws
         key = jax.random.key(0) if stored is None and drawn else None
         multiply = lambda x, params: matmul(x, params["kernel"], recipe=recipe, quantized=stored, key=key)
         _, vjp = jax.vjp(multiply, x, params)

@@ -180,7 +180,7 @@ def product(
             stored, kernel = values_of(parameter), training_of(parameter).slot
     if isinstance(stored, PackedTCFP12):
         stored, kernel = None, stored.dequantize()
-    drawn = key() if stored is None and (recipe.stochastic or recipe.draws != "nothing") else None
+    drawn = key() if stored is None and (recipe.stochastic or recipe.draws) else None
     if drawn is None and recipe.stochastic:
         drawn = jax.random.key(0)  # in evaluation: calls repeat
     if kernel is not None:

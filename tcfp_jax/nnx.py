@@ -106,7 +106,7 @@ def prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
     layer.recipe = None if recipe is None else named_recipe(recipe)
     layer.products = "recipe"
     layer.stored = nnx.data(None)
-    if layer.recipe is not None and layer.recipe.draws != "nothing" and rngs is not None:
+    if layer.recipe is not None and layer.recipe.draws and rngs is not None:
         # As Flax's Dropout has it: each call takes another key, by a count in the layer's state.
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
 

@@ -61,7 +61,7 @@ CASES = {
     "tensorwise": lambda: multiplied("tensorwise"),
     "mxfp8": lambda: multiplied("mxfp8"),
     "nvfp4": lambda: multiplied("nvfp4"),
-    "quartet2": lambda: multiplied("quartet2", key=key()),
+    "nvfp4_training": lambda: multiplied("nvfp4_training", key=key()),
     "readings": read,
     "serving": lambda: quantize_params({"kernel": jnp.asarray(W)}, "nvfp4"),
     "search_scales": lambda: search_scales(jnp.asarray(W), Fp4("mxfp4")),

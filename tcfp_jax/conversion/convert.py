@@ -62,10 +62,10 @@ def convert_to_tcfp(
 
     Raises:
       TypeError: not a Flax module, an argument that the model's call does not have, or `rngs` that is none.
-      ValueError: a bound model, `rngs` of a Linen model, or none of an NNX model whose forward pass draws, an unknown
-        recipe or group, a rule that is not a regex, "measured" without sample arguments, nothing to convert (without
-        sample arguments: when the model is called; where measured times say that nothing pays, the model runs as it
-        is), or what `strict` forbids. An NNX model is unchanged then.
+      ValueError: a bound model, `rngs` of a Linen model, an unknown recipe or group, a rule that is not a regex,
+        "measured" without sample arguments, nothing to convert (without sample arguments: when the model is called;
+        where measured times say that nothing pays, the model runs as it is), or what `strict` forbids. An NNX model is
+        unchanged then.
 
     >>> model = convert_to_tcfp(nn.Dense(4), "tcfp12", jax.numpy.ones((2, 3)), include=("linear", "small"))
     >>> isinstance(model, nn.Dense)

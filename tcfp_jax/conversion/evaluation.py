@@ -248,7 +248,7 @@ def _product(
     if stored is None and weight.local is not None:
         stored = gathered(weight, found, recipe)
     fixed = stored is None and recipe.stochastic
-    key = jax.random.key(0) if fixed else drawn if recipe.draws != "nothing" else None  # in evaluation: calls repeat
+    key = jax.random.key(0) if fixed else drawn if recipe.draws else None  # in evaluation: calls repeat
     if x_quantized is not None:
         return _matrix_product(inputs[1 - side], kernel, found, recipe, stored, key, x_quantized)
     if asked is not None:

@@ -79,24 +79,17 @@ def keys_of(model: Any, rngs: Any, chosen: Policy, found: Examined | None) -> An
 
     Raises:
       TypeError: `rngs` is neither an `nnx.Rngs` nor an `nnx.RngStream`.
-      ValueError: the forward pass draws, and there is no stream. Without one a model whose gradients alone draw can be
-        evaluated, so that asking for a gradient is what raises.
     """
     if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
         raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
     assert chosen.recipe is not None, "a conversion has one"
     # Without a sample nobody knows what rules will choose.
     draws = {chosen.recipe.draws} if found is None else {r.recipe.draws for r in found.report.converted if r.recipe}
-    if draws <= {"nothing"} and (found is not None or rngs is None):
+    if True not in draws and (found is not None or rngs is None):
         return None
     if rngs is None:
         streams = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream) and node.tag == RNG)
         rngs = next(streams, None)
-    if rngs is None and "forward" in draws:
-        raise ValueError(
-            f"the recipe's forward pass draws random bits, and rngs=None; pass rngs=nnx.Rngs({RNG}=seed), or let the "
-            f'model hold an nnx.Rngs with a stream "{RNG}"'
-        )
     return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
 
 

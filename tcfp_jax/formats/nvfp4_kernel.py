@@ -6,10 +6,7 @@ bytes of numbers; of tiles down the first axis of a matrix neighbours hold neigh
 it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every
 program.
 
-Numbers are bfloat16, in the place of x's values, or 2**-3 of them float8_e4m3fn, as FP8 products read them: the values
-of a tile, which products add, side by side. Of tiles down the first axis that is the transpose: a thread writes 16
-bytes of two lines of it, and the programs that start next those behind them. Programs that had tiles below each other,
-and filled more of a line, took Triton of jax 0.11 all memory of a machine to compile.
+Numbers are bfloat16, in the place of x's values.
 
 Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array: a device that holds
 a part of it is told where its part begins.
@@ -37,18 +34,12 @@ from tcfp_jax.formats.nvfp4_tiles import (
     quantized,
 )
 from tcfp_jax.formats.rotation import rotate_arrays
-from tcfp_jax.formats.scale_choice import IN_E4M3
 
 TILES = 128
-Numbers = Literal["bfloat16", "float8_e4m3fn"]
-Output = Literal["codes", "bfloat16", "float8_e4m3fn", "amax"]
+Output = Literal["codes", "bfloat16", "amax"]
 Place = Literal["last", "first"]
 # Neighbours down the first axis lie apart: a thread takes two columns, for words of 4 bytes.
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
-_TO_E4M3 = (
-    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-    "mov.b32 $0, {low, high}; }"
-)
 
 
 class _Job(NamedTuple):
@@ -59,11 +50,6 @@ class _Job(NamedTuple):
     place: Place
     shape: tuple[int, ...]
     interpret: bool
-
-    @property
-    def turned(self) -> bool:
-        """Whether the transpose is written."""
-        return self.output == "float8_e4m3fn" and self.place == "first"
 
 
 def serves(shape: tuple[int, ...], dtype: Any, place: Place = "last") -> bool:
@@ -94,18 +80,11 @@ def quantize_tiles(
 
 
 def quantize_values(
-    x: jax.Array, words: jax.Array, options: Options, place: Place, numbers: Numbers, *, interpret: bool = False
+    x: jax.Array, words: jax.Array, options: Options, place: Place, *, interpret: bool = False
 ) -> jax.Array:
-    """Code times scale of every value, of tiles along the last or down the first axis.
-
-    Returns:
-      bfloat16 of the shape of x; or float8_e4m3fn, 2**-3 of that, with what lies along tiles last, so transposed where
-      these lie down the first axis.
-    """
-    (values,) = _run(x, words, options, numbers, place, interpret)
-    if numbers == "bfloat16":
-        return values.reshape(x.shape)
-    return lax.bitcast_convert_type(values, numbers).reshape(x.shape[::-1] if place == "first" else x.shape)
+    """Return code times scale of every value, bfloat16, of tiles along the last or down the first axis."""
+    (values,) = _run(x, words, options, "bfloat16", place, interpret)
+    return values.reshape(x.shape)
 
 
 def rotated_amax(
@@ -129,10 +108,9 @@ def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place
     of_values = f"{side} t" if place == "last" else "a t b"
     inputs = ["u", of_values, *(axes if starts else "")]
     job = _Job(options, output, place, shape, interpret)
-    of_numbers = [of_values] if output == "bfloat16" else ["b a w" if job.turned else f"{side} w"]
-    outputs = {"codes": [f"{side} s", side], "amax": ["r"]}.get(output, of_numbers)
+    outputs = {"codes": [f"{side} s", side], "amax": ["r"], "bfloat16": [of_values]}[output]
     local = functools.partial(_local, job)
-    whole = {"codes": ("t", "s"), "float8_e4m3fn": ("t", "w")}.get(output, ("t",))
+    whole = ("t", "s") if output == "codes" else ("t",)
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *starts)
 
 
@@ -149,8 +127,6 @@ def _local(
         return [lax.pmax(top, summed_over) if summed_over else top]
     if job.output == "codes":
         return [part.reshape(*own, *part.shape[1:]) for part in found]
-    if job.output == "float8_e4m3fn":
-        return [found[0].reshape(*(own[::-1] if job.turned else own), SIDE // 4)]
     return [found[0].reshape(tiles.shape)]
 
 
@@ -173,31 +149,17 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
     """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
 
     Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers in bfloat16 are two arrays
-    `[tiles, 8]` of the former, and one for each row of the latter; in float8_e4m3fn one of words, `[tiles, 4]`
-    or `[columns, tiles, 4]`.
+    `[tiles, 8]` of the former, and one for each row of the latter.
     """
     if job.options.rotation == "hadamard":
         x = rotate_arrays(x, scalars.signs, do.flushed)
     if job.output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
     if job.output != "codes":
-        by = IN_E4M3 if job.output == "float8_e4m3fn" else 1.0
-        values = dequantized(job.options, do, scalars, x, random, by)
-        if job.output == "float8_e4m3fn":
-            return [_side_by_side([word.T for word in _in_words(do, values)])]
-        values = [value.astype(job.output) for value in values]
+        values = [value.astype(jnp.bfloat16) for value in dequantized(job.options, do, scalars, x, random)]
         return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if job.place == "last" else values
     parts, factor = quantized(job.options, do, scalars, x, random)
     return [_side_by_side([part.astype(jnp.uint8) for part in parts]), factor.astype(jnp.float8_e4m3fn)]
-
-
-def _in_words(do: Portable, values: list[jax.Array]) -> list[jax.Array]:
-    """Every four of 16 arrays as E4M3, in one of int32: cast two at a time, and stored 16 bytes at a time."""
-    fours = [values[at : at + 4] for at in range(0, SIDE, 4)]
-    if isinstance(do, Device):
-        return [lax.bitcast_convert_type(do.run(_TO_E4M3, *four), jnp.int32) for four in fours]
-    as_byte = lambda value: lax.bitcast_convert_type(value.astype(jnp.float8_e4m3fn), jnp.uint8).astype(jnp.int32)
-    return [functools.reduce(jnp.bitwise_or, [as_byte(v) << (8 * i) for i, v in enumerate(four)]) for four in fours]
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
@@ -211,19 +173,14 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
     """The index in the whole array of the first value of each tile, modulo 2**32, from the tile's index in a part."""
-    return in_whole(tile, starts, shapes) * jnp.uint32(SIDE)
-
-
-def in_whole(index: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """The index in a whole array, modulo 2**32, from that in a part of it; shapes are of the part and of the whole."""
     if starts is None:
-        return index
+        return tile * jnp.uint32(SIDE)
     own, whole = shapes
-    found, stride = jnp.zeros_like(index), 1
+    found, stride = jnp.zeros_like(tile), 1
     for axis in range(len(own) - 1, -1, -1):
-        found += (starts[axis] + index % jnp.uint32(own[axis])) * jnp.uint32(stride % 2**32)
-        index, stride = index // jnp.uint32(own[axis]), stride * whole[axis]
-    return found
+        found += (starts[axis] + tile % jnp.uint32(own[axis])) * jnp.uint32(stride % 2**32)
+        tile, stride = tile // jnp.uint32(own[axis]), stride * whole[axis]
+    return found * jnp.uint32(SIDE)
 
 
 def _call(
@@ -270,10 +227,6 @@ def _call(
 
 def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> tuple[Any, Any]:
     """Shapes and blocks of what the programs write."""
-    if job.output == "float8_e4m3fn":
-        lines, width = (shape[1], shape[0] // 4) if job.turned else (shape[0], SIDE // 4)
-        at: Any = (lambda i, j: (j, i)) if job.turned else block.index_map
-        return [jax.ShapeDtypeStruct((lines, width), jnp.int32)], [pl.BlockSpec((TILES, SIDE // 4), at)]
     if job.output == "bfloat16":
         return [jax.ShapeDtypeStruct(shape, job.output)], [block]
     if job.output == "amax":
@@ -291,8 +244,6 @@ def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
     elif job.output == "codes":
         for ref, part in zip(refs, parts, strict=True):
             ref[...] = part
-    elif job.output == "float8_e4m3fn":
-        refs[0][...] = parts[0].reshape(refs[0].shape)
     elif job.place == "last":
         for at, part in zip((0, 8), parts, strict=True):
             refs[0][:, at : at + 8] = part

@@ -30,7 +30,7 @@ from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE, lift_of
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
-VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
+_VALUE, _SCALE = (22, 126), (20, 120)  # E2M1's and E4M3's last bit in a float32, and how far exponents move down
 _LARGEST, _LARGEST_CODE = 6.0, 0x7E  # of E2M1, and E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
@@ -39,19 +39,18 @@ Random = Callable[[int], jax.Array]  # of each of the 16 values of a tile its bi
 
 
 class Options(NamedTuple):
-    """How tiles find scales (by "max" amax becomes `largest`) and are rounded, and whether they are rotated first."""
+    """How tiles find scales and are rounded, and whether they are rotated first."""
 
     rule: ScaleMode
     rounding: Literal["even", "stochastic"]
     rotation: Literal["none", "hadamard"]
-    largest: float = 6.0
 
     @property
     def divisors(self) -> tuple[float, ...]:
         """What the scale of the tensor is multiplied by, to divide the largest magnitude of a tile."""
         if self.rounding == "stochastic":
             return (_LARGEST,)
-        return {"max": (self.largest,), "four_over_six": (_LARGEST, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
+        return {"max": (_LARGEST,), "four_over_six": (_LARGEST, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
 
     @property
     def chooses(self) -> bool:
@@ -258,15 +257,15 @@ def quantized(
 
 
 def dequantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random, by: float
+    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
 ) -> list[jax.Array]:
-    """Code times scale times `by`, a power of two, of each of the 16 values, float32; NaN in a tile with NaN or inf."""
+    """Code times scale of each of the 16 values, float32; NaN in a tile with NaN or inf."""
     lifted = [do.lift(value, scalars.lift) for value in x]
     lost = largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
     codes, factor, product = _encoded(options, do, scalars, lifted, random)
     factor = jnp.where(product > 0, factor, jnp.float32(0))
-    factor = jnp.where(lost, jnp.float32(jnp.nan), factor * jnp.float32(by))
-    values = [do.widen(code << VALUE[0], VALUE[1]) * factor for code in codes]
+    factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+    values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
     return [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
@@ -276,28 +275,21 @@ def _encoded(
     options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """(codes, any if the product is 0; the tile's scale; its product with the tensor's) of lifted magnitudes `x`."""
-    scale, *others = scale_codes(options, do, scalars, x)
+    scale, *others = _scale_codes(options, do, scalars, x)
     if options.chooses:
         finite = [jnp.where(value < jnp.inf, value, 0.0) for value in x]
         least = _error(do, scalars, finite, scale)
         for other in others:
             error = _error(do, scalars, finite, other)
             scale, least = jnp.where(error < least, other, scale), jnp.minimum(error, least)
-    return encoded_by(options, do, scalars, x, scale, random)
-
-
-def encoded_by(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array, random: Random
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """The same with the code of a scale."""
     factor, product = _factors(do, scalars, scale)
     inverse = do.reciprocal(product, False)
     if options.rounding == "stochastic":
         odd = [do.divide_to_odd(value, product, inverse) for value in x]
         codes = [_stochastic_code(do, q, random(at)) for at, q in enumerate(odd)]
     else:
-        divisor = do.divisor(product, inverse, VALUE[1])
-        codes = [_code(do, value, divisor, VALUE) for value in x]
+        divisor = do.divisor(product, inverse, _VALUE[1])
+        codes = [_code(do, value, divisor, _VALUE) for value in x]
     # As unsigned: of NaN a code may be negative.
     return [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes], factor, product
 
@@ -317,7 +309,7 @@ def _packed(codes: list[jax.Array], signs: list[jax.Array], nonzero: jax.Array) 
     return jnp.where(nonzero, word, word & jnp.int32(-0x77777778))
 
 
-def scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.Array]) -> list[jax.Array]:
+def _scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.Array]) -> list[jax.Array]:
     """The E4M3 codes of the scales among which each tile chooses; see `scale_choice.tile_scales`."""
     amax = do.largest_finite(x)
     covering = options.rule == "fold_exact" or options.rounding == "stochastic"
@@ -385,11 +377,11 @@ def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array)
     Of a quotient that is rounded to 2**-8, on which all middles of codes lie, the nearest code is as far as its own.
     """
     factor, product = _factors(do, scalars, scale)
-    inverse, one = do.reciprocal(product, True), do.divisor(jnp.float32(1), jnp.float32(1), VALUE[1])
+    inverse, one = do.reciprocal(product, True), do.divisor(jnp.float32(1), jnp.float32(1), _VALUE[1])
     total = jnp.zeros_like(x[0])
     for value in x:
         units = do.nearest(jnp.minimum(do.multiply(value, inverse), 8.0))
-        code = (do.quotient(units, one, VALUE[1]) + (1 << (VALUE[0] - 1))) & jnp.int32(-(1 << VALUE[0]))
-        error = do.rest(units, jnp.minimum(code, 7 << VALUE[0]), one, VALUE[1])
+        code = (do.quotient(units, one, _VALUE[1]) + (1 << (_VALUE[0] - 1))) & jnp.int32(-(1 << _VALUE[0]))
+        error = do.rest(units, jnp.minimum(code, 7 << _VALUE[0]), one, _VALUE[1])
         total = total + error * error
     return do.multiply(jnp.where(product > 0, total, 0.0), do.multiply(factor, factor))

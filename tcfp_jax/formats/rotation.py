@@ -1,18 +1,14 @@
 """Hadamard rotations: an orthonormal mix of neighbours that spreads outliers before a cast and can be undone.
 
-`rotate` defines them; `rotate_arrays` has the same sums in the same order where values lie in arrays of their own, and
-`rotate_by_product` leaves the order to a matrix product.
+`rotate` defines them; `rotate_arrays` has the same sums in the same order for values in arrays of their own.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from tcfp_jax.formats.float_bits import TINY
@@ -86,37 +82,6 @@ def rotate_arrays(
         values = [values[i ^ half] - v if i & half else v + values[i ^ half] for i, v in enumerate(values)]
         half *= 2
     return [flush(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
-
-
-def rotate_by_product(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
-    """`rotate` along the first or the last axis as a product with a matrix, float32: sums in an order of its own.
-
-    >>> rotate_by_product(jnp.array([[4.0, 0.0, 0.0, 0.0]]), jnp.ones(4), 1).tolist()
-    [[2.0, 2.0, 2.0, 2.0]]
-    """
-    size, shape, matrix = signs.shape[0], x.shape, matrix_of(signs)
-    # 1 and -1 are exact in BF16, and so is what BF16 products add up in float32.
-    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    options: Any = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    if axis == 0:
-        groups = x.reshape(shape[0] // size, size, -1).astype(dtype)
-        # One matrix for each group, so that what it gives lies as x does.
-        matrices = jnp.broadcast_to(matrix.T.astype(dtype), (len(groups), size, size))
-        turned = jnp.matmul(matrices, groups, **options)
-    else:
-        groups = x.reshape(*shape[:-1], -1, size).astype(dtype)
-        turned = jnp.einsum("...i,ij->...j", groups, matrix.astype(dtype), **options)
-    return turned.reshape(shape) * jnp.float32(1 / math.sqrt(size))
-
-
-def matrix_of(signs: jax.Array) -> jax.Array:
-    """What rows of as many values as signs are multiplied by, and by 1 / sqrt(size): 1 and -1, float32 `[size, size]`.
-
-    >>> matrix_of(jnp.array([1.0, -1.0])).tolist()
-    [[1.0, 1.0], [-1.0, 1.0]]
-    """
-    powers = int(math.log2(signs.shape[0]))
-    return jnp.asarray(functools.reduce(np.kron, [np.array([[1, 1], [1, -1]], np.float32)] * powers)) * signs[:, None]
 
 
 def _signs(signs: ArrayLike | None, size: int) -> jax.Array:

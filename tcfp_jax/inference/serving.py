@@ -114,11 +114,10 @@ def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:
     recipes = [one.recipe for one in recipe.values()] if isinstance(recipe, Mapping) else [named_recipe(recipe)]
     training = next((one.fp4 for one in recipes if one.fp4 is not None), None)
     if training is not None:
-        tile = "square" if training.backward == "reused" else "vector"
         return (
             f"the recipe trains with {training}, which quantizes float weights anew at each product and stores none; "
             'serve with recipe("nvfp4"), for the model and here: the numbers that were multiplied forward are those of '
-            f'recipe("nvfp4", tile="{tile}", rule="{training.scale_rule}")'
+            'recipe("nvfp4", tile="square", rule="amax")'
         )
     return 'the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")'
 

@@ -1,7 +1,8 @@
 """`Reading`: how well an operand of a product was rounded, four numbers of it.
 
 Products of most recipes have three operands: x, the weight as the forward product reads it, and g as dgrad reads it.
-FP4 training quantizes the operands of wgrad, and with some recipes the weight of dgrad, anew; these are read, too.
+FP4 training quantizes the operands of wgrad anew, and after a forward product in BF16 the weight of dgrad; these are
+read, too.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Fp4, Operand, Quantized
-from tcfp_jax.formats.nvfp4_values import Nvfp4Values, observe
+from tcfp_jax.formats.nvfp4_values import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Halves, Recipe
@@ -91,13 +92,12 @@ def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
     """What `read_product` reads: operands that are known in the forward pass.
 
     >>> from tcfp_jax.recipes import recipe
-    >>> [forward_operands(recipe(name)) for name in ("tensorwise", "nvfp4_training", "quartet2")]
-    [('x', 'w'), ('x', 'w', 'x_wgrad'), ('x', 'w', 'w_dgrad', 'x_wgrad')]
+    >>> [forward_operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
+    [('x', 'w'), ('x', 'w', 'x_wgrad')]
     """
     if recipe.fp4 is None:
         return "x", "w"
-    anew = recipe.fp4.backward == "requantized" or recipe.fp4.forward_operands == "bf16"
-    return ("x", "w", "w_dgrad", "x_wgrad") if anew else ("x", "w", "x_wgrad")
+    return ("x", "w", "x_wgrad") if recipe.fp4.forward_operands == "fp4" else ("x", "w", "w_dgrad", "x_wgrad")
 
 
 def gradient_operands(recipe: Recipe) -> tuple[OperandName, ...]:
@@ -152,7 +152,7 @@ def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None)
     """Return the readings of the gradient of a product's result, one for each of `gradient_operands`."""
     if recipe.fp4 is not None:
         given = {"g": g, "g_wgrad": _tokens(g)}
-        return tuple(_read_nvfp4(recipe, name, given[name], words) for name in gradient_operands(recipe))
+        return tuple(_read_nvfp4(name, given[name], words) for name in gradient_operands(recipe))
     if recipe.dgrad == "bf16":
         return (read(g, g.astype(jnp.bfloat16)),)
     return (read(g, _rows(g, recipe.gradient, recipe, "hi")),)
@@ -160,46 +160,25 @@ def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None)
 
 def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[Reading, ...]:
     assert recipe.fp4 is not None, "the caller looked"
-    readings: dict[OperandName, Reading] = {}
-    # What the backward pass quantizes in the place of x and w: BF16, or the forward product's own numbers.
-    one = jnp.ones((), jnp.float32)
-    of_x, of_w = (Nvfp4Values(operand.astype(jnp.bfloat16), one) for operand in (x, w))
-    if recipe.fp4.forward_operands == "bf16":
-        readings |= {"x": read(x, of_x.values), "w": read(w, of_w.values)}
-    else:
-        readings |= {"x": _read_nvfp4(recipe, "x", x, words), "w": _read_nvfp4(recipe, "w", w, words)}
-    if recipe.fp4.backward == "requantized":
-        if recipe.fp4.forward_operands == "fp4":
-            of_x = observe(x, *quantization(recipe, "x", words)).found
-            of_w = observe(w, *quantization(recipe, "w", words)).found
-        readings["w_dgrad"] = _read_nvfp4(recipe, "w_dgrad", w, words, of_w)
-    elif recipe.fp4.forward_operands == "bf16":
-        readings["w_dgrad"] = _read_nvfp4(recipe, "w", w, words)
-    readings["x_wgrad"] = _read_nvfp4(recipe, "x_wgrad", _tokens(x), words, of_x._replace(values=_tokens(of_x.values)))
-    return tuple(readings[name] for name in forward_operands(recipe))
+    of_w, in_bf16 = _read_nvfp4("w", w, words), x.astype(jnp.bfloat16)
+    # The backward pass quantizes x as BF16 has it.
+    of_tokens = _read_nvfp4("x_wgrad", _tokens(x), words, _tokens(in_bf16))
+    if recipe.fp4.forward_operands == "fp4":
+        return _read_nvfp4("x", x, words), of_w, of_tokens
+    return read(x, in_bf16), read(w, w.astype(jnp.bfloat16)), of_w, of_tokens
 
 
-def _read_nvfp4(
-    recipe: Recipe,
-    operand: OperandName,
-    x: jax.Array,
-    words: jax.Array | None,
-    numbers: Nvfp4Values | None = None,
-) -> Reading:
-    """The reading of an operand of FP4 training; `numbers` is what is quantized in the place of x, and may be longer.
+def _read_nvfp4(operand: OperandName, x: jax.Array, words: jax.Array | None, given: jax.Array | None = None) -> Reading:
+    """The reading of an operand of FP4 training; `given` is what is quantized in the place of x.
 
     Zeros that fill blocks up are left out, except along an axis that is rotated, where they are none any more.
     """
-    how = quantization(recipe, operand, words)
-    if numbers is None:
-        found, outer = observe(x, *how), jnp.ones((), jnp.float32)
-        exact = found.exact
-    else:
-        found, outer = observe(numbers.values, *how), numbers.outer
-        exact = observe(_filled(x, numbers.values.shape), *how).exact
+    how = quantization(operand, words)
+    found = observe(x if given is None else given, *how)
+    exact = found.exact if given is None else observe(x, *how).exact
     rotated = None if how.signs is None or how.axis is None else how.axis % x.ndim
     kept = tuple(slice(None if axis == rotated else size) for axis, size in enumerate(x.shape))
-    q = found.found.dequantize() * outer
+    q = found.found.dequantize()
     top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
     return _compared(_amax(x.astype(jnp.float32)), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
 

@@ -1,63 +1,55 @@
 """FP4 training, emulated: the three products of `y = x W`, each of two NVFP4 operands.
 
     forward   y[m, n]  = x_q[m, k]  W_q[k, n]      blocks of 16 along k
-    dgrad     dx[m, k] = g_q[m, n]  W_q[k, n]ᵀ     along n
-    wgrad     dW[k, n] = x_q[m, k]ᵀ g_q[m, n]      along the tokens m
+    dgrad     dx[m, k] = g_q[m, n]  W_q[k, n]ᵀ     blocks of 16 along n
+    wgrad     dW[k, n] = x_q[m, k]ᵀ g_q[m, n]      blocks of 16 along the tokens m
 
-No chip but Blackwell multiplies FP4. Here every operand is quantized as it would be there, by the format library
-(`formats.nvfp4_values`), and dequantized exactly: a value times its block's scale is a BF16 number (and under
-"fold_exact" scales 2**-3 of it an E4M3 number, which FP8 products read), products of such numbers are exact in float32,
-and the two tensor scales multiply the float32 sum. So a product is that of the dequantized operands, but for the order
-in which float32 adds. Nothing is packed: this trains as FP4 does, not as fast.
+Only Blackwell multiplies FP4. Here the format library quantizes each operand and dequantizes it exactly: a value times
+the scale of its block is a BF16 number. Products of such numbers are exact in float32, and the two tensor scales
+multiply the float32 sum. So each product equals the product of the dequantized operands, except for the order of the
+float32 sums. Nothing is packed: the emulation learns as FP4 does, and runs slower than BF16.
 
-What a recipe (`tcfp_jax.recipes.Fp4Training`) does, and what its source does otherwise:
+The recipe follows NVIDIA 2025, "Pretraining Large Language Models with NVFP4". x has blocks of 16. W has squares of
+16 x 16, so that dgrad reads the same numbers as the forward product. g is rounded stochastically in both products. A
+random Hadamard matrix of 16 rotates both operands of wgrad. Two things differ:
 
-* NVIDIA 2025 ("nvfp4_training"): x in blocks of 16, W in squares of 16 x 16 so that dgrad reads the same numbers, g
-  rounded stochastically in both products, both operands of wgrad rotated by a random Hadamard matrix of 16. NVIDIA
-  draws one vector of signs for ever, here each step draws its own. NVIDIA scales g's blocks to the nearest E4M3 number,
-  which clips the largest value of some; here g's scales are rounded up, because clipping would bias the gradient.
-  Keeping the last blocks of a model in BF16 is for whoever chooses recipes (`tcfp_jax.conversion.last_blocks`).
-* Four over six (Cook et al. 2025): every operand that is rounded to nearest takes amax/6 or amax/4, block by block.
-* Quartet II (Panferov et al. 2026, "quartet2"): forward with four over six and blocks of 16 for x and W. For dgrad and
-  wgrad the forward's *quantized* x and W, and g, are rotated by a Hadamard matrix of 128 with signs of this step, the
-  same for both operands, and quantized by MS-EDEN: to nearest, with steps of 0.93 * 17/16 amax/6; then a factor for
-  each 128 values, <x, x> / <x, Q(x)>, multiplies their block scales, which are rounded stochastically to E4M3. The
-  factor is that of the values themselves; the authors' emulation weights blocks by the inverse of their scales, and
-  their kernels correct each block alone. Not implemented: tensor scales from the step before, and FP4 kernels.
+* NVIDIA draws one vector of signs for the whole run; here each step draws a new one.
+* NVIDIA rounds the scales of g to the nearest E4M3 number, which clips the largest value of some blocks. Here they are
+  rounded up, because clipping would bias the gradient.
 
-Random bits come from a key and the index of a value (`pallas_kernels.counter`): forward and backward pass of one call
-agree under jit and remat, calls with other keys differ, and no mesh changes them. The key is saved for the backward
-pass. Rounding has the straight-through gradient.
+NVIDIA keeps the last blocks of a model in BF16: choose recipes with `tcfp_jax.conversion.last_blocks`.
+
+The random bits of a value depend on the key and on the index of the value (`pallas_kernels.counter`). So the forward
+and backward pass of one call agree under jit and remat, calls with other keys differ, and a mesh changes nothing. The
+key is saved for the backward pass. Rounding has the straight-through gradient.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from pallas_kernels.counter import bits_of, keys
-from pallas_kernels.matmul.api import matmul as multiply
-from pallas_kernels.operands import Operand, Tensor
-from tcfp_jax.formats.nvfp4_arrays import Rule
-from tcfp_jax.formats.nvfp4_kernel import Numbers
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
 from tcfp_jax.products import bf16
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once
 from tcfp_jax.products.sites import named
-from tcfp_jax.recipes import Fp4Training, Product, Recipe, describe
+from tcfp_jax.recipes import Fp4Training, Recipe, describe
 
-# The streams of a product's bits.
-_SIGNS_DGRAD, _SIGNS_WGRAD, _X_FORWARD, _G_DGRAD, _G_WGRAD, _W_DGRAD, _X_WGRAD = range(7)
-# What is quantized: of the forward product x and w, and what dgrad and wgrad quantize anew.
+# The numbers of the streams from which a product draws: another number gives other bits.
+_SIGNS_WGRAD, _G_DGRAD, _G_WGRAD = 1, 3, 4
+_HADAMARD = 16
+# The forward product and dgrad read one W, unless the former is in BF16.
 OperandName = Literal["x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"]
+Words = tuple[jax.Array, jax.Array]
 
 
 def words_of(key: jax.Array) -> jax.Array:
-    """A random key, typed or not, as one array of words from which streams of bits are made.
+    """Return a random key, typed or not, as one array of words from which streams of bits are made.
 
     >>> words_of(jax.random.key(3)).shape
     (2,)
@@ -66,13 +58,13 @@ def words_of(key: jax.Array) -> jax.Array:
     return (jax.random.key_data(key) if typed else key).astype(jnp.uint32).reshape(-1)
 
 
-def stream(words: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """The key words of one of a product's streams of bits."""
+def stream(words: jax.Array, number: int) -> Words:
+    """Return the key words of one of a product's streams of bits."""
     return keys(*(words[i] for i in range(words.shape[0])), number)
 
 
-def signs(words: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
-    """Random signs, float32 1 or -1.
+def signs(words: Words, size: int) -> jax.Array:
+    """Return random signs, float32 1 or -1.
 
     >>> sorted(set(signs(stream(words_of(jax.random.key(0)), 1), 64).tolist()))
     [-1.0, 1.0]
@@ -81,57 +73,54 @@ def signs(words: tuple[jax.Array, jax.Array], size: int) -> jax.Array:
 
 
 def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
-    """`x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w `[k, n]`.
+    """Return `x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w `[k, n]`.
 
     Args:
-      key: of random bits; without it a product can be computed where the forward pass draws none, and not be
-        differentiated where the backward pass does.
+      recipe: a recipe with FP4 training.
+      x: the activations.
+      w: the weight.
+      key: the source of random bits. Without it the product can be computed and not differentiated, because the
+        backward pass draws.
 
     Raises:
-      ValueError: there is no key, and the forward pass draws bits; or it is asked for a gradient that draws some.
+      ValueError: there is no key, and a gradient is asked for.
 
     >>> from tcfp_jax.recipes import recipe
     >>> multiply = jax.jit(functools.partial(product, recipe("nvfp4_training")))
     >>> multiply(jnp.ones((2, 16)), jnp.full((16, 3), 0.5), jax.random.key(0)).tolist()
     [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
     """
-    if key is None and recipe.draws == "forward":
-        raise ValueError(_missing_key(recipe))
-    if key is None and recipe.draws == "backward":
+    if key is None:
         x, w = _keyless(recipe, x), _keyless(recipe, w)
     return _product(recipe, x, w, None if key is None else words_of(key))
 
 
-def _missing_key(recipe: Recipe) -> str:
-    return (
+# Not a check in the rule of `_product`: see `tcfp_jax.products.layer._constant`.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
+    """Return the operand, and raise if somebody asks for its gradient."""
+    return operand
+
+
+@_keyless.defjvp
+def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
+    raise ValueError(
         f'recipe "{describe(recipe)}" draws random bits, and got no key; pass one that differs at each step: key= of '
         'tcfp_jax.matmul, rngs={"tcfp": key} of a Linen model\'s apply, product_key= of a transformed function; of NNX '
         "rngs=nnx.Rngs(tcfp=seed) of a layer or of convert_to_tcfp, which draw at each call"
     )
 
 
-# Not a check in the rule of `_product`: see `tcfp_jax.products.layer._constant`.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
-    """The operand itself, of which no gradient may be asked."""
-    return operand
-
-
-@_keyless.defjvp
-def _refuse(recipe: Recipe, primals: Any, tangents: Any) -> Any:
-    raise ValueError(_missing_key(recipe))
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward pass needs: numbers, BF16 or NVFP4, key words, and the shape of w and dtypes of x and w."""
+    """Residuals of the backward pass: x in BF16, W in NVFP4, key words, the number k, and the dtypes of x and w."""
 
-    x: Any
-    w: Any
+    x: jax.Array
+    w: Nvfp4Values
     words: jax.Array | None
-    shape: tuple[int, int] = field(metadata=dict(static=True))
-    dtypes: tuple[Any, Any] = field(metadata=dict(static=True))
+    k: int = field(metadata=dict(static=True))
+    dtypes: tuple[DTypeLike, DTypeLike] = field(metadata=dict(static=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -140,65 +129,48 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
 
 
 class Quantization(NamedTuple):
-    """How an operand is quantized: the arguments of `along`; where the axis is None, the rule is that of `squares`."""
+    """How an operand is quantized: the arguments of `along`, or of `squares` if the axis is None."""
 
     axis: int | None
-    rule: Rule
-    rounding: Rounding
-    key: Any
-    signs: jax.Array | None
+    rounding: Rounding = "nearest"
+    key: Words | None = None
+    signs: jax.Array | None = None
 
 
-def quantization(recipe: Recipe, operand: OperandName, words: jax.Array | None) -> Quantization:
-    """How an operand of a product with these key words is quantized; x and g of wgrad as `[tokens, ...]`."""
-    how = _how(recipe)
-    reused, of_g = how.backward == "reused", how.gradient_rounding
-    of_x: Rounding = how.activation_rounding
-    if operand == "w":
-        return Quantization(None if reused else 0, how.scale_rule, "nearest", None, None)
-    axis, rounding, drawn, turns = {
-        "x": (-1, of_x, _X_FORWARD, None),
-        "g": (-1, of_g, _G_DGRAD, _SIGNS_DGRAD),
-        "w_dgrad": (1, of_g, _W_DGRAD, _SIGNS_DGRAD),
-        "x_wgrad": (0, of_x if reused else of_g, _X_WGRAD, _SIGNS_WGRAD),
-        "g_wgrad": (0, of_g, _G_WGRAD, _SIGNS_WGRAD),
-    }[operand]
-    turned = how.rotation == "backward" or (how.rotation == "wgrad" and turns == _SIGNS_WGRAD)
-    turn = signs(_bits(words, turns), how.hadamard) if turned and turns is not None else None
-    return Quantization(axis, how.scale_rule, rounding, _bits(words, drawn), turn)
+def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
+    """Return how an operand of a product with these key words is quantized; x and g of wgrad are `[tokens, ...]`."""
+    if operand in ("w", "w_dgrad"):
+        return Quantization(None)
+    if operand == "x":
+        return Quantization(-1)
+    assert words is not None, "the backward pass has a key"
+    if operand == "g":
+        return Quantization(-1, "stochastic", stream(words, _G_DGRAD))
+    turn = signs(stream(words, _SIGNS_WGRAD), _HADAMARD)
+    if operand == "x_wgrad":
+        return Quantization(0, signs=turn)
+    return Quantization(0, "stochastic", stream(words, _G_WGRAD), turn)
 
 
-def _quantized(recipe: Recipe, operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
-    how, numbers = quantization(recipe, operand, words), _numbers(recipe)
-    axis = how.axis
-    if axis is None:
-        return squares(values, how.rule, numbers)
-    in_blocks = lambda x: along(x, axis, how.rule, how.rounding, how.key, how.signs, numbers)
-    rotated = how.signs is not None and values.dtype == jnp.bfloat16  # by a product
-    return bf16.on_cpu_in_float32(in_blocks, values) if rotated else in_blocks(values)
+def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
+    axis, *how = quantization(operand, words)
+    return squares(values) if axis is None else along(values, axis, *how)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
-    how = _how(recipe)
-    reused = how.backward == "reused"
-    kept_x: Any
-    kept_w: Any
     with jax.named_scope("quantize_w"):
-        w_q: Any = _quantized(recipe, "w", w, None)
-        w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), w_q)
-    if how.forward_operands == "bf16":
+        w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), _quantized("w", w, None))
+    kept_x = x.astype(jnp.bfloat16)
+    if _how(recipe).forward_operands == "bf16":
         with jax.named_scope("forward"):
-            kept_x, kept_w = x.astype(jnp.bfloat16), w_q if reused else w.astype(jnp.bfloat16)
             y = _dot(kept_x, w.astype(jnp.bfloat16), x.ndim - 1, 0)
     else:
         with jax.named_scope("quantize_x"):
-            x_q = _quantized(recipe, "x", x, words)
+            x_q = _quantized("x", x, words)
         with jax.named_scope("forward"):
-            axes = (x.ndim - 1, 0 if reused else _first(recipe))
-            y = _multiply(x_q, w_q, axes, recipe, recipe.forward, x.dtype)[..., : w.shape[1]]
-        kept_x, kept_w = x.astype(jnp.bfloat16) if reused else x_q, w_q
-    kept_x = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept_x)
-    return y.astype(x.dtype), _Saved(kept_x, kept_w, words, (w.shape[0], w.shape[1]), (x.dtype, w.dtype))
+            y = _multiply(x_q, w_q, (x.ndim - 1, 0), x.dtype)[..., : w.shape[1]]
+    kept_x = checkpoint_name(kept_x, ACTIVATION_NAME)
+    return y.astype(x.dtype), _Saved(kept_x, w_q, words, w.shape[0], (x.dtype, w.dtype))
 
 
 def _forward_rule(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
@@ -208,18 +180,14 @@ def _forward_rule(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array |
 
 def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     g = differentiated_once(g)
-    words, (k, n), reused = saved.words, saved.shape, _how(recipe).backward == "reused"
-    quantized = lambda operand, values: _quantized(recipe, operand, values, words)
+    words = saved.words
     with jax.named_scope("dgrad"):
-        g_q = quantized("g", g)
-        w_q = saved.w if reused else _again(saved.w, 0, lambda w: quantized("w_dgrad", w[:, :n]))
-        dx = _multiply(g_q, w_q, (g.ndim - 1, 1), recipe, recipe.dgrad, saved.dtypes[0])
+        dx = _multiply(_quantized("g", g, words), saved.w, (g.ndim - 1, 1), saved.dtypes[0])
     with jax.named_scope("wgrad"):
         tokens = lambda x: x.reshape(-1, x.shape[-1])
-        g_q, of_x = quantized("g_wgrad", tokens(g)), lambda x: quantized("x_wgrad", tokens(x))
-        x_q = of_x(saved.x) if reused else _again(saved.x, -1, of_x)
-        dw = _multiply(x_q, g_q, (_first(recipe), _first(recipe)), recipe, recipe.wgrad, saved.dtypes[1])
-    return dx[..., :k], dw[:k], None
+        g_q, x_q = _quantized("g_wgrad", tokens(g), words), _quantized("x_wgrad", tokens(saved.x), words)
+        dw = _multiply(x_q, g_q, (0, 0), saved.dtypes[1])
+    return dx[..., : saved.k], dw, None
 
 
 _product.defvjp(_forward_rule, _backward)
@@ -230,44 +198,10 @@ def _how(recipe: Recipe) -> Fp4Training:
     return recipe.fp4
 
 
-def _numbers(recipe: Recipe) -> Numbers:
-    """What products multiply; all three are BF16's, or none is."""
-    return "bfloat16" if recipe.forward == "bf16" else "float8_e4m3fn"
-
-
-def _first(recipe: Recipe) -> int:
-    """Where `along` writes the first axis, down which it quantizes: E4M3 numbers are written as their transpose."""
-    return 0 if _numbers(recipe) == "bfloat16" else -1
-
-
-def _bits(words: jax.Array | None, number: int) -> Any:
-    return None if words is None else stream(words, number)
-
-
-def _again(numbers: Any, axis: int, quantized: Callable[[jax.Array], Nvfp4Values]) -> Nvfp4Values:
-    """Numbers of the forward pass, there in blocks along an axis, quantized again; their tensor scale is kept apart."""
-    if not isinstance(numbers, Nvfp4Values):
-        return quantized(numbers)
-    values = numbers.values
-    if values.dtype == jnp.float8_e4m3fn:
-        values = jnp.moveaxis(values, -1, axis).astype(jnp.bfloat16)
-    found = quantized(values)
-    return Nvfp4Values(found.values, found.outer * numbers.outer)
-
-
-def _multiply(
-    a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], recipe: Recipe, how: Product, dtype: Any
-) -> jax.Array:
-    """The product of dequantized operands over an axis of each, summed in float32."""
-    if how == "bf16":
-        return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
-    left, right = (
-        Operand(jnp.moveaxis(operand.values, axis, -1), operand.outer, scaling=Tensor("float32"))
-        for operand, axis in zip((a, b), axes, strict=True)
-    )
-    return multiply(left, right, out_dtype=dtype, accumulation=how, backend=recipe.backend)
+def _multiply(a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+    """Return the product of dequantized operands over an axis of each, summed in float32."""
+    return (_dot(a.values, b.values, *axes) * a.outer * b.outer).astype(dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """A BF16 product over an axis of each, float32."""
     return bf16.dot(a, b, (a_axis,), (b_axis,), jnp.float32)

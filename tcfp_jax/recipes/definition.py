@@ -1,7 +1,7 @@
 """`Recipe`, and the rules between its fields."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Fp4, Scaling, Tensor
@@ -99,9 +99,9 @@ class Recipe:
         return self.weight is not None and self.weight.remainder == "stochastic"
 
     @property
-    def draws(self) -> Literal["nothing", "backward", "forward"]:
-        """Where products draw random bits first, for which they need a key: FP4 training's."""
-        return "nothing" if self.fp4 is None else self.fp4.draws
+    def draws(self) -> bool:
+        """Whether the gradients of a product draw random bits, for which it needs a key: those of FP4 training do."""
+        return self.fp4 is not None
 
     @property
     def feedback(self) -> bool:
@@ -245,13 +245,10 @@ def _fp4_problem(r: Recipe) -> str | None:
             f'for each row; use {wrong}="float8_e4m3fn", or "bf16" for that product'
         )
     products = (r.forward, r.dgrad, r.wgrad)
-    in_fp8 = sum(how != "bf16" for how in products)
-    folds = r.fp4 is not None and r.fp4.scale_rule == "fold_exact"
-    if r.fp4 is not None and (weight is not None or r.wire is not None or in_fp8 not in ((0, 3) if folds else (0,))):
+    if r.fp4 is not None and (weight is not None or r.wire is not None or products != ("bf16", "bf16", "bf16")):
         return (
             f"fp4={r.fp4} with weight={weight}, wire={r.wire!r} and products {products}: FP4 training quantizes a "
-            "float weight at each use and adds in float32, and FP8 products multiply NVFP4 exactly under fold-exact "
-            'scales alone; use weight=None, wire=None and "bf16" for all three, or scale_rule="fold_exact"'
+            'float weight at each use and adds in float32; use weight=None, wire=None and "bf16" for all three'
         )
     if r.fp4 is not None and r.quantize_backend is not None:
         return (

@@ -14,7 +14,6 @@ _SINGLE_PRODUCTS = Dual(remainder="dropped", forward="hi", dgrad="hi")
 _IN_BLOCKS: Any = dict(forward="full", dgrad="full", wgrad="full")
 _FP4: Any = dict(weight=Single("float4_e2m1fn"), forward="bf16", dgrad="bf16", wgrad="bf16")
 _NO_STORED: Any = dict(weight=None, forward="bf16", dgrad="bf16", wgrad="bf16")
-_QUARTET2 = Fp4Training("four_over_six", "backward", 128, "eden", backward="requantized")
 _NAMED = {
     "bf16": Recipe(**_NO_STORED),
     "tcfp12": Recipe(),
@@ -29,9 +28,6 @@ _NAMED = {
     "nvfp4": Recipe(scaling=Fp4("nvfp4"), **_FP4),
     "mxfp4": Recipe(scaling=Fp4("mxfp4"), **_FP4),
     "nvfp4_training": Recipe(**_NO_STORED, fp4=Fp4Training()),
-    "nvfp4_training_four_over_six": Recipe(**_NO_STORED, fp4=Fp4Training("four_over_six")),
-    "nvfp4_training_fold_exact": Recipe(weight=None, fp4=Fp4Training("fold_exact"), **_IN_BLOCKS),
-    "quartet2": Recipe(**_NO_STORED, fp4=_QUARTET2),
 }
 NAMES = tuple(_NAMED)
 
@@ -41,8 +37,7 @@ _SHORT_WEIGHT = {
     "residual_blocks": "blocks",
 }  # fmt: skip
 _SHORT_SCALING = ("block", "tile", "scale", "rule")
-_SHORT_FP4 = ("scale_rule", "rotation", "hadamard", "gradient_rounding", "activation_rounding", "backward",
-              "forward_operands")  # fmt: skip
+_SHORT_FP4 = ("forward_operands",)
 
 
 def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
@@ -60,9 +55,8 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     exactly by BF16 activations: "nvfp4", a scale in E4M3 for 16 values and one for the tensor, and "mxfp4", OCP MX
     with E8M0 scales of 32; `activation=` rounds activations to "float8_e4m3fn" by rows or, with "nvfp4", to
     "float4_e2m1fn", NVFP4 as well.
-    FP4 training, emulated (`Fp4Training`), of products that need a random key: "nvfp4_training", NVIDIA's;
-    "nvfp4_training_four_over_six"; "nvfp4_training_fold_exact", the same in FP8 products; and "quartet2". Their
-    authors keep the last blocks of a model in BF16, see `tcfp_jax.conversion.last_blocks`.
+    "nvfp4_training" is NVIDIA's FP4 training, emulated (`Fp4Training`): gradients need a random key. NVIDIA keeps the
+    last blocks of a model in BF16, see `tcfp_jax.conversion.last_blocks`.
 
     Args:
       name: one of these, or a `Recipe`.
@@ -124,8 +118,8 @@ def describe(recipe: Recipe) -> str:
 
     >>> describe(recipe("tensorwise", gradient="float8_e4m3fn"))
     "tensorwise with gradient='float8_e4m3fn'"
-    >>> describe(recipe("quartet2")), describe(recipe("nvfp4_training", rotation="none"))
-    ('quartet2', "nvfp4_training with fp4.rotation='none'")
+    >>> describe(recipe("nvfp4_training", forward_operands="bf16"))
+    "nvfp4_training with fp4.forward_operands='bf16'"
     """
     kind = lambda one: (one.fp4 is None, type(one.weight), getattr(one.scaling, "format", None))
     alike = {name: known for name, known in _NAMED.items() if kind(known) == kind(recipe)}
@@ -160,7 +154,7 @@ def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
     if "rule" in given:
         raise ValueError(
             f"rule={given['rule']!r} with scaling={scaling}: rules choose the scales of FP4 weights; use "
-            'recipe("nvfp4") or recipe("mxfp4"), or scale_rule= of FP4 training'
+            'recipe("nvfp4") or recipe("mxfp4")'
         )
     if given.get("block", ...) is None:
         return Tensor(given.get("scale", "pow2"))

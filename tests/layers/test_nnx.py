@@ -235,12 +235,12 @@ def test_a_step_is_that_of_the_model_written_by_hand(recipe):
     assert same_bits(*results) and not survey(models[1], X).skipped
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "quartet2"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4_training"])
 @pytest.mark.parametrize("converted", [True, False])
 def test_sync_of_a_model_that_stores_no_weights_does_nothing(recipe, converted):
     model = TCFPLinear(32, 16, recipe=recipe, rngs=flax_nnx.Rngs(0))
     if converted:
-        streams = {"rngs": flax_nnx.Rngs(1)} if recipe == "quartet2" else {}
+        streams = {"rngs": flax_nnx.Rngs(1)} if recipe == "nvfp4_training" else {}
         plain, x = flax_nnx.Linear(32, 16, rngs=flax_nnx.Rngs(0)), jnp.ones((2, 32))
         model = convert_to_tcfp(plain, recipe, x, include=("linear", "small", "head"), **streams)
     tx = optax.chain(optax.sgd(0.1), tcfp_jax.error_feedback(find_weights(model, jnp.ones((2, 32)))))

@@ -220,7 +220,7 @@ def test_a_folder_of_an_earlier_version_is_resumed_with_floats(tmp_path, uninter
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("nvfp4", {"tile": "square"}), ("quartet2", {"scale_rule": "amax"}), ("blockwise", {"block": 64})],
+    [("nvfp4", {"tile": "square"}), ("nvfp4_training", {"forward_operands": "bf16"}), ("blockwise", {"block": 64})],
 )
 def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
     custom = tcfp_jax.recipe(name, **change)

@@ -19,7 +19,7 @@ from tests.formats_oracles import QUICK
 from tests.helpers import decibels, same_bits
 
 KEY = jax.random.key(3)
-QUARTET = recipe("quartet2", hadamard=32)
+FORWARD_IN_BF16 = recipe("nvfp4_training", forward_operands="bf16")
 
 
 def operands(m, k, n):
@@ -27,32 +27,32 @@ def operands(m, k, n):
     return x.at[3, 7].set(20), w / 6
 
 
-def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was():
+@pytest.mark.parametrize("how", [recipe("nvfp4_training"), FORWARD_IN_BF16], ids=["fp4", "forward in bf16"])
+def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
     x, w = operands(20, 37, 25)  # nothing is a multiple of a block
     params = {"first": w, "last": jnp.ones((25, 3))}
 
     def loss(params, x):
-        x = tcfp_jax.matmul(x, params["first"], recipe=QUARTET, key=KEY)
+        x = tcfp_jax.matmul(x, params["first"], recipe=how, key=KEY)
         return jnp.sum(tcfp_jax.matmul(x, params["last"], recipe="tensorwise") ** 2)
 
     result, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(params, x)
     assert same_bits(result, jax.jit(tcfp_jax.value_and_grad(loss), compiler_options=QUICK)(params, x))
     found = readings["first"]
-    assert set(found) == {"x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"} and set(readings["last"]) == {"x", "w", "g"}
-
-    made = jax.jit(lambda x: nvfp4_values.along(x, -1, "four_over_six"), compiler_options=QUICK)(x)
-    rounded = np.asarray(made.dequantize())[:, :37]
-    exact = np.asarray(x)
-    np.testing.assert_allclose(found["x"].snr, decibels(exact, rounded), rtol=1e-4)
-    np.testing.assert_allclose(found["x"].underflow, np.mean((exact != 0) & (rounded == 0)), rtol=1e-5)
-    assert 0 < found["x"].saturation < np.mean(np.abs(exact) > np.abs(rounded) * 1.001)
-    for name, of in (("x_wgrad", x), ("w", w), ("w_dgrad", w)):
+    anew = {"w_dgrad"} if how == FORWARD_IN_BF16 else set()
+    assert set(found) == {"x", "w", "g", "x_wgrad", "g_wgrad"} | anew and set(readings["last"]) == {"x", "w", "g"}
+    for name, of in (("x", x), ("x_wgrad", x), ("w", w)):
         np.testing.assert_allclose(found[name].amax, jnp.abs(of).max())
-    lost = {name: 10 ** (-float(reading.snr) / 10) for name, reading in found.items()}
-    assert all(18 < reading.snr < 26 for name, reading in found.items() if name not in ("w_dgrad", "x_wgrad"))
-    # The backward pass rounds the forward pass' own numbers once more: the energies of both errors add.
-    assert lost["w_dgrad"] == pytest.approx(lost["w"] + lost["g"], rel=0.3)
-    assert lost["x_wgrad"] == pytest.approx(lost["x"] + lost["g_wgrad"], rel=0.3)
+    exact = {"x", "w"} if how == FORWARD_IN_BF16 else set()
+    assert all(18 < reading.snr < 26 for name, reading in found.items() if name not in exact)
+    if exact:
+        assert all(found[name].snr > 50 for name in exact)
+        return
+    made = jax.jit(lambda x: nvfp4_values.along(x, -1), compiler_options=QUICK)(x)
+    rounded, exact_x = np.asarray(made.dequantize())[:, :37], np.asarray(x)
+    np.testing.assert_allclose(found["x"].snr, decibels(exact_x, rounded), rtol=1e-4)
+    np.testing.assert_allclose(found["x"].underflow, np.mean((exact_x != 0) & (rounded == 0)), rtol=1e-5)
+    assert 0 < found["x"].saturation < np.mean(np.abs(exact_x) > np.abs(rounded) * 1.001)
 
 
 def test_what_is_observed_is_what_products_multiply():
@@ -60,9 +60,9 @@ def test_what_is_observed_is_what_products_multiply():
 
     def both(x, w):
         pairs = []
-        for how, name, values in ((QUARTET, "x_wgrad", x), (recipe("nvfp4_training"), "w", w)):
-            use = quantization(how, name, words)
-            made = nvfp4_values.squares(w, use.rule) if use.axis is None else nvfp4_values.along(values, *use)
+        for name, values in (("x_wgrad", x), ("w", w)):
+            use = quantization(name, words)
+            made = nvfp4_values.squares(w) if use.axis is None else nvfp4_values.along(values, *use)
             pairs.append((made, nvfp4_values.observe(values, *use)))
         return pairs
 

@@ -227,8 +227,7 @@ KERNELS = {
     ),
     "ordered rows": lambda x: ordered_rows.ordered(x, 128, ONE),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
-    "nvfp4": lambda x: nvfp4_values.along(x, 0, "amax", "stochastic", WORDS).values,
-    "ms-eden": lambda x: nvfp4_values.along(x.astype(jnp.bfloat16), -1, "amax", "eden", WORDS, jnp.ones(128)).values,
+    "nvfp4": lambda x: nvfp4_values.along(x, 0, "stochastic", WORDS).values,
 }
 
 

@@ -158,7 +158,7 @@ def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (4, 0, 4), (4, 3, 0)], ids=str)
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "quartet2"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "nvfp4_training"])
 def test_axes_without_values_give_zeros(name, shape):
     """As tensors with one FP8 scale do: results and gradients of the right shapes, nothing but zeros."""
     m, k, n = shape
@@ -304,8 +304,8 @@ def test_what_reads_packed_codes_as_floats_is_told_how_to_get_these():
         (lambda: fp4_matmul(X, W, recipe="tensorwise"), ValueError, 'recipe "tensorwise" stores weight=Single('),
         (lambda: fp4_matmul(X, W, recipe="bf16"), ValueError, 'recipe "bf16" stores weights as floats'),
         (lambda: fp4_matmul(X, W, recipe="nvfp4_training"), ValueError, "tcfp_jax.matmul(x, w, recipe=..., key=key)"),
-        (lambda: pack_fp4(W, "quartet2"), ValueError, 'recipe "quartet2" packs no weight'),
-        (lambda: optim.store({"kernel": W}, "quartet2"), ValueError, 'recipe "quartet2" stores nothing'),
+        (lambda: pack_fp4(W, "nvfp4_training"), ValueError, 'recipe "nvfp4_training" packs no weight'),
+        (lambda: optim.store({"kernel": W}, "nvfp4_training"), ValueError, 'recipe "nvfp4_training" stores nothing'),
         (lambda: fp4_matmul(X, pack_fp4(W), recipe=SQUARES), ValueError, 'use recipe("nvfp4", tile="vector")'),
         (lambda: fp4_matmul(X, pack_fp4(W), recipe="mxfp4"), ValueError, "packed FP4 codes with Fp4(format='nvfp4'"),
         (lambda: recipe("nvfp4", activation="float8"), ValueError, "activation='float8' is unknown"),
