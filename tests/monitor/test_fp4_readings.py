@@ -44,7 +44,7 @@ def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
     for name, of in (("x", x), ("x_wgrad", x), ("w", w)):
         np.testing.assert_allclose(found[name].amax, jnp.abs(of).max())
     exact = {"x", "w"} if how == FORWARD_IN_BF16 else set()
-    assert all(18 < reading.snr < 26 for name, reading in found.items() if name not in exact)
+    assert all(15 < reading.snr < 27 for name, reading in found.items() if name not in exact)
     if exact:
         assert all(found[name].snr > 50 for name in exact)
         return

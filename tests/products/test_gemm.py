@@ -32,7 +32,7 @@ RECIPES = {
     "weights_only": tcfp_jax.Recipe.from_flags(use_tensor_cores=False),
 }
 FLOAT32_EPS = 2.0**-23
-KEYLESS = [name for name in tcfp_jax.recipes.NAMES if tcfp_jax.recipe(name).draws == "nothing"]
+KEYLESS = [name for name in tcfp_jax.recipes.NAMES if not tcfp_jax.recipe(name).draws]
 
 M, K, N = 24, 32, 16
 
