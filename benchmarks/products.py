@@ -43,7 +43,6 @@ class Form:
       scaling: of the weight; that of x is the same along its rows.
       out_dtype: of the result.
       residual_blocks: the blocks of the residual that are multiplied.
-      activation_halves: 2 for x = hi + lo, whose product with W = hi + lo leaves out lo times lo.
     """
 
     halves: Literal[1, 2]
@@ -51,12 +50,11 @@ class Form:
     scaling: Scaling = Tensor()
     out_dtype: str = "bfloat16"
     residual_blocks: Literal["all", "nonzero"] = "all"
-    activation_halves: Literal[1, 2] = 1
 
     @property
     def gemms(self) -> int:
         """How many FP8 products it is made of."""
-        return self.halves if self.activation_halves == 1 else 3
+        return self.halves
 
     @property
     def op(self) -> str:
@@ -85,8 +83,7 @@ class Form:
 
     def bound(self, backend: Backend) -> float:
         """The product's own: largest error of a sum per unit of |x| @ |w|."""
-        # What the three products of two residual operands leave out is below 2**-8 of both.
-        return SUM_BOUND[backend, self.accumulation] + (2.0**-8 if self.activation_halves == 2 else 0)
+        return SUM_BOUND[backend, self.accumulation]
 
     def candidates(self, shape: GemmShape) -> list[Config]:
         """The tile sizes that the Mosaic kernel has for a shape, best guess first."""
@@ -111,13 +108,6 @@ class Form:
     def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
         """The product by a backend, or by the Mosaic kernel with these tile sizes."""
         out_dtype = jnp.dtype(self.out_dtype)
-        if self.activation_halves == 2:
-            # As in a layer: sums of float32, because rounding one would cost the quality that the third is for.
-            wide: Any = dict(out_dtype=jnp.float32, accumulation=self.accumulation, backend=backend)
-            assert x.lo is not None, "it was quantized with two halves"
-            low = Operand(x.lo, x.scale, scaling=x.scaling)
-            out = matmul(x.drop_residual(), w, **wide) + matmul(low, w.drop_residual(), **wide)
-            return out.astype(out_dtype)
         if self.residual_blocks == "nonzero":
             if config is None:
                 return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
@@ -150,7 +140,7 @@ def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -
             return dual_quantize(value, scaling, backend=backend).rows
         return quantize(value, E4M3, scaling, backend=backend).rows
 
-    return operand(x, form.scaling.along_rows, form.activation_halves), operand(w, form.scaling, form.halves)
+    return operand(x, form.scaling.along_rows, 1), operand(w, form.scaling, form.halves)
 
 
 def _magnitude(value: jax.Array) -> jax.Array:

@@ -60,7 +60,6 @@ USE_IT_WHEN = {
     "tcfp12": "weights should keep 16 bits in both passes and BF16's speed is enough",
     "tcfp12_blockwise": "weights should keep 16 bits and outliers are local",
     "mxfp8": "you train for hardware that multiplies OCP MX",
-    "residual_activation": "outputs, too, should be as good as BF16's",
 }
 
 

@@ -1,10 +1,10 @@
-"""Time of products whose operands have more scales than one, and of the three products of a residual activation.
+"""Time of products whose operands have more scales than one.
 
     python -m benchmarks.scaled_products --json
 
 `python -m benchmarks.gemm` runs it, too; products are checked and timed as there. "block 128 dual" has a scale for
 every vector of 128 values of x and every square of 128 x 128 of W = hi + lo; "mx" is OCP MX's, vectors of 32 on both
-sides; "row" has a scale for every row of x and of W; "x = hi + lo" splits the activation, too.
+sides; "row" has a scale for every row of x and of W.
 """
 
 import argparse
@@ -27,7 +27,6 @@ _NAMES: dict[Literal[1, 2], str] = {1: "single", 2: "dual"}
 FORMS = {f"block {b} {name}": Form(n, scaling=Block(b)) for b in BLOCK_SIZES[::-1] for n, name in _NAMES.items()} | {
     "mx single": Form(1, scaling=Block(32, "vector")),
     "row single": Form(1, "fast", RowScaling()),
-    "x = hi + lo, dual": Form(2, "fast", activation_halves=2),
 }
 add_options = gemm.add_shape_options
 

@@ -77,7 +77,7 @@ VARIANTS |= {
     for name, kept in KEPT.items()
 }
 # Those that benchmarks.recipes compares with them.
-COMPARED = {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise", "residual_activation")}
+COMPARED = {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # The optimizer's part of a step does not grow with the tokens.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))

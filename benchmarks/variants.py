@@ -141,13 +141,12 @@ _FP4_LATE = {
     for percent in (20, 50)
 }  # fmt: skip
 _LATE = {
-    f"{name}_last_{percent}_{later}": dataclasses.replace(
-        plain, finish=(percent / 100, later), meaning=f"{said}, the last {percent} % in `{later}`"
+    f"{name}_last_{percent}_bf16": dataclasses.replace(
+        plain, finish=(percent / 100, "bf16"), meaning=f"{said}, the last {percent} % in `bf16`"
     )
     for name, plain, said in (
         ("tensorwise", _NAMED["tensorwise"], "`tensorwise`"), ("stored", _STORED["stored"], "stored"),
     )
-    for later in ("bf16", "residual_activation")
     for percent in (10, 20)
 }  # fmt: skip
 _ENDS = {

@@ -210,7 +210,7 @@ def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
         )
     if asked.weight is None:
         whole = replace(kept.weight, forward="hi+lo", dgrad="hi+lo")
-        return replace(kept, weight=whole, forward="bf16", dgrad="bf16", wgrad="bf16", activation_halves="hi")
+        return replace(kept, weight=whole, forward="bf16", dgrad="bf16", wgrad="bf16")
     pairs = {
         "weight": (type(kept.weight).__name__, type(asked.weight).__name__),
         "weight.dtype": (kept.weight.dtype, asked.weight.dtype),

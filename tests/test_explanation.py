@@ -120,7 +120,6 @@ X_STEPS = ["quantize x", "forward", "quantize g", "dgrad", "wgrad"]
         ("tensorwise", [*X_STEPS, "quantize w"]),
         ("rowwise", ["quantize x", *["forward"] * 2, "quantize g", *["dgrad"] * 2, *["wgrad"] * 2, "quantize w"]),
         ("tcfp12_blockwise", [*X_STEPS, "quantize w"]),
-        ("residual_activation", ["quantize x", "forward", "forward", *X_STEPS[2:], "quantize w"]),
     ],
 )
 def test_every_step_of_a_layer_is_there(recipe, names):

@@ -89,8 +89,6 @@ BROKEN = [
     ("blockwise", dict(forward="fast"), 'use "full" for "fast"'),
     ("blockwise", dict(amax="delayed"), "only whole tensors carry an amax"),
     ("tcfp12", dict(remainder="stochastic", amax="delayed"), "would bias stochastic rounding"),
-    ("tensorwise", dict(activation_halves="hi+lo"), 'recipe("residual_activation")'),
-    ("tcfp12", dict(activation_halves="hi+lo", forward="bf16"), 'recipe("residual_activation")'),
     ("tcfp12", dict(residual_blocks="nonzero"), "only a W_lo in blocks"),
 ]
 
@@ -157,7 +155,6 @@ FLIPS = {
     "wgrad of FP4": (recipe("nvfp4"), recipe("nvfp4", wgrad="full")),
     "dgrad": (recipe("tcfp12"), recipe("tcfp12", dgrad="fast")),
     "wgrad": (recipe("tcfp12"), recipe("tcfp12", wgrad="full")),
-    "activation_halves": (recipe("tcfp12"), recipe("tcfp12", activation_halves="hi+lo")),
     "amax": (recipe("tcfp12"), recipe("tcfp12", amax="delayed")),
     "copies": (recipe("tcfp12"), recipe("tcfp12", copies="one")),
     # On a CPU both run in interpreters, which a program shows as the loop over tiles.
@@ -221,12 +218,12 @@ def test_random_recipes_are_legal_more_often_than_one_in_fifty():
     scalings = [Tensor(), Tensor("float32"), Row(), Block(128), Block(32, "vector")]
     products, formats = ("fast", "full", "bf16"), ("float8_e4m3fn", "float8_e5m2")
     legal = total = 0
-    for weight, scaling, gradient, *how, amax, halves in itertools.product(
-        weights, scalings, formats, products, products, products, ("fresh", "delayed"), ("hi", "hi+lo")
+    for weight, scaling, gradient, *how, amax in itertools.product(
+        weights, scalings, formats, products, products, products, ("fresh", "delayed")
     ):
         total += 1
         try:
-            Recipe(weight, scaling, "float8_e4m3fn", gradient, *how, activation_halves=halves, amax=amax)
+            Recipe(weight, scaling, "float8_e4m3fn", gradient, *how, amax=amax)
             legal += 1
         except ValueError:
             continue

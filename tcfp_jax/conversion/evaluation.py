@@ -218,7 +218,7 @@ def _readers_of_one_x(jaxpr: Any, steps: Mapping[int, Any]) -> dict[int, tuple[i
             continue
         (axes, batch), (x, w) = eqn.params["dimension_numbers"], (var.aval for var in eqn.invars)
         plain = axes[0] == (x.ndim - 1,) and w.ndim == 2 and not any(batch) and eqn.outvars[0].aval.dtype == x.dtype
-        fp8 = "bf16" not in (recipe.forward, recipe.dgrad, recipe.wgrad) and recipe.activation_halves == "hi"
+        fp8 = "bf16" not in (recipe.forward, recipe.dgrad, recipe.wgrad)
         if plain and fp8 and not isinstance(recipe.scaling, Row | Fp4):
             how = (recipe.activation, recipe.scaling.along_rows, recipe.quantize_backend)
             groups.setdefault((eqn.invars[0], how), []).append(number)

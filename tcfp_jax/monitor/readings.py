@@ -16,7 +16,7 @@ from pallas_kernels.operands import Fp4, Operand, Quantized
 from tcfp_jax.formats.nvfp4_values import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
 from tcfp_jax.products.operands import quantize_operand
-from tcfp_jax.recipes import Halves, Recipe
+from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
@@ -135,7 +135,7 @@ def read_product(
         tokens = jnp.pad(tokens, ((0, 0), (0, tokens.shape[-1] % 2)))  # a byte holds two codes
         of_x = read(tokens, quantize_fp4(tokens))
     else:
-        of_x = read(x, _rows(x, recipe.activation, recipe, recipe.activation_halves))
+        of_x = read(x, _rows(x, recipe.activation, recipe))
     if stored is None:
         assert w is not None, "one of w and stored is there"
         return of_x, read(w, w.astype(jnp.bfloat16))
@@ -155,7 +155,7 @@ def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None)
         return tuple(_read_nvfp4(name, given[name], words) for name in gradient_operands(recipe))
     if recipe.dgrad == "bf16":
         return (read(g, g.astype(jnp.bfloat16)),)
-    return (read(g, _rows(g, recipe.gradient, recipe, "hi")),)
+    return (read(g, _rows(g, recipe.gradient, recipe)),)
 
 
 def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[Reading, ...]:
@@ -191,6 +191,6 @@ def _tokens(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _rows(x: jax.Array, dtype: str, recipe: Recipe, halves: Halves) -> Operand:
+def _rows(x: jax.Array, dtype: str, recipe: Recipe) -> Operand:
     """As products read them, to the bit; made by XLA, which fuses it with what reads it here."""
-    return quantize_operand(x, dtype, dataclasses.replace(recipe, quantize_backend="xla"), halves=halves).rows
+    return quantize_operand(x, dtype, dataclasses.replace(recipe, quantize_backend="xla")).rows

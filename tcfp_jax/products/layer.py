@@ -239,7 +239,7 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
         assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
         if x_q is None:
             with jax.named_scope("quantize_x"):
-                x_q = quantize_operand(x, recipe.activation, recipe, halves=recipe.activation_halves)
+                x_q = quantize_operand(x, recipe.activation, recipe)
         with jax.named_scope("forward"):
             y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
                         out_dtype=x.dtype, out_sharding=asked.out_sharding)  # fmt: skip
@@ -311,20 +311,12 @@ _product.defvjp(_forward_rule, _backward)
 def _multiply(
     a: Operand, b: Operand, recipe: Recipe, how: Product, *, out_dtype: Any, out_sharding: Any = None, wire: Any = None
 ) -> jax.Array:
-    """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`.
-
-    With a residual of a it is `(a_hi + a_lo) (b_hi + b_lo)` without the smallest of the four products.
-    """
+    """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`."""
     assert how != "bf16", "a BF16 product has no FP8 operands"
     options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire)
     if recipe.weight is not None and recipe.weight.blocks == "nonzero" and b.lo is not None:
         return skip_matmul(a, b.settled(), out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend)
-    if a.lo is None:
-        return multiply(a, b, out_dtype=out_dtype, **options)
-    # Both in float32: rounding one of them to bfloat16 would cost the quality that the third product is for.
-    out = multiply(a.drop_residual(), b, out_dtype=jnp.float32, **options)
-    low = Operand(a.lo, a.scale, scaling=a.scaling)
-    return (out + multiply(low, b.drop_residual(), out_dtype=jnp.float32, **options)).astype(out_dtype)
+    return multiply(a, b, out_dtype=out_dtype, **options)
 
 
 def _wgrad_bf16(x: jax.Array, g: jax.Array, dtype: Any, sharding: Any, wire: Wire) -> jax.Array:

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_real
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Fp4, Orientation, Quantized
 from pallas_kernels.quantize.api import quantize
-from tcfp_jax.recipes import Dual, Halves, Recipe, describe
+from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.stored import Stored
 
 # Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME):
@@ -18,23 +17,13 @@ WEIGHT_NAME = "tcfp_weight"
 ACTIVATION_NAME = "tcfp_activation"
 
 
-def orientation_of(recipe: Recipe) -> Orientation:
-    """In which orientations the products of a recipe read activations and gradients."""
-    return "rows" if recipe.wgrad == "bf16" else "both"
+def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe) -> Quantized:
+    """Quantize x or g, in one pass and only in the orientations that its products read.
 
-
-def quantize_operand(x: jax.Array, dtype: str, recipe: Recipe, *, halves: Halves = "hi") -> Quantized:
-    """X or g, in the orientations that its products read and no other, from one pass.
-
-    Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]` along all other axes, in wgrad, and
-    have no residual.
+    Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]` along all other axes, in wgrad.
     """
-    options: Any = dict(orientation=orientation_of(recipe), backend=recipe.quantize_backend)
-    scaling = recipe.scaling.along_rows
-    if halves == "hi":
-        return quantize(x, dtype, scaling, **options)
-    parts = dual_quantize(x, scaling, dtype=dtype, **options)
-    return Quantized(parts.rows, None if parts.columns is None else parts.columns.drop_residual())
+    orientation: Orientation = "rows" if recipe.wgrad == "bf16" else "both"
+    return quantize(x, dtype, recipe.scaling.along_rows, orientation=orientation, backend=recipe.quantize_backend)
 
 
 @jax.custom_jvp

@@ -12,7 +12,6 @@ from tcfp_jax.recipes.forms import (
     Dual,
     Format,
     Fp4Training,
-    Halves,
     Product,
     Remainder,
     Single,
@@ -36,8 +35,6 @@ class Recipe:
       gradient: format of the output's gradient g in FP8 products.
       forward, dgrad, wgrad: how each product multiplies: "fast" and "full" are FP8 with that accumulation (see
         `pallas_kernels.matmul.api.matmul`), "bf16" multiplies BF16 values, those of the stored weight if there is one.
-      activation_halves: "hi+lo" splits x into two FP8 tensors as well and adds `x_lo W_hi` to the forward product, for
-        an output of BF16's quality; dgrad and wgrad see `x_hi` or, with `wgrad="bf16"`, x.
       amax: weights are scaled by a "fresh" amax, or by a "delayed" one that the optimizer's state carries (PDDS).
       copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
         their bytes and saves the forward product a transpose on GPUs.
@@ -60,7 +57,6 @@ class Recipe:
     forward: Product = "fast"
     dgrad: Product = "full"
     wgrad: Product = "bf16"
-    activation_halves: Halves = "hi"
     amax: Amax = "fresh"
     copies: Copies = "both"
     backend: Backend | None = None
@@ -75,7 +71,7 @@ class Recipe:
             raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size, tile) or Fp4()")
         check_choices(
             self, activation=WeightFormat, gradient=Format, forward=Product, dgrad=Product, wgrad=Product,
-            activation_halves=Halves, amax=Amax, copies=Copies,
+            amax=Amax, copies=Copies,
         )  # fmt: skip
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
@@ -200,12 +196,6 @@ def rules(r: Recipe) -> list[tuple[bool, str]]:
             r.amax == "delayed" and (r.stochastic or not isinstance(scaling, Tensor)),
             f'amax="delayed" with scaling={scaling} and weight={weight}: only whole tensors carry an amax, and a value '
             'that a stale scale clips would bias stochastic rounding; use amax="fresh"',
-        ),
-        (
-            r.activation_halves == "hi+lo" and not (dual and scaling == Tensor() and r.forward != "bf16"),
-            f'activation_halves="hi+lo" with weight={weight}, scaling={scaling} and forward={r.forward!r}: the three '
-            'products of two split operands share power-of-two scales of whole tensors; use activation_halves="hi" '
-            'or recipe("residual_activation")',
         ),
         (
             weight is not None and weight.blocks == "nonzero" and not isinstance(scaling, Block),

@@ -19,7 +19,6 @@ _NAMED = {
     "tcfp12": Recipe(),
     "tcfp12_fast": Recipe(weight=Dual(dgrad="hi"), forward="fast", dgrad="fast", wgrad="fast"),
     "tcfp12_single": Recipe(weight=_SINGLE_PRODUCTS, forward="fast", dgrad="full", wgrad="full", copies="one"),
-    "residual_activation": Recipe(activation_halves="hi+lo", forward="full"),
     "tensorwise": Recipe(weight=Single(), gradient=_E5M2, forward="fast", dgrad="full", wgrad="full"),
     "rowwise": Recipe(weight=Single(), scaling=Row(), forward="fast", dgrad="fast", wgrad="fast"),
     "blockwise": Recipe(weight=Single(), scaling=Block(128), **_IN_BLOCKS),
@@ -46,8 +45,7 @@ def recipe(name: str | Recipe, **overrides: Any) -> Recipe:
     "bf16": BF16 operands, the baseline. "tcfp12": `W_hi + W_lo` forward and in dgrad, BF16 weight gradient.
     "tcfp12_fast": `W_hi + W_lo` forward, `W_hi` in dgrad, FP8 weight gradient: four FP8 products, all with fast
     accumulation, instead of BF16's three. "tcfp12_single": stores `W_hi + W_lo`, without a float copy by
-    `tcfp_jax.store`, and multiplies by `W_hi` alone, one FP8 product each. "residual_activation": `W_hi + W_lo` times
-    `x_hi + x_lo` without their smallest product, for an output of BF16's quality. One FP8 product each: "tensorwise",
+    `tcfp_jax.store`, and multiplies by `W_hi` alone, one FP8 product each. One FP8 product each: "tensorwise",
     E4M3 forward and E5M2 gradients (with `scale="float32"` nanochat's rule); "rowwise", a scale for each row of x and
     column of W, torchao's; "blockwise", a scale for every 128 values of x and square of W (`block=`); "mxfp8", OCP MX
     with vectors of 32.

@@ -91,7 +91,7 @@ def test_parts_of_a_run_share_programs_with_runs_of_one_recipe():
     assert [make_train_step(phase_at(CONFIG, step)) for step in (9, 10)] == [make_train_step(one) for one in whole]
 
 
-@pytest.mark.parametrize("later", ["bf16", "residual_activation"])
+@pytest.mark.parametrize("later", ["bf16", "tcfp12"])
 @pytest.mark.parametrize("weights", ["float", "stored"])
 def test_a_stack_of_layers_goes_on_with_the_other_recipe(weights, later):
     config = dataclasses.replace(
@@ -206,7 +206,7 @@ def test_what_does_not_convert_is_named():
     state: TrainState = jax.eval_shape(lambda: init(dataclasses.replace(CONFIG, **WITHOUT)))
     with pytest.raises(ValueError, match="weights='float' before and 'stored' after"):
         switched(CONFIG, STORED, state)
-    assert products_over("tcfp12_single", "residual_activation").copies == "one"
+    assert products_over("tcfp12_single", "tcfp12").copies == "one"
 
 
 def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
