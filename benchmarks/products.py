@@ -16,7 +16,7 @@ from jax import lax
 
 from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
-from pallas_kernels.dispatch import Backend, Key
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Config, block_candidates, candidates
 from pallas_kernels.matmul import mosaic, mosaic_blocks, reference
@@ -26,6 +26,7 @@ from pallas_kernels.operands import Product as Options
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.skip_matmul import mosaic as skip_mosaic
 from pallas_kernels.skip_matmul.api import skip_matmul
+from pallas_kernels.tuning import Key
 
 E4M3 = jnp.float8_e4m3fn
 # Of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have bounds of their own, `SUM_BOUND`.

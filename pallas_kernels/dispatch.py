@@ -1,13 +1,13 @@
-"""Which implementation of an op runs, and a record of what was asked.
+"""The choice of an implementation of an op, the record of each choice, and one trace for equal calls.
 
-Every op has a table of implementations, best first, XLA last. Each says of given arguments whether it cannot serve
-them (`reject`) and whether it could but is not the first choice (`decline`), both with the reason. `backend=None`
-takes the first that neither rejects nor declines; a named backend runs unless it rejects, and then raises
-`NotImplementedError` with its reason. An implementation is never replaced behind the caller's back: what was asked
-for runs, or the caller reads why not.
+Every op has a table of implementations, the best first and XLA last. Each can say that it cannot serve given arguments
+(`reject`), or that it could but is not the first choice (`decline`, or `timed`, by measured times), with the reason.
+`backend=None` takes the first that neither rejects nor declines. A named backend runs unless it rejects, and then
+raises `NotImplementedError` with the reason. There is no silent fallback: the requested backend runs, or the caller
+reads why it cannot.
 
-On a CPU a named kernel runs in its interpreter: the same program, slowly; one that has none, because it is written in
-PTX, rejects what it is asked there. `backend=None` never does that, and does not ask kernels there.
+On a CPU a named kernel runs in its interpreter: the same program, slowly. A kernel without an interpreter, because it
+is written in PTX, rejects. `backend=None` never interprets, and asks no kernel on a CPU.
 
 The options of an op travel as one frozen value and its arrays in order, so that `api`, `reference` and every kernel
 have the same signature, `(options, *arrays)`.
@@ -18,23 +18,18 @@ import contextvars
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from jax.extend import source_info_util
 
+from pallas_kernels import tuning
+from pallas_kernels.tuning import Key
+
 Backend = Literal["xla", "triton", "mosaic"]
 BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
-
-
-class Key(NamedTuple):
-    """How `tuned.json` names a call: the op, what decides its speed beside the shape, and the shape."""
-
-    op: str
-    variant: str
-    shape: tuple[int, ...]
 
 
 def _no_objection(*args: Any) -> None:
@@ -43,24 +38,30 @@ def _no_objection(*args: Any) -> None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an op.
+    """One way to run an op. All functions but `run` look at shapes and dtypes only.
 
-    `reject` and `decline` take the op's options and arrays and return a reason or None; `configure` returns the tile
-    sizes that would run, or None where there is nothing to choose; `key`, which XLA's have for all of their table, how
-    a call's times are named, or None where it has none. All four look at shapes and dtypes only.
+    Attributes:
+      backend: its name.
+      run: takes the op's options and arrays, as the functions below do.
+      reject: returns the reason why it cannot run, or None.
+      decline: returns the reason why it is not the first choice, or None.
+      configure: returns the tile sizes that would run, or None if there are none to choose.
+      key: returns the name of the call in `tuned.json`, or None. XLA's implementation has it for the whole table.
+      timed: whether it is the first choice only if it was measured to be the fastest.
     """
 
     backend: Backend
     run: Callable[..., Any]
     reject: Callable[..., str | None] = _no_objection
     decline: Callable[..., str | None] = _no_objection
-    configure: Callable[..., Any] = _no_objection
+    configure: Callable[..., object] = _no_objection
     key: Callable[..., Key | None] = _no_objection
+    timed: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one implementation: `reason` is None for the one that runs, with its `config`."""
+    """The judgement of one implementation: `reason` is None for the one that runs, with its `config`."""
 
     backend: Backend
     reason: str | None
@@ -69,15 +70,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Call:
-    """What `dispatch` was asked in one place of a program.
+    """One call of `dispatch` in a program.
 
     Attributes:
-      step: the innermost `jax.named_scope` around it, which says what the op is for.
-      op: the op.
+      step: name of the innermost `jax.named_scope`, which says what the op is for.
+      op: name of the op.
       operands: dtypes and shapes of its arrays, in words.
-      verdicts: one for each implementation, in the table's order; empty for what XLA does without an op of this
-        project, such as a BF16 product.
-      key: how its times are named, or None where it has none.
+      verdicts: one for each implementation in the table's order; empty for an op of XLA alone, such as a BF16 product.
+      key: name of its times, or None.
     """
 
     step: str
@@ -93,8 +93,8 @@ class Call:
 
 
 _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("pallas_kernels_calls", default=None)
-# Part of the key of every cache of traced functions: a function traced before would hide its calls from a recording,
-# and one traced in a recording holds references in the place of kernels.
+# Part of the key of every cache of traced functions. A function that was traced before would hide its calls from a
+# recording, and one that was traced in a recording has references instead of kernels.
 _RECORDING_KEY = jax.make_user_context(0)
 _RECORDINGS = itertools.count(1)
 
@@ -103,8 +103,8 @@ _RECORDINGS = itertools.count(1)
 def recording() -> Iterator[list[Call]]:
     """Record every call of an op that is traced inside.
 
-    A named backend that cannot run is recorded with its reason, and the reference is traced in its place. What was
-    traced elsewhere is traced anew, and what is traced here serves nobody else.
+    A named backend that cannot run is recorded with its reason, and the reference is traced instead. Functions that
+    were traced elsewhere are traced anew, and traces made here serve nobody else.
     """
     calls: list[Call] = []
     token = _CALLS.set(calls)
@@ -115,26 +115,21 @@ def recording() -> Iterator[list[Call]]:
         _CALLS.reset(token)
 
 
-def is_recording() -> bool:
-    """Whether calls are recorded here."""
-    return _CALLS.get() is not None
-
-
 def note(key: Key, *arrays: Any) -> None:
-    """Record a call of something that has no table, because XLA alone does it."""
+    """Record a call of an op without a table, which XLA alone computes."""
     calls = _CALLS.get()
     if calls is not None:
         calls.append(Call(_scope(), key.op, describe(*arrays), key=key))
 
 
 def _scope() -> str:
-    """The innermost `jax.named_scope`, without what transformations make of it: dgrad of transpose(jvp(dgrad))."""
+    # The innermost name, without the names of transformations: dgrad of transpose(jvp(dgrad)).
     names = re.findall(r"[^()/]+", str(source_info_util.current().name_stack))
     return names[-1].replace("_", " ") if names else ""
 
 
 def describe(*arrays: Any) -> str:
-    """Dtypes and shapes of arrays and pytrees of them, in words.
+    """Return dtypes and shapes of arrays and pytrees of them, in words.
 
     >>> import jax.numpy as jnp
     >>> describe(jnp.ones((2, 3)), None, jnp.ones(4))
@@ -145,27 +140,27 @@ def describe(*arrays: Any) -> str:
 
 
 def check_backend(backend: Backend | None) -> None:
-    """Raise a ValueError unless `backend` is None or one of the known names."""
+    """Raise a ValueError unless `backend` is None or a known name."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use None or one of {', '.join(map(repr, BACKENDS))}")
 
 
 def device_kind() -> str:
-    """The kind of device that programs are traced for, such as "NVIDIA H200" or "cpu".
+    """Return the kind of device for which programs are traced, such as "NVIDIA H200" or "cpu".
 
-    That of the mesh in use (which may describe a device that this machine lacks), else of JAX's default device.
+    The mesh in use decides (it may describe a device that this machine lacks), else JAX's default device.
     """
-    return _device().device_kind
+    return str(_device().device_kind)
 
 
 def device_cores(otherwise: int) -> int:
-    """The multiprocessors of that device, or `otherwise` where it does not say."""
+    """Return the number of multiprocessors of that device, or `otherwise` if it does not say."""
     device = _device()
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or otherwise
 
 
 def compute_capability() -> float:
-    """That of the device in use, such as 9.0 for Hopper; 0 for a device that is not an NVIDIA GPU."""
+    """Return the compute capability of that device, such as 9.0 for Hopper, or 0 unless it is an NVIDIA GPU."""
     try:
         return float(_device().compute_capability)
     except (AttributeError, ValueError):
@@ -180,8 +175,10 @@ def _device() -> Any:
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
-def judge(table: Sequence[Implementation], backend: Backend | None, options: Any, *arrays: Any) -> tuple[Verdict, ...]:
-    """Of every implementation, in the table's order, why it does not run; None for the first that does.
+def judge(
+    table: Sequence[Implementation], backend: Backend | None, options: Hashable, *arrays: Any
+) -> tuple[Verdict, ...]:
+    """Return for each implementation the reason why it does not run, and None for the first that does.
 
     Raises:
       ValueError: `backend` is not a backend.
@@ -189,17 +186,19 @@ def judge(table: Sequence[Implementation], backend: Backend | None, options: Any
     check_backend(backend)
     verdicts: list[Verdict] = []
     chosen: Backend | None = None
-    interprets = backend is None and device_kind() == "cpu"
+    device = device_kind()
     for implementation in table:
         kernel, reason, config = implementation.backend != "xla", None, None
         if backend not in (None, implementation.backend):
             reason = f"backend={backend!r} was asked for"
-        elif kernel and interprets:
+        elif kernel and backend is None and device == "cpu":
             reason = "a CPU runs a kernel only where it is named, in its interpreter if it has one"
         else:
             reason = implementation.reject(options, *arrays)
             if reason is None and backend is None:
                 reason = implementation.decline(options, *arrays)
+                if reason is None and implementation.timed:
+                    reason = tuning.decline(device, table[-1].key(options, *arrays), implementation.backend)
         if reason is None and chosen is not None:
             reason = f"{chosen} comes first"
         if reason is None:
@@ -208,11 +207,11 @@ def judge(table: Sequence[Implementation], backend: Backend | None, options: Any
     return tuple(verdicts)
 
 
-def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, options: Any, *arrays: Any) -> Any:
+def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, options: Hashable, *arrays: Any) -> Any:
     """Choose an implementation and run it.
 
-    A kernel runs inside a jitted function of its own: calls that agree in shapes, dtypes and options are then traced
-    and lowered once in a program, however many layers make them. Lowering a Mosaic kernel takes a third of a second.
+    A kernel runs inside a jitted function of its own. Calls with the same shapes, dtypes and options are then traced
+    and lowered once in a program, however many layers make them; lowering a Mosaic kernel takes a third of a second.
 
     Raises:
       ValueError: `backend` is not a backend.
@@ -242,3 +241,38 @@ def _reasons(op: str, table: Sequence[Implementation], backend: Backend | None, 
 @functools.cache
 def _jitted(run: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run, static_argnums=0)
+
+
+def shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function(options, *arguments)`, traced once for options and arguments that agree.
+
+    Use it for a part of a program that equal layers repeat. Without it a program with twelve layers has the arithmetic
+    of its quantizers thirty-six times, and JAX traces, differentiates and lowers each of them anew. XLA inlines the
+    jitted function before it optimizes, so the compiled program is the same.
+
+    `options` is hashable. The arguments are pytrees of arrays, compared by shapes, dtypes, shardings and varying axes.
+    Nothing is shared while calls are recorded, so that every call is seen.
+
+    >>> double = shared(lambda factor, x: factor * x)
+    >>> float(double(2, jax.numpy.float32(3)))
+    6.0
+    """
+
+    @functools.wraps(function)
+    def on_device(options: Hashable, around: Hashable, *arguments: Any) -> Any:
+        return function(options, *arguments)
+
+    traced = jax.jit(on_device, static_argnums=(0, 1))
+
+    @functools.wraps(function)
+    def call(options: Hashable, *arguments: Any) -> Any:
+        if _CALLS.get() is not None:
+            return function(options, *arguments)
+        return traced(options, surroundings(), *arguments)
+
+    return call
+
+
+def surroundings() -> Hashable:
+    """Return the inputs of the choice besides its arguments, which JAX does not know: the device and the times."""
+    return device_kind(), compute_capability(), device_cores(0), tuning.load()

@@ -192,7 +192,7 @@ def _partial_sums(
         for letter, entry in zip(side, axes, strict=True):
             if letter not in kept and letter != "u":
                 found.setdefault(letter, set()).add(entry)
-    return {letter: axes for letter, alike in found.items() if len(alike) == 1 and (axes := next(iter(alike)))}
+    return {letter: one for letter, alike in found.items() if len(alike) == 1 and (one := next(iter(alike)))}
 
 
 def _choose_axes(

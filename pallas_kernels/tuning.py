@@ -1,15 +1,15 @@
-"""What was measured to be fastest: `tuned.json`, by device, op, variant and shape.
+"""Measured times: `tuned.json`, by device, op, variant and shape.
 
-`python -m benchmarks.gemm --tune` times every backend and tile config on the device it runs on and writes the winners;
-nothing else writes the file. `backend=None` asks here: an implementation that lost near a shape declines, and so does
-a kernel that nobody has timed on this device. A chip with the multiprocessors of one that was timed has its times until
-it has its own (`timed_device`).
+`python -m benchmarks.gemm --tune` times every backend and tile config on its device and writes the winners; nothing
+else writes the file. `dispatch` asks here for `backend=None`: an implementation declines if it lost near a shape, and a
+kernel also if it was never timed on this device. A device that was not timed takes the times of one with the same
+multiprocessors (`timed_device`).
 
-Shapes are compared by the logarithms of their sizes; for a shape that was not measured, what was fastest at the nearest
-one that was is the guess. An entry need not have every backend: it says nothing of one that it does not name.
+Shapes are compared by the logarithms of their sizes, and the winner of the nearest measured shape is the guess for the
+others. An entry need not have every backend: it says nothing about a backend that it does not name.
 
-The same times say what a call takes: `estimate` interpolates between them. For that there are entries of what has no
-kernel of this project, BF16 products ("dot_general") among them.
+`estimate` interpolates between the same times. For this the file also has times of ops without a kernel of this
+project, such as BF16 products ("dot_general").
 """
 
 import functools
@@ -18,31 +18,38 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from pallas_kernels.dispatch import Backend, Key, device_kind
+from typing import Any, NamedTuple
 
 PATH = Path(__file__).with_name("tuned.json")
 # How far a measurement counts, in octaves, summed over the axes of a shape.
-NEAR = 2.0
-# Devices by what their names contain: the H200's multiprocessors and tensor cores beside slower memory.
+_NEAR = 2.0
+# Devices by parts of their names. An H100 has the multiprocessors and tensor cores of an H200, and slower memory.
 _ALIKE = {"NVIDIA H200": ("H100", "H200", "H800", "GH200")}
+
+
+class Key(NamedTuple):
+    """Name of a call in `tuned.json`: op, variant (all that decides its speed but the shape, "dual fast bfloat16"), shape."""
+
+    op: str
+    variant: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest way of one variant of an op at one shape.
+    """The fastest way to run one variant of an op at one shape.
 
     Attributes:
-      variant: what decides speed beside the shape, such as "dual fast bfloat16".
+      shape: sizes of the op.
+      variant: as in `Key`.
       backend: the winner.
-      milliseconds: of every backend at its best.
-      configs: the fields of the best config of each backend that has any.
+      milliseconds: the best time of each backend.
+      configs: fields of the best config of each backend that has configs.
     """
 
     shape: tuple[int, ...]
     variant: str
-    backend: Backend
+    backend: str
     milliseconds: Mapping[str, float]
     configs: Mapping[str, Mapping[str, Any]]
 
@@ -60,7 +67,7 @@ class Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
 
 @functools.lru_cache(maxsize=1)
 def load() -> Tuned:
-    """Entries by device kind and op, as `tuned.json` has them."""
+    """Return the entries of `tuned.json` by device kind and op."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
     return Tuned(
         {
@@ -70,26 +77,25 @@ def load() -> Tuned:
     )
 
 
-def find(key: Key, backend: Backend) -> Entry | None:
-    """The measurement nearest to the shape of `key` in which `backend` took part, on the device in use, or None."""
-    return min(_entries(key, backend), key=lambda entry: _distance(entry.shape, key.shape), default=None)
+def find(device: str, key: Key, backend: str) -> Entry | None:
+    """Return the measurement of a backend on a device nearest to the shape of `key`, or None."""
+    return min(_entries(device, key, backend), key=lambda entry: _distance(entry.shape, key.shape), default=None)
 
 
-def timed_device() -> str:
-    """The device whose times count here: the one in use, or one like it where that was not timed."""
-    kind = device_kind()
-    if kind in load():
-        return kind
-    return next((other for other, names in _ALIKE.items() if any(name in kind for name in names)), kind)
+def timed_device(device: str) -> str:
+    """Return the device whose times count for this one: itself if it was timed, else one like it."""
+    if device in load():
+        return device
+    return next((other for other, names in _ALIKE.items() if any(name in device for name in names)), device)
 
 
-def _entries(key: Key, backend: Backend) -> list[Entry]:
-    entries = load().get(timed_device(), {}).get(key.op, ())
+def _entries(device: str, key: Key, backend: str) -> list[Entry]:
+    entries = load().get(timed_device(device), {}).get(key.op, ())
     return [entry for entry in entries if entry.variant == key.variant and backend in entry.milliseconds]
 
 
 def _apart(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """The distance for `estimate`: one pass over a matrix takes what one over its transpose does."""
+    # A pass over a matrix takes as long as one over its transpose.
     return _distance(tuple(sorted(a)), tuple(sorted(b))) if len(a) == 2 else _distance(a, b)
 
 
@@ -97,36 +103,36 @@ def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
     return sum(abs(math.log2(max(1, x) / max(1, y))) for x, y in zip(a, b, strict=True))
 
 
-def decline(backend: Backend, key: Key | None) -> str | None:
-    """Why `backend` is not the first choice here, or None where it was measured to be the fastest."""
-    entry = None if key is None else find(key, backend)
+def decline(device: str, key: Key | None, backend: str) -> str | None:
+    """Return the reason why a backend is not the first choice on a device, or None if it was measured to be fastest."""
+    entry = None if key is None else find(device, key, backend)
     if key is None or entry is None:
-        what = "this" if key is None else f"{key.op} ({key.variant})"
-        return f"{what} was not timed on {device_kind()}; run python -m benchmarks.gemm --tune"
+        call = "this" if key is None else f"{key.op} ({key.variant})"
+        return f"{call} was not timed on {device}; run python -m benchmarks.gemm --tune"
     if entry.backend == backend:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
-    where = "" if timed_device() == device_kind() else f" on {timed_device()}"
+    where = "" if timed_device(device) == device else f" on {timed_device(device)}"
     return f"{entry.backend} was fastest at {written(entry.shape)}{where} ({times})"
 
 
-def is_timed() -> bool:
-    """Whether BF16's products were timed on `timed_device`, to which `estimate` of others can be compared."""
-    return "dot_general" in load().get(timed_device(), {})
+def is_timed(device: str) -> bool:
+    """Return whether BF16 products were timed on a device, so that other estimates have a comparison."""
+    return "dot_general" in load().get(timed_device(device), {})
 
 
-def estimate(key: Key, backend: Backend) -> float | None:
-    """Milliseconds of a call by `backend` on `timed_device`; None where nothing near its shape was measured.
+def estimate(device: str, key: Key, backend: str) -> float | None:
+    """Return the milliseconds that a call takes on a device, or None if no shape near it was measured.
 
-    What is interpolated is the rate, the product of the sizes over the time:
+    The rate, which is the product of the sizes over the time, is interpolated over the measurements within two octaves:
 
         log rate = sum_i log rate_i / d_i^2  /  sum_i 1 / d_i^2,   d = sum over axes of |log2 of the sizes' ratio|
 
-    over the measurements within `NEAR`. It is exact where it was measured, and elsewhere between the slowest and the
-    fastest of them. Of two axes the order does not count.
+    The estimate is exact at a measured shape, and elsewhere between the slowest and the fastest of its neighbours. The
+    order of two axes does not count.
     """
-    near = [(_apart(entry.shape, key.shape), entry) for entry in _entries(key, backend)]
-    near = [(distance, entry) for distance, entry in near if distance <= NEAR]
+    near = [(_apart(entry.shape, key.shape), entry) for entry in _entries(device, key, backend)]
+    near = [(distance, entry) for distance, entry in near if distance <= _NEAR]
     if not near or 0 in key.shape:
         return None
     nearest, entry = min(near, key=lambda pair: pair[0])
@@ -139,7 +145,7 @@ def estimate(key: Key, backend: Backend) -> float | None:
 
 
 def written(shape: tuple[int, ...]) -> str:
-    """A shape in a message.
+    """Return a shape as a message shows it.
 
     >>> written((8192, 4096))
     '8192x4096'

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Call, Verdict, device_kind, recording
-from pallas_kernels.sharing import surroundings
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Call, Verdict, recording
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import estimate, is_timed, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -145,11 +145,12 @@ def explain(
         optimizer = error_feedback(recipe, key=jax.random.key(0) if recipe.stochastic else None)
     steps = _traced(recipe, optimizer, params, x, g)
     emulated = _emulated(recipe)
-    if not is_timed():
-        return Explanation(device_kind(), steps, emulated=emulated)
+    device = dispatch.device_kind()
+    if not is_timed(device):
+        return Explanation(device, steps, emulated=emulated)
     bf16 = _traced(named_recipe("bf16"), optax.identity(), params, x, g)
     times, bf16_times = (tuple(map(_time, calls)) for calls in (steps, bf16))
-    return Explanation(device_kind(), steps, bf16, times, bf16_times, emulated, timed_device())
+    return Explanation(device, steps, bf16, times, bf16_times, emulated, timed_device(device))
 
 
 def _emulated(recipe: Recipe) -> str:
@@ -166,10 +167,10 @@ def _emulated(recipe: Recipe) -> str:
 def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
     """`explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`, remembered.
 
-    >>> weigh(8, 32, 64, named_recipe("bf16")).device == device_kind()
+    >>> weigh(8, 32, 64, named_recipe("bf16")).device == dispatch.device_kind()
     True
     """
-    return _weighed(rows, k, n, recipe, (surroundings(), has_explicit_axes()))
+    return _weighed(rows, k, n, recipe, (dispatch.surroundings(), has_explicit_axes()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,7 +179,9 @@ def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: Any) -> Explanat
 
 
 def _time(call: Call) -> float | None:
-    return None if call.key is None or _runs(call).reason else estimate(call.key, _runs(call).backend)
+    if call.key is None or _runs(call).reason:
+        return None
+    return estimate(dispatch.device_kind(), call.key, _runs(call).backend)
 
 
 def _traced(recipe: Recipe, tx: optax.GradientTransformation, params: Any, x: Any, g: Any) -> tuple[Call, ...]:

@@ -29,8 +29,7 @@ def measured(monkeypatch, tmp_path):
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"NVIDIA H200": {"matmul": [product, single]}}))
     monkeypatch.setattr(tuning, "PATH", path)
-    for module in (dispatch, tuning, plan):
-        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H200")
     monkeypatch.setattr(plan, "SMALLEST_JAX", (0, 10))
     # Kernels for a device that is not there are chosen, and the reference is traced in their place.
     monkeypatch.setattr(dispatch, "_jitted", lambda run: _reference_of)
@@ -78,19 +77,16 @@ def test_the_fastest_that_was_measured_runs_with_its_config(measured):
 
 
 def test_a_chip_like_one_that_was_timed_has_its_times_and_says_so(measured, monkeypatch):
-    for module in (dispatch, tuning, plan):
-        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    assert tuning.timed_device() == "NVIDIA H200"
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    assert tuning.timed_device("NVIDIA H100 80GB HBM3") == "NVIDIA H200"
     assert calls((8192, 4096), (4096, 16384), "tcfp12")["forward"].chosen == dispatch.Verdict("mosaic", None, measured)
     single = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"]
     assert single.verdicts[0].reason.startswith("xla was fastest at 8192x4096x16384 on NVIDIA H200 (mosaic")
-    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H20")
-    assert tuning.timed_device() == "NVIDIA H20"
+    assert tuning.timed_device("NVIDIA H20") == "NVIDIA H20"
     # Its own times count as soon as there is one.
     content = json.loads(tuning.PATH.read_text())
     tuning.PATH.write_text(json.dumps({**content, "NVIDIA H100 80GB HBM3": {}}))
     tuning.load.cache_clear()
-    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     reason = calls((8192, 4096), (4096, 16384), "tensorwise")["forward"].verdicts[0].reason
     assert reason.startswith("matmul (single fast bfloat16) was not timed on NVIDIA H100")
 
@@ -133,7 +129,7 @@ def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype))
     found = calls((32, 64), (64, 32), "tcfp12", optimizer=tx)["quantize w"]
     assert found.operands == f"float32[64, 32] x {error_dtype}[64, 32]"
-    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA H200")  # of which the kernel asks what was timed
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA L4")  # which nobody has timed
     found = calls((32, 64), (64, 32), tcfp_jax.recipe("tcfp12", backend="xla"), optimizer=tx)["quantize w"]
     assert f"error {error_dtype}) was not timed" in {v.backend: v.reason for v in found.verdicts}["triton"]
     fresh = tcfp_jax.explain((32, 64), (64, 32), "tcfp12", optimizer=optax.sgd(0.1))

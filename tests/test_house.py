@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 # The doors of each package in the order in which data flows: a file imports from doors above its own, and of its own.
 DOORS = {
     "pallas_kernels": [
-        "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "checks", "dispatch", "tuning",
-        "sharing", "explicit", "partition", "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul",
+        "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "checks", "tuning", "dispatch",
+        "explicit", "partition", "tiled", "hopper", "quantize", "dual_quantize", "adamw", "matmul",
         "skip_matmul", "fp4_matmul",
     ],
     "tcfp_jax": [

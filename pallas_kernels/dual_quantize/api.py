@@ -11,11 +11,11 @@ from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling,
 
 IMPLEMENTATIONS = {
     Tensor: (
-        Implementation("triton", triton.dual_quantize, triton.reject, triton.decline),
+        Implementation("triton", triton.dual_quantize, triton.reject, timed=True),
         Implementation("xla", reference.dual_quantize, key=reference.key),
     ),
     Block: (
-        Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, triton_blocks.decline),
+        Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, timed=True),
         Implementation("xla", triton_blocks.by_reference, key=reference.key),
     ),
 }

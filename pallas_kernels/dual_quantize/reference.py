@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import ZERO_BLOCK, Block, Operand, Quantization, Quantized
+from pallas_kernels.tuning import Key
 
 
 def dual_quantize(

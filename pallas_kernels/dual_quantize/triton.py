@@ -7,7 +7,7 @@ Inside a kernel a float8 cast and back is what it says. XLA, which deletes such 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics, tuning
+from pallas_kernels import numerics
 from pallas_kernels.dual_quantize import reference
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.tiled import Output, Tiling, map_tiles, misfit
@@ -18,13 +18,6 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
     if w.ndim != 2:
         return f'w{list(w.shape)} is not a matrix; use backend="xla" or jax.vmap'
     return misfit("w", *w.shape)
-
-
-def decline(
-    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
-) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(

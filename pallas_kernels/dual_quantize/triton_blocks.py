@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import numerics, tuning
+from pallas_kernels import numerics
 from pallas_kernels.dual_quantize import reference
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
 from pallas_kernels.specs import has_explicit_axes
@@ -24,13 +24,6 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
         return f'{block.tile} blocks of w{list(w.shape)}: only squares of a matrix; use backend="xla"'
     k, n = w.shape
     return misfit("w", k, n, block.size)
-
-
-def decline(
-    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
-) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("triton", reference.key(options, w, error, bits, amax))
 
 
 def dual_quantize(

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import fp4, numerics
-from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Fp4, Operand, Quantization, Row
 from pallas_kernels.quantize.reference import quantize
+from pallas_kernels.tuning import Key
 
 Activation = Literal["bfloat16", "float8_e4m3fn"]
 Contracts = Literal["k", "n"]

@@ -6,6 +6,7 @@ it runs interpreted. Which of the configs that fit is fastest, `tuning.py` knows
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +14,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
-from pallas_kernels.dispatch import Key, device_cores, device_kind
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.operands import Block
+from pallas_kernels.tuning import Key
 
 SMALLEST_JAX = (0, 11)
 # A row of 128 FP8 values is the widest swizzle of shared memory; k comes in multiples of it.
@@ -158,7 +159,7 @@ def block_misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | N
 
 def blocks(config: Config) -> int:
     """Clusters that fill the device once."""
-    return device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
+    return dispatch.device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
 def shared_bytes(config: Config, halves: int) -> int:
@@ -175,7 +176,7 @@ def choose(key: Key, guesses: Sequence[Config], fits: Callable[[Config], str | N
       guesses: configs that fit, the best first.
       fits: why a config does not fit, or None.
     """
-    entry = tuning.find(key, "mosaic")
+    entry = tuning.find(dispatch.device_kind(), key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
         if fits(tuned) is None:
@@ -185,11 +186,24 @@ def choose(key: Key, guesses: Sequence[Config], fits: Callable[[Config], str | N
 
 def reject_here(out_dtype: Any) -> str | None:
     """Why the kernel serves no product of this dtype on the device in use, or None."""
+    kind = dispatch.device_kind()
+    is_hopper = any(name in kind for name in _HOPPER)
     if jax.__version_info__[:2] < SMALLEST_JAX:
+        if is_hopper:
+            _warn_of_old_jax(kind)
         return f'jax {jax.__version__} is older than 0.11, which has FP8 wgmma; use backend="xla" or a newer jax'
-    kind = device_kind()
-    if kind != "cpu" and not any(name in kind for name in _HOPPER):
+    if kind != "cpu" and not is_hopper:
         return f'{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use backend="xla"'
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
     return None
+
+
+@functools.cache
+def _warn_of_old_jax(kind: str) -> None:
+    """Warn, once in a process, that a Hopper GPU runs without the kernels that are made for it."""
+    warnings.warn(
+        f"{kind} runs without this library's fast kernels: they need jax 0.11 or newer, and this is jax "
+        f'{jax.__version__}. Upgrade with: pip install -U "jax[cuda13]" (Python 3.12 or newer)',
+        stacklevel=2,
+    )

@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import check_operands
-from pallas_kernels.dispatch import Backend, Implementation, Key, dispatch, note
+from pallas_kernels.dispatch import Backend, Implementation, dispatch, note
 from pallas_kernels.matmul import mosaic, mosaic_blocks, parts, reference, triton
 from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, Tensor, sizes
 from pallas_kernels.specs import entries
+from pallas_kernels.tuning import Key
 from pallas_kernels.wire import Wire, check_wire
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
@@ -30,13 +31,13 @@ SUM_BOUND: dict[tuple[Backend, Accumulation], float] = {
 _TRITON = Implementation("triton", triton.matmul, triton.reject, triton.decline)
 IMPLEMENTATIONS = {
     Tensor: (
-        Implementation("mosaic", mosaic.matmul, mosaic.reject, mosaic.decline, mosaic.configure),
+        Implementation("mosaic", mosaic.matmul, mosaic.reject, configure=mosaic.configure, timed=True),
         _TRITON,
         Implementation("xla", parts.by_reference, key=reference.key),
     ),
     Block: (
         Implementation(
-            "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, mosaic_blocks.decline, mosaic_blocks.configure
+            "mosaic", mosaic_blocks.matmul, mosaic_blocks.reject, configure=mosaic_blocks.configure, timed=True
         ),
         _TRITON,
         Implementation("xla", parts.by_reference, key=reference.key),

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics, tuning
-from pallas_kernels.dispatch import Key
+from pallas_kernels import numerics
 from pallas_kernels.hopper.plan import (
     Config,
     Plan,
@@ -25,6 +24,7 @@ from pallas_kernels.hopper.plan import (
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.matmul.reference import key
 from pallas_kernels.operands import Block, Operand, Product, sizes
+from pallas_kernels.tuning import Key
 
 Shape = tuple[int, int, int]
 
@@ -40,11 +40,6 @@ def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> 
         smallest = Config(128, 128, tile_k=size, stages=2, cluster=1)
         return f'{block_misfit(smallest, m, k, n, halves)} for backend="mosaic"; use backend="xla" or pad'
     return None
-
-
-def decline(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("mosaic", key(options, x, w, bias))
 
 
 def configure(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Config | None:

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
 from pallas_kernels.specs import device_count, entries, has_explicit_axes, with_entries
+from pallas_kernels.tuning import Key
 
 
 class AnyFP8(lax.DotAlgorithm):

@@ -10,10 +10,10 @@ from pallas_kernels.quantize import reference, triton, triton_blocks, triton_row
 
 _XLA = Implementation("xla", reference.quantize, key=reference.key)
 IMPLEMENTATIONS = {
-    Tensor: (Implementation("triton", triton.quantize, triton.reject, triton.decline), _XLA),
-    Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, triton_rows.decline), _XLA),
+    Tensor: (Implementation("triton", triton.quantize, triton.reject, timed=True), _XLA),
+    Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
     Block: (
-        Implementation("triton", triton_blocks.quantize, triton_blocks.reject, triton_blocks.decline),
+        Implementation("triton", triton_blocks.quantize, triton_blocks.reject, timed=True),
         Implementation("xla", triton_blocks.by_reference, key=reference.key),
     ),
 }

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import numerics
-from pallas_kernels.dispatch import Key
 from pallas_kernels.operands import Block, Operand, Quantization, Quantized, Row
+from pallas_kernels.tuning import Key
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:

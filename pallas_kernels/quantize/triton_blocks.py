@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import numerics, tuning
+from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
@@ -19,11 +19,6 @@ def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str |
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
     return misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1], _block(options).size)
-
-
-def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None, *, runs: Runs = "kernel") -> Quantized:

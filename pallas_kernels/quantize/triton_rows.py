@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import numerics, tuning
+from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned, varying
-from pallas_kernels.quantize import reference
 from pallas_kernels.specs import device_count
 from pallas_kernels.tiled import WIDE, Tile
 
@@ -44,11 +43,6 @@ _VALUES_PER_THREAD, _MOST_WARPS = 32, 16
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Why this kernel cannot quantize x, or None."""
     return None if x.size else f'x{list(x.shape)} has no values; use backend="xla"'
-
-
-def decline(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("triton", reference.key(options, x, amax))
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:

@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
-from pallas_kernels.dispatch import Key
 from pallas_kernels.hopper.plan import Config, Plan, block_misfit, blocks, choose, reject_here
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.mosaic_blocks import block_of, kernel_scales
 from pallas_kernels.matmul.parts import on_each_device
 from pallas_kernels.operands import ZERO_BLOCK, Operand, Product, sizes
+from pallas_kernels.tuning import Key
 
 # (stages, store_buffers, cluster). Totals and accumulator fill the registers, and what ptxas makes of the rest turns on
 # such constants: it keeps these within 80 bytes of stack, others take 250.
@@ -51,11 +50,6 @@ def reject(options: Product, x: Operand, w: Operand, bias: None) -> str | None:
         smallest = Config(128, 128, tile_k=block, stages=2, cluster=1)
         return f'{block_misfit(smallest, *sizes(x, w), _HALVES)} for backend="mosaic"; use backend="xla" or pad'
     return None
-
-
-def decline(options: Product, x: Operand, w: Operand, bias: None) -> str | None:
-    """Why this kernel is not the first choice, or None."""
-    return tuning.decline("mosaic", key(options, x, w, bias))
 
 
 def configure(options: Product, x: Operand, w: Operand, bias: None) -> Config | None:

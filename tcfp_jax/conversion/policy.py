@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.tuning import is_timed, written
 from tcfp_jax.conversion.census import Product
 from tcfp_jax.explanation import weigh
@@ -88,7 +89,8 @@ class Policy:
         settled = dict(self.settled).get(product.path)
         if settled is not None:
             return settled
-        return self._weighed(product) if "measured" in self.include and is_timed() else self._sized(product)
+        measured = "measured" in self.include and is_timed(device_kind())
+        return self._weighed(product) if measured else self._sized(product)
 
     def _rule(self, product: Product) -> tuple[int | None, Any]:
         for number, rule in enumerate(self.rules):
@@ -134,7 +136,7 @@ class Policy:
 
         Calls with other rows then choose alike: a weight is stored as its product was to read it.
         """
-        if "measured" not in self.include or not is_timed():
+        if "measured" not in self.include or not is_timed(device_kind()):
             return self
         weighed = [p for p in products if p.recipe is None and not p.reason and not self._left(p)]
         found = {product.path: self._weighed(product) for product in reversed(weighed)}

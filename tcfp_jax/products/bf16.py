@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import Key, note
+from pallas_kernels.dispatch import note
+from pallas_kernels.tuning import Key
 
 
 def dot(

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.dispatch import shared
 from pallas_kernels.operands import Operand, Quantized
-from pallas_kernels.sharing import shared
 from pallas_kernels.specs import (
     Sharding,
     entries,

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dispatch import shared
 from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Fp4, Operand, Quantized
 from pallas_kernels.partition import partitioned
-from pallas_kernels.sharing import shared
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
 from pallas_kernels.wire import Wire, reduced

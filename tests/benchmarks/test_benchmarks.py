@@ -27,9 +27,10 @@ from benchmarks import (
 )
 from benchmarks.shapes import GemmShape, random_operands
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import Key
+from pallas_kernels.tuning import Key
 from tcfp_jax.recipes import recipe
 
+DEVICE = jax.devices()[0].device_kind
 SMOKES = ("gemm", "quantizers", "scaled_products", "skip_residual", "quality", "memory")
 
 
@@ -146,8 +147,8 @@ def test_tuning_writes_what_was_fastest(tmp_path, monkeypatch):
     entry = tune.time_case(case._replace(candidates=kept))
     for _ in range(2):  # the second takes the place of the first
         tune.write(case.op, entry)
-    assert tuning.find(Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
-    assert set(json.loads(tuning.PATH.read_text())) == {"another", jax.devices()[0].device_kind}
+    assert tuning.find(DEVICE, Key(case.op, case.variant, (128, 256, 128)), entry.backend) == entry
+    assert set(json.loads(tuning.PATH.read_text())) == {"another", DEVICE}
     wrong = ("triton", jax.jit(lambda *arrays: jnp.zeros((128, 128), jnp.bfloat16)), None)
     with pytest.raises(ArithmeticError, match="differs from XLA"):
         tune.time_case(case._replace(candidates=[kept[0], wrong]))
@@ -165,7 +166,7 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     fill = dict(backend="xla", milliseconds={"xla": 1.0}, configs={})
     entries = {op: [dict(shape=s, variant=v, **fill) for s, v in named] for op, named in ops.items()}
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
-    tuning.PATH.write_text(json.dumps({jax.devices()[0].device_kind: entries}))
+    tuning.PATH.write_text(json.dumps({DEVICE: entries}))
     tuning.load.cache_clear()
     one_scale = ("tensorwise", "tcfp12_single", "tcfp12_fast", "tcfp12", "rowwise")
     sizes = [(s.m, s.k, s.n) for s in tune.GRID]
@@ -190,8 +191,8 @@ def test_the_grid_is_timed_beside_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "_LARGE_ACTIVATIONS", ())
     assert len(tune.run(only="row_scale", cases="grid")) == 2
     key = Key("dot_general", "float32", (32, 64, 48))
-    assert tuning.find(key, "xla").shape == key.shape and tuning.estimate(key, "xla") > 0
-    assert tuning.is_timed()
+    assert tuning.find(DEVICE, key, "xla").shape == key.shape and tuning.estimate(DEVICE, key, "xla") > 0
+    assert tuning.is_timed(DEVICE)
     tuning.load.cache_clear()
 
 

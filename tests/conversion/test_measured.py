@@ -24,11 +24,12 @@ from models.gpt import GPTConfig
 from models.settings import TrainConfig
 from models.training import make_optimizer
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import Key
+from pallas_kernels.tuning import Key
 from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights, survey, sync
 from tests.helpers import mesh_of
 
+DEVICE = jax.devices()[0].device_kind
 ROWS, SIDES = (4096, 1024), (16, 32, 64, 128)
 PRODUCTS = {
     ("dot_general", "bfloat16"): 1.0, ("dot_general", "float32"): 1.0,
@@ -60,7 +61,7 @@ def times(monkeypatch, tmp_path):
     """A way to say what was measured on this device."""
 
     def write(ops):
-        (tmp_path / "tuned.json").write_text(json.dumps({jax.devices()[0].device_kind: ops}))
+        (tmp_path / "tuned.json").write_text(json.dumps({DEVICE: ops}))
         tuning.load.cache_clear()
 
     monkeypatch.setattr(tuning, "PATH", tmp_path / "tuned.json")
@@ -89,7 +90,9 @@ def reasons(report):
 def test_an_estimate_is_exact_where_it_was_measured_and_in_between_elsewhere(times):
     rates = {64: 2.0, 256: 1.0}  # nanoseconds for each m k n
     times({"matmul": [entry((side, 32, 32), "v", each) for side, each in rates.items()]})
-    found = {m: tuning.estimate(Key("matmul", "v", (m, 32, 32)), "xla") for m in (48, 64, 100, 128, 200, 256, 400)}
+    found = {
+        m: tuning.estimate(DEVICE, Key("matmul", "v", (m, 32, 32)), "xla") for m in (48, 64, 100, 128, 200, 256, 400)
+    }
     assert found[64] == 64 * 1024 * 2e-6 and found[256] == 256 * 1024 * 1e-6
     np.testing.assert_allclose(found[128], 128 * 1024 * math.sqrt(2) * 1e-6)  # between them, the mean of logarithms
     assert list(found.values()) == sorted(found.values())
@@ -102,19 +105,19 @@ def test_an_estimate_is_exact_where_it_was_measured_and_in_between_elsewhere(tim
         (Key("matmul", "v", (64, 32, 32)), "mosaic"),
         (Key("matmul", "v", (0, 32, 32)), "xla"),
     ):
-        assert tuning.estimate(key, backend) is None
+        assert tuning.estimate(DEVICE, key, backend) is None
 
 
 def test_a_pass_over_a_matrix_takes_what_one_over_its_transpose_does(times):
     times({"quantize": [entry((64, 1024), "v", 1.0)]})
-    assert tuning.estimate(Key("quantize", "v", (1024, 64)), "xla") == pytest.approx(64 * 1024 * 1e-6)
+    assert tuning.estimate(DEVICE, Key("quantize", "v", (1024, 64)), "xla") == pytest.approx(64 * 1024 * 1e-6)
 
 
 def test_what_was_timed_without_a_backend_says_nothing_of_it(times):
     raced = entry((64, 64, 64), "v", 1.0) | dict(milliseconds={"xla": 2.0, "mosaic": 1.0}, backend="mosaic")
     times({"matmul": [raced, entry((8, 8, 8), "v", 1.0)]})
-    assert tuning.decline("mosaic", Key("matmul", "v", (8, 8, 8))) is None
-    assert "not timed" in tuning.decline("triton", Key("matmul", "v", (8, 8, 8)))
+    assert tuning.decline(DEVICE, Key("matmul", "v", (8, 8, 8)), "mosaic") is None
+    assert "not timed" in tuning.decline(DEVICE, Key("matmul", "v", (8, 8, 8)), "triton")
 
 
 def test_a_layer_is_converted_where_it_pays_and_the_report_says_why(times):

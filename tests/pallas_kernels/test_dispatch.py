@@ -1,6 +1,7 @@
 """Which implementation of an op runs, what is said of the others, and what is recorded."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ import tcfp_jax
 from pallas_kernels import dispatch as module
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Implementation, dispatch, judge, recording
+from pallas_kernels.hopper import plan
+from pallas_kernels.matmul import api as matmul
+from pallas_kernels.operands import Operand, Product, Tensor
 from pallas_kernels.quantize.api import quantize
 from tests.helpers import mesh_of
 
@@ -75,6 +79,22 @@ def test_what_declines_runs_only_when_it_is_named():
 def test_under_explicit_axes_the_same_runs():
     with jax.set_mesh(mesh_of(2, axis_type=AxisType.Explicit)):
         assert chosen(TABLE, None, 32) == "mosaic" and chosen(CHOICE, None, 32) == "triton"
+
+
+def test_a_hopper_gpu_with_an_old_jax_warns_once(monkeypatch):
+    """Without a warning nobody would know that the kernels for which the GPU was bought do not run."""
+    x = Operand(jnp.ones((128, 128), jnp.float8_e4m3fn), jnp.float32(1))
+    judged = lambda: judge(matmul.IMPLEMENTATIONS[Tensor], None, Product(), x, x, None)
+    monkeypatch.setattr(plan, "SMALLEST_JAX", (99, 0))
+    plan._warn_of_old_jax.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA A100-SXM4-80GB")
+        assert "older than 0.11" in judged()[0].reason
+    monkeypatch.setattr(module, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    with pytest.warns(UserWarning, match="NVIDIA H100 80GB HBM3 runs without .* need jax 0.11 or newer") as caught:
+        assert "older than 0.11" in judged()[0].reason and judged()[-1].reason is None
+    assert len(caught) == 1
 
 
 def test_calls_are_recorded_with_what_they_are_for():
