@@ -28,7 +28,7 @@ _ALIKE = {"NVIDIA H200": ("H100", "H200", "H800", "GH200")}
 
 
 class Key(NamedTuple):
-    """Name of a call in `tuned.json`: op, variant (all that decides its speed but the shape, "dual fast bfloat16"), shape."""
+    """Name of a call in `tuned.json`: its op, its shape, and what else decides its speed ("dual fast bfloat16")."""
 
     op: str
     variant: str
