@@ -1,12 +1,9 @@
-"""Memory rate of virtual casts beside a copy of the same array, and casts on the CPU beside eager PyTorch.
+"""Memory rate of `formats.cast` next to a copy of the same array, which is as fast as a cast can be.
 
     python -m benchmarks.casts --json
 
-Bytes are those that must be read and written once. A copy is `x + 1`, which XLA cannot leave out. Every cast is
-compared with the packed round trip, bit for bit, before it is timed, and mxfp8e4 with ml_dtypes.
-
-Where torch is installed, the CPU of the machine casts to mxfp8e4, too: by `formats.cast`, and by microxcaling's
-operations in eager PyTorch (`eager_torch.py`), both on all cores and on the same values, with equal results.
+The copy is `x + 1`, because XLA removes a plain copy. Before a cast is timed, it must equal the packed round trip bit
+for bit, and mxfp8e4 must equal ml_dtypes' cast.
 """
 
 import argparse
@@ -20,7 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import common, eager_torch, timing
+from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table, times
 from benchmarks.timing import Timing
 from tcfp_jax import formats
@@ -28,36 +25,31 @@ from tcfp_jax import formats
 NAME = "casts"
 DATATYPES = ("mxfp8e4", "mxfp4e2", "nvfp4", "e4m3fn")
 COPY = "copy"
-EAGER = "mxfp8e4, eager PyTorch"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: the array, its dtype, how often to time, and the array on the CPU beside PyTorch."""
+    """Array, dtype, and repetitions of a run."""
 
     shape: tuple[int, int] = (8192, 8192)
     dtype: str = "bfloat16"
     rounds: int = 5
     calls: int = 5
-    host_shape: tuple[int, int] = (4096, 4096)
-    host_calls: int = 1
 
 
-SMOKE = Config(shape=(64, 256), rounds=2, calls=1, host_shape=(64, 256))
+SMOKE = Config(shape=(64, 256), rounds=2, calls=1)
 
 
 @dataclass(frozen=True)
 class Row(Timing):
-    """One cast; `over_copy` is the copy's time over its own, `over_eager` that of eager PyTorch on the same CPU."""
+    """One cast; `over_copy` is the copy's time divided by the cast's."""
 
     name: str
-    where: str
     shape: str
     dtype: str
     megabytes: float
     terabytes_per_second: float
-    over_copy: float | None
-    over_eager: float | None
+    over_copy: float
 
 
 def check(name: str, got: jax.Array, expected: jax.Array) -> None:
@@ -87,7 +79,7 @@ def reference_mxfp8e4(x: np.ndarray) -> np.ndarray:
 
 
 def measure(config: Config) -> list[Row]:
-    """Check, then time the copy and every cast in turn; then those on the CPU.
+    """Check every cast, then time the copy and the casts in turn.
 
     Raises:
       ArithmeticError: a cast is wrong; nothing is timed then.
@@ -103,55 +95,16 @@ def measure(config: Config) -> list[Row]:
             check(name, function(sample), jnp.asarray(reference_mxfp8e4(np.asarray(sample))))
         timed[name] = (function, (x,))
     taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
-    rows = [make_row(name, jax.default_backend(), x, t, copy=taken[COPY]) for name, t in taken.items()]
-    return rows + measure_host(config)
+    return [make_row(name, x, t, copy=taken[COPY]) for name, t in taken.items()]
 
 
-def measure_host(config: Config) -> list[Row]:
-    """Check, then time mxfp8e4 on the CPU by `formats.cast` and by eager PyTorch; no rows without torch.
-
-    Raises:
-      ArithmeticError: the two differ; nothing is timed then.
-    """
-    if (reason := eager_torch.missing()) is not None:
-        print(f"no comparison with eager PyTorch: {reason}")
-        return []
-    import torch
-
-    made = formats.mxfp8e4
-    number = made.number
-    assert isinstance(number, formats.NumberSpec)
-    x = jax.device_put(np.random.default_rng(0).standard_normal(config.host_shape, np.float32), jax.devices("cpu")[0])
-    # bfloat16's values without -0: just below a power of two eager log2 is off by one, and it loses the sign of -0.
-    narrow = x.astype(jnp.bfloat16) + jnp.zeros((), jnp.bfloat16)
-    x = narrow.astype(jnp.float32)
-    tensor = torch.from_numpy(np.array(x))
-    eager = functools.partial(
-        eager_torch.cast_mx, ebits=number.ebits, mbits=number.mbits, emax=number.emax, largest=number.max
-    )
-    function = jax.jit(functools.partial(formats.cast, datatype=made, roundmode="nearest"))
-    check("mxfp8e4 on the CPU", function(x), eager(tensor).numpy())
-    plain = jax.jit(functools.partial(formats.cast, datatype=made))
-    timed: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        EAGER: (eager, (tensor,)), "mxfp8e4": (plain, (narrow,)), "mxfp8e4 of float32": (plain, (x,)),
-        "mxfp8e4 of float32, ties away": (function, (x,)),
-    }  # fmt: skip
-    taken = timing.time_by_wall_clock(timed, rounds=config.rounds, calls=config.host_calls)
-    where = f"cpu, {torch.get_num_threads()} threads in PyTorch {torch.__version__}"
-    arrays = {name: narrow if name == "mxfp8e4" else x for name in timed}
-    return [make_row(name, where, arrays[name], t, eager=taken[EAGER]) for name, t in taken.items()]
-
-
-def make_row(
-    name: str, where: str, x: jax.Array, t: Timing, *, copy: Timing | None = None, eager: Timing | None = None
-) -> Row:
-    """A row of an array that is read and written once."""
+def make_row(name: str, x: jax.Array, t: Timing, copy: Timing) -> Row:
+    """Return the row of a cast, which reads and writes its array once."""
     moved = 2 * x.size * x.dtype.itemsize
     return Row(
-        **dataclasses.asdict(t), name=name, where=where, shape="x".join(map(str, x.shape)), dtype=str(x.dtype),
+        **dataclasses.asdict(t), name=name, shape="x".join(map(str, x.shape)), dtype=str(x.dtype),
         megabytes=moved / 1e6, terabytes_per_second=moved / (t.median_ms * 1e-3) / 1e12,
-        over_copy=None if copy is None else copy.median_ms / t.median_ms,
-        over_eager=None if eager is None else eager.median_ms / t.median_ms,
+        over_copy=copy.median_ms / t.median_ms,
     )  # fmt: skip
 
 
@@ -162,19 +115,18 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print the rows."""
-    columns = ("name", "where", "shape", "dtype", "median_ms", "min_ms", "max_ms", "terabytes_per_second")
-    common.print_rows(rows, *columns, "over_copy", "over_eager", "timer")
+    columns = ("name", "shape", "dtype", "median_ms", "min_ms", "max_ms", "terabytes_per_second", "over_copy", "timer")
+    common.print_rows(rows, *columns)
 
 
 def table(result: Result) -> str:
-    """A line a cast."""
-    ratio = lambda value: "–" if value is None else f"{value:.2f}"
+    """Return the page's table, one line per cast."""
     lines = [
-        [r["name"], r["where"], f"{times(r['shape'])} {r['dtype']}", f"{r['median_ms']:.3f} ms", ratio(r["over_copy"]),
-         ratio(r["over_eager"])]
-        for r in result.rows
-    ]  # fmt: skip
-    return markdown_table(["cast", "where", "of", "time", "speed over a copy", "speed over eager PyTorch"], lines)
+        [row["name"], f"{times(row['shape'])} {row['dtype']}", f"{row['median_ms']:.3f} ms", f"{row['over_copy']:.2f}"]
+        for row in result.rows
+        if row["over_copy"] is not None
+    ]
+    return markdown_table(["cast", "of", "time", "speed over a copy"], lines)
 
 
 main = functools.partial(common.main, NAME)

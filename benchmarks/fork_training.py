@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import optax
 
 import tcfp_jax
-from benchmarks.eco import eco
 from benchmarks.variants import BASELINE, Variant
 from models.families import ModelConfig
 from models.phases import phase_at
 from models.settings import TrainConfig
-from models.training import B1, B2, TrainState, in_stacks, jittered, layouts, make_optimizer, make_steps
+from models.training import TrainState, in_stacks, jittered, layouts, make_optimizer, make_steps
 from tcfp_jax.optim import AdamWState
 from tcfp_jax.optim import moments as narrow
 from tcfp_jax.paths import path_names
@@ -157,10 +156,7 @@ def schedule_of(config: Config) -> optax.Schedule:
 @functools.cache
 def _optimizer(config: Config, phase: TrainConfig, remainder: str) -> optax.GradientTransformation:
     schedule = schedule_of(config)
-    optimizer = make_optimizer(phase, schedule)
-    if remainder != "eco":
-        return optimizer
-    return eco(optimizer, schedule, peak=phase.learning_rate, b1=B1, b2=B2, weight_decay=phase.weight_decay)
+    return make_optimizer(phase, schedule)
 
 
 @functools.cache
@@ -199,7 +195,7 @@ def _start(config: Config, variant: Variant) -> Any:
         return TrainState(params, (*base.opt_state[:-1], fresh[-1]), base.step)
 
     def _with_stored(base: TrainState, params: Any, key: jax.Array) -> TrainState:
-        remainder: Remainder = "stochastic" if variant.remainder == "eco" else variant.remainder
+        remainder: Remainder = variant.remainder
         stored = tcfp_jax.store(
             params, layouts(run) or variant.recipe, key=key if remainder == "stochastic" else None,
             remainder=remainder, gradient_dtype=variant.gradient_dtype,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 
 from benchmarks import common, products, timing, tune
 from benchmarks.common import Result, markdown_table, times
@@ -183,29 +182,6 @@ def table(result: Result) -> str:
         f"A cell holds the median time, the rate in TFLOP/s, and **the speed over BF16 in the same run** "
         f"({result.rows[0]['timer']}; samples spread over at most {100 * spread:.0f} % of the median)."
     )
-
-
-def plot(figure: Any, result: Result) -> None:
-    """A group of bars for every shape: rates, with the speed over BF16 on each bar."""
-    shapes, names = result.distinct("shape"), list(dict.fromkeys(map(describe, result.rows)))
-    figure.set_size_inches(10, 4.6)
-    axes, width = figure.add_subplot(), 0.84 / len(names)
-    for i, (name, color) in enumerate(zip(names, _colors(len(names)), strict=True)):
-        rows = [row for row in result.rows if describe(row) == name]
-        at = np.arange(len(shapes)) + (i + 0.5) * width - 0.42
-        bars = axes.bar(at, [row["tflops"] for row in rows], width * 0.92, label=name, color=color)
-        axes.bar_label(bars, [f"{row['speed_over_bf16']:.2f}" for row in rows], fontsize=7.5, padding=1)
-    axes.set_xticks(range(len(shapes)), map(times, shapes))
-    axes.set(xlabel="m × k × n", ylabel="TFLOP/s", title="One product; the number on a bar is its speed over BF16")
-    axes.margins(x=0.01, y=0.1)
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, ncols=3, loc="outside lower center", frameon=False)
-
-
-def _colors(count: int) -> list[Any]:
-    """Grey for the baseline, then pairs of a dark and a light color: single and dual products."""
-    from matplotlib import colormaps
-
-    return ["0.45", *map(colormaps["Paired"], range(12))][:count]
 
 
 main = functools.partial(common.main, NAME)

@@ -3,7 +3,6 @@
     python -m benchmarks.llama --json
     python -m benchmarks.llama --json --parts block --recipes "tensorwise,tcfp12_single" --layers 1
     python -m benchmarks.llama --json --parts step --model llama-124m --include measured
-    python -m benchmarks.llama --json --parts step --model gpt2 --include measured
 
 * *block* is blocks of Llama-3-8B: the output, and the gradients of the input and of every weight. Quantized weights are
   arguments: what quantizing them costs, once a step, is in *step*.
@@ -28,7 +27,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 
@@ -353,7 +351,8 @@ def table(result: Result) -> str:
     texts = []
     for part in result.distinct("part"):
         lines = []
-        for row in (row for row in result.rows if row["part"] == part):
+        known = {name for names in CANDIDATES.values() for name in names}
+        for row in (row for row in result.rows if row["part"] == part and row["recipe"] in known):
             kinds = [("–" if row["kinds"] is None else f"{row['kinds'][kind]:.2f}") for kind in KINDS]
             peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
             lines.append(
@@ -374,24 +373,6 @@ def table(result: Result) -> str:
         "\nColumns between MFU and arena are milliseconds by kind of kernel. MFU is model FLOP/s over 989 TFLOP/s, an "
         "H200's dense BF16 peak."
     )
-
-
-def plot(figure: Any, result: Result) -> None:
-    """A stacked bar a candidate: milliseconds by kind of kernel."""
-    parts = result.distinct("part")
-    figure.set_size_inches(11, 4.4)
-    panels = figure.subplots(1, len(parts), squeeze=False)
-    for axes, part in zip(panels[0], parts, strict=True):
-        rows = [row for row in result.rows if row["part"] == part]
-        bottom = np.zeros(len(rows))
-        for i, kind in enumerate(KINDS):
-            heights = np.array([(row["kinds"] or {kind: 0.0})[kind] for row in rows])
-            axes.bar(range(len(rows)), heights, bottom=bottom, label=kind if part == parts[0] else None, color=f"C{i}")
-            bottom += heights
-        axes.set_xticks(range(len(rows)), [row["recipe"] for row in rows], rotation=30, ha="right", fontsize=8)
-        axes.set_title(part, fontsize=10)
-        axes.set_ylabel("milliseconds")
-    figure.legend(ncols=len(KINDS), loc="outside lower center", frameon=False)
 
 
 main = functools.partial(common.main, NAME)

@@ -53,11 +53,6 @@ class Form:
     residual_blocks: Literal["all", "nonzero"] = "all"
 
     @property
-    def gemms(self) -> int:
-        """How many FP8 products it is made of."""
-        return self.halves
-
-    @property
     def op(self) -> str:
         """How `tuned.json` names the op."""
         return self._key.op
@@ -199,7 +194,7 @@ def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Con
     function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
     values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
     bound = form.bound(backend)
-    return Product(kind, form.accumulation, backend, function, pair, values, form.gemms, bound, config)
+    return Product(kind, form.accumulation, backend, function, pair, values, form.halves, bound, config)
 
 
 def possible(found: list[Product]) -> list[Product]:

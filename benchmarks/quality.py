@@ -310,7 +310,7 @@ def table(result: Result) -> str:
 
 
 def _list(question: Question, title: str, result: Result) -> str:
-    rows = [row for row in result.rows if row["question"] == question]
+    rows = [row for row in result.rows if row["question"] == question and row["name"] != "hi+lo x hi+lo"]
     return markdown_table([title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows])
 
 

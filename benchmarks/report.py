@@ -1,12 +1,11 @@
-"""Turn the committed JSON into docs/measurements.md and plan.md, README's table, the plots and `measured.json`.
+"""Generate README's table, docs/measurements.md, the plots and `measured.json` from the committed JSON.
 
-    python -m benchmarks.report            # rewrite what lies between the markers, the plots and measured.json
-    python -m benchmarks.report --check    # change nothing; exit with 1 where they differ from the JSON
+    python -m benchmarks.report            # rewrite the text between the markers, the plots and measured.json
+    python -m benchmarks.report --check    # change nothing; exit with 1 if a page differs from the JSON
 
-A section of a page starts with `<!-- begin: NAME -->` and stops at `<!-- end: NAME -->`; NAME is a benchmark's, or
-"choose" for README's table. Numbers of an accelerator are preferred to those of a CPU. A section without numbers says
-which command writes them. Captions say where the library has changed since; `--check` does not look at that, because
-every edit of the library would change it.
+A section of a page lies between `<!-- begin: NAME -->` and `<!-- end: NAME -->`. NAME is a benchmark's, or "choose" for
+README's table. A section without numbers names the command that writes them. Captions say if the library has changed
+since; `--check` ignores that remark, because every edit of the library would change it.
 """
 
 import argparse
@@ -14,57 +13,45 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import convergence, convergence_tables, large, memory, original, plan, recipes, train_step
-from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result, times
-from benchmarks.variants import BASELINE, OTHER_BATCHES, RECOMMENDED, RERUN
-from tcfp_jax.recipes import recipe
+from benchmarks import convergence_tables, memory, train_step
+from benchmarks.common import AGE, RESULTS, ROOT, Result, markdown_table, read_result
+from benchmarks.variants import BASELINE, RECOMMENDED, RERUN
+from tcfp_jax.recipes import NAMES
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
-# Forks and pairs from scratch, each of a model; the first two are README's, in this order of preference.
+# Forks of a BF16 run; README's table takes the first.
 FORKS = ("convergence-fork-llama-124m", "convergence-fork")
-LEAST_BASES = 3
-NOISE = {RERUN: "from perturbed weights", OTHER_BATCHES: "on other batches"}
-LEARNED = (
-    "convergence", "convergence-llama-124m", "convergence-6x384", "convergence-fork-6x384", "convergence-fork-6x640",
-    *FORKS,
-)  # fmt: skip
+LEARNED = ("convergence", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640", *FORKS)
 BENCHMARKS = (
-    "fidelity", "original", "images", "finetune", "monitoring",
-    "train_step", "llama", "large", "fsdp", "recipes", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", *LEARNED, "adamw", "scan", "casts", "fp4", "fp4_sizes", "fp4_quality", "plan",
+    "original", "train_step", "llama", "large", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
+    "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_sizes", "fp4_quality",
 )  # fmt: skip
-# Further runs, whose JSON somebody gave a name of its own behind the benchmark's.
+# Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
 RUNS = (
-    "fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured", "llama-124m-fp4", "llama-gpt2-measured",
-    "fp4-h100",
+    "train_step-recipes", "train_step-stored", "fsdp-llama", "llama-1b", "llama-1b-others", "llama-124m-measured",
+    "llama-124m-fp4", "llama-gpt2-measured", "memory-llama-1b", "memory-llama-8b", "fp4-h100",
 )  # fmt: skip
-PAGES = {
-    Path("README.md"): (CHOOSE,),
-    Path("docs/measurements.md"): (*(name for name in BENCHMARKS if name != plan.NAME), *RUNS),
-    Path("docs/plan.md"): (plan.NAME,),
-}
+PAGES = {Path("README.md"): (CHOOSE,), Path("docs/measurements.md"): (*BENCHMARKS, *RUNS)}
 PLOTS, MEASURED = Path("docs/plots"), Path("tcfp_jax/conversion/measured.json")
 PICTURE_SOURCE = "Source"  # the PNG's text field that holds the digest of its JSON
+STORED = "tcfp12_single"
 # The recipes of README's table, and when to use each.
 USE_IT_WHEN = {
-    "bf16": "you need the baseline, or layers are too small for FP8 to pay",
-    "tcfp12_single": "memory or speed matters, and weights should keep 16 bits: [no float weights](docs/stored.md)",
-    "tensorwise": "speed matters most and one FP8 weight is good enough",
+    BASELINE: "you need the baseline, or layers are too small for FP8 to pay",
+    STORED: "memory or speed matters: [no float weights](docs/stored.md)",
+    "tensorwise": "weights stay float32, and one FP8 copy is good enough",
     "rowwise": "single rows or channels are much larger than the others",
-    "blockwise": "outliers are local, as in DeepSeek-V3's recipe",
-    "tcfp12_fast": "weights should keep 16 bits and steps should be faster than BF16's",
-    "tcfp12": "weights should keep 16 bits in both passes and BF16's speed is enough",
-    "tcfp12_blockwise": "weights should keep 16 bits and outliers are local",
-    "mxfp8": "you train for hardware that multiplies OCP MX",
+    "tcfp12_fast": "weights stay float32, and layers should multiply by 16 bits of them",
 }
 
 
 def benchmark(name: str) -> Any:
-    """The module of a benchmark, or of a further run."""
+    """Return the module of a benchmark or of a further run."""
     return importlib.import_module(f"benchmarks.{name.partition('-')[0]}")
 
 
@@ -72,7 +59,7 @@ def benchmark(name: str) -> Any:
 
 
 def render_section(name: str, results: Path = RESULTS) -> str:
-    """What lies between the markers of a section.
+    """Return the text between the markers of a section.
 
     Raises:
       ValueError: no benchmark has this name.
@@ -91,80 +78,61 @@ def render_section(name: str, results: Path = RESULTS) -> str:
     return f"{module.table(result)}\n{picture}\n*{source}: {result.origin}.*\n"
 
 
-def _said_of_forks(forked: Result) -> str:
-    """What ² means, and the noise beside it."""
-    rows = convergence_tables.rows_of(forked)
-    floors = {words: convergence_tables.noise_floor(rows, name) for name, words in NOISE.items()}
-    noise = ", ".join(f"{words} within {floor:.4f}" for words, floor in floors.items() if floor)
-    return (
-        f" ² Of forks of `{forked.config['model']}`'s run in BF16: mean ± standard error of {LEAST_BASES} bases or "
-        f"more, or of as many as brackets say{f'; BF16 itself, {noise} of 1' if noise else ''}. "
-        f"`{recipes.STORED}` has no float weights there."
-    )
-
-
-def _of_forks(forked: Result) -> dict[str, str]:
-    """Ratios of variants, with the number of bases where they are few."""
-    found = {s.name: s.pairs for s in convergence_tables.summarize(convergence_tables.rows_of(forked))}
-    few = {name: f" ({pairs})" for name, pairs in found.items() if pairs < LEAST_BASES}
-    return {name: f"{ratio}²{few.get(name, '')}" for name, ratio in convergence.ratios_of(forked).items()}
-
-
 def choose(results: Path = RESULTS) -> str:
-    """README's table: a line a recipe, with what it costs, what it keeps, and when to use it."""
-    # Every recipe of one run: ratios of several runs would compare the baselines, too.
-    # Two bases may agree by chance, and their error would say zero.
-    candidates = (read_result(name, results) for name in FORKS)
-    forked = next((found for found in candidates if found and len(found.distinct("seed")) >= LEAST_BASES), None)
-    names = (recipes.NAME, convergence.NAME, recipes.STORED_RUN)
-    timed, trained, stored = (read_result(name, results) for name in names)
-    of_forks = _of_forks(forked) if forked else {}
-    wanted = {name: RECOMMENDED if name == recipes.STORED else name for name in USE_IT_WHEN}
-    if set(wanted.values()) <= of_forks.keys():
-        trained = None
-    ratios = (convergence.ratios_of(trained) if trained else {}) | of_forks
-    speeds = {name: _speed(name, timed) for name in USE_IT_WHEN}
-    if speeds[recipes.STORED] == "–" and stored is not None:
-        speeds[recipes.STORED] = f"{_speed(recipes.STORED, stored)}³"
-    lines = []
-    for name, when in USE_IT_WHEN.items():
-        perplexity = ratios.get(wanted[name], "–")
-        state = f"{memory.bytes_per_weight(recipe(name), stored=name == recipes.STORED):.4g}"
-        lines.append([f"`{name}`", speeds[name], state, "1" if name == BASELINE else perplexity, when])
-    titles = ["recipe", "speed over BF16", "bytes of state per weight", "held-out perplexity over BF16", "use it when"]
-    shape = None if timed is None else timed.rows[0]["shape"]
-    text = [
-        f"Speed is of an optimizer step of an MLP{'' if shape is None else f' at {times(shape)}'} (tokens × d × d_ff), "
-        "forward and backward pass, AdamW and quantization of the weights."
-        + (" ¹ Forward and backward pass alone." if any("¹" in speed for speed in speeds.values()) else ""),
-        "State is the float32 weight, AdamW's moments, the quantized weight and its error."
-        + ("" if trained is None else " Perplexity is of a small GPT (mean over seeds ± standard error).")
-        + ("" if forked is None else _said_of_forks(forked))
-        + (" ³ Of a run of its own, over its own BF16." if any("³" in speed for speed in speeds.values()) else ""),
-        "[Measurements](docs/measurements.md) has all numbers.",
+    """Return README's table: speed of whole models, bytes of their state, and perplexity, one line per recipe."""
+    titles, columns = ["recipe"], []
+    for model, source in {"Llama-3-8B": ("large",), "Llama-3.2-1B": ("llama-1b", "llama-1b-others")}.items():
+        found = [result for result in (read_result(name, results) for name in source) if result is not None]
+        titles.append(f"step over BF16, {model}{f', {_card(found[0])}' if found else ''}")
+        columns.append(_speeds(found))
+    for model in ("llama-8b", "llama-1b"):
+        counted = read_result(f"memory-{model}", results)
+        titles.append(f"bytes of state a weight, {model.removeprefix('llama-').upper()}")
+        rows = {} if counted is None else counted.by("name")
+        sizes = {name: f"{row['state_bytes'] / row['parameters']:.1f}" for name, row in rows.items()}
+        columns.append({**sizes, STORED: sizes.get(memory.STORED, "–")})
+    forked = read_result(FORKS[0], results)
+    ratios = {} if forked is None else convergence_tables.ratios_of(forked)
+    titles.append("perplexity over BF16")
+    # The forks' `tcfp12_single` has float32 weights, so README's line is that of stored ones.
+    columns.append({**ratios, STORED: ratios.get(RECOMMENDED, "–"), BASELINE: "1"})
+    lines = [
+        [f"`{name}`{', stored' if name == STORED else ''}", *(column.get(name, "–") for column in columns), when]
+        for name, when in USE_IT_WHEN.items()
     ]
-    whole = read_result(large.NAME, results)
-    text += [] if whole is None else [large.sentence(whole)]
-    plain = ratios.get("tensorwise")
-    text += [] if plain is None or plain.startswith("diverged") else [original.WHY]
-    origins = " ".join(
-        f"`{result.name}`: {result.origin}." for result in (timed, trained, forked, stored, whole) if result is not None
-    )
-    return f"{markdown_table(titles, lines, last='left')}\n\n{' '.join(text)}\n\n*{origins}*\n"
+    noise = 0.0 if forked is None else convergence_tables.noise_floor(convergence_tables.rows_of(forked), RERUN)
+    text = [
+        "Speed is of whole training steps of 4 × 4096 tokens: BF16's time divided by the recipe's. Both recompute the "
+        "blocks of Llama-3-8B in the backward pass.",
+        "State is everything that outlives a step, of the whole model: weights, copies, errors and Adam's moments.",
+        f"Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error); BF16 itself differs "
+        f"by {noise:.4f} when it runs again.",
+        "[Measurements](docs/measurements.md) has every source.",
+    ]
+    return f"{markdown_table([*titles, 'use it when'], lines, last='left')}\n\n{' '.join(text)}\n"
 
 
-def _speed(name: str, timed: Result | None) -> str:
-    """Of an optimizer step, else of a forward and backward pass, else a dash."""
-    found = {} if timed is None else timed.by("part", "recipe")
-    name = recipes.STORED_ROW if name == recipes.STORED else name
-    for part, mark in ((train_step.OPTIMIZER, ""), ("mlp", "¹")):
-        if (part, name) in found:
-            return "1" if name == train_step.BASELINE else f"**{found[part, name]['speed_over_bf16']:.2f}**{mark}"
-    return "–"
+def _card(result: Result) -> str:
+    """Return the short name of the card of a result.
+
+    >>> _card(Result("", {"device": "NVIDIA H100 80GB HBM3"}, {}, [], ""))
+    'H100'
+    """
+    return result.header["device"].removeprefix("NVIDIA ").split()[0]
+
+
+def _speeds(found: list[Result]) -> Mapping[str, str]:
+    """Return the speed over BF16 by recipe; the first result that has a recipe counts, as each has its own BF16."""
+    speeds = {BASELINE: "1"}
+    for row in (row for result in found if _card(result) == _card(found[0]) for row in result.rows):
+        speed = row["layer_speed_over_bf16"] if "layers" in row else row["speed_over_bf16"]
+        name = {"stored": STORED, STORED: f"{STORED}, float"}.get(row["recipe"], row["recipe"])
+        speeds.setdefault(name, f"**{speed:.2f}**")
+    return speeds
 
 
 def render(page: str, results: Path = RESULTS) -> str:
-    """A page with every section rewritten.
+    """Return a page with every section rewritten.
 
     >>> markers = ["<!-- begin: gemm -->", "<!-- end: gemm -->"]
     >>> render(chr(10).join(markers), Path("/nowhere")).splitlines()[1]
@@ -190,7 +158,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def read_source(path: Path) -> str | None:
-    """The digest that `draw` stored in a PNG; None where there is no such file or field."""
+    """Return the digest that `draw` stored in a PNG; None if there is no such file or field."""
     if not path.exists():
         return None
     from PIL import Image
@@ -201,15 +169,15 @@ def read_source(path: Path) -> str | None:
 
 
 def measured(results: Path = RESULTS) -> str:
-    """The JSON of speeds by kind of device and recipe, `[m, k, n]` an MLP's tokens, d and d_ff, both passes."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    """Return the JSON of speeds by device and recipe; a shape is an MLP's tokens, d and d_ff, in both passes."""
+    found: dict[str, dict[str, list[dict[str, object]]]] = {}
     for path in sorted(results.glob(f"*/{train_step.NAME}.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["header"]["platform"] == "cpu":
             continue
         for row in content["rows"]:
-            # Variants of a recipe have names that are not recipes'.
-            if row["part"] == "mlp" and row["recipe"] in USE_IT_WHEN and row["recipe"] != train_step.BASELINE:
+            # A variant of a recipe has a name that is not a recipe's.
+            if row["part"] == "mlp" and row["recipe"] in NAMES and row["recipe"] != BASELINE:
                 shape, speed = [*map(int, row["shape"].split("x"))], round(row["speed_over_bf16"], 4)
                 of_device = found.setdefault(content["header"]["device"], {})
                 of_device.setdefault(row["recipe"], []).append({"shape": shape, "speed_over_bf16": speed})
@@ -220,10 +188,10 @@ def measured(results: Path = RESULTS) -> str:
 
 
 def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
-    """What `report` would change under a root: names of sections, plots and files.
+    """Return the names of sections, plots and files under a root that `report` would change.
 
     Raises:
-      FileNotFoundError: there is no such page.
+      FileNotFoundError: a page does not exist.
       ValueError: a page has a section that no benchmark fills.
     """
     found = []
@@ -244,7 +212,7 @@ def find_differences(root: Path = ROOT, results: Path = RESULTS) -> list[str]:
 
 
 def write(root: Path = ROOT, results: Path = RESULTS) -> None:
-    """Rewrite the pages, plots and `measured.json` under a root, and say which numbers are of another library."""
+    """Rewrite the pages, plots and `measured.json` under a root, and print which numbers are of another library."""
     for page in PAGES:
         text = (root / page).read_text(encoding="utf-8")
         (root / page).write_text(render(text, results), encoding="utf-8")
@@ -263,9 +231,9 @@ def _drawn(results: Path) -> list[Result]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where something would change")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something would change")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the pages (default: the repository)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of JSON (default: benchmarks/results)")
     options = parser.parse_args(arguments)

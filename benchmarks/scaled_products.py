@@ -1,4 +1,4 @@
-"""Time of products whose operands have more scales than one.
+"""Time of products whose operands have a scale for each row or block instead of one for the tensor.
 
     python -m benchmarks.scaled_products --json
 
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from benchmarks import common, gemm, products
-from benchmarks.gemm import Config, Row, show, table
+from benchmarks.common import Result
+from benchmarks.gemm import Config, Row, show
 from benchmarks.products import Form, Product
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from pallas_kernels.operands import BLOCK_SIZES, Block
@@ -50,6 +51,12 @@ def _find_products(shape: GemmShape, config: Config) -> list[Product]:
         for backend in config.backends:
             found += products.possible([products.fp8_product(kind, form, pair, backend)])
     return found
+
+
+def table(result: Result) -> str:
+    """Return the page's table of the products that `FORMS` has."""
+    rows = [row for row in result.rows if row["kind"] in ("bf16", *FORMS)]
+    return gemm.table(dataclasses.replace(result, rows=rows))
 
 
 main = functools.partial(common.main, NAME)

@@ -3,6 +3,7 @@
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
     python -m benchmarks.train_step --parts "optimizer step" --recipes "stored,stored both,stored bfloat16"
+    python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes all
 
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
 - "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights from a given gradient of
@@ -29,7 +30,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import tcfp_jax
@@ -70,14 +70,14 @@ KEPT = {
     "stored both bfloat16": Kept("stored", moments="8bit", gradient_dtype="bfloat16"),
     "stored float32 moments": Kept("stored"),
 }
+USUAL = tuple(VARIANTS) + tuple(KEPT)
 VARIANTS |= {
     name: recipe("tcfp12_single", copies="both" if "both" in name else "one")
     if kept.weights == "stored"
     else recipe(name.split(",")[0])
     for name, kept in KEPT.items()
 }
-# Those that benchmarks.recipes compares with them.
-COMPARED = {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
+VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
 # The optimizer's part of a step does not grow with the tokens.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
@@ -92,7 +92,7 @@ class Config:
 
     shapes: tuple[GemmShape, ...]
     optimizer_shapes: tuple[GemmShape, ...]
-    recipes: tuple[str, ...] = tuple(VARIANTS)
+    recipes: tuple[str, ...] = USUAL
     parts: tuple[Part, ...] = PARTS
     backend: Backend | None = None
     rounds: int = 5
@@ -295,14 +295,14 @@ def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | 
 
 def _recipe(name: str, backend: Backend | None) -> Recipe:
     """The recipe of a name, with the backend that the command line asked for, if the op has it."""
-    return recipe(
-        (VARIANTS | COMPARED)[name], backend=backend, quantize_backend=None if backend == "mosaic" else backend
-    )
+    return recipe(VARIANTS[name], backend=backend, quantize_backend=None if backend == "mosaic" else backend)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Recipes, shapes, parts, and the backend of every op."""
-    parser.add_argument("--recipes", help=f"NAME,... (default: {','.join(VARIANTS)}); bf16 always runs")
+    parser.add_argument(
+        "--recipes", help=f"all, or of {', '.join(VARIANTS)} (default: {', '.join(USUAL)}); bf16 always runs"
+    )
     parser.add_argument("--shapes", help="TOKENSxDxD_FF,... (default: three of a Transformer's on a GPU)")
     parser.add_argument("--parts", help=f"PART,... (default: {','.join(PARTS)})")
     parser.add_argument("--backend", choices=get_args(Backend), help="of every op (default: the recipe's choice)")
@@ -313,7 +313,8 @@ def configure(options: argparse.Namespace) -> Config:
     default = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
     shapes = parse_shapes(options.shapes or (SMOKE_SHAPE if options.smoke else None)) or default
     optimizer_shapes = OPTIMIZER_SHAPES if shapes is H200_SHAPES else shapes
-    recipes = dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, tuple(VARIANTS))))
+    asked = {None: USUAL, "all": tuple(VARIANTS)}.get(options.recipes)
+    recipes = dict.fromkeys((BASELINE, *(asked or common.chosen_of("recipes", options.recipes, tuple(VARIANTS)))))
     parts = common.chosen_of("parts", options.parts, PARTS)
     config = Config(shapes, optimizer_shapes, tuple(recipes), parts, options.backend)
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
@@ -326,7 +327,9 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a part and shape, a column a recipe."""
+    """Return the page's table: one line per part and shape, or per recipe if there is one shape."""
+    if len(result.distinct("shape")) == 1:
+        return _table_of_recipes(result)
     names = [name for name in result.distinct("recipe") if name != BASELINE]
     rows, lines = result.by("part", "shape", "recipe"), []
     for part, shape in result.distinct("part", "shape"):
@@ -343,31 +346,25 @@ def table(result: Result) -> str:
     )
 
 
-def plot(figure: Any, result: Result) -> None:
-    """A panel for every part, a group of bars for every shape."""
-    parts = result.distinct("part")
-    names = [name for name in result.distinct("recipe") if name != BASELINE]
-    shapes = {part: list(dict.fromkeys(r["shape"] for r in result.rows if r["part"] == part)) for part in parts}
-    figure.set_size_inches(11, 4.4)
-    panels = figure.subplots(1, len(parts), sharey=True, squeeze=False, width_ratios=[len(shapes[p]) for p in parts])
-    rows, legend = result.by("part", "shape", "recipe"), dict[str, Any]()
-    for axes, part in zip(panels[0], parts, strict=True):
-        shown = [name for name in names if (part, shapes[part][0], name) in rows]
-        width = 0.84 / len(shown)
-        for i, name in enumerate(shown):
-            heights = [rows[part, shape, name]["speed_over_bf16"] for shape in shapes[part]]
-            at = np.arange(len(heights)) + (i + 0.5) * width - 0.42
-            legend[name] = axes.bar(at, heights, width * 0.92, color=f"C{names.index(name)}")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        # One size a line: side by side the shapes would lie on each other.
-        axes.set_xticks(range(len(shapes[part])), [shape.replace("x", "\n× ") for shape in shapes[part]], fontsize=8)
-        axes.set_title(part, fontsize=10)
-        axes.set_xlim(-0.6, len(shapes[part]) - 0.4)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    panels[0, 0].set_ylabel("speed over BF16")
-    figure.suptitle("Training steps at tokens × d × d_ff", fontsize=11)
-    figure.legend(legend.values(), legend.keys(), ncols=len(names), loc="outside lower center", frameon=False)
+def _table_of_recipes(result: Result) -> str:
+    """Return the table of a run at one shape: one line per recipe, two columns per part."""
+    rows, parts = result.by("part", "recipe"), result.distinct("part")
+    titles = [times(result.rows[0]["shape"])]
+    for part in parts:
+        titles += [part, "over BF16"]
+    lines = []
+    for name in (name for name in result.distinct("recipe") if name in VARIANTS):
+        found = [rows[part, name] for part in parts if (part, name) in rows]
+        # Variants of the optimizer have its part alone, which is the last one.
+        cells = ["–", "–"] * (len(parts) - len(found))
+        cells += [cell for row in found for cell in (f"{row['median_ms']:.3f} ms", f"**{row['speed_over_bf16']:.2f}**")]
+        snr_db = found[0]["worst_snr_db"]
+        lines.append([f"`{name}`", *cells, "–" if snr_db is None else f"{snr_db:.1f}"])
+    return (
+        f"{markdown_table([*titles, 'dB'], lines)}\n\n"
+        f"All rows are of one run ({result.rows[0]['timer']}). dB is the lowest signal-to-noise ratio of an output or "
+        "gradient against BF16's."
+    )
 
 
 main = functools.partial(common.main, NAME)

@@ -39,7 +39,6 @@ INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
 Cases = Literal["all", "missing", "grid"]
 Configs = Literal["guessed", "chosen", "none"]
 TOGETHER = 16  # cases that are compiled at once
-
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
 

@@ -22,8 +22,7 @@ class Variant:
 
     Attributes:
       recipe: of every layer.
-      remainder: what becomes of what rounding a stored weight leaves; "eco" is "stochastic", and what it leaves goes
-        into the first moment (`benchmarks.eco`).
+      remainder: what becomes of what rounding a stored weight leaves.
       gradient_dtype: of stored weights' gradients.
       finish: a part of the run, and the recipe that its last steps, and the evaluation, have instead.
       perturbation: relative deviation of noise on the weights before the first step.
@@ -37,7 +36,7 @@ class Variant:
     recipe: Recipe
     weights: Weights = "float"
     moments: Moments = "float32"
-    remainder: Literal["stochastic", "feedback", "eco"] = "stochastic"
+    remainder: Literal["stochastic", "feedback"] = "stochastic"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     ends: tuple[int, int, str] | None = None
     finish: tuple[float, str | Recipe] | None = None
@@ -81,7 +80,7 @@ _NOISE = {
     ),
     OTHER_BATCHES: Variant(recipe("bf16"), batches="other", meaning="BF16 on other batches of the same text"),
 }
-EMULATED = tuple(name for name in NAMES if recipe(name).fp4 is not None)
+EMULATED = ("nvfp4_training",)
 
 
 def _said(name: str) -> str:
@@ -101,7 +100,6 @@ _STORED = {
     "stored_bfloat16_gradients": _stored(meaning="weights' gradients in bfloat16", gradient_dtype="bfloat16"),
     "stored_dual_forward": _stored(meaning="forward by hi + lo", forward_weight="hi+lo"),
     "stored_feedback": _stored(meaning="an FP8 error in the place of random bits", remainder="feedback"),
-    "stored_eco": _stored("float32", meaning="float32 moments, ECO", remainder="eco"),
 }
 _FEEDBACK = {
     "tcfp12_no_feedback": _of("tcfp12", "without error feedback", remainder="dropped"),
@@ -133,13 +131,6 @@ _BLOCKS = {
     },
     **{f"stored_blocks_{size}": _stored(meaning=f"scales of squares of {size}", block=size) for size in (32, 64, 128)},
 }
-_FP4_LATE = {
-    f"nvfp4_training_last_{percent}_bf16_forward": dataclasses.replace(
-        _NAMED["nvfp4_training"], finish=(percent / 100, recipe("nvfp4_training", forward_operands="bf16")),
-        meaning=f"`nvfp4_training`, the last {percent} % with a forward product in BF16",
-    )
-    for percent in (20, 50)
-}  # fmt: skip
 _LATE = {
     f"{name}_last_{percent}_bf16": dataclasses.replace(
         plain, finish=(percent / 100, "bf16"), meaning=f"{said}, the last {percent} % in `bf16`"
@@ -153,7 +144,6 @@ _ENDS = {
     f"{name}_{which}_bf16": dataclasses.replace(plain, ends=(first, last, "bf16"), meaning=f"{said}, {words} in BF16")
     for name, plain, said in (
         ("tensorwise", _NAMED["tensorwise"], "`tensorwise`"), ("stored", _STORED["stored"], "stored"),
-        ("nvfp4_training", _NAMED["nvfp4_training"], "`nvfp4_training`"),
     )
     for which, first, last, words in (
         ("last_block", 0, 1, "the last block"), ("ends", 1, 1, "the first and the last block"),
@@ -163,7 +153,7 @@ _ENDS = {
 VARIANTS: dict[str, Variant] = {
     BASELINE: Variant(recipe("bf16"), meaning="BF16, float32 weights and AdamW"),
     **_NOISE, **_NAMED, **_STORED, **_FEEDBACK, **_GRADIENTS, **_DELAYED, **_BLOCKS,
-    **_FP4_LATE, **_LATE, **_ENDS,
+    **_LATE, **_ENDS,
 }  # fmt: skip
 
 _OF_FP4 = ("nvfp4", "mxfp4", *EMULATED)
@@ -178,8 +168,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "delayed": (*(name.removesuffix("_delayed") for name in _DELAYED), *_DELAYED),
     "blocks": ("blockwise", "tcfp12_blockwise", "mxfp8", "stored", *_BLOCKS),
     "fp4": _OF_FP4,
-    "late": ("tensorwise", "stored", *_LATE, "nvfp4_training", *_FP4_LATE),
-    "ends": ("tensorwise", "stored", "nvfp4_training", *_ENDS),
+    "late": ("tensorwise", "stored", *_LATE),
+    "ends": ("tensorwise", "stored", *_ENDS),
 }
 
 

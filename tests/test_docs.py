@@ -11,7 +11,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 # Pages of words and tables alone, and those that include a file of the repository.
-WITHOUT_CODE = {"architecture", "catalog", "changelog", "decisions", "glossary", "index", "measurements", "plan"}
+WITHOUT_CODE = {"architecture", "catalog", "changelog", "decisions", "glossary", "index", "measurements"}
 PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
 
 

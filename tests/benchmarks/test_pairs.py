@@ -1,6 +1,5 @@
-"""Runs paired by seed: the original's comparison, and images; no model is trained here."""
+"""Runs paired by seed: the original's comparison; no model is trained here."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from benchmarks import common, glyphs, images, original, pairs, report
+from benchmarks import common, original, pairs, report
 from benchmarks.pairs import BASELINE
 from tcfp_jax import formats
-from tcfp_jax.conversion import convert_to_tcfp, survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import decibels
 
@@ -113,28 +111,3 @@ def test_fake_quantization_rounds_weights_and_activations_alone():
     np.testing.assert_allclose(dparams["params"]["kernel"], q(x).T @ g, rtol=1e-5, atol=1e-4)
     assert 27 < decibels(x @ w, y - 1) < 30
     assert decibels(x @ w, of(original.VARIANTS[BASELINE])[0] - 1) > 50  # layers of others are left alone
-
-
-def test_images_are_those_of_their_key():
-    (drawn, labels), (again, same) = (glyphs.draw_images(jax.random.key(0), 2, 16) for _ in range(2))
-    assert np.array_equal(drawn, again) and np.array_equal(labels, same)
-    assert drawn.shape == (2, 16, 32, 32) and drawn.dtype == jnp.uint8 and len(np.unique(labels)) > 5
-    assert not np.array_equal(drawn[0], drawn[1]) and 20 < np.std(drawn) < 100
-
-
-@pytest.mark.parametrize("name", ["stored"])
-def test_a_vision_transformer_is_converted_and_its_run_is_a_program(name):
-    config = images.Config(layers=1, width=32, heads=1, patch=16, steps=4, batch=8, heldout=1)
-    drawn = jax.eval_shape(lambda key: glyphs.draw_images(key, 4, 8), jax.random.key(0))
-    program = images._program(config, images.VARIANTS[name])
-    losses, *judged = jax.eval_shape(program, jax.random.key(0), 0.0, drawn, drawn)
-    assert losses.shape == (4,) and [value.shape for value in judged] == [(), (), ()]
-    assert dataclasses.replace(config, wanted=pairs.Wanted(("bf16",), (3,))) == config  # what is wanted is no setting
-
-
-def test_all_layers_of_a_vision_transformer_are_converted_but_its_classifier():
-    model = images.VisionTransformer(images.Config(layers=1, width=32, heads=1), jnp.float32)
-    shape = jax.ShapeDtypeStruct((2, 32, 32), jnp.uint8)
-    report_of = survey(convert_to_tcfp(model, "tensorwise", shape, include=("linear", "small")))
-    assert len(report_of.converted) == 7  # patches, four of attention, two of the MLP
-    assert [record.weight_path for record in report_of.skipped] == ["classifier/kernel"]

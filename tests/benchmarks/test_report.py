@@ -11,7 +11,7 @@ import pytest
 from benchmarks import common, report, train_step
 
 HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
-BENCHMARKS = ("train_step", "recipes")  # those that the pages of these tests have
+SECTIONS = ("train_step", "train_step-recipes")  # those that the pages of these tests have
 
 
 def step(part, recipe, speed, shape="32x32x48"):
@@ -31,15 +31,16 @@ def write(root, name, rows, library="0", device="chip"):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A folder with both pages and two results, whose report is written; its options."""
-    monkeypatch.setattr(report, "BENCHMARKS", BENCHMARKS)
-    pages = {page: names if names == ("choose",) else BENCHMARKS for page, names in report.PAGES.items()}
+    monkeypatch.setattr(report, "BENCHMARKS", SECTIONS)
+    monkeypatch.setattr(train_step, "plot", lambda figure, result: figure.add_subplot(), raising=False)
+    pages = {page: names if names == ("choose",) else SECTIONS for page, names in report.PAGES.items()}
     monkeypatch.setattr(report, "PAGES", pages)
     for page, names in pages.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)
         (tmp_path / page).write_text("\n".join(f"# {n}\n<!-- begin: {n} -->\n<!-- end: {n} -->" for n in names))
     steps = [step(part, name, 1.0) for part in ("mlp", "optimizer step") for name in ("bf16", "tcfp12")]
     write(tmp_path, "train_step", [*steps, step("mlp", "tcfp12 wgrad fp8", 1.5), step("mlp", "tcfp12_fast", 1.25)])
-    write(tmp_path, "recipes", [*steps, step("mlp", "rowwise", 1.75)])
+    write(tmp_path, "train_step-recipes", [*steps, step("mlp", "rowwise", 1.75)])
     assert report.main(options(tmp_path)) == 0
     return tmp_path
 
@@ -63,12 +64,12 @@ def test_a_fresh_report_passes_its_check_and_an_edit_does_not(root, capsys):
 
 def test_a_page_has_every_section_and_no_other(root, capsys):
     page = root / "docs" / "measurements.md"
-    page.write_text(page.read_text().replace("recipes -->", "speed -->"))
+    page.write_text(page.read_text().replace("recipes -->", "speeds -->"))
     with pytest.raises(ValueError, match="no benchmark fills"):
         report.main(options(root))
     page.write_text("nothing")
     assert report.main(options(root, "--check")) == 1
-    assert "no section recipes" in capsys.readouterr().err
+    assert "no section train_step-recipes" in capsys.readouterr().err
 
 
 def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsys):
@@ -76,13 +77,10 @@ def test_captions_say_how_old_numbers_are_and_the_check_does_not_ask(root, capsy
     assert page.read_text().count(common.AGE) == 2
     # The same numbers, measured with the library of today.
     rows = [step("mlp", "bf16", 1.0), step("mlp", "rowwise", 1.75)]
-    write(root, "recipes", rows, library=common.library_digest())
-    (root / "results" / "chip" / "recipes.json").write_text((root / "results" / "chip" / "recipes.json").read_text())
-    assert common.AGE not in report.render_section("recipes", root / "results")
+    write(root, "train_step-recipes", rows, library=common.library_digest())
     assert report.main(options(root)) == 0
     assert page.read_text().count(common.AGE) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in out[-1:]] == ["train_step"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["train_step"]
     page.write_text(page.read_text().replace(common.AGE, ""))
     assert report.main(options(root, "--check")) == 0
 
@@ -101,17 +99,23 @@ def test_the_digest_is_that_of_the_libraries(tmp_path):
     assert len({before, tuned, common.library_digest(tmp_path)}) == 3
 
 
-def test_the_table_to_choose_by(root):
-    lines = {line.split("|")[1].strip(): line for line in (root / "README.md").read_text().splitlines() if "|" in line}
-    assert lines["`bf16`"].split("|")[2:4] == [" 1 ", " 12 "]
-    assert lines["`tcfp12`"].split("|")[2:5] == [" **1.00** ", " 20 ", " – "]
-    assert lines["`rowwise`"].split("|")[2] == " **1.75**¹ "  # no optimizer step: both passes
-    assert lines["`mxfp8`"].split("|")[2] == " – "
-    # An optimizer step is preferred where it was measured.
-    write(root, "recipes", [step(part, "rowwise", s) for part, s in (("mlp", 1.75), ("optimizer step", 1.5))])
-    assert "| **1.50** |" in report.choose(root / "results") and "¹" not in report.choose(root / "results")
-    line = "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |"
-    assert line in report.render_section("recipes", root / "results")
+def test_the_table_to_choose_by_is_of_whole_models():
+    lines = {line.split("|")[1].strip(): line.split("|")[2:] for line in report.choose().splitlines() if "|" in line}
+    assert list(lines)[2:] == ["`bf16`", "`tcfp12_single`, stored", "`tensorwise`", "`rowwise`", "`tcfp12_fast`"]
+    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12.0", "12.0", "1"]
+    stored = [cell.strip() for cell in lines["`tcfp12_single`, stored"][:5]]
+    (whole,) = (row for row in common.read_result("large").rows if row["recipe"] == "stored")
+    # All of the state: a kernel's weight has 4.016 bytes, but embeddings stay float32.
+    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == ["4.7", "5.7"]
+    assert all(len(cells) == 7 for cells in lines.values())
+
+
+def test_recipes_at_one_shape_are_lines(root):
+    rows = [step("mlp", "rowwise", 1.75), step("optimizer step", "rowwise", 1.5), step("optimizer step", "stored", 2.0)]
+    write(root, "train_step-recipes", rows)
+    page = report.render_section("train_step-recipes", root / "results")
+    assert "| `rowwise` | 1.000 ms | **1.75** | 1.000 ms | **1.50** | 20.0 |" in page
+    assert "| `stored` | – | – | 1.000 ms | **2.00** | 20.0 |" in page
 
 
 def test_diagnose_gets_the_recipes_of_accelerators(root):
@@ -137,14 +141,14 @@ def test_the_pages_agree_with_the_committed_numbers():
 
 @pytest.mark.parametrize(
     "name",
-    ["common", "memory", "report", "shapes", "casts", "timing", "convergence", "convergence_tables", "variants", "eco"],
+    ["common", "memory", "report", "shapes", "casts", "timing", "convergence", "convergence_tables", "variants"],
 )
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
 
 
 def test_numbers_of_an_accelerator_are_preferred(root):
-    chip = root / "results" / "chip" / "recipes.json"
+    chip = root / "results" / "chip" / "train_step-recipes.json"
     shutil.copytree(chip.parent, root / "results" / "cpu")
-    (root / "results" / "cpu" / "recipes.json").write_text(chip.read_text().replace('"chip"', '"cpu"'))
-    assert common.read_result("recipes", root / "results").header["device"] == "chip"
+    (root / "results" / "cpu" / "train_step-recipes.json").write_text(chip.read_text().replace('"chip"', '"cpu"'))
+    assert common.read_result("train_step-recipes", root / "results").header["device"] == "chip"

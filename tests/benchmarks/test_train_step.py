@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import common, recipes, timing, train_step
+from benchmarks import common, timing, train_step
 from benchmarks.shapes import GemmShape
 from tcfp_jax.products import layer
 
@@ -110,8 +110,9 @@ def test_options(monkeypatch):
             train_step.main(wrong)
 
 
-def test_recipes_are_measured_in_both_parts(monkeypatch):
+def test_all_recipes_of_one_shape_are_lines(monkeypatch):
     asked = []
-    monkeypatch.setattr(recipes, "measure", lambda config: asked.append(config) or [])
-    recipes.main(["--shape", str(SHAPE)])
-    assert asked == [train_step.Config((SHAPE,), (SHAPE,), recipes.RECIPES, ("mlp", "optimizer step"), peaks=0)]
+    monkeypatch.setattr(train_step, "measure", lambda config: asked.append(config) or [])
+    train_step.main(["--shapes", str(SHAPE), "--parts", "mlp,optimizer step", "--recipes", "all"])
+    assert asked == [train_step.Config((SHAPE,), (SHAPE,), tuple(train_step.VARIANTS), ("mlp", "optimizer step"))]
+    assert set(train_step.USUAL) < set(train_step.VARIANTS)

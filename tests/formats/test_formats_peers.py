@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks.eager_torch import cast_mx
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
+from tests.formats.microxcaling import cast_mx
 from tests.formats_oracles import awkward_inputs, quick, same
 
 EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)

@@ -1,32 +1,13 @@
-"""An MX cast in eager PyTorch, operation by operation as microxcaling does it: what a user of it runs on a CPU.
+"""The operations of Microsoft's microxcaling in eager PyTorch, in their order (`_quantize_mx`, `custom_cuda=False`)."""
 
-Our own code after the published one (`mx/mx_ops.py`: blocks, shared exponents; `mx/elemwise_ops.py`: values): the same
-operations on whole float32 tensors in the same order, each of which reads and writes memory. Its CUDA extension is not
-in it. Needs torch.
-"""
-
-import importlib.util
 from typing import Any
 
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_EXPONENT = 127.0
 
 
-def missing() -> str | None:
-    """What this machine lacks, or None."""
-    return None if importlib.util.find_spec("torch") else "torch is not installed"
-
-
 def cast_mx(x: Any, *, ebits: int, mbits: int, emax: int, largest: float, block: int = 32) -> Any:
-    """`x` with the values of an MX format of `block` values, ties away from zero, which is microxcaling's default.
-
-    Args:
-      x: a float32 tensor `[..., k]`, k a multiple of `block`.
-      ebits, mbits: widths of the element's exponent and mantissa.
-      emax: the exponent of its largest value, `largest`.
-
-    Source: Microsoft, microxcaling, `_quantize_mx` with `custom_cuda=False` and a scale of 8 bits.
-    """
+    """Return a float32 tensor `[..., k]` with the values of an MX format, ties away from zero."""
     import torch
 
     tiles = x.view(*x.shape[:-1], x.shape[-1] // block, block)
