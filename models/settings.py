@@ -208,12 +208,12 @@ def products_over(storage: str | Recipe, products: str | Recipe) -> Recipe:
             f"stored weights with weight='Dual' cannot go to recipe {_named(products)!r}, whose products round float "
             "weights to four bits (fp4); choose a recipe that stores alike, or 'bf16'"
         )
-    if asked.weight is None:
+    if asked.stored is None:
         whole = replace(kept.weight, forward="hi+lo", dgrad="hi+lo")
         return replace(kept, weight=whole, forward="bf16", dgrad="bf16", wgrad="bf16")
     pairs = {
         "weight": (type(kept.weight).__name__, type(asked.weight).__name__),
-        "weight.dtype": (kept.weight.dtype, asked.weight.dtype),
+        "weight.dtype": (kept.weight.dtype, asked.stored.dtype),
         "scaling": (kept.scaling, asked.scaling),
     }
     for name, (mine, theirs) in pairs.items():

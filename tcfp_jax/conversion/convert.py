@@ -352,7 +352,7 @@ def _stores_nothing(model: Any) -> bool:
     if chosen is not None and sample is not None:
         return not nnx_models.examine(model, chosen, sample.args, sample.options).weights
     own = _own_layers(model).values()
-    return bool(own) and all(layer.recipe is None or layer.recipe.weight is None for layer in own)
+    return bool(own) and all(layer.recipe is None or layer.recipe.stored is None for layer in own)
 
 
 def _forget(model: Any) -> None:

@@ -178,7 +178,7 @@ def predict(recipe: Recipe, operations: float) -> float | None:
     1.7
     """
     points = _points(recipe)
-    if operations > 0 and recipe.weight is None and recipe.fp4 is None:
+    if operations > 0 and recipe.weight is None:
         return 1.0
     if not points or operations <= 0:
         return None
@@ -227,7 +227,7 @@ def _line(record: Record, usual: Policy, kernel: Any) -> Line:
 def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
     """(of the stored weight, of its error buffer), as `error_feedback` would make them; none where it cannot."""
     shape, layout = record.product.shape, record.product.layout
-    if layout is None or recipe.weight is None:
+    if layout is None or recipe.stored is None:
         return 0, 0
     tx = error_feedback({"kernel": Weight(recipe, layout)}, key=jax.random.key(0) if recipe.stochastic else None)
     state = jax.eval_shape(tx.init, {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)})
@@ -268,7 +268,7 @@ def _rounded(kernel: Any, record: Record, recipe: Recipe) -> tuple[float, float 
 def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
     """((signal, noise), the share of blocks that are exact in E4M3, of NVFP4)."""
     w, exact = w.astype(jnp.float32), None
-    if recipe.weight is None:
+    if recipe.stored is None:
         # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     elif isinstance(recipe.scaling, Fp4):

@@ -92,7 +92,7 @@ def _weights(found: Census, recipes: Mapping[Place, Any]) -> dict[str, Weight]:
     float_reads |= {product.path for place, product in found.products.items() if recipes[place] is None}
     for place, product in found.products.items():
         recipe = recipes[place]
-        if recipe is not None and recipe.weight is not None and product.layout is not None:
+        if recipe is not None and recipe.stored is not None and product.layout is not None:
             reads: Any = "lookup" if product.path in float_reads else "none"
             weights.setdefault(product.path, Weight(recipe, product.layout, reads))
     return weights

@@ -50,7 +50,7 @@ class Record:
         what = self.reason
         if self.recipe is not None:
             notes = [what] if what else []
-            other = self.recipe.weight is not None and not self.stored
+            other = self.recipe.stored is not None and not self.stored
             notes += ["quantized at each use: the stored form of its weight is another one"] if other else []
             what = describe(self.recipe) + (f" ({'; '.join(notes)})" if notes else "")
         return f"{self.product} {what}"

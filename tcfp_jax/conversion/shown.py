@@ -224,7 +224,7 @@ def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     groups = (layout.inputs, layout.outputs)
     first = {groups[0][0]: "k", groups[1][0]: "n"}
     served = (
-        recipe.weight is not None and recipe.scaling == Tensor() and recipe.amax == "fresh" and not recipe.stochastic
+        recipe.stored is not None and recipe.scaling == Tensor() and recipe.amax == "fresh" and not recipe.stochastic
     )
     if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers):
         return None

@@ -292,7 +292,7 @@ def _replace(nodes: Mapping[Any, Any], parameter: Any, kernel: Absent) -> None:
 
 def _plain(recipe: Recipe) -> Recipe:
     """The recipe without what only training needs."""
-    return recipe if recipe.weight is None else named_recipe(recipe, remainder="dropped", amax="fresh")
+    return recipe if recipe.stored is None else named_recipe(recipe, remainder="dropped", amax="fresh")
 
 
 def _plain_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:

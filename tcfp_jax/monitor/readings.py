@@ -139,8 +139,8 @@ def read_product(
     if stored is None:
         assert w is not None, "one of w and stored is there"
         return of_x, read(w, w.astype(jnp.bfloat16))
-    assert recipe.weight is not None, "the weight is stored"
-    operand = stored.for_forward(recipe.weight.forward).settled()
+    assert recipe.stored is not None, "the weight is stored"
+    operand = stored.for_forward(recipe.stored.forward).settled()
     whole = stored.for_forward("hi+lo").dequantize()
     # A parameter that is stored has zeros in the place of floats: what it stands for is all that is stored of it.
     # Packed codes of an odd k end in one of zero.

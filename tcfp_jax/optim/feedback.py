@@ -324,7 +324,7 @@ def _check_key(recipes: Sequence[Recipe], key: jax.Array | None) -> None:
 
 
 def _remainders(recipes: Sequence[Recipe]) -> str:
-    return ", ".join(map(repr, sorted({r.weight.remainder if r.weight else "none" for r in recipes})))
+    return ", ".join(map(repr, sorted({r.stored.remainder if r.stored else "none" for r in recipes})))
 
 
 def _stacked_amax(w: jax.Array) -> jax.Array:

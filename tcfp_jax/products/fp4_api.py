@@ -130,7 +130,7 @@ def of_fp4(recipe: Recipe | str) -> Recipe:
             'multiply with tcfp_jax.matmul(x, w, recipe=..., key=key) or a TCFP layer, or pack by recipe="nvfp4"'
         )
     if chosen.mode is not TCFPMode.FP4:
-        kept = f"weight={chosen.weight} with {chosen.scaling}" if chosen.weight is not None else "weights as floats"
+        kept = f"weight={chosen.weight} with {chosen.scaling}" if chosen.stored is not None else "weights as floats"
         raise ValueError(
             f'recipe "{describe(chosen)}" stores {kept}, not packed codes of four bits; use recipe="nvfp4" or "mxfp4", '
             "or multiply with tcfp_jax.matmul or a TCFP layer"

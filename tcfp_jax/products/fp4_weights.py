@@ -19,7 +19,7 @@ from pallas_kernels.fp4_matmul.reference import Activation
 from pallas_kernels.operands import Fp4, Operand
 from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
 from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along
-from tcfp_jax.recipes import Product, Recipe
+from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 
 
@@ -74,7 +74,7 @@ def _codes(w: Stored) -> Operand:
     return w.forward
 
 
-def _rounded(how: Product) -> Activation:
+def _rounded(how: Arithmetic) -> Activation:
     return "bfloat16" if how == "bf16" else "float8_e4m3fn"
 
 
@@ -85,4 +85,4 @@ def _in_nvfp4(x: jax.Array) -> Nvfp4Values:
     # Blocks are cut along k, which an explicit sharding of k refuses; the other axes stay where they are.
     spec = PartitionSpec(*entries_of(x)[:-1], None)
     of_result = lambda made: spec if made.ndim else PartitionSpec()
-    return with_automatic_axes(lambda x: along(x, -1, "amax"), of_result, x)
+    return with_automatic_axes(lambda x: along(x, -1), of_result, x)

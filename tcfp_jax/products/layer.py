@@ -44,7 +44,7 @@ from tcfp_jax.products.operands import (
     quantize_operand,
 )  # fmt: skip
 from tcfp_jax.products.sites import named
-from tcfp_jax.recipes import Dual, Halves, Product, Recipe, Single
+from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored, constant, of_operand
@@ -145,10 +145,10 @@ def product(
     check_shapes(x.shape, None if w is None else w.shape, quantized)
     n = (quantized if w is None else w).shape[-1]  # type: ignore[union-attr]
     empty = 0 in (*x.shape, n)
-    if quantized is None and recipe.weight is not None and not empty:
+    if quantized is None and recipe.stored is not None and not empty:
         assert w is not None, "one of w and quantized is there"
-        form, read = recipe.weight, recipe
-        if isinstance(form, Dual) and not form.reads_lo:
+        form, read = recipe.stored, recipe
+        if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
             read = dataclasses.replace(recipe, weight=Single(form.dtype))
         with jax.named_scope("quantize_w"):
             quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
@@ -233,15 +233,15 @@ def _forward(asked: Asked, x: jax.Array, w: Any, quantized: Any, x_quantized: An
             y = fp4_weights.forward(x, quantized, recipe, asked.out_sharding)
     elif recipe.forward == "bf16":
         with jax.named_scope("forward"):
-            kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.weight is None else recipe.weight.forward)
+            kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.stored is None else recipe.stored.forward)
             y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
     else:
-        assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
+        assert recipe.stored is not None, "a recipe without a stored weight has BF16 products"
         if x_q is None:
             with jax.named_scope("quantize_x"):
                 x_q = quantize_operand(x, recipe.activation, recipe)
         with jax.named_scope("forward"):
-            y = _multiply(x_q.rows, quantized.for_forward(recipe.weight.forward), recipe, recipe.forward,
+            y = _multiply(x_q.rows, quantized.for_forward(recipe.stored.forward), recipe, recipe.forward,
                         out_dtype=x.dtype, out_sharding=asked.out_sharding)  # fmt: skip
     if x_q is None and recipe.wgrad != "bf16":
         with jax.named_scope("quantize_x"):
@@ -276,15 +276,15 @@ def _backward(asked: Asked, saved: _Saved, g: Any) -> tuple[jax.Array, jax.Array
             dx = fp4_weights.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
     elif recipe.dgrad == "bf16":
         with jax.named_scope("dgrad"):
-            kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.weight is None else recipe.weight.dgrad)
+            kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
             dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
     else:
-        assert recipe.weight is not None, "a recipe without a stored weight has BF16 products"
+        assert recipe.stored is not None, "a recipe without a stored weight has BF16 products"
         if g_q is None:
             with jax.named_scope("quantize_g"):
                 g_q = quantize_operand(g, recipe.gradient, recipe)
         with jax.named_scope("dgrad"):
-            dx = _multiply(g_q.rows, saved.quantized.for_dgrad(recipe.weight.dgrad), recipe, recipe.dgrad,
+            dx = _multiply(g_q.rows, saved.quantized.for_dgrad(recipe.stored.dgrad), recipe, recipe.dgrad,
                          out_dtype=x_dtype, out_sharding=x_sharding)  # fmt: skip
     if w_type is None:
         return dx, None, None, None
@@ -309,12 +309,19 @@ _product.defvjp(_forward_rule, _backward)
 
 
 def _multiply(
-    a: Operand, b: Operand, recipe: Recipe, how: Product, *, out_dtype: Any, out_sharding: Any = None, wire: Any = None
+    a: Operand,
+    b: Operand,
+    recipe: Recipe,
+    how: Arithmetic,
+    *,
+    out_dtype: Any,
+    out_sharding: Any = None,
+    wire: Any = None,
 ) -> jax.Array:
     """`a @ b.T` of dequantized operands: a `[..., c]` or, with b of more axes, `[r, *c]`; b `[n, *c]` to `[..., n]`."""
     assert how != "bf16", "a BF16 product has no FP8 operands"
     options: Any = dict(out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire)
-    if recipe.weight is not None and recipe.weight.blocks == "nonzero" and b.lo is not None:
+    if recipe.stored is not None and recipe.stored.blocks == "nonzero" and b.lo is not None:
         return skip_matmul(a, b.settled(), out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend)
     return multiply(a, b, out_dtype=out_dtype, **options)
 

@@ -87,13 +87,13 @@ def check_stored(recipe: Recipe, quantized: Stored) -> None:
       ValueError: they cannot.
     """
     what = quantized.describe()
-    if recipe.weight is None:
+    if recipe.stored is None:
         raise ValueError(f'recipe "{describe(recipe)}" multiplies float weights, but got a {what}; dequantize it')
-    if quantized.serves(recipe.scaling, recipe.weight):
+    if quantized.serves(recipe.scaling, recipe.stored):
         return
     wanted, repair = f"packed FP4 codes with {recipe.scaling}", "build the state with the same recipe"
     if not isinstance(recipe.scaling, Fp4):
-        halves = "hi + lo" if isinstance(recipe.weight, Dual) else "one FP8 tensor"
+        halves = "hi + lo" if isinstance(recipe.stored, Dual) else "one FP8 tensor"
         wanted = f"a weight of {halves} with {recipe.scaling} in both orientations"
     if isinstance(codes := quantized.scaling, Fp4):
         repair = (

@@ -1,24 +1,115 @@
-"""`Recipe`, and the rules between its fields."""
+"""`Recipe`, the forms of weight that it names, and the rules between its fields."""
 
+import enum
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Fp4, Scaling, Tensor
 from pallas_kernels.wire import Wire, check_wire
-from tcfp_jax.recipes.forms import (
-    Amax,
-    Copies,
-    Dual,
-    Format,
-    Fp4Training,
-    Product,
-    Remainder,
-    Single,
-    TCFPMode,
-    WeightFormat,
-    check_choices,
-)  # fmt: skip
+
+Float8 = Literal["float8_e4m3fn", "float8_e5m2"]
+Float8OrFloat4 = Literal["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+# The parts of W_hi + W_lo that a product reads.
+Halves = Literal["hi", "hi+lo"]
+# How a product multiplies: FP8 with the accumulation of that name, or BF16.
+Arithmetic = Literal["fast", "full", "bf16"]
+# How many orientations of a weight the optimizer's state holds.
+Copies = Literal["one", "both"]
+
+
+class TCFPMode(enum.Enum):
+    """The form in which a recipe keeps weights: BF16, packed FP4 codes, one FP8 tensor, or TCFP-12's two.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> recipe("tcfp12").mode, recipe("nvfp4").mode
+    (<TCFPMode.TCFP12: 'tcfp12'>, <TCFPMode.FP4: 'fp4'>)
+    """
+
+    BF16 = "bf16"
+    FP4 = "fp4"
+    FP8 = "fp8"
+    TCFP12 = "tcfp12"
+
+
+@functools.cache
+def _choices(kind: type) -> dict[str, tuple[str, ...]]:
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _check_choices(value: Any) -> None:
+    """Raise a ValueError unless each field that is annotated as a `Literal` has one of its values."""
+    for name, allowed in _choices(type(value)).items():
+        if (given := getattr(value, name)) not in allowed:
+            raise ValueError(f"{name}={given!r} is unknown; use one of {list(allowed)}")
+
+
+@dataclass(frozen=True)
+class Single:
+    """A weight as one FP8 tensor, or as packed FP4 codes.
+
+    Attributes:
+      dtype: the format; "float4_e2m1fn" needs `scaling=Fp4(...)`.
+      remainder: "dropped" forgets the rounding error. "feedback" adds it to the weight of the next step, by
+        `tcfp_jax.error_feedback`.
+    """
+
+    dtype: Float8OrFloat4 = "float8_e4m3fn"
+    remainder: Literal["feedback", "dropped"] = "dropped"
+
+    # The fields of `Dual` that a single tensor leaves no choice for.
+    forward: ClassVar[Halves] = "hi"
+    dgrad: ClassVar[Halves] = "hi"
+    blocks: ClassVar[Literal["all", "nonzero"]] = "all"
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+@dataclass(frozen=True)
+class Dual:
+    """A weight as two FP8 tensors that share their scales, `W ~ (W_hi + W_lo) s`.
+
+    Attributes:
+      dtype: the format of both tensors.
+      remainder: "feedback" adds the rounding error to the weight of the next step, by `tcfp_jax.error_feedback`.
+        "stochastic" rounds `W_lo` so that E[W_hi + W_lo] = W (SRR); it needs a key and no error buffer. "dropped"
+        forgets the error.
+      forward, dgrad: the halves that each product reads. "hi" in dgrad is the PyTorch original's ABD: one FP8 product
+        less.
+      blocks: "nonzero" skips blocks of `W_lo` that are all zeros. Use it for weights that FP8 holds mostly exactly.
+    """
+
+    dtype: Float8 = "float8_e4m3fn"
+    remainder: Literal["feedback", "stochastic", "dropped"] = "feedback"
+    forward: Halves = "hi+lo"
+    dgrad: Halves = "hi+lo"
+    blocks: Literal["all", "nonzero"] = "all"
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+@dataclass(frozen=True)
+class Fp4Training:
+    """A float weight that each product rounds to NVFP4, next to NVFP4 activations and gradients; an emulation.
+
+    The rounded numbers are exact in BF16, so BF16 products multiply them. See `tcfp_jax.products.fp4_training`.
+
+    Attributes:
+      forward_operands: "fp4", or "bf16" for the forward product alone. NVIDIA ends a training with "bf16": the last
+        tenth of it closes most of the gap to BF16.
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4".
+    """
+
+    forward_operands: Literal["fp4", "bf16"] = "fp4"
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
 
 
 @dataclass(frozen=True)
@@ -26,64 +117,72 @@ class Recipe:
     """How a layer multiplies. The defaults are `recipe("tcfp12")`.
 
     Attributes:
-      weight: `Dual(...)`, `Single(...)`, or None for BF16.
-      scaling: which values share a scale: `Tensor()`, `Row()` (of x and g, columns of W, anew for each product),
-        `Block(size, tile)`, where `tile` is the form of a weight's blocks; those of x and g are vectors; or, of a
-        weight in float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products, beside rows of x and g.
-      activation: format of x in products that round it to fewer bits than BF16 (`forward` and `wgrad` other than
-        "bf16"). "float4_e2m1fn" is for the forward product with an NVFP4 weight: x in NVFP4, too.
-      gradient: format of the output's gradient g in FP8 products.
-      forward, dgrad, wgrad: how each product multiplies: "fast" and "full" are FP8 with that accumulation (see
-        `pallas_kernels.matmul.api.matmul`), "bf16" multiplies BF16 values, those of the stored weight if there is one.
-      amax: weights are scaled by a "fresh" amax, or by a "delayed" one that the optimizer's state carries (PDDS).
-      copies: quantized weights in the optimizer's state in "one" orientation, `[k, n]`, or in "both", which doubles
-        their bytes and saves the forward product a transpose on GPUs.
-      fp4: of a recipe without a stored weight: all three products of NVFP4 operands, see `Fp4Training`.
-      wire: how devices that share a batch add weight gradients, see `pallas_kernels.wire`; None: as their dtype.
-      backend, quantize_backend: of products, and of quantizers (no "mosaic"); None is the fastest that was measured.
+      weight: `Dual(...)` or `Single(...)`, in which the weight is stored; `Fp4Training(...)`, which rounds a float
+        weight at each product; or None for BF16.
+      scaling: which values share a scale. `Tensor()`; `Row()`, for rows of x and g and columns of W, anew for each
+        product; `Block(size, tile)`, where `tile` is the form of a weight's blocks, and x and g have vectors; or, for a
+        weight in float4_e2m1fn, `Fp4(format, tile, rule)`, whose codes serve both products.
+      activation: the format of x in products that round it to fewer bits than BF16. "float4_e2m1fn" is for the forward
+        product with an NVFP4 weight: x is NVFP4, too.
+      gradient: the format of the output's gradient g in FP8 products.
+      forward, dgrad, wgrad: how each product multiplies. "fast" and "full" are FP8 with that accumulation (see
+        `pallas_kernels.matmul.api.matmul`). "bf16" multiplies BF16 values, those of the stored weight if there is one.
+      amax: weights are scaled by a "fresh" amax, or by a "delayed" one from the optimizer's state (PDDS).
+      copies: the orientations of a weight in the optimizer's state. "one" is `[k, n]`. "both" doubles the bytes and
+        saves the forward product a transpose on GPUs.
+      backend, quantize_backend: of products and of quantizers (no "mosaic"). None takes the fastest that was measured.
+      wire: the dtype in which devices add weight gradients, see `pallas_kernels.wire`. None is the gradient's own.
 
     Raises:
-      ValueError: a field has an unknown value, or two fields contradict each other; the message says which.
+      ValueError: a field has an unknown value, or two fields contradict each other.
 
     >>> from tcfp_jax.recipes import recipe
     >>> Recipe() == recipe("tcfp12")
     True
     """
 
-    weight: Single | Dual | None = Dual()
+    weight: Single | Dual | Fp4Training | None = Dual()
     scaling: Scaling = Tensor()
-    activation: WeightFormat = "float8_e4m3fn"
-    gradient: Format = "float8_e4m3fn"
-    forward: Product = "fast"
-    dgrad: Product = "full"
-    wgrad: Product = "bf16"
-    amax: Amax = "fresh"
+    activation: Float8OrFloat4 = "float8_e4m3fn"
+    gradient: Float8 = "float8_e4m3fn"
+    forward: Arithmetic = "fast"
+    dgrad: Arithmetic = "full"
+    wgrad: Arithmetic = "bf16"
+    amax: Literal["fresh", "delayed"] = "fresh"
     copies: Copies = "both"
     backend: Backend | None = None
     quantize_backend: Backend | None = None
     wire: Wire | None = None
-    fp4: Fp4Training | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Single | Dual | None):
-            raise ValueError(f"weight={self.weight!r} is unknown; use Dual(...), Single(...) or None for BF16")
+        if not isinstance(self.weight, Single | Dual | Fp4Training | None):
+            raise ValueError(
+                f"weight={self.weight!r} is unknown; use Dual(...), Single(...), Fp4Training(...) or None for BF16"
+            )
         if not isinstance(self.scaling, Scaling):
             raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size, tile) or Fp4()")
-        check_choices(
-            self, activation=WeightFormat, gradient=Format, forward=Product, dgrad=Product, wgrad=Product,
-            amax=Amax, copies=Copies,
-        )  # fmt: skip
+        _check_choices(self)
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
         check_wire(self.wire)
-        for broken, message in rules(self):
-            if broken:
-                raise ValueError(message)
+        for is_broken, message in RULES:
+            if is_broken(self):
+                raise ValueError(message(self))
+
+    @property
+    def stored(self) -> Single | Dual | None:
+        """The form in which the weight is stored, or None if products read the float weight."""
+        return None if isinstance(self.weight, Fp4Training) else self.weight
+
+    @property
+    def fp4(self) -> Fp4Training | None:
+        """The emulation of FP4 training, or None."""
+        return self.weight if isinstance(self.weight, Fp4Training) else None
 
     @property
     def mode(self) -> TCFPMode:
         """The form of the weights."""
-        if self.weight is None:
+        if self.stored is None:
             return TCFPMode.BF16
         if isinstance(self.scaling, Fp4):
             return TCFPMode.FP4
@@ -91,18 +190,18 @@ class Recipe:
 
     @property
     def stochastic(self) -> bool:
-        """Whether weights are rounded stochastically, which needs a random key."""
-        return self.weight is not None and self.weight.remainder == "stochastic"
+        """True if weights are rounded stochastically, which needs a random key."""
+        return isinstance(self.weight, Dual) and self.weight.remainder == "stochastic"
 
     @property
     def draws(self) -> bool:
-        """Whether the gradients of a product draw random bits, for which it needs a key: those of FP4 training do."""
+        """True if gradients of a product draw random bits, which needs a key: FP4 training does."""
         return self.fp4 is not None
 
     @property
     def feedback(self) -> bool:
-        """Whether the optimizer keeps what rounding left."""
-        return self.weight is not None and self.weight.remainder == "feedback"
+        """True if the optimizer keeps the rounding error of a weight."""
+        return self.stored is not None and self.stored.remainder == "feedback"
 
     @classmethod
     def from_flags(
@@ -117,7 +216,7 @@ class Recipe:
         srr: bool = False,
         abd: bool = False,
     ) -> "Recipe":
-        """The recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
+        """Return the recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
 
         Raises:
           ValueError: flags that contradict each other, such as `srr=True` with `error_feedback=True`, or a
@@ -131,118 +230,159 @@ class Recipe:
                 "srr=True with error_feedback=True: stochastic rounding is unbiased and keeps no error buffer; set "
                 "error_feedback=False or srr=False"
             )
-        remainder: Remainder = "stochastic" if srr else "feedback" if error_feedback else "dropped"
-        products: dict[str, Any] = dict(wgrad="bf16" if hp_grad_weight else "full")
+        # Partial sums are promoted to float32 where blocks are scaled, so block products accumulate in full.
+        forward: Arithmetic = "fast" if scale_block_size is None else "full"
+        wgrad: Arithmetic = "bf16" if hp_grad_weight else "full"
+        dgrad: Arithmetic = "full"
         if not use_tensor_cores:
-            products = dict(forward="bf16", dgrad="bf16", wgrad="bf16")
-        if scale_block_size is not None:
-            products = dict(forward="full") | products | dict(scaling=Block(scale_block_size))
+            forward = dgrad = wgrad = "bf16"
         return cls(
-            weight=Dual(remainder=remainder, dgrad="hi" if abd else "hi+lo"),
-            **products,
+            weight=Dual(
+                remainder="stochastic" if srr else "feedback" if error_feedback else "dropped",
+                dgrad="hi" if abd else "hi+lo",
+            ),
+            scaling=Tensor() if scale_block_size is None else Block(scale_block_size),
+            forward=forward,
+            dgrad=dgrad,
+            wgrad=wgrad,
             amax="delayed" if delayed_scaling else "fresh",
             backend=None if use_cuda_ext else "triton" if use_fused_kernel else "xla",
         )
 
 
-def rules(r: Recipe) -> list[tuple[bool, str]]:
-    """(whether it is broken, what to say) of every rule between fields, in the order in which they explain best."""
-    weight, scaling = r.weight, r.scaling
-    products = dict(forward=r.forward, dgrad=r.dgrad, wgrad=r.wgrad)
-    fp8 = {name for name, how in products.items() if how != "bf16"}
-    e5m2 = "float8_e5m2"
-    operands = dict(
-        forward=(r.activation, weight and weight.dtype), dgrad=(r.gradient, weight and weight.dtype),
-        wgrad=(r.activation, r.gradient),
-    )  # fmt: skip
-    clash = sorted(name for name in fp8 if operands[name] == (e5m2, e5m2))
-    dual = isinstance(weight, Dual)
-    stored = weight is not None and (dual or weight.remainder == "feedback" or r.copies == "one")
-    four = _fp4_problem(r)
-    return [
-        (four is not None, four or ""),
-        (
-            weight is None and bool((fp8 and r.fp4 is None) or r.amax == "delayed" or scaling != Tensor()),
-            f"weight=None stores nothing in FP8, but {', '.join(sorted(fp8)) or 'amax or scaling'} asks for it; use "
-            'weight=Single() or Dual(), or recipe("bf16") without overrides',
-        ),
-        (
-            "wgrad" in fp8 and fp8 != set(products) and not isinstance(scaling, Fp4),
-            f"wgrad={r.wgrad!r} with forward={r.forward!r} and dgrad={r.dgrad!r}: it multiplies the x and g that those "
-            'two quantized; use wgrad="bf16", or "fast" or "full" for all three',
-        ),
-        (
-            bool(clash),
-            f"{' and '.join(clash)} would multiply float8_e5m2 x float8_e5m2, which no tensor core does; make one of "
-            "weight.dtype, activation and gradient float8_e4m3fn",
-        ),
-        (
-            dual and scaling.scale == "float32",
-            f"weight={weight} with scaling={scaling}: W_lo is exact only under a power-of-two scale; use "
-            'scale="pow2", or weight=Single()',
-        ),
-        (
-            stored and not (scaling.serves_both or isinstance(scaling, Fp4)),
-            f"weight={weight} and copies={r.copies!r} with scaling={scaling}: forward and dgrad have two quantizations "
-            "of the weight, so no one residual, error or copy belongs to both; use weight=Single() with "
-            'copies="both", or square blocks',
-        ),
-        (
-            isinstance(scaling, Block) and "fast" in products.values(),
-            f"scaling={scaling} with {', '.join(f'{n}={p!r}' for n, p in products.items())}: a product is promoted to "
-            'float32 where its blocks are scaled; use "full" for "fast"',
-        ),
-        (
-            r.amax == "delayed" and (r.stochastic or not isinstance(scaling, Tensor)),
-            f'amax="delayed" with scaling={scaling} and weight={weight}: only whole tensors carry an amax, and a value '
-            'that a stale scale clips would bias stochastic rounding; use amax="fresh"',
-        ),
-        (
-            weight is not None and weight.blocks == "nonzero" and not isinstance(scaling, Block),
-            f'blocks="nonzero" with scaling={scaling}: only a W_lo in blocks has blocks to leave out; use '
-            'blocks="all" or recipe("tcfp12_blockwise")',
-        ),
-    ]
+def _fp8_products(r: Recipe) -> list[str]:
+    return [name for name in ("forward", "dgrad", "wgrad") if getattr(r, name) != "bf16"]
 
 
-def _fp4_problem(r: Recipe) -> str | None:
-    """What contradicts FP4 weights, FP4 scales of others, or FP4 training."""
-    weight, scaling = r.weight, r.scaling
-    codes, scales = weight is not None and weight.dtype == "float4_e2m1fn", isinstance(scaling, Fp4)
-    if codes != scales:
-        return (
-            f"weight={weight} with scaling={scaling}: codes of four bits and the scales of FP4 belong together; use "
-            'weight=Single("float4_e2m1fn") with scaling=Fp4(...), or recipe("nvfp4") or recipe("mxfp4")'
-        )
-    if scales and "fast" in (r.forward, r.dgrad):
-        return (
-            f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={scaling}: sums of products with FP4 are "
-            'float32; use "full" for E4M3 activations or gradients, or "bf16"'
-        )
-    in_four = r.activation == "float4_e2m1fn"
-    nvfp4 = isinstance(scaling, Fp4) and scaling.format == "nvfp4"
-    if in_four and not (nvfp4 and r.forward == "full" and r.wgrad == "bf16"):
-        return (
-            f'activation="float4_e2m1fn" with scaling={scaling}, forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 '
+def _of_products(r: Recipe) -> str:
+    return f"forward={r.forward!r}, dgrad={r.dgrad!r}, wgrad={r.wgrad!r}"
+
+
+def _in_e5m2_twice(r: Recipe) -> list[str]:
+    """Return the FP8 products whose operands are both E5M2."""
+    of_weight = r.stored and r.stored.dtype
+    operands = {
+        "forward": (r.activation, of_weight),
+        "dgrad": (r.gradient, of_weight),
+        "wgrad": (r.activation, r.gradient),
+    }
+    return [name for name in _fp8_products(r) if operands[name] == ("float8_e5m2", "float8_e5m2")]
+
+
+def _not_e4m3_next_to_fp4(r: Recipe) -> list[str]:
+    """Return the operands of products with FP4 weights that are 8-bit and not E4M3."""
+    how = {"activation": r.forward, "gradient": r.dgrad}
+    allowed = {"activation": ("float8_e4m3fn", "float4_e2m1fn"), "gradient": ("float8_e4m3fn",)}
+    return [name for name in how if how[name] == "full" and getattr(r, name) not in allowed[name]]
+
+
+def _is_kept(r: Recipe) -> bool:
+    """Return whether one residual, error or copy of the weight serves both forward and dgrad."""
+    form = r.stored
+    return form is not None and (isinstance(form, Dual) or form.remainder == "feedback" or r.copies == "one")
+
+
+# (is it broken, message) of each rule between fields, in the order in which they explain best. A message is built only
+# if its rule is broken.
+RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
+    (
+        lambda r: (r.stored is not None and r.stored.dtype == "float4_e2m1fn") != isinstance(r.scaling, Fp4),
+        lambda r: (
+            f"weight={r.weight} with scaling={r.scaling}: codes of four bits and the scales of FP4 belong together; "
+            'use weight=Single("float4_e2m1fn") with scaling=Fp4(...), or recipe("nvfp4") or recipe("mxfp4")'
+        ),
+    ),
+    (
+        lambda r: isinstance(r.scaling, Fp4) and "fast" in (r.forward, r.dgrad),
+        lambda r: (
+            f"forward={r.forward!r} and dgrad={r.dgrad!r} with scaling={r.scaling}: products with FP4 add in float32; "
+            'use "full" for E4M3 activations or gradients, or "bf16"'
+        ),
+    ),
+    (
+        lambda r: (
+            r.activation == "float4_e2m1fn"
+            and (getattr(r.scaling, "format", None), r.forward, r.wgrad) != ("nvfp4", "full", "bf16")
+        ),
+        lambda r: (
+            f'activation="float4_e2m1fn" with scaling={r.scaling}, forward={r.forward!r} and wgrad={r.wgrad!r}: NVFP4 '
             "activations are multiplied by NVFP4 weights, in the forward product alone; use "
             'recipe("nvfp4", activation="float4_e2m1fn"), or activation="float8_e4m3fn"'
-        )
-    eight = {"activation": "bf16" if in_four else r.forward, "gradient": r.dgrad}
-    wrong = next((name for name, how in eight.items() if how == "full" and getattr(r, name) != "float8_e4m3fn"), None)
-    if scales and wrong is not None:
-        return (
-            f"{wrong}={getattr(r, wrong)!r} with scaling={scaling}: 8-bit operands beside FP4 are E4M3 with a scale "
-            f'for each row; use {wrong}="float8_e4m3fn", or "bf16" for that product'
-        )
-    products = (r.forward, r.dgrad, r.wgrad)
-    if r.fp4 is not None and (weight is not None or r.wire is not None or products != ("bf16", "bf16", "bf16")):
-        return (
-            f"fp4={r.fp4} with weight={weight}, wire={r.wire!r} and products {products}: FP4 training quantizes a "
-            'float weight at each use and adds in float32; use weight=None, wire=None and "bf16" for all three'
-        )
-    if r.fp4 is not None and r.quantize_backend is not None:
-        return (
-            f"fp4={r.fp4} with quantize_backend={r.quantize_backend!r}: the format library quantizes FP4, by its "
-            "kernel wherever that runs; leave quantize_backend=None"
-        )
-    return None
+        ),
+    ),
+    (
+        lambda r: isinstance(r.scaling, Fp4) and bool(_not_e4m3_next_to_fp4(r)),
+        lambda r: (
+            f"{(name := _not_e4m3_next_to_fp4(r)[0])}={getattr(r, name)!r} with scaling={r.scaling}: 8-bit operands "
+            f'next to FP4 are E4M3 with a scale for each row; use {name}="float8_e4m3fn", or "bf16" for that product'
+        ),
+    ),
+    (
+        lambda r: (
+            r.fp4 is not None
+            and (bool(_fp8_products(r)) or (r.wire, r.quantize_backend, r.amax) != (None, None, "fresh"))
+        ),
+        lambda r: (
+            f"weight={r.weight} with {_of_products(r)}, wire={r.wire!r}, quantize_backend={r.quantize_backend!r} and "
+            f"amax={r.amax!r}: FP4 training quantizes a float weight at each product, by the format library, and adds "
+            'in float32; use "bf16" for all three products and leave the other fields unset'
+        ),
+    ),
+    (
+        lambda r: r.stored is None and (bool(_fp8_products(r)) or r.amax == "delayed" or r.scaling != Tensor()),
+        lambda r: (
+            f"weight={r.weight} stores nothing in FP8, but {', '.join(_fp8_products(r)) or 'amax or scaling'} asks for "
+            'it; use weight=Single() or Dual(), or recipe("bf16") without overrides'
+        ),
+    ),
+    (
+        lambda r: r.wgrad != "bf16" and "bf16" in (r.forward, r.dgrad) and not isinstance(r.scaling, Fp4),
+        lambda r: (
+            f"{_of_products(r)}: wgrad multiplies the x and g that the other two quantized; use "
+            'wgrad="bf16", or "fast" or "full" for all three'
+        ),
+    ),
+    (
+        lambda r: bool(_in_e5m2_twice(r)),
+        lambda r: (
+            f"{' and '.join(_in_e5m2_twice(r))} would multiply float8_e5m2 x float8_e5m2, which no tensor core does; "
+            "make one of weight.dtype, activation and gradient float8_e4m3fn"
+        ),
+    ),
+    (
+        lambda r: isinstance(r.weight, Dual) and r.scaling.scale == "float32",
+        lambda r: (
+            f"weight={r.weight} with scaling={r.scaling}: W_lo is exact only under a power-of-two scale; use "
+            'scale="pow2", or weight=Single()'
+        ),
+    ),
+    (
+        lambda r: _is_kept(r) and not (r.scaling.serves_both or isinstance(r.scaling, Fp4)),
+        lambda r: (
+            f"weight={r.weight} and copies={r.copies!r} with scaling={r.scaling}: forward and dgrad have two "
+            "quantizations of the weight, so no residual, error or copy serves both; use weight=Single() with "
+            'copies="both", or square blocks'
+        ),
+    ),
+    (
+        lambda r: isinstance(r.scaling, Block) and "fast" in (r.forward, r.dgrad, r.wgrad),
+        lambda r: (
+            f"scaling={r.scaling} with {_of_products(r)}: a product is promoted to float32 where its blocks are "
+            'scaled; use "full" for "fast"'
+        ),
+    ),
+    (
+        lambda r: r.amax == "delayed" and (r.stochastic or not isinstance(r.scaling, Tensor)),
+        lambda r: (
+            f'amax="delayed" with scaling={r.scaling} and weight={r.weight}: only whole tensors carry an amax, and a '
+            'value that an old scale clips would bias stochastic rounding; use amax="fresh"'
+        ),
+    ),
+    (
+        lambda r: r.stored is not None and r.stored.blocks == "nonzero" and not isinstance(r.scaling, Block),
+        lambda r: (
+            f'blocks="nonzero" with scaling={r.scaling}: only a W_lo in blocks has blocks to skip; use blocks="all" or '
+            'recipe("tcfp12_blockwise")'
+        ),
+    ),
+)

@@ -142,7 +142,7 @@ def quantize_weight(
     Raises:
       ValueError: a stochastic residual without a key, or a recipe that does not quantize weights.
     """
-    form = recipe.weight
+    form = recipe.stored
     if form is None:
         raise ValueError('this recipe keeps weights in BF16; there is nothing to quantize, use recipe("tcfp12")')
     orientation: Any = "both" if copies == "both" else "rows"

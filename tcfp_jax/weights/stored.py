@@ -99,7 +99,7 @@ class Stored:
         """Whether forward and dgrad of a recipe with this scaling, and weights of this form, can read it."""
         one = self._one
         both = self.forward is not None and self.backward is not None
-        halves = one.lo is not None if isinstance(form, Dual) and form.reads_lo else True
+        halves = one.lo is not None if "hi+lo" in (form.forward, form.dgrad) else True
         if isinstance(form, Single):
             halves = one.lo is None
         if isinstance(one.scaling, Fp4) and isinstance(scaling, Fp4):

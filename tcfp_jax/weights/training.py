@@ -283,12 +283,12 @@ def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
 
 def reads_lo_forward(recipe: Recipe) -> bool:
     """Whether the forward product of a recipe reads both halves of a weight."""
-    return recipe.weight is not None and recipe.weight.forward == "hi+lo"
+    return recipe.stored is not None and recipe.stored.forward == "hi+lo"
 
 
 def _format(recipe: Recipe) -> Any:
-    assert recipe.weight is not None, "checked when the weight was stored"
-    return recipe.weight.dtype
+    assert recipe.stored is not None, "checked when the weight was stored"
+    return recipe.stored.dtype
 
 
 def _one(stored: Stored) -> Operand:
@@ -319,19 +319,19 @@ def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
     if isinstance(recipe.scaling, Fp4):
         raise ValueError(
-            f"weight={recipe.weight} with scaling={recipe.scaling}: codes of four bits are too coarse to be a "
+            f"weight={recipe.stored} with scaling={recipe.scaling}: codes of four bits are too coarse to be a "
             'parameter that updates change; keep float parameters, which recipe("nvfp4") packs in every step '
             "(error_feedback keeps them packed beside), or freeze the packed weight and train adapters (LoRA, see "
             "docs/fp4.md)"
         )
-    if recipe.weight is None:
+    if recipe.stored is None:
         raise ValueError(
             f'recipe "{describe(recipe)}" stores nothing: its products read float parameters, which the optimizer '
             'updates; keep these, or store with recipe("tcfp12_single")'
         )
-    if not isinstance(recipe.weight, Dual):
+    if not isinstance(recipe.stored, Dual):
         raise ValueError(
-            f"weight={recipe.weight} has no residual, and one FP8 tensor has too few bits to be a parameter; store "
+            f"weight={recipe.stored} has no residual, and one FP8 tensor has too few bits to be a parameter; store "
             'with recipe("tcfp12_single"), which multiplies by W_hi alone, or keep float parameters and error_feedback'
         )
     if remainder not in get_args(Remainder):
