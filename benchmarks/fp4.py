@@ -25,7 +25,7 @@ from benchmarks import common, timing
 from benchmarks.common import Result, markdown_table
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp4_matmul.api import fp4_matmul
-from pallas_kernels.fp4_matmul.mosaic import MOST_ROWS
+from pallas_kernels.fp4_matmul.mosaic import limits
 from pallas_kernels.operands import Fp4
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
@@ -97,15 +97,19 @@ class Kind:
     def runs(self, part: Part, m: int) -> bool:
         """Whether it is measured: XLA's product of E4M3 where rows are many, a named kernel where it takes them."""
         if self.backend == "mosaic":
-            return part != "dgrad" and m <= MOST_ROWS[self.activation] and jax.default_backend() == "gpu"
+            return self.decodes(part, m)
         if part == "dgrad":
             return self.scaling.format == "nvfp4"
         return self.activation == "bfloat16" or m > 256
 
     def ran(self, part: Part, m: int) -> Backend:
         """The backend that multiplies."""
-        here = part != "dgrad" and m <= MOST_ROWS[self.activation]
-        return self.backend or ("mosaic" if here and jax.default_backend() == "gpu" else "xla")
+        return self.backend or ("mosaic" if self.decodes(part, m) else "xla")
+
+    def decodes(self, part: Part, m: int) -> bool:
+        """Return whether the Hopper kernel takes so many rows."""
+        most = limits(self.activation).most_rows
+        return part != "dgrad" and (most is None or m <= most) and jax.default_backend() == "gpu"
 
 
 KINDS: dict[str, Kind] = {

@@ -29,7 +29,7 @@ FORKS = ("convergence-fork-llama-124m", "convergence-fork")
 LEARNED = ("convergence", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640", *FORKS)
 BENCHMARKS = (
     "original", "train_step", "llama", "large", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
-    "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_sizes", "fp4_quality",
+    "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_quality",
 )  # fmt: skip
 # Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
 RUNS = (

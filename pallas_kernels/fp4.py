@@ -1,12 +1,12 @@
 """E2M1 codes, two a byte: the values of `Fp4` weights, NVFP4 and MXFP4, whose blocks have a scale each.
 
-    x ~ E2M1[code] * scale * outer        NVFP4: 16 values share an E4M3 scale, all of a matrix the float32 `outer`
+    x ~ E2M1[code] * scale * outer        NVFP4: 16 values share an E4M3 scale, the matrix a float32 `outer`
     x ~ E2M1[code] * scale                MXFP4: 32 values share a power of two, E8M0 (OCP MX, 2023)
 
-Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as compressed-tensors' files have it.
+Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as in files of compressed-tensors.
 E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times an E4M3 scale has at most 6 significant bits, so `code *
-scale` is a bfloat16 number, and so is a code times a power of two: products of these weights lose nothing but what
-they were quantized with. The scales are found by the format library, which is this library's one FP4 quantizer.
+scale` is a bfloat16 number, and so is a code times a power of two. Products of these weights lose nothing beyond the
+quantization. The format library finds the scales; there is no other FP4 quantizer here.
 """
 
 import jax
@@ -19,7 +19,7 @@ E2M1 = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Codes 0 to 15, `[..., k]`, two a byte: `[..., k / 2]`.
+    """Pack codes 0 to 15, `[..., k]`, two a byte: `[..., k / 2]`.
 
     Raises:
       ValueError: k is odd.
@@ -34,7 +34,7 @@ def pack(codes: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array) -> jax.Array:
-    """The codes 0 to 15 of bytes `[..., k / 2]`, uint8 `[..., k]`.
+    """Return the codes 0 to 15 of bytes `[..., k / 2]`, uint8 `[..., k]`.
 
     >>> unpack(pack(jnp.array([1, 2, 3, 15], jnp.uint8))).tolist()
     [1, 2, 3, 15]
@@ -44,14 +44,14 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 
 def numbers(codes: jax.Array) -> jax.Array:
-    """The E2M1 numbers of codes 0 to 15, float32.
+    """Return the E2M1 numbers of codes 0 to 15, float32.
 
     >>> numbers(jnp.array([1, 7, 15], jnp.uint8)).tolist()
     [0.5, 6.0, -6.0]
     """
     code = codes.astype(jnp.int32)
     exponent, half = (code >> 1) & 3, code & 1
-    # 0 and 0.5 are E2M1's subnormals. By bits: a table lookup of every value would be a gather.
+    # 0 and 0.5 are E2M1's subnormals. Bit work, because a table would cost a gather for every value.
     normal = ((exponent + 126) << 23) | (half << 22)
     bits = jnp.where(exponent == 0, half * (126 << 23), normal) | ((code >> 3) << 31)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,7 +1,7 @@
 """`fp4_matmul`: activations times an FP4 weight, whose codes are read as they are stored."""
 
 import functools
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.explicit import under_own_mesh
-from pallas_kernels.fp4_matmul import mosaic, parts, reference
-from pallas_kernels.fp4_matmul.reference import Activation, Contracts, Options
+from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
+from pallas_kernels.fp4_matmul.reference import Activation, Options
 from pallas_kernels.operands import Fp4, Operand
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),
-    Implementation("xla", parts.by_xla, key=reference.key),
+    Implementation("xla", unpacked.fp4_matmul, key=reference.key),
 )
 
 
@@ -24,24 +24,24 @@ def fp4_matmul(
     x: jax.Array,
     w: Operand,
     *,
-    contracts: Contracts = "k",
+    contracts: Literal["k", "n"] = "k",
     activation: Activation = "bfloat16",
     out_dtype: DTypeLike | None = None,
     out_sharding: Any = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x @ w.T` with an FP4 weight w `[n, k]`, or `x @ w`, from the same codes.
+    """Return `x @ w.T` with an FP4 weight w `[n, k]`, or `x @ w` from the same codes.
 
         contracts "k"    out[..., n] = outer * sum_k x[..., k] * (code[n, k] * scale[n, k])
         contracts "n"    out[..., k] = outer * sum_n x[..., n] * (code[n, k] * scale[n, k])
 
     Args:
       x: real floats, `[..., k]` or `[..., n]`.
-      w: an operand with `Fp4` scaling, as `tcfp_jax.weights.fp4_packing.quantize_fp4` makes it.
-      contracts: which axis of w is summed over: "k" is the forward product, "n" its input gradient.
-      activation: what x is rounded to: "bfloat16" (W4A16; products are exact and their sums float32) or
-        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. With the rule "fold_exact" of the
-        weight it runs on FP8 tensor cores, whose sums keep about 14 bits.
+      w: an operand with `Fp4` scaling, as `tcfp_jax.products.pack_fp4` makes it.
+      contracts: the axis of w that is summed over: "k" for the forward product, "n" for its input gradient.
+      activation: the format to which x is rounded: "bfloat16" (W4A16; products are exact and their sums float32) or
+        "float8_e4m3fn" (W4A8) with a float32 scale for each row, max |x| / 448. If the weight has the rule
+        "fold_exact", W4A8 runs on FP8 tensor cores, whose sums keep about 14 bits.
       out_dtype: a real float; None is the dtype of x.
       out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
       backend: "mosaic" decodes weights in registers on Hopper, for at most 512 rows in W4A16, and for any number in
@@ -51,9 +51,9 @@ def fp4_matmul(
       `[..., n]` or `[..., k]` in `out_dtype`. A scale that is NaN makes the outputs NaN that read its block.
 
     Raises:
-      TypeError: x is not real floating point, or w is no FP4 operand.
+      TypeError: x is not real floating point, or w is not an FP4 operand.
       ValueError: the contracted sizes differ, scales do not fit, or a word is unknown.
-      NotImplementedError: what the named backend cannot run.
+      NotImplementedError: the named backend cannot run.
 
     >>> from pallas_kernels.fp4 import pack
     >>> codes = pack(jnp.full((3, 32), 2, jnp.uint8))   # ones
@@ -68,13 +68,13 @@ def fp4_matmul(
 
 
 def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
-    if contracts not in get_args(Contracts):
+    if contracts not in ("k", "n"):
         raise ValueError(f'contracts={contracts!r} is unknown; use "k", the forward product, or "n", its transpose')
     if activation not in get_args(Activation):
         raise ValueError(f"activation={activation!r} is unknown; use one of {list(get_args(Activation))}")
     if not isinstance(w, Operand) or not isinstance(w.scaling, Fp4):
-        what = w.scaling if isinstance(w, Operand) else type(w).__name__
-        raise TypeError(f"w has the scaling {what}, but fp4_matmul reads FP4 codes; use quantize_fp4, or matmul")
+        found = w.scaling if isinstance(w, Operand) else type(w).__name__
+        raise TypeError(f"w has the scaling {found}, but fp4_matmul reads FP4 codes; use pack_fp4, or matmul")
     if w.values.ndim != 2 or w.values.dtype != jnp.uint8:
         raise ValueError(
             f"w has values {w.values.dtype}{list(w.values.shape)}, but FP4 codes are uint8 [n, k / 2]; use jax.vmap "
@@ -88,7 +88,7 @@ def _check(x: jax.Array, w: Operand, contracts: str, activation: str) -> None:
     if w.scale.shape != expected or w.scale.dtype != scaling.scale_dtype:
         raise ValueError(
             f"w{[n, k]} with {scaling} has scales {jnp.dtype(scaling.scale_dtype)}{list(expected)}, but these are "
-            f"{w.scale.dtype}{list(w.scale.shape)}; use quantize_fp4"
+            f"{w.scale.dtype}{list(w.scale.shape)}; use pack_fp4"
         )
     if scaling.has_outer != (w.outer is not None):
         raise ValueError(f"w with {scaling} has outer={w.outer}; NVFP4 has one, jnp.float32(1) at least, MXFP4 None")

@@ -3,8 +3,8 @@
     contracts "k"    out[..., n] = outer * sum_k x[..., k] * (E2M1[code[n, k]] * scale[n, k])
     contracts "n"    out[..., k] = outer * sum_n g[..., n] * (E2M1[code[n, k]] * scale[n, k])
 
-The product in brackets is a bfloat16 number (`pallas_kernels.fp4`), and so is x, rounded to bfloat16 or to E4M3 with a
-scale for each row. On tensor cores products of bfloat16 are exact and their sums float32.
+The product in brackets is a bfloat16 number (`pallas_kernels.fp4`). So is x, which is rounded to bfloat16, or to E4M3
+with a scale for each row. Tensor cores multiply bfloat16 exactly and add in float32.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Fp4, Operand, Quantization, Row
@@ -20,83 +22,91 @@ from pallas_kernels.quantize.reference import quantize
 from pallas_kernels.tuning import Key
 
 Activation = Literal["bfloat16", "float8_e4m3fn"]
-Contracts = Literal["k", "n"]
+# X in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
+ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
+# Codes times scales are stored in E4M3 times this factor, which brings the largest one, 6 * 448, into its range.
+E4M3_FACTOR = 2.0**-3
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a product with an FP4 weight is asked for.
+    """Static options of a product with an FP4 weight.
 
     Attributes:
-      out_dtype: of the result; the sum is scaled in float32 and rounded to it.
-      activation: what x is rounded to.
-      contracts: which axis of the weight `[n, k]` is summed over.
-      out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
+      out_dtype: dtype of the result; the sum is scaled in float32 and rounded to it.
+      activation: format to which x is rounded.
+      contracts: axis of the weight `[n, k]` that is summed over.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`.
     """
 
-    out_dtype: Any
+    out_dtype: np.dtype
     activation: Activation = "bfloat16"
-    contracts: Contracts = "k"
+    contracts: Literal["k", "n"] = "k"
     out_sharding: Any = None
 
 
-def decode(w: Operand, dtype: Any = jnp.bfloat16, factor: float = 1.0) -> jax.Array:
-    """`E2M1[code] * scale * factor` of every value, `[n, k]`: exact in bfloat16; `outer` is not in it."""
-    n, k = w.shape
-    scaling = w.scaling
-    assert isinstance(scaling, Fp4), "api checked it"
-    # The two codes of a byte share their scale. Both become one word: values side by side would be written apart.
-    scale = scaling.spread(w.scale, (n, k))[:, ::2] if k % scaling.block else _of_bytes(scaling, w.scale, n)
-    word, whole = {1: (jnp.uint8, jnp.uint16), 2: (jnp.uint16, jnp.uint32)}[jnp.dtype(dtype).itemsize]
+def decode(w: Operand, dtype: DTypeLike = jnp.bfloat16, factor: float = 1.0) -> jax.Array:
+    """Return `E2M1[code] * scale * factor` of every value, `[n, k]`, without `outer`; it is exact in bfloat16."""
+    (n, k), scaling, bits = w.shape, scaling_of(w), 8 * jnp.dtype(dtype).itemsize
+    if k % scaling.block:
+        scale = scaling.spread(w.scale, (n, k))[:, ::2]  # the two codes of a byte share their scale
+    else:
+        scale = numerics.decode_e8m0(w.scale) if scaling.format == "mxfp4" else w.scale.astype(jnp.float32)
+        if scaling.tile == "square":
+            scale = jnp.repeat(scale, scaling.block, axis=0)[:n]
+        scale = jnp.broadcast_to(scale[:, :, None], (*scale.shape, scaling.block // 2)).reshape(n, -1)
+    word, pair = {8: (jnp.uint8, jnp.uint16), 16: (jnp.uint16, jnp.uint32)}[bits]
 
-    def bits(codes: jax.Array) -> jax.Array:
-        value = (fp4.numbers(codes) * (scale * factor)).astype(dtype)
-        return lax.bitcast_convert_type(value, word).astype(whole)
+    def value(codes: jax.Array) -> jax.Array:
+        rounded = (fp4.numbers(codes) * (scale * factor)).astype(dtype)
+        return lax.bitcast_convert_type(rounded, word).astype(pair)
 
-    pairs = bits(w.values & 15) | bits(w.values >> 4) << (8 * jnp.dtype(dtype).itemsize)
+    # A byte's two values are written as one word: XLA would write values that lie side by side apart.
+    pairs = value(w.values & 15) | value(w.values >> 4) << bits
     return lax.bitcast_convert_type(pairs, dtype).reshape(n, k)
 
 
-def _of_bytes(scaling: Fp4, scale: jax.Array, n: int) -> jax.Array:
-    """The scale of every byte of n rows of whole blocks, float32."""
-    wide = numerics.decode_e8m0(scale) if scaling.format == "mxfp4" else scale.astype(jnp.float32)
-    if scaling.tile == "square":
-        wide = jnp.repeat(wide, scaling.block, axis=0)[:n]
-    return jnp.broadcast_to(wide[:, :, None], (*wide.shape, scaling.block // 2)).reshape(n, -1)
+def scaling_of(w: Operand) -> Fp4:
+    """Return the scaling of an FP4 operand."""
+    assert isinstance(w.scaling, Fp4), "api checked it"
+    return w.scaling
 
 
 def scale_bytes(w: Operand) -> jax.Array:
-    """The bytes of the scales of every row, uint8 `[n, k / block]`."""
-    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), w.scaling
-    assert isinstance(scaling, Fp4), "api checked it"
-    if scaling.tile == "square":
-        # A square's scale is read by every row of it: kernels want it once a row, 0.5 bits a value more.
-        scales = jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
-    return scales
+    """Return the bytes of every row's scales, uint8 `[n, k / block]`, as kernels read them.
+
+    The scale of a square is repeated for each of its rows, which costs 0.5 bits a value.
+    """
+    scales, scaling = lax.bitcast_convert_type(w.scale, jnp.uint8), scaling_of(w)
+    return scales if scaling.tile == "vector" else jnp.repeat(scales, scaling.block, axis=0)[: w.shape[0]]
 
 
-# Of x in W4A8: E4M3 with a float32 scale for each row, max |x| / 448.
-ROWS = Quantization(jnp.dtype(jnp.float8_e4m3fn), Row("float32"))
+def e4m3_table() -> np.ndarray:
+    """Return the magnitudes of E2M1 times every scale byte times `E4M3_FACTOR`, in E4M3: uint32 `[512]`.
+
+    A scale byte has 8 bytes, two words. They are rounded to nearest even, as `decode` rounds them; scales of the rule
+    "fold_exact" make only subnormal numbers round.
+    """
+    e4m3 = jnp.dtype(jnp.float8_e4m3fn)
+    scale = np.arange(256, dtype=np.uint8).view(e4m3).astype(np.float32)
+    rows = np.multiply.outer(scale * np.float32(E4M3_FACTOR), fp4.E2M1[:8]).astype(e4m3)
+    return rows.view(np.uint32).reshape(-1)
 
 
 def quantize_rows(x: jax.Array) -> Operand:
-    """X in E4M3, as `ROWS` says."""
+    """Return x in E4M3 with a scale for each row, as `ROWS` says."""
     return quantize(ROWS, x, None).rows
 
 
-def round_activation(x: jax.Array | Operand, activation: Activation) -> tuple[jax.Array, jax.Array | None]:
-    """(x in bfloat16, the float32 scale of each row or None): x itself rounded, or the E4M3 values of its rows."""
-    if activation == "bfloat16":
-        assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
-        return x.astype(jnp.bfloat16), None
-    rows = x if isinstance(x, Operand) else quantize_rows(x)
-    # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
-    return lax.optimization_barrier(rows.values).astype(jnp.bfloat16), rows.scale
-
-
 def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
-    """The product, see `api.fp4_matmul`, of x or of its rounded rows."""
-    values, scale = round_activation(x, options.activation)
+    """Return the product of x, or of its rows that were rounded before; see `api.fp4_matmul`."""
+    if options.activation == "bfloat16":
+        assert not isinstance(x, Operand), "only E4M3 rows are rounded before"
+        values, scale = x.astype(jnp.bfloat16), None
+    else:
+        rows = x if isinstance(x, Operand) else quantize_rows(x)
+        # The barrier keeps XLA on a GPU from deleting the cast to float8 and back.
+        values, scale = lax.optimization_barrier(rows.values).astype(jnp.bfloat16), rows.scale
     axes = (((values.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
 
     def in_float32(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -104,8 +114,7 @@ def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Arra
         return lax.dot_general(x, w, axes, precision=lax.Precision.HIGHEST, out_sharding=options.out_sharding)
 
     def on_tensor_cores(x: jax.Array, w: jax.Array) -> jax.Array:
-        wide = jnp.float32
-        return lax.dot_general(x, w, axes, preferred_element_type=wide, out_sharding=options.out_sharding)
+        return lax.dot_general(x, w, axes, preferred_element_type=jnp.float32, out_sharding=options.out_sharding)
 
     if values.size == 0 or w.values.size == 0:
         out = in_float32(values, decode(w))
@@ -115,15 +124,14 @@ def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Arra
 
 
 def scale_sum(out: jax.Array, of_rows: jax.Array | None, outer: jax.Array | None) -> jax.Array:
-    """A float32 sum times the scales that are common to all of it."""
+    """Multiply a float32 sum by the scale of the weight and by those of the rows of x."""
     out = out if outer is None else out * outer
     return out if of_rows is None else out * of_rows[..., None]
 
 
 def key(options: Options, x: jax.Array, w: Operand) -> Key:
-    """How `tuned.json` names a product with an FP4 weight."""
+    """Return the name of a product in `tuned.json`."""
     n, k = w.shape
-    rows = x.size // max(1, x.shape[-1])
-    assert isinstance(w.scaling, Fp4), "api checked it"
-    how = f"{w.scaling.format} {w.scaling.tile} {options.activation} {options.contracts}"
+    scaling, rows = scaling_of(w), x.size // max(1, x.shape[-1])
+    how = f"{scaling.format} {scaling.tile} {options.activation} {options.contracts}"
     return Key("fp4_matmul", f"{how} {jnp.dtype(options.out_dtype)}", (rows, k, n))

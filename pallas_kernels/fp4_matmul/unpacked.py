@@ -1,43 +1,230 @@
-"""`fp4_matmul` of a weight that is unpacked once, for many rows of x: XLA's product, in BF16 or on FP8 tensor cores."""
+"""`fp4_matmul` of a weight that is unpacked once, which pays for many rows of x and for the gradient of x.
+
+BF16 activations are multiplied by the weight in BF16. If codes times scales are E4M3 numbers (the rule "fold_exact"),
+E4M3 activations are multiplied on FP8 tensor cores, and one kernel writes the E4M3 weight in the orientation that the
+product reads. XLA would compute each value by some twenty instructions, and store a transpose one byte at a time; the
+kernel looks up a block's eight magnitudes once and takes nine instructions for eight values (`decode.py`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.fp4_matmul import reference, unpacking
-from pallas_kernels.fp4_matmul.reference import Options
+from pallas_kernels.fp4_matmul import reference
+from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Fp4, Operand, Row, Scaling
+from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.quantize.api import quantize
+from pallas_kernels.specs import Entry, entries, has_explicit_axes
+
+# (rows, blocks of 16 values of each) of a program that unpacks; transposed, its rows lie side by side in memory.
+_SIDES = {False: (16, 32), True: (128, 4)}
+_BLOCK_BYTES = 8  # codes of a block
 
 
-def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
-    """The product; where codes times scales are E4M3 numbers and x is E4M3 as well, on FP8 tensor cores.
+def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
+    """Return the product; under a mesh with explicit axes each device multiplies its part, because blocks cut axes."""
+    if not has_explicit_axes():
+        return _multiply(options, x, w)
+    if options.activation == "bfloat16":
+        return on_each_device(_multiply, options, x, w)
 
-    The rows of x may be rounded already.
-    """
+    def of_rows(options: Options, x: jax.Array, w: Operand, scale: jax.Array) -> jax.Array:
+        return _multiply(options, Operand(x, scale, scaling=rows.scaling), w)
+
+    # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
+    rows = quantize_rows(x)
+    return on_each_device(of_rows, options, rows.values, w, {"scale": ("m", rows.scale)})
+
+
+def _multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
     if folds(w.scaling) and options.activation == "float8_e4m3fn":
         return in_fp8(options, x if isinstance(x, Operand) else quantize_rows(x), w)
     return reference.fp4_matmul(options, x, w)
 
 
 def quantize_rows(x: jax.Array) -> Operand:
-    """`reference.quantize_rows`, by a kernel where that was measured to be faster."""
+    """Return `reference.quantize_rows(x)`, by a kernel if one was measured to be faster."""
     return quantize(x, reference.ROWS.dtype, reference.ROWS.scaling).rows if x.size else reference.quantize_rows(x)
 
 
 def folds(scaling: Scaling) -> bool:
-    """Whether codes times scales are E4M3 numbers."""
+    """Return whether codes times scales are E4M3 numbers."""
     return isinstance(scaling, Fp4) and scaling.rule == "fold_exact"
 
 
 def in_fp8(options: Options, x: Operand, w: Operand) -> jax.Array:
-    """The product on FP8 tensor cores: x in E4M3, a weight whose codes times scales are such numbers, unpacked once.
+    """Multiply E4M3 rows of x by a fold-exact weight on FP8 tensor cores.
 
-    2**-3 brings the largest of them, 6 * 384, into E4M3's range. The format library's scales of "fold_exact" begin at
-    2**-3, where the smallest number still is E4M3's; of codes that were made otherwise, smaller ones round.
+    The format library's "fold_exact" scales begin at 2**-3, where the smallest number times `E4M3_FACTOR` is still an
+    E4M3 number. Smaller scales that someone else found make values round.
     """
     outer = jnp.float32(1) if w.outer is None else w.outer
-    # FP8 tensor cores of Hopper read both operands along what is summed.
-    values = unpacking.unpack(w, turned=options.contracts == "n")
-    of_w = Operand(values, jnp.full(values.shape[0], 8.0) * outer, scaling=Row("float32"))
-    return matmul(x, of_w, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
+    # FP8 tensor cores of Hopper read both operands along the summed axis.
+    values = unpack(w, turned=options.contracts == "n")
+    scale = jnp.full(values.shape[0], 1 / E4M3_FACTOR) * outer
+    unpacked = Operand(values, scale, scaling=Row("float32"))
+    return matmul(x, unpacked, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+
+def on_each_device(
+    multiply: Callable[..., jax.Array],
+    options: Options,
+    x: jax.Array,
+    w: Operand,
+    more: Mapping[str, tuple[str, jax.Array]] | None = None,
+) -> jax.Array:
+    """Run `multiply(options, x, w)` on the rows of x, each device on its part of x and w.
+
+    `more` holds further arguments of `multiply` by name, because a partitioned function cannot close over arrays: the
+    letters of their axes as `partition` writes them (m is the rows of x) and the arrays.
+    """
+    (n, k), leading, scaling = w.shape, x.shape[:-1], reference.scaling_of(w)
+    arrays = dict(more or {}) | ({} if w.outer is None else {"outer": ("u", w.outer.reshape(1))})
+
+    def local(
+        x: jax.Array, values: jax.Array, scale: jax.Array, *given: jax.Array, summed_over: tuple[str, ...]
+    ) -> jax.Array:
+        named = dict(zip(arrays, given, strict=True))
+        outer = named.pop("outer")[0] if "outer" in named else None
+        part = Operand(values, scale, scaling=scaling, outer=outer)
+        multiplied = functools.partial(multiply, x=x, w=part, **named)
+        asked = dataclasses.replace(options, out_sharding=None)
+        if not summed_over:
+            return multiplied(asked)
+        whole = lax.psum(multiplied(dataclasses.replace(asked, out_dtype=jnp.dtype(jnp.float32))), summed_over)
+        return whole.astype(options.out_dtype)
+
+    summed, kept = ("k", "n") if options.contracts == "k" else ("n", "k")
+    letters = [axes for axes, _ in arrays.values()]
+    rule = ", ".join([f"m {summed}, n h, {_scale_axes(scaling)}", *letters]) + f" -> m {kept}"
+    wanted = _spec_of_result(options, x, w) if has_explicit_axes() else None
+    run = partitioned(local, rule, _blocks(scaling, n, k), merged={"m": leading}, wanted=wanted)
+    return run(x, w.values, w.scale, *(array for _, array in arrays.values()))
+
+
+def _scale_axes(scaling: Fp4) -> str:
+    return "n j" if scaling.tile == "vector" else "i j"
+
+
+def _blocks(scaling: Fp4, n: int, k: int) -> dict[str, BlocksOf]:
+    return {"h": BlocksOf("k", 2, k), "j": BlocksOf("k", scaling.block, k), "i": BlocksOf("n", scaling.block, n)}
+
+
+def _spec_of_result(options: Options, x: jax.Array, w: Operand) -> tuple[Entry, ...]:
+    """Return the entries that JAX gives the product of the dequantized operands."""
+    axes = (((x.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
+    like = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=jax.typeof(w.values).sharding)
+    product = functools.partial(lax.dot_general, dimension_numbers=axes, out_sharding=options.out_sharding)
+    made = jax.eval_shape(product, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=jax.typeof(x).sharding), like)
+    return entries(made.sharding, made.ndim)
+
+
+# A weight of E4M3 numbers ---------------------------------------------------------------------------------------------
+
+
+def unpack(w: Operand, *, turned: bool = False) -> jax.Array:
+    """Return `reference.decode(w, float8_e4m3fn, E4M3_FACTOR)`, `[n, k]`, or its transpose.
+
+    A kernel does it on a GPU if `serves(w)`; there the signs of NaN are the device's own.
+    """
+    scaling, (n, k) = reference.scaling_of(w), w.shape
+
+    def local(codes: jax.Array, scales: jax.Array, table: jax.Array, *, summed_over: tuple[str, ...] = ()) -> jax.Array:
+        assert not summed_over, "every device has whole values"
+        part = Operand(codes, scales, scaling=scaling)
+        ways = (functools.partial(way, turned=turned) for way in (_on_gpu, _by_xla))
+        return lax.platform_dependent(part, table, **dict(zip(("cuda", "default"), ways, strict=True)))
+
+    rule = f"n h, {_scale_axes(scaling)}, t -> " + ("k n" if turned else "n k")
+    return partitioned(local, rule, _blocks(scaling, n, k))(w.values, w.scale, jnp.asarray(reference.e4m3_table()))
+
+
+def serves(w: Operand) -> bool:
+    """Return whether the kernel takes this weight: NVFP4, of whole programs."""
+    (n, k), scaling = w.shape, reference.scaling_of(w)
+    return scaling.format == "nvfp4" and n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
+
+
+def _by_xla(w: Operand, table: jax.Array, *, turned: bool) -> jax.Array:
+    values = reference.decode(w, jnp.float8_e4m3fn, E4M3_FACTOR)
+    return values.T if turned else values
+
+
+def _on_gpu(w: Operand, table: jax.Array, *, turned: bool) -> jax.Array:
+    return (unpack_by_kernel if serves(w) else _by_xla)(w, table, turned=turned)
+
+
+def unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: bool = False) -> jax.Array:
+    """Run the kernel of `unpack` on a weight that it `serves`, with `reference.e4m3_table()`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    n, k = w.shape
+    # The largest powers of two that divide the sizes, up to those of `_SIDES`.
+    rows, count = (min(most, size & -size) for most, size in zip(_SIDES[turned], (n, k // 16), strict=True))
+    scales = reference.scale_bytes(w)
+    codes = w.values.reshape(n, k // 16, _BLOCK_BYTES)
+
+    def kernel(codes_ref: jax.Ref, scales_ref: jax.Ref, table_ref: jax.Ref, out_ref: jax.Ref) -> None:
+        # The two words of each scale byte lie in the cache nearest to the threads.
+        at = 2 * scales_ref[...].astype(jnp.int32)
+        low, high = (plgpu.load(table_ref.at[at + i])[:, :, None] for i in range(2))
+        pairs = _decoded(codes_ref[...], low, high, interpret)
+        if not turned:
+            plgpu.store(out_ref, pairs)
+            return
+        flat = pairs.reshape(rows, count * _BLOCK_BYTES)
+        for i in range(2):
+            one = ((flat >> (8 * i)) & 0xFF).astype(jnp.uint8)
+            plgpu.store(out_ref.at[:, pl.ds(i, 1), :], one.T[:, None, :])
+
+    block = lambda *sides: pl.BlockSpec(sides, lambda i, j: (i, j, 0)[: len(sides)])
+    if turned:
+        out_shape = jax.ShapeDtypeStruct((k // 2, 2, n), jnp.uint8)
+        out_specs = pl.BlockSpec((count * _BLOCK_BYTES, 2, rows), lambda i, j: (j, 0, i))
+    else:
+        out_shape, out_specs = jax.ShapeDtypeStruct(codes.shape, jnp.int16), block(rows, count, _BLOCK_BYTES)
+    values = pl.pallas_call(
+        kernel,
+        out_shape=varying(out_shape, codes, scales, table),
+        grid=(n // rows, k // 16 // count),
+        in_specs=[block(rows, count, _BLOCK_BYTES), block(rows, count), pl.BlockSpec((512,), lambda i, j: (0,))],
+        out_specs=out_specs,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="unpack_fp4",
+    )(codes, scales, table)
+    return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).reshape((k, n) if turned else (n, k))
+
+
+def _decoded(codes: jax.Array, low: jax.Array, high: jax.Array, interpret: bool) -> jax.Array:
+    """Return the two E4M3 values of each byte of codes as a word of 16 bits, from magnitudes in two words of 32."""
+    from jax.experimental.pallas import triton as plgpu
+
+    low, high = (jnp.broadcast_to(word, codes.shape) for word in (low, high))
+    if not interpret:
+        from pallas_kernels.fp4_matmul.decode import E4M3_TEXT
+
+        # The compiler packs four codes into a register, and hands over the words of each of the four.
+        text = E4M3_TEXT.replace("$4", "$7")
+        return plgpu.elementwise_inline_asm(
+            text, args=[codes, low, high], pack=4, constraints="=r,=r" + ",r" * 9,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int16)],
+        )[0]  # fmt: skip
+
+    def value(code: jax.Array) -> jax.Array:
+        word = jnp.where(code & 4, high, low)
+        return ((word >> (8 * (code & 3))) & 0xFF) ^ ((code & 8) << 4)
+
+    code = codes.astype(jnp.uint32)
+    return (value(code & 15) | value(code >> 4) << 8).astype(jnp.int16)
