@@ -9,7 +9,6 @@ kernel looks up a block's eight magnitudes once and takes nine instructions for 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp

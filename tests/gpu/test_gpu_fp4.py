@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp4
-from pallas_kernels.fp4_matmul import mosaic, reference
+from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.api import fp4_matmul
-from pallas_kernels.fp4_matmul.sizes import Config
+from pallas_kernels.fp4_matmul.kernel import Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
@@ -140,53 +140,11 @@ def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
     copied = mosaic.choose(options, FOLDS, m, k, n)
     run = functools.partial(mosaic.fp4_matmul, options)
     by_blocks, before = (
-        np.asarray(jax.jit(functools.partial(run, config=dataclasses.replace(copied, x=how)))(x, q))
-        for how in ("rounded", "copied")
+        np.asarray(jax.jit(functools.partial(run, config=dataclasses.replace(copied, rounds_rows=rounds)))(x, q))
+        for rounds in (True, False)
     )
     np.testing.assert_array_equal(by_blocks, before)
     assert np.isnan(by_blocks[-1]).all() == (m == 5) and np.isfinite(by_blocks[:1]).all()
-
-
-@pytest.mark.parametrize("how", ["copied", "rounded"])
-@pytest.mark.parametrize(("n", "abreast"), [(14336, 2), (28672, 2), (28672, 4)])
-def test_every_scale_times_every_code_goes_through_warpgroups_abreast(n, abreast, how):
-    k, m = 4096, 8
-    codes = np.tile(np.arange(16, dtype=np.uint8), (n, k // 16))
-    scale = np.repeat(np.arange(n).astype(np.uint8)[:, None], k // 16, axis=1)
-    scale = jax.lax.bitcast_convert_type(jnp.asarray(scale), jnp.float8_e4m3fn)
-    w = Operand(fp4.pack(jnp.asarray(codes)), scale, scaling=FOLDS, outer=jnp.float32(1))
-    decoded = np.asarray(reference.decode(w, jnp.float8_e4m3fn, 2.0**-3)[:256].astype(jnp.float32) * 8, np.float64)
-    broken = np.isnan(decoded[:, 0])
-    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
-    config = Config(4 if n == 28672 else 2, x=how, scale_steps=2, abreast=abreast)
-    run = jax.jit(functools.partial(mosaic.fp4_matmul, options, config=config))
-    for first in range(0, k, 264):  # at places of all steps
-        x = jnp.zeros((m, k), jnp.bfloat16).at[jnp.arange(m), first + jnp.arange(m)].set(1)
-        y = np.asarray(run(x, w), np.float64).reshape(m, n // 256, 256).transpose(1, 2, 0)
-        assert np.isnan(y[:, broken]).all()
-        expected = np.broadcast_to(decoded[~broken, first : first + m], y[:, ~broken].shape)
-        np.testing.assert_allclose(y[:, ~broken], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("abreast", "change"),
-    [(2, {"scale_steps": 1}), (2, {"scale_steps": 2}), (1, {"scale_steps": 1}), (1, {"prefetch": 2})],
-    ids=str,
-)
-@pytest.mark.parametrize(("m", "how"), [(16, "copied"), (1, "rounded")])
-def test_how_a_weight_is_copied_changes_no_bit(m, how, abreast, change):
-    n, k = 33792, 4096
-    q, x = operands(FOLDS, n, k)
-    options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
-    # Steps that are abreast are added in another order, and cannot be asked for ahead.
-    chosen = dataclasses.replace(mosaic.choose(options, FOLDS, m, k, n), x=how, abreast=abreast)
-    assert chosen.scale_steps == 4 and not chosen.prefetch
-    run = functools.partial(mosaic.fp4_matmul, options)
-    one, other = (
-        np.asarray(jax.jit(functools.partial(run, config=config))(x[:m].astype(jnp.bfloat16), q))
-        for config in (chosen, dataclasses.replace(chosen, **change))
-    )
-    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 256), (384, 1536), (33792, 512)])
@@ -238,13 +196,11 @@ def test_products_and_sums_of_parts_of_k_are_alike(scaling, m):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (144, 320), (4096, 1024)])
 def test_a_weight_is_unpacked_as_the_definition_says(n, k, turned):
-    from pallas_kernels.fp4_matmul import unpacking
-
     codes = jax.random.bits(jax.random.key(0), (n, k // 2), jnp.uint8)
     scale = jax.lax.bitcast_convert_type(jnp.arange(n * k // 16).reshape(n, -1).astype(jnp.uint8), jnp.float8_e4m3fn)
     w = Operand(codes, scale, scaling=FOLDS)
-    assert unpacking.serves(w)
-    got = np.asarray(jax.jit(functools.partial(unpacking.unpack, turned=turned))(w)).view(np.uint8)
+    assert unpacked.serves(w)
+    got = np.asarray(jax.jit(functools.partial(unpacked.unpack, turned=turned))(w)).view(np.uint8)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         expected = np.asarray(reference.decode(jax.tree.map(np.asarray, w), jnp.float8_e4m3fn, 2.0**-3)).view(np.uint8)
     expected = expected.T if turned else expected

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -14,21 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import fp4
-from pallas_kernels.fp4_matmul import (
-    abreast_sums,
-    decode,
-    decode_fp8,
-    kernel,
-    mosaic,
-    ordered_rows,
-    owned,
-    reference,
-    rounded,
-    unpacked,
-    unpacking,
-)
+from pallas_kernels.fp4_matmul import decode, kernel, mosaic, reference, rows, unpacked
 from pallas_kernels.fp4_matmul.api import fp4_matmul
-from pallas_kernels.fp4_matmul.sizes import COPYING, Config
+from pallas_kernels.fp4_matmul.kernel import COPYING, Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
 from tcfp_jax.weights.fp4_packing import datatype_of, quantize_fp4
@@ -106,15 +93,15 @@ def exhaustive(form="nvfp4"):
 
 def test_decoding_to_e4m3_gives_the_bits_of_the_definition():
     w, codes = exhaustive()
-    words, rows = np.asarray(w.values).view(np.uint32), decode_fp8.table().reshape(256, 2)
-    low, high = ptx.run(decode_fp8.DECODE, 2, [words, rows[:, :1], rows[:, 1:]])
+    words, table = np.asarray(w.values).view(np.uint32), reference.e4m3_table().reshape(256, 2)
+    low, high = ptx.run(decode.E4M3_TEXT, 2, [words, table[:, :1], table[:, 1:]])
     got = np.stack([low, high], -1).view(np.uint8).reshape(w.shape)
-    expected = np.asarray(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).view(np.uint8)
+    expected = np.asarray(reference.decode(w, jnp.float8_e4m3fn, reference.E4M3_FACTOR)).view(np.uint8)
     scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     broken = np.isnan(scale)
     assert (got == expected)[~broken].all() and ((got & 127) == 127)[broken].all() and broken.sum() == 2
     # Nothing saturated, and fold-exact scales made nothing round but what is subnormal.
-    exact = fp4.E2M1[codes] * (scale * np.float32(decode_fp8.FACTOR))[:, None]
+    exact = fp4.E2M1[codes] * (scale * np.float32(reference.E4M3_FACTOR))[:, None]
     normal = (np.abs(exact) >= 2.0**-6) & np.isin(np.arange(256) % 8, (0, 2, 4))[:, None]
     np.testing.assert_array_equal(got.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[normal], exact[normal])
     assert normal.mean() > 0.25
@@ -125,69 +112,55 @@ def test_decoding_to_bfloat16_gives_the_definition(form):
     # The same instructions have run on a GPU: what reads them here is tested by it.
     w, _ = exhaustive(form)
     words = np.asarray(w.values).view(np.uint32)
-    scale = decode.table(form)[:, None]
-    pairs = ptx.run(decode.DECODE[form], 4, [words, scale, *map(np.uint32, decode.RESCALE[form])])
+    scale = decode.table_of(form, "bfloat16")[:, None]
+    pairs = ptx.run(decode.BF16_TEXT[form], 4, [words, scale, *map(np.uint32, decode.RESCALE[form])])
     got = np.stack(pairs, -1).view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)  # codes (i, i + 4)
-    got = got.reshape(*words.shape, 4, 2).swapaxes(-1, -2).reshape(w.shape) * decode.FACTOR[form]
+    got = got.reshape(*words.shape, 4, 2).swapaxes(-1, -2).reshape(w.shape) * decode.BF16_FACTOR[form]
     expected = np.asarray(reference.decode(w), np.float64)
     ordinary = np.isfinite(expected) & (np.abs(expected) >= 2.0**-117) & (np.abs(expected) < 2.0**125)
     np.testing.assert_array_equal(got[ordinary], expected[ordinary])
     assert ordinary.mean() > 0.8
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype", "together", "which", "tiles"),
-    [("nvfp4", "bfloat16", 1, 0, 1), ("mxfp4", "bfloat16", 1, 0, 2), ("nvfp4", "float8_e4m3fn", 1, 0, 1)]
-    + [("nvfp4", "float8_e4m3fn", together, together - 1, 1) for together in (2, 4, 8)]
-    + [("nvfp4", "float8_e4m3fn", 8, 5, 2), ("nvfp4", "bfloat16", 4, 2, 4)],
-)
-def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, together, which, tiles, monkeypatch):
-    module, block = (decode if dtype == "bfloat16" else decode_fp8), 16 if form == "nvfp4" else 32
-    table = (decode.table(form) if module is decode else decode_fp8.table()).view(np.uint8)
-    rng, rows, step = np.random.default_rng(0), 64, owned.step_of(form)
-    codes = rng.integers(0, 256, (rows, step // 2), np.uint8)
-    scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (rows, 16), np.uint8)
-    # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows; scales of
-    # several steps, with a swizzle as wide as they are (PTX ISA, "Swizzling modes"); and the table.
-    # Where steps lie abreast, those of this thread's warpgroup are the last ones.
-    units = np.full((rows // 8, tiles, 8, 8, 16), 255, np.uint8)
-    low, own = np.arange(8)[:, None], step // 256
-    laid_codes = codes.reshape(rows // 8, 8, own, 8, 16).transpose(0, 2, 1, 3, 4)
-    units[:, tiles - own :, low, np.arange(8) ^ low] = laid_codes
-    laid = np.full((rows, together, 16), 255, np.uint8)
-    moved = which ^ np.arange(rows) // (8 // together) % together
-    laid[np.arange(rows), moved] = scales
-    parts = [units.reshape(-1), laid.reshape(-1), table]
+@pytest.mark.parametrize(("form", "dtype"), [("nvfp4", "bfloat16"), ("mxfp4", "bfloat16"), ("nvfp4", "float8_e4m3fn")])
+def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, monkeypatch):
+    block, chunk_size, table = Fp4(form).block, decode.CHUNK[dtype], decode.table_of(form, dtype).view(np.uint8)
+    rng, n, step = np.random.default_rng(0), 64, decode.step_of(form)
+    codes = rng.integers(0, 256, (n, step // 2), np.uint8)
+    scales = rng.integers(*((0, 120) if form == "nvfp4" else (110, 140)), (n, 16), np.uint8)
+    # Shared memory: codes as a copy with the widest swizzle lays them down, 8 rows of 128 bytes after 8 rows (PTX ISA,
+    # "Swizzling modes"); scales; and the table.
+    low = np.arange(8)[:, None]
+    units = np.empty((n // 8, step // 256, 8, 8, 16), np.uint8)
+    units[:, :, low, np.arange(8) ^ low] = codes.reshape(n // 8, 8, step // 256, 8, 16).transpose(0, 2, 1, 3, 4)
+    parts = [units.reshape(-1), scales.reshape(-1), table]
     of_codes, of_scales, of_table = np.cumsum([0, *(len(part) for part in parts)])[:3]
     memory = np.concatenate(parts)
     run = lambda count, operands, text, effects=False: ptx.run(text, count, operands, memory)
-    monkeypatch.setattr(owned, "words", run)
-    monkeypatch.setattr(owned, "constant", np.uint32)
+    monkeypatch.setattr(decode, "words", run)
+    monkeypatch.setattr(decode, "constant", np.uint32)
 
     thread = np.arange(128)
-    (of_code,) = run(1, [thread, 128 * tiles], owned.PLACES[form])
-    of_code = of_code + np.uint32(owned.TILE_BYTES * (tiles - own))
-    (of_scale,) = run(1, [thread, *owned.scale_place_of(together)], owned.SCALE_PLACE)
-    words = owned.scale_words(together, of_scale ^ np.uint32(16 * which), of_scales)
+    (of_code,), (of_scale,) = (run(1, [thread], text) for text in (decode.PLACES[form], decode.SCALE_PLACE))
+    words = decode.scale_words(of_scale, of_scales)
     # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16" and "m64nNk32": four bytes of k in each register.
     values = 4 // jnp.dtype(dtype).itemsize
     first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, values * (thread % 4)
-    got = np.empty((rows, step), jnp.dtype(dtype))
-    for chunk in range(step // module.CHUNK):
-        if module is decode:
-            loaded = owned.code_words(tiles, chunk // 2, of_code, of_codes)
-            registers = decode.value_words(form, chunk, loaded, of_table, words)
+    got = np.empty((n, step), jnp.dtype(dtype))
+    for chunk in range(step // chunk_size):
+        if dtype == "bfloat16":
+            loaded = decode.code_words(form, chunk // 2, of_code, of_codes)
+            registers = decode.bf16_words(form, chunk, loaded, of_table, words)
         else:
-            loaded = owned.code_words(tiles, chunk, of_code, of_codes)
-            registers = decode_fp8.value_words(chunk, loaded, of_table, words)
+            loaded = decode.code_words(form, chunk, of_code, of_codes)
+            registers = decode.e4m3_words(chunk, loaded, of_table, words)
         for (part, half), word in np.ndenumerate(registers):
-            k = module.CHUNK * chunk + 4 * values * part + first_k[:, None] + np.arange(values)
+            k = chunk_size * chunk + 4 * values * part + first_k[:, None] + np.arange(values)
             got[(first_row + 8 * half)[:, None], k] = word[:, None].view(got.dtype).reshape(128, values)
-    numbers = fp4.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(rows, step)]
+    numbers = fp4.E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(n, step)]
     scale = np.repeat(scales.view(Fp4(form).scale_dtype).astype(np.float32), block, axis=1)
-    factor = decode_fp8.FACTOR if module is decode_fp8 else 1 / decode.FACTOR[form]
-    expected = (numbers * scale * np.float32(factor)).astype(dtype)
-    ordered = decode.permuted(jnp.asarray(expected), form) if module is decode else decode_fp8.permuted(expected)
+    factor = 1 / decode.BF16_FACTOR[form] if dtype == "bfloat16" else reference.E4M3_FACTOR
+    ordered = decode.permuted(jnp.asarray((numbers * scale * np.float32(factor)).astype(dtype)), form)
     np.testing.assert_array_equal(got.astype(np.float32), np.asarray(ordered, np.float32))
 
 
@@ -200,9 +173,9 @@ def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
     # Each scale byte is there, where there are so many: 127 and 255 are NaN.
     scale = np.arange(math.prod(scaling.scale_shape((n, k))), dtype=np.uint8).reshape(scaling.scale_shape((n, k)))
     w = Operand(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), scaling=scaling)
-    assert unpacking.serves(w) and not unpacking.serves(dataclasses.replace(w, values=w.values[:, :-1]))
-    got = unpacking.call(w, jnp.asarray(decode_fp8.table()), turned=turned, interpret=True)
-    expected = quick(functools.partial(unpacking.unpack, turned=turned))(w)
+    assert unpacked.serves(w) and not unpacked.serves(dataclasses.replace(w, values=w.values[:, :-1]))
+    got = unpacked.unpack_by_kernel(w, jnp.asarray(reference.e4m3_table()), turned=turned, interpret=True)
+    expected = quick(functools.partial(unpacked.unpack, turned=turned))(w)
     got, expected = (np.asarray(array).view(np.uint8) for array in (got, expected))
     broken = expected & 127 == 127
     np.testing.assert_array_equal(got[~broken], expected[~broken])
@@ -211,17 +184,17 @@ def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize(("m", "k", "rows"), [(5, 512, 8), (8, 768, 8)])
-def test_ordered_rows_are_those_of_the_definition(m, k, rows, dtype):
+@pytest.mark.parametrize(("m", "k"), [(5, 512), (8, 768)])
+def test_ordered_rows_are_those_of_the_definition(m, k, dtype):
     random = np.random.default_rng(0)
     x = np.ldexp(random.standard_normal((m, k)), random.integers(-14, 3, (m, 1)))
     x[0], x[1, 3], x[2, 5] = 0, np.nan, np.inf
     x, outer = jnp.asarray(x, jnp.float32).astype(dtype), jnp.float32(0.3)
-    values, factors = jax.jit(ordered_rows.ordered, static_argnums=1)(x, rows, outer)
+    values, factors = jax.jit(rows.ordered, static_argnums=1)(x, 8, outer)
     expected = reference.quantize_rows(x)
     bits = lambda array: np.asarray(array).view(np.uint8)
-    np.testing.assert_array_equal(bits(values[:m]), bits(decode_fp8.permuted(expected.values)))
-    np.testing.assert_array_equal(factors[:m], outer / decode_fp8.FACTOR * expected.scale)
+    np.testing.assert_array_equal(bits(values[:m]), bits(decode.permuted(expected.values, "nvfp4")))
+    np.testing.assert_array_equal(factors[:m], outer / reference.E4M3_FACTOR * expected.scale)
     assert not bits(values[m:]).any() and np.isfinite(factors[m:]).all()
 
 
@@ -234,33 +207,33 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     x = x.astype(ml_dtypes.bfloat16)
     # Shared memory: what warps found, and rows as `wgmma` takes them, tiles of 8 rows of 128 bytes.
     warps, threads = 4 * warpgroups, np.arange(128 * warpgroups)
-    rows = 4 * 8 * warps
-    memory = np.zeros(rows + 2048 * steps, np.uint8)
-    monkeypatch.setattr(owned, "words", lambda n, given, text, effects=False: ptx.run(text, n, given, memory))
-    monkeypatch.setattr(owned, "effect", lambda given, text: ptx.run(text, 0, given, memory))
-    monkeypatch.setattr(owned, "constant", np.uint32)
+    first_row = 4 * 8 * warps
+    memory = np.zeros(first_row + 2048 * steps, np.uint8)
+    monkeypatch.setattr(decode, "words", lambda n, given, text, effects=False: ptx.run(text, n, given, memory))
+    monkeypatch.setattr(decode, "effect", lambda given, text: ptx.run(text, 0, given, memory))
+    monkeypatch.setattr(decode, "constant", np.uint32)
 
     def share(row):
         """The first step of the units of a thread's warpgroup, and its pairs of values."""
-        monkeypatch.setattr(rounded.lax, "axis_index", lambda name: threads // 128)
-        for first in map(np.asarray, rounded.share_of(steps, warpgroups)):
+        monkeypatch.setattr(rows.lax, "axis_index", lambda name: threads // 128)
+        for first in map(np.asarray, rows.share_of(steps, warpgroups)):
             at = 256 * first[:, None] + 4 * (threads % 128)[:, None] + np.arange(4)
             yield first.astype(np.uint32), x[row][at].view(np.uint32).T
 
     for row in range(m):
-        rounded.store_largest(row, [pair for _, pairs in share(row) for pair in pairs], np.uint32(0), warps, threads)
+        rows.store_largest(row, [pair for _, pairs in share(row) for pair in pairs], np.uint32(0), warps, threads)
     scales = []
     for row in range(m):
-        multiplier, scale = rounded.scale_of(row, np.uint32(0), warps)
+        multiplier, scale = rows.scale_of(row, np.uint32(0), warps)
         scales.append(scale.view(np.float32).item())
         for first, pairs in share(row):
-            (at,) = rounded.places_of(row, [np.uint32(rows) + 2048 * first], threads)
-            owned.effect([at, *pairs, multiplier], rounded.WRITE_ROUNDED)
-    tiles = memory[rows:].reshape(2 * steps, 8, 8, 16)
+            (at,) = rows.places_of(row, [np.uint32(first_row) + 2048 * first], threads)
+            decode.effect([at, *pairs, multiplier], rows.WRITE_ROUNDED)
+    tiles = memory[first_row:].reshape(2 * steps, 8, 8, 16)
     low = np.arange(8)[:, None]
     got = tiles[:, low, np.arange(8) ^ low].transpose(1, 0, 2, 3).reshape(8, -1)
     expected = reference.quantize_rows(jnp.asarray(x))
-    values = np.asarray(decode_fp8.permuted(expected.values)).view(np.uint8)
+    values = np.asarray(decode.permuted(expected.values, "nvfp4")).view(np.uint8)
     broken = ~np.isfinite(np.asarray(expected.scale))
     assert broken.any() and not broken.all() and not got[m:].any()
     np.testing.assert_array_equal(scales, expected.scale)
@@ -268,22 +241,9 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     assert (got[:m][broken] & 127 == 127).all() and (values[broken] & 127 == 127).all()
 
 
-def test_sums_are_read_where_the_same_thread_of_another_warpgroup_wrote_them():
-    sums = np.random.default_rng(0).integers(0, 2**32, (5, 128), np.uint32)
-    memory, first = np.full(64 + sums.nbytes, 255, np.uint8), np.uint32(64)
-    for at, words in enumerate(sums):
-        offset = abreast_sums.BYTES * at
-        ptx.run(abreast_sums.WRITE.format(offset=offset), 0, [first, words, np.arange(256, 384)], memory)
-    np.testing.assert_array_equal(memory[64:].view(np.uint32).reshape(sums.shape), sums)
-    for at, words in enumerate(sums):
-        offset = abreast_sums.BYTES * at
-        (got,) = ptx.run(abreast_sums.READ.format(offset=offset), 1, [first, np.arange(128)], memory)
-        np.testing.assert_array_equal(got, words)
-
-
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("devices", "how"), [(8, "copied"), (1, "copied"), (1, "rounded")])
-def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypatch):
+@pytest.mark.parametrize(("devices", "rounds"), [(8, False), (1, False), (1, True)])
+def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monkeypatch):
     rng = np.random.default_rng(0)
     x, codes = rng.normal(size=(2, 3, 512)).astype(ml_dtypes.bfloat16), rng.integers(0, 256, (64, 256), np.uint8)
     scales = jnp.asarray(rng.integers(0, 120, (64, 32), np.uint8).view(ml_dtypes.float8_e4m3fn))
@@ -294,10 +254,11 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
         # What the kernel is defined as, from what it is given.
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
-        decoded = decode_fp8.permuted(reference.decode(w, jnp.float8_e4m3fn, decode_fp8.FACTOR)).astype(jnp.float32)
-        if config.x != "copied":
-            rows = reference.quantize_rows(jnp.pad(x, ((0, 8 - x.shape[0]), (0, 0))))
-            x, factors = decode_fp8.permuted(rows.values), factors / decode_fp8.FACTOR * rows.scale
+        values = reference.decode(w, jnp.float8_e4m3fn, reference.E4M3_FACTOR)
+        decoded = decode.permuted(values, "nvfp4").astype(jnp.float32)
+        if config.rounds_rows:
+            found = reference.quantize_rows(jnp.pad(x, ((0, 8 - x.shape[0]), (0, 0))))
+            x, factors = decode.permuted(found.values, "nvfp4"), factors / reference.E4M3_FACTOR * found.scale
         assert x.shape[0] == 8 and table.shape == (2, 256)
         if out is not None:
             return ((decoded @ x.astype(jnp.float32).T) * factors).T.astype(out.dtype)[: out.shape[0]]
@@ -307,7 +268,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 
     monkeypatch.setattr(kernel, "call", call)
     monkeypatch.setattr(mosaic, "device_count", lambda: devices)
-    configs = [Config(1, splits=splits, x=how) for splits in (1, 2)]
+    configs = [Config(1, splits=splits, rounds_rows=rounds) for splits in (1, 2)]
 
     @jax.jit
     def both(x, q):
@@ -321,9 +282,8 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, how, monkeypa
 
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
-    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1, None, "copied", 4, 0, 2)), (128, 28672, (2, 4, 1)),
-     (256, 28672, (2, 2, 1, None, "copied", 1, 4)), (16, 14336, (2, 4, 1, None, "copied", 4, 0, 2)),
-     (16, 8192, (4, 4, 4, None, "copied", 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 4, 16, 128)),
+    [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1)), (128, 28672, (2, 4, 1)), (256, 28672, (2, 2, 1)),
+     (16, 14336, (2, 4, 1)), (16, 8192, (4, 4, 4)), (64, 8192, (4, 4, 4)), (200, 192, (1, 4, 16, 128)),
      (257, 28672, (4, 3, 1, 96)), (512, 28672, (2, 4, 1, 128)), (2048, 28672, (2, 2, 1, 256)),
      (512, 192, (1, 4, 8, 128)), (0, 64, None), (64, 96, None)],
 )  # fmt: skip
@@ -334,38 +294,19 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "how"),
-    [(1, 28672, 8192, ("rounded", 1, 2)), (2, 28672, 8192, ("rounded", 1, 2)), (4, 28672, 8192, ("copied", 4, 2)),
-     (17, 28672, 8192, ("copied", 1, 1)), (1, 14336, 2048, ("rounded", 4, 2)), (16, 14336, 768, ("copied", 1, 1)),
-     (4, 8192, 8192, ("rounded", 4, 1)), (5, 8192, 8192, ("copied", 4, 1)), (1, 4096, 14336, ("rounded", 1, 1)),
-     (1, 28672, 16384, ("copied", 4, 2)), (1, 28672, 256, ("copied", 1, 1))],
+    ("m", "n", "k", "rounds"),
+    [(1, 28672, 8192, True), (2, 28672, 8192, True), (4, 28672, 8192, False), (17, 28672, 8192, False),
+     (1, 14336, 2048, True), (16, 14336, 768, False), (4, 8192, 8192, True), (5, 8192, 8192, False),
+     (1, 4096, 14336, True), (1, 28672, 16384, False), (1, 28672, 256, False)],
 )  # fmt: skip
-def test_blocks_round_few_rows_themselves(m, n, k, how):
+def test_blocks_round_few_rows_themselves(m, n, k, rounds):
     options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
     chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
     config = mosaic.rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
-    assert (config.x, config.scale_steps, config.abreast) == how
-    assert dataclasses.replace(config, x="copied", scale_steps=chosen.scale_steps) == chosen
-    step = owned.step_of("nvfp4")
-    held = k // config.splits if config.x == "rounded" else config.abreast * config.stages * step
+    assert config == dataclasses.replace(chosen, rounds_rows=rounds)
+    step = decode.step_of("nvfp4")
+    held = k // config.splits if rounds else config.stages * step
     assert config.weight_bytes(step) + 8 * -(-m // 8) * held <= mosaic._SHARED_BYTES
-
-
-def test_no_warpgroup_is_a_pass_ahead_of_one_that_adds_its_sums():
-    # A buffer is filled again when all warpgroups have released it, so that none is more than the buffers ahead.
-    config = Config(4, 4, abreast=2, scale_steps=4)
-    assert [steps for steps in range(1, 25) if config.serves_abreast(steps)] == [8, 16, 24]
-    assert not dataclasses.replace(config, warpgroups=1).serves_abreast(8)
-    assert not dataclasses.replace(config, splits=2).serves_abreast(8)
-
-
-@pytest.mark.parametrize(("stages", "steps"), [*itertools.product([2, 3, 4], [1, 2, 4, 8])])
-def test_a_buffer_of_scales_is_free_before_it_is_filled(stages, steps):
-    # Codes of step k have room when step k - stages was multiplied; so were all steps of the scales that lie there.
-    config = Config(stages=stages, scale_steps=steps)
-    for k in range(0, 32, steps):
-        last_reader = k - (config.scale_buffers - 1) * steps - 1
-        assert last_reader <= k - stages
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
@@ -386,8 +327,8 @@ def test_the_definition_is_the_product_of_dequantized_operands(scaling, contract
     wide = np.asarray(x, np.float64)
     if activation != "bfloat16":
         scale = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True) / np.float32(448)
-        rounded = (np.asarray(x, np.float32) * (1 / scale)).astype(ml_dtypes.float8_e4m3fn)
-        wide = rounded.astype(np.float64) * scale.astype(np.float64)
+        in_e4m3 = (np.asarray(x, np.float32) * (1 / scale)).astype(ml_dtypes.float8_e4m3fn)
+        wide = in_e4m3.astype(np.float64) * scale.astype(np.float64)
     outer = 1.0 if q.outer is None else float(q.outer)
     expected = outer * (wide @ (exact.T if contracts == "k" else exact))
     got = multiply(x, q, contracts=contracts, activation=activation, out_dtype=jnp.float32)
