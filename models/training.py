@@ -34,7 +34,6 @@ from models.settings import TrainConfig
 from models.starting import read_parameters
 from models.text import Corpus
 from tcfp_jax import optim
-from tcfp_jax.optim.steps import QualityChoice
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
@@ -172,7 +171,7 @@ _dequantize, _join = jax.jit(tcfp_jax.dequantize), jax.jit(join_layers)
 
 
 def make_optimizer(
-    config: TrainConfig, schedule: optax.Schedule | None = None, quality: QualityChoice = "off"
+    config: TrainConfig, schedule: optax.Schedule | None = None, quality: Literal["off", "on"] = "off"
 ) -> optax.GradientTransformation:
     """Clipped AdamW: of stored weights, or with the quantized weights of the recipe last in the chain.
 
@@ -186,7 +185,7 @@ def _optimizer(
     config: TrainConfig,
     seed_key: jax.Array,
     schedule: optax.Schedule | None = None,
-    quality: QualityChoice = "off",
+    quality: Literal["off", "on"] = "off",
 ) -> optax.GradientTransformation:
     if schedule is None:
         schedule = optax.warmup_cosine_decay_schedule(

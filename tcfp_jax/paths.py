@@ -1,17 +1,19 @@
-"""Names of the leaves of a tree, and nested dicts by name: the only place that turns a JAX key path into words.
+"""Names of the leaves of a tree, and nested dicts indexed by them; the only place that reads JAX's key paths.
 
-Parameters, states and collections of Flax and Optax are trees; people and checkpoints name a leaf by its path, such as
-"blocks/0/up/kernel". Flax may put a leaf in a box (`nn.Partitioned`, `nnx.Param`), which is not part of its name.
+Parameters, states and collections are trees. People and checkpoints name a leaf by its path, such as
+"blocks/0/up/kernel". The box that Flax may put around a leaf (`nn.Partitioned`, `nnx.Param`) is not part of its name.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 
+PyTree: TypeAlias = Any  # parameters, gradients or states; the type says that a function takes any tree
 
-def path_names(path: Iterable[Any]) -> list[str]:
-    """The names along a JAX key path, without the `value` of a box that the leaf is in.
+
+def path_names(path: Iterable[object]) -> list[str]:
+    """Return the names along a JAX key path, without the `value` of a box around the leaf.
 
     Raises:
       TypeError: an entry of the path has no name.
@@ -26,7 +28,7 @@ def path_names(path: Iterable[Any]) -> list[str]:
 
 
 def join(*parts: str) -> str:
-    """One path of several; the path of a root is empty and adds nothing.
+    """Join paths into one; the path of a root is empty and adds nothing.
 
     >>> join("", "mlp/up", "kernel")
     'mlp/up/kernel'
@@ -34,18 +36,28 @@ def join(*parts: str) -> str:
     return "/".join(filter(None, parts))
 
 
-def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by path.
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[list[str], Any]], Any]:
+    """Return the names along its path and the leaf, for every leaf in order, and the tree's structure.
+
+    >>> found, structure = named_leaves({"up": {"kernel": 1, "bias": 2}})
+    >>> found, structure.num_leaves
+    ([(['up', 'bias'], 2), (['up', 'kernel'], 1)], 2)
+    """
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(path_names(path), leaf) for path, leaf in entries], treedef
+
+
+def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Return the leaves of a tree by path.
 
     >>> leaves({"up": {"kernel": 1, "bias": 2}})
     {'up/bias': 2, 'up/kernel': 1}
     """
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {"/".join(path_names(path)): leaf for path, leaf in entries}
+    return {"/".join(names): leaf for names, leaf in named_leaves(tree, is_leaf)[0]}
 
 
-def entries(collection: Any) -> dict[str, Any]:
-    """What nested mappings hold, by path: a value that is a tree but not a mapping, such as a stored weight, is whole.
+def entries(collection: PyTree) -> dict[str, Any]:
+    """Return the values of nested mappings by path; a tree that is not a mapping, such as a stored weight, stays whole.
 
     >>> entries({"up": {"kernel": (1, 2)}})
     {'up/kernel': (1, 2)}
@@ -53,8 +65,8 @@ def entries(collection: Any) -> dict[str, Any]:
     return leaves(collection, lambda node: not isinstance(node, Mapping))
 
 
-def find(tree: Any, names: Sequence[str]) -> Any:
-    """What nested mappings hold at a path, or None.
+def find(tree: PyTree, names: Sequence[str]) -> Any:
+    """Return the value at a path of nested mappings, or None.
 
     >>> find({"up": {"kernel": 1}}, ["up", "kernel"]), find({"up": 1}, ["up", "kernel"])
     (1, None)
@@ -66,8 +78,8 @@ def find(tree: Any, names: Sequence[str]) -> Any:
     return tree
 
 
-def put(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Set the value at a path of nested dicts, which are made on the way.
+def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> None:
+    """Set the value at a path of nested dicts, and make the dicts on the way.
 
     Raises:
       ValueError: the path is empty.
@@ -84,7 +96,7 @@ def put(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
     tree[names[-1]] = value
 
 
-def _entry_name(entry: Any) -> str:
+def _entry_name(entry: object) -> str:
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

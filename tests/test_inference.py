@@ -251,7 +251,7 @@ def test_bad_input():
     for given in ("nvfp4_training", {"kernel": Weight(tcfp_recipe("nvfp4_training"), Layout((0,), (1,)))}):
         with pytest.raises(ValueError, match=trains):
             quantize_params(params, given)
-    with pytest.raises(ValueError, match="the weights given are none: the model was converted by a recipe that stores"):
+    with pytest.raises(ValueError, match="the mapping of weights is empty: the model was converted by a recipe"):
         quantize_params(params, {})
     for given in ("nvfp4", {"kernel": Weight(tcfp_recipe("nvfp4"), Layout((0,), (1,)))}):
         with pytest.raises(

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tcfp_jax.optim.encoding import Format, decode
-from tcfp_jax.optim.moments import LowPrecisionState, found
+from tcfp_jax.optim.encoding import Format, decode, found
+from tcfp_jax.optim.moments import LowPrecisionState
 from tcfp_jax.optim.steps import Quality, quality_of
 from tcfp_jax.paths import leaves, path_names
 from tcfp_jax.weights.layout import Layout, Weight

@@ -1,12 +1,21 @@
-"""A moment in its format: encoded and decoded, and how the scales of its blocks lie on a mesh.
+"""An optimizer's moment in its format: encode, decode, and the arrays that a state keeps of it.
 
-Codes are those of `pallas_kernels.moments`; here are the arrays of a state, of any number of axes.
+    "float8_e4m3fn"   first moments: E4M3, with one E8M0 scale for each 128 values
+    "ue5m3"           second moments: 5 bits of exponent, 3 of mantissa, no sign, one offset for each 128 values
+    "bfloat16"        either
+    "float32"         either; nothing is rounded
+
+Formats narrower than float32 round stochastically. Rounding to nearest would freeze an average whose decay is near 1:
+each step moves it by less than half a spacing. The random bits of a value are a hash of (key, step, leaf, global
+index), so a state has the same bits on every mesh. `pallas_kernels.moments` defines the 8-bit codes; this module adds
+arrays with any number of axes, and meshes.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,73 +24,65 @@ from jax import lax
 
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
+from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.parts import Parts, explicit_parts, known_parts, neighbours
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
+Keys: TypeAlias = tuple[jax.Array, jax.Array]  # of the counter hash
+
+_SMALLEST = 4096  # a leaf with fewer values keeps float32: it has little to save
 
 
 class Blocks(NamedTuple):
-    """A moment in eight bits; states keep its two arrays apart, see `kept`.
+    """A moment in eight bits; a state keeps its two arrays apart, see `kept`.
 
     Attributes:
-      values: of the moment's shape: float8_e4m3fn, or uint8 codes of "ue5m3".
-      scale: one for each block of 128 along the last axis (`blocked_shape`): float8_e8m0fnu, or uint8.
+      values: the codes, in the moment's shape: float8_e4m3fn, or uint8 for "ue5m3".
+      scale: one scale for each block of 128 along the last axis of `blocked_shape`: float8_e8m0fnu, or uint8.
     """
 
     values: jax.Array
     scale: jax.Array
 
 
-def encode(form: Format, x: Any, keys: tuple[jax.Array, jax.Array] | None) -> Any:
-    """A moment in its format, rounded by the bits of these keys."""
+Moment: TypeAlias = jax.Array | Blocks
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+
+
+def encode(form: Format, x: jax.Array, keys: Keys | None) -> Moment:
+    """Return a float32 moment in its format, rounded by the random bits of `keys`."""
     if form == "float32":
         return x
     assert keys is not None, "checked_key asked for it"
     return _encode(form, x, *keys)
 
 
-def check_moment(name: str, form: Format, x: jax.Array) -> None:
-    """Raise where it is known that a mesh cuts a block of a moment of this format.
-
-    Raises:
-      ValueError: it does.
-    """
-    parts = known_parts(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
-    if parts is not None:
-        block_parts(parts)
+def decode(form: Format, x: Moment) -> jax.Array:
+    """Return a moment in float32."""
+    return _decode(x) if isinstance(x, Blocks) or form != "float32" else x
 
 
-def zeros(form: Format, like: jax.Array) -> Any:
-    """A moment of zeros, of the shape and sharding of `like`: what `encode` makes of them, without rounding them.
+def zeros(form: Format, like: jax.Array) -> Moment:
+    """Return a moment of zeros with the shape and sharding of `like`.
 
-    XLA would do that while it compiles, for seconds a weight.
+    The result equals `encode` of zeros. XLA would compute that at compile time, which takes seconds for each weight.
     """
     if form in ("float32", "bfloat16"):
         return jnp.zeros_like(like, dtype=form)
     return _zeros(form, jnp.zeros_like(like, dtype=jnp.uint8))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _zeros(form: Format, values: jax.Array) -> Blocks:
-    return _under_mesh(functools.partial(_zeros_in_blocks, form), values, like=Blocks)(values)
-
-
-def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
-    # One code of each block, so that scales are sharded as the values are: v's byte of zeros is 0, m's scale is 1.
-    scale = values.reshape(blocked_shape(values.shape))[..., :: codes.BLOCK]
-    if form == "ue5m3":
-        return Blocks(values, scale)
-    as_type = functools.partial(lax.bitcast_convert_type, new_dtype=codes.E4M3)
-    return Blocks(as_type(values), lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE))
-
-
-def decode(form: Format, x: Any) -> Any:
-    """A moment in float32."""
-    return x if form == "float32" else _decode(x)
+def check_moment(name: str, form: Format, x: jax.Array) -> None:
+    """Raise a ValueError if the sharding of `x` is known and cuts a block of a moment of this format."""
+    parts = known_parts(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
+    if parts is not None:
+        block_parts(parts)
 
 
 def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape whose last axis is cut into blocks: trailing axes are merged until they hold a block's values.
+    """Return the shape whose last axis is cut into blocks: trailing axes merge until they hold a block's values.
 
     >>> blocked_shape((512, 12, 64)), blocked_shape((64, 64)), blocked_shape((64, 200))
     ((512, 768), (4096,), (64, 200))
@@ -93,10 +94,10 @@ def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def block_parts(values: Parts) -> Parts:
-    """How the scales of an 8-bit moment lie on a mesh, from how its values do.
+    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie.
 
     Raises:
-      ValueError: a block is cut.
+      ValueError: the mesh cuts a block.
     """
     runs = neighbours(values.shape, blocked_shape(values.shape))
     assert runs is not None, "blocked_shape merges neighbours"
@@ -106,9 +107,9 @@ def block_parts(values: Parts) -> Parts:
     return blocked.counted(sizes, 'moments of another format (moments="bfloat16") for it')
 
 
-# One traced and lowered function for all moments of a shape and format: a model has hundreds and a few shapes.
+# A model has hundreds of moments and a few shapes: jitted functions are traced and lowered once for each shape.
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
+def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Moment:
     hashed = counter.bits_of(x.shape, k0, k1)
     x = x.astype(jnp.float32)
     if form == "bfloat16":
@@ -116,47 +117,166 @@ def _encode(form: Format, x: jax.Array, k0: jax.Array, k1: jax.Array) -> Any:
     return _under_mesh(functools.partial(_in_blocks, form), x, like=Blocks)(x, hashed)
 
 
+@jax.jit
+def _decode(x: Moment) -> jax.Array:
+    return _under_mesh(_of_blocks, x.values)(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(form: Format, values: jax.Array) -> Blocks:
+    return _under_mesh(functools.partial(_zeros_in_blocks, form), values, like=Blocks)(values)
+
+
 def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
     shape = blocked_shape(x.shape)
     if form == "ue5m3":
-        # There is no code for a sign: a field whose values have one is no second moment, and must not pass for one.
+        # "ue5m3" has no sign. A negative value shows that the field holds no second moment, so its block becomes NaN.
         x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
-    code: Any = codes.encode_v if form == "ue5m3" else codes.encode_m
+    code = codes.encode_v if form == "ue5m3" else codes.encode_m
     values, scale = code(x.reshape(shape), hashed.reshape(shape))
     return Blocks(values.reshape(x.shape), scale)
 
 
-@jax.jit
-def _decode(x: Any) -> jax.Array:
-    return _under_mesh(_of_blocks, x.values)(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
-
-
 def _of_blocks(x: Blocks) -> jax.Array:
     values = x.values.reshape(blocked_shape(x.values.shape))
-    code: Any = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
+    code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
     return code(values, x.scale).reshape(x.values.shape)
 
 
-def _under_mesh(function: Callable[..., Any], x: jax.Array, like: Any = None) -> Callable[..., Any]:
-    """`function`, which reshapes to blocks, where the mesh has explicit axes; results lie as x and its blocks do.
+def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
+    # Take one code of each block, so that scales are sharded as the values are. Zeros have base 0 in v, scale 1 in m.
+    scale = values.reshape(blocked_shape(values.shape))[..., :: codes.BLOCK]
+    if form == "ue5m3":
+        return Blocks(values, scale)
+    m = lax.bitcast_convert_type(values, codes.E4M3)
+    return Blocks(m, lax.bitcast_convert_type(scale + jnp.uint8(127), codes.SCALE_DTYPE))
 
-    No rule of types follows an axis into blocks and back. XLA does, so the axes are automatic inside.
+
+def _under_mesh(function: Callable[..., Any], x: jax.Array, like: type[Blocks] | None = None) -> Callable[..., Any]:
+    """Return `function`, which reshapes to blocks, for a mesh with explicit axes; its results lie as `x` does.
+
+    JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the axes are automatic inside.
     """
     parts = explicit_parts("a moment", x)
     if parts is None:
         return function
-    whole: Any = parts.sharding
-    return jax.sharding.auto_axes(
-        function, out_sharding=whole if like is None else like(whole, block_parts(parts).sharding)
-    )
+    sharding = parts.sharding
+    out = sharding if like is None else Blocks(sharding, block_parts(parts).sharding)  # type: ignore[arg-type]
+    return jax.sharding.auto_axes(function, out_sharding=out)
 
 
 def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
-    """Float32 rounded stochastically to bfloat16; what is not finite stays, and nothing finite becomes infinite."""
+    """Round float32 stochastically to bfloat16; inf and NaN stay, and no finite value becomes infinite."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     largest = np.float32(jnp.finfo(jnp.bfloat16).max)
     # Neighbours are 2**16 apart in the bits, on both sides of zero and of each power of two.
     rounded = lax.bitcast_convert_type((bits + (hashed >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
     finite = jnp.clip(rounded, -largest, largest)
-    # The value is bfloat16's already, so the cast rounds nothing, also where XLA deletes it.
+    # The value is a bfloat16 number already, so the cast rounds nothing, even if XLA deletes it.
     return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:
+    """Return the array that a state keeps in the moment's place, and put the scales of its blocks into `scales`.
+
+    Two arrays in one place do not work: a holder of boxed parameters such as `nnx.Optimizer` takes them apart.
+    """
+    if not isinstance(moment, Blocks):
+        return moment
+    put(scales, names or ["parameter"], moment.scale)
+    return moment.values
+
+
+def found(form: Format, values: jax.Array, names: list[str], scales: Mapping[str, Any]) -> Moment:
+    """Undo `kept`: return the moment of this format."""
+    eight_bits = form in ("float8_e4m3fn", "ue5m3")
+    return Blocks(values, find(scales, names or ["parameter"])) if eight_bits else values
+
+
+def by_name(entries: dict[str, Any], params: PyTree) -> Any:
+    """Return the nested dicts of a state, or one number if there are no parameters.
+
+    `optax.tree.map_params` compares a state with the state of no parameters. Dicts that are empty in one and full in
+    the other would be two structures, but a leaf matches any subtree.
+    """
+    return entries if jax.tree.leaves(params) else jnp.zeros((), jnp.int32)
+
+
+def narrow_leaves(
+    params: PyTree,
+    mask: PyTree | Callable[[PyTree], PyTree] = None,
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sizes: Callable[[Any], tuple[int, ...]] = jnp.shape,
+) -> list[bool]:
+    """Return for each parameter whether its moments may be narrow; only its path and its global shape decide.
+
+    Args:
+      params: a tree of parameters.
+      mask: the parameters that may: a tree of bools, or a function of the tree that returns one.
+      is_leaf: a test for nodes that are parameters too, such as stored weights.
+      sizes: a function that returns the shape of a parameter.
+
+    >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
+    [False, True, False]
+    """
+    leaves, _ = named_leaves(params, is_leaf)
+    allowed = spread(mask, params, is_leaf=is_leaf) if mask is not None else [True] * len(leaves)
+
+    def narrow(names: list[str], shape: tuple[int, ...]) -> bool:
+        embeds = "embed" in "/".join(names).lower()
+        return len(shape) >= 2 and math.prod(shape) >= _SMALLEST and not embeds
+
+    return [bool(may) and narrow(names, sizes(leaf)) for may, (names, leaf) in zip(allowed, leaves, strict=True)]
+
+
+def spread(
+    mask: PyTree | Callable[[PyTree], PyTree], params: PyTree, *, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """Return one value of a mask for each parameter; the mask may be a function of the parameters.
+
+    Raises:
+      ValueError: the mask is not a prefix of the tree of parameters.
+    """
+    tree = mask(params) if callable(mask) else mask
+    try:
+        filled = jax.tree.map(lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)), tree, params)
+    except ValueError as error:
+        raise ValueError(
+            "mask must be a tree of bools for the parameters or for whole branches of them, or a function that "
+            f"returns one, but its structure is another: {error}"
+        ) from error
+    return [keep for part in jax.tree.leaves(filled, is_leaf=lambda node: isinstance(node, list)) for keep in part]
+
+
+def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) -> jax.Array | None:
+    """Return the uint32 words of a random key, or None if nothing is rounded.
+
+    Raises:
+      ValueError: something is rounded and there is no key, or nothing is and there is one.
+    """
+    if key is None:
+        if rounds:
+            raise ValueError(
+                f"{setting} rounds moments stochastically, but there is no key; use {name}(..., "
+                "key=jax.random.key(seed))"
+            )
+        return None
+    if not rounds:
+        raise ValueError(f"{setting} rounds nothing, but key= is given and would not be used; drop the key")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    return key.astype(jnp.uint32).reshape(-1)
+
+
+def own(words: jax.Array | None) -> jax.Array | None:
+    """Return a copy for one state, which may be donated."""
+    return None if words is None else jnp.array(words, copy=True)
+
+
+def stream(key: jax.Array | None, *words: Any) -> Keys | None:
+    """Return the keys of the counter hash for these integers, such as a step and a leaf; None without a key."""
+    return None if key is None else counter.keys(*(key[i] for i in range(key.shape[0])), *words)

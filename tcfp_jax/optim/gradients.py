@@ -1,8 +1,8 @@
-"""`value_and_grad` and `grad` for trees with stored weights: jax's own, with a float gradient for every stored weight.
+"""`value_and_grad` and `grad` for trees with stored weights: JAX's own, with a float gradient for each stored weight.
 
 The gradient of a float8 array is float8: three bits without a scale. So each stored weight gets a `slot`, zeros of the
 kernel's shape, and the function is differentiated with respect to the slots. Products read the FP8 values and send the
-gradient to the slot; nothing reads the zeros, so that a compiled program has none.
+gradient to the slot. Nothing reads the zeros, so the compiled program has none.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.specs import Sharding, entries, sharding_of, split_entries, with_entries
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with_slot
 
@@ -20,19 +21,19 @@ from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for parameters of which some are stored: their gradients are floats of the kernel's shape.
+    """Return `jax.value_and_grad` of a function of stored parameters: their gradients are floats of the kernel's shape.
 
     Args:
       fun: a function with a scalar result.
-      argnums: the positional arguments to differentiate, as in jax.
-      has_aux: whether `fun` returns a pair of which the second is not differentiated, as in jax.
-      holomorphic: must be False, as FP8 products are of real numbers.
+      argnums: positions of the arguments to differentiate, as in JAX.
+      has_aux: whether `fun` returns a pair whose second part is not differentiated, as in JAX.
+      holomorphic: must be False, because FP8 products are real.
 
     Returns:
-      A function of the same arguments that returns what jax's does. It composes with jit, vmap, scan and remat.
+      A function of the same arguments with the results of JAX's. It composes with jit, vmap, scan and remat.
 
     Raises:
-      ValueError: `holomorphic=True`, or an argument that the call lacks.
+      ValueError: `holomorphic=True`, or the call lacks an argument that `argnums` names.
 
     >>> from tcfp_jax.optim.stored import store
     >>> from tcfp_jax.products.layer import matmul
@@ -43,7 +44,7 @@ def value_and_grad(
     (24.0, (4, 2), 3.0)
     """
     if holomorphic:
-        raise ValueError("holomorphic=True, but products of stored weights are of real numbers; leave it False")
+        raise ValueError("holomorphic=True, but products of stored weights are real; leave it False")
 
     @functools.wraps(fun)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable[..., Any]:
-    """`jax.grad` for parameters of which some are stored; see `value_and_grad`.
+    """Return `jax.grad` of a function of stored parameters; see `value_and_grad`.
 
     >>> from tcfp_jax.optim.stored import dequantize, store
     >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
@@ -83,7 +84,7 @@ def grad(
 
 
 def places_of(argnums: int | Sequence[int], args: Sequence[Any]) -> list[int]:
-    """The places of the arguments that `argnums` names, counted from the first.
+    """Return the places of the arguments that `argnums` names, counted from the first.
 
     Raises:
       ValueError: there is no such argument.
@@ -98,8 +99,8 @@ def places_of(argnums: int | Sequence[int], args: Sequence[Any]) -> list[int]:
     return [place % len(args) for place in places]
 
 
-def slots_of(tree: Any) -> Any:
-    """The tree with zeros of the kernel's shape in the place of stored weights, split over devices as these are."""
+def slots_of(tree: PyTree) -> PyTree:
+    """Return the tree with zeros of the kernel's shape instead of stored weights, sharded as those are."""
 
     def zeros(leaf: Stored) -> jax.Array:
         return jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype, out_sharding=_sharding_of_kernel(leaf))
@@ -108,7 +109,7 @@ def slots_of(tree: Any) -> Any:
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:
-    """How the kernel that a stored weight stands for lies on a mesh with explicit axes; None on any other."""
+    """Return how the kernel of a stored weight lies on a mesh with explicit axes; None on any other mesh."""
     assert stored.backward is not None, "a stored parameter has its own orientation"
     sharding, shape = sharding_of(stored.backward.values), kernel_shape(stored)
     if sharding is None:
@@ -119,7 +120,7 @@ def _sharding_of_kernel(stored: Stored) -> Sharding:
     return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
 
 
-def filled(tree: Any, slots: Any) -> Any:
-    """The tree with the slots in its stored weights, and what else is differentiated in its place."""
+def filled(tree: PyTree, slots: PyTree) -> PyTree:
+    """Return the tree with `slots` in its stored weights, and with the leaves of `slots` elsewhere."""
     fill = lambda leaf, slot: with_slot(leaf, slot) if is_stored(leaf) else slot
     return jax.tree.map(fill, tree, slots, is_leaf=is_stored)

@@ -1,35 +1,35 @@
 """One step of AdamW on one parameter: by XLA, as optax computes it, or in one fused pass over a stored weight.
 
-Both compute `optax.adamw` in float32, with moments in their formats before and after. Each is one jitted function for
-all parameters of a shape.
+Both compute `optax.adamw` in float32, with moments in their formats before and after. Each is one jitted function,
+traced once for all parameters of a shape.
 """
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from pallas_kernels import counter, numerics
 from pallas_kernels.adamw.api import Moments, Rates, adamw
 from pallas_kernels.adamw.reference import Portable
 from pallas_kernels.operands import Operand
-from tcfp_jax.optim.encoding import Blocks, Format, decode, encode
+from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import advanced, is_stored, next_scale, rewrite, training_of
 
-QualityChoice = Literal["off", "on"]
-
 
 class Quality(NamedTuple):
-    """What became of the last update of a stored weight; float32 scalars.
+    """Effect of the last update of a stored weight; float32 scalars.
 
     Attributes:
-      moved: the share of its values that changed.
-      edq: <applied, wanted> / |wanted|**2, the effective descent: 1 where rounding keeps the update in the mean, 0
-        where it loses it, and where nothing was wanted.
+      moved: share of its values that changed.
+      edq: effective descent, <applied, wanted> / |wanted|**2: 1 if rounding keeps the update in the mean, 0 if it loses
+        the update or if the update is zero.
     """
 
     moved: jax.Array
@@ -37,7 +37,7 @@ class Quality(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The numbers of a step, float32 scalars; `rest` is 1 - b, and `bias` 1 - b**t (`next_bias1` of the next step)."""
+    """Numbers of a step, float32 scalars; `rest` is 1 - b, `bias` is 1 - b**t, `next_bias1` that of the next step."""
 
     b1: jax.Array
     rest1: jax.Array
@@ -54,63 +54,67 @@ class Scalars(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is static of a step of one parameter; hashable, so that parameters of one shape share a traced function."""
+    """Static part of a parameter's step; hashable, so that parameters of one shape share a traced function."""
 
     forms: tuple[Format, Format]
     nesterov: bool
     decays: bool
-    quality: QualityChoice
+    quality: bool
 
 
 def scalars_of(
-    count: jax.Array, lr: Any, b1: Any, b2: Any, epsilons: tuple[Any, Any], weight_decay: Any, factor: jax.Array
+    count: jax.Array,
+    lr: ArrayLike,
+    b1: Any,
+    b2: Any,
+    epsilons: tuple[ArrayLike, ArrayLike],
+    weight_decay: ArrayLike,
+    factor: jax.Array,
 ) -> Scalars:
-    """The numbers of step `count`, which counts from 1; `epsilons` are eps and eps_root.
+    """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and eps_root.
 
     >>> round(float(scalars_of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
     0.1
     """
     bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
     following = optax.safe_increment(count)
-    # Differences are taken before they are rounded to float32, where a caller gives Python's numbers, as optax does.
+    # As in optax, 1 - b of Python numbers is computed in float64 and then rounded to float32.
     values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)
     return Scalars(*(jnp.asarray(value, jnp.float32) for value in (*values, weight_decay, factor)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def float_step(
-    step: Step, w: Any, g: jax.Array, m: Any, v: Any, s: Scalars, keys: Any, keep: jax.Array
-) -> tuple[Any, Any, Any, Any]:
-    """(update or new weight, m, v, quality) of one parameter, by XLA; `keep` is whether the step is taken."""
+    step: Step, w: Any, g: jax.Array, m: Moment, v: Moment, s: Scalars, keys: Keys | None, keep: jax.Array
+) -> tuple[Any, Moment, Moment, Quality | None]:
+    """Return (update or new weight, m, v, quality) of one parameter, by XLA; `keep` says whether the step is taken."""
     values = w.dequantize() if is_stored(w) else w
     old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
     change, *new = _wanted(step, values, g, old[0], old[1], s)
-    chosen = []
+    moments = []
     for i, (form, before, after) in enumerate(zip(step.forms, (m, v), new, strict=True)):
-        after = encode(form, after, None if keys is None else counter.keys(*keys, i))
-        chosen.append(_either(keep, after, before))
+        encoded = encode(form, after, None if keys is None else counter.keys(*keys, i))
+        moments.append(_either(keep, encoded, before))
     change = jnp.where(keep, change, jnp.zeros_like(change))
     if not is_stored(w):
-        return change, *chosen, None
+        return change, moments[0], moments[1], None
     written = _either(keep, rewrite(w, values + change), w)
-    found = quality_of(w, written, change) if step.quality == "on" else None
-    return written, *chosen, found
+    return written, moments[0], moments[1], quality_of(w, written, change) if step.quality else None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def fused_step(
-    step: Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: Scalars, keys: Any, keep: jax.Array
-) -> tuple[Any, Any, Any, Any]:
-    """(new weight, m, v, quality) of one stored weight in one pass over it; `keep` is whether the step is taken."""
+    step: Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: Scalars, keys: Keys, keep: jax.Array
+) -> tuple[Stored, Blocks, Blocks, Quality | None]:
+    """Return (new weight, m, v, quality) of one stored weight in one pass; `keep` says whether the step is taken."""
     training, old = training_of(w), w.backward
     assert old is not None and old.lo is not None, "a stored parameter has two halves and its own orientation"
     scale = jnp.where(keep, next_scale(old.scale, training.amax), old.scale)
     rates, shared = _rates(step, s, old.scale, scale, keep)
-    both = w.forward is not None
     one: Any = functools.partial(
         adamw,
         momentum="nesterov" if step.nesterov else "classic",
-        orientation="both" if both else "rows",
+        orientation="rows" if w.forward is None else "both",
         remainder="stochastic" if training.remainder == "stochastic" else "nearest",
     )
     for _ in w.stack:
@@ -127,18 +131,19 @@ def fused_step(
     )
     written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
     moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
-    found: Any = None
-    if step.quality == "on":
-        before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
-        wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
-        found = quality_of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
-    return written, *moments, found
+    if not step.quality:
+        return written, *moments, None
+    before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
+    wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
+    return written, *moments, quality_of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
 
 
-def _wanted(step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: Scalars) -> tuple[Any, Any, Any]:
-    """(update, m, v) in float32: `optax.adamw`, operation by operation.
+def _wanted(
+    step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, s: Scalars
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (update, m, v) in float32: `optax.adamw`, operation by operation.
 
-    No product is contracted with a sum, which one program does and another one, on another mesh, does not.
+    `times` keeps XLA from contracting a product with a sum, which it does in some programs, so that all meshes agree.
     """
     g = g.astype(jnp.float32)
     times = Portable(g).multiply
@@ -154,15 +159,14 @@ def _wanted(step: Step, w: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, 
     return times(-s.learning_rate, change), m, v
 
 
-def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Any]:
-    """The kernel's numbers, and which of them each entry of a stack has for itself."""
-    one = jnp.ones((), jnp.float32)
+def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep: jax.Array) -> tuple[Rates, Rates]:
+    """Return the kernel's numbers, and their vmap axes: 0 for those that each entry of a stack has for itself."""
     # Scales are powers of two, so multiplying by the inverse rounds nothing.
     lr = s.learning_rate * numerics.reciprocal_pow2(new_scale)
     rate, rate_g = lr / s.bias1, jnp.zeros_like(lr)
     if step.nesterov:
         rate, rate_g = lr * s.b1 / s.next_bias1, lr * s.rest1 / s.bias1
-    decay = 1 - s.learning_rate * s.weight_decay if step.decays else one
+    decay = 1 - s.learning_rate * s.weight_decay if step.decays else jnp.ones((), jnp.float32)
     rates = Rates(
         b1=s.b1, b2=s.b2, rate=rate, rate_g=rate_g, correction=1 / s.bias2, eps=s.eps, eps_root=s.eps_root,
         decay=decay, gradient_scale=s.factor, scale=scale, new_scale=new_scale, keep=keep,
@@ -172,13 +176,13 @@ def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep:
     return rates, Rates(**axes)
 
 
-def _either(keep: jax.Array, after: Any, before: Any) -> Any:
-    """`after` where the step is taken, bit for bit `before` where it is not."""
+def _either(keep: jax.Array, after: PyTree, before: PyTree) -> PyTree:
+    """Return `after` if the step is taken, otherwise `before`, bit for bit."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
 
 
 def quality_of(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
-    """What became of an update of a stored weight; `wanted` is float32, of the matrix's shape."""
+    """Return the effect of an update of a stored weight; `wanted` is float32, in the matrix's shape."""
     applied = after.dequantize() - before.dequantize()
     moved = jnp.mean((applied != 0).astype(jnp.float32))
     energy = jnp.sum(wanted * wanted)

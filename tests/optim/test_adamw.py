@@ -16,7 +16,7 @@ import tcfp_jax
 from pallas_kernels import dispatch
 from pallas_kernels.operands import Block
 from tcfp_jax import optim
-from tcfp_jax.optim.moments import Blocks, decode
+from tcfp_jax.optim.encoding import Blocks, decode
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import decibels, filled, mesh_of, same_bits
 

@@ -16,8 +16,7 @@ from optax import contrib
 
 from pallas_kernels import counter
 from tcfp_jax import optim
-from tcfp_jax.optim.encoding import Blocks, blocked_shape, decode, encode, zeros
-from tcfp_jax.optim.moments import narrow_leaves, stream
+from tcfp_jax.optim.encoding import Blocks, blocked_shape, decode, encode, narrow_leaves, stream, zeros
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
@@ -129,26 +128,17 @@ def test_float32_is_the_transformation_itself():
     assert same_bits(exact, same) and same_bits(state, wrapped.inner) and wrapped.key is None
 
 
-REFUSED = [
-    ("mu", "ue5m3", "no sign"),
-    ("mu", "float8_e5m2", "2 bits of mantissa"),
-    ("mu", "float16", "no scale"),
-    ("mu", "int8", "no exponent"),
-    ("mu", "float8_e8m0fnu", "no mantissa"),
-    ("mu", "float4_e2m1fn", "mantissa are too few"),
-    ("mu", "float64", "nothing more"),
-    ("mu", "mxfp8", "unknown"),
-    ("nu", "float8_e4m3fn", "18 binades are too few.*zero"),
-    ("nu", "float8_e5m2", "code for zero"),
-    ("nu", ml_dtypes.float8_e3m4, "must not become zero"),
-    ("nu", "float16", "no scale"),
-]
+REFUSED = {
+    "mu": ("ue5m3", "float8_e5m2", "float16", "int8", "float8_e8m0fnu", "float4_e2m1fn", "float64", "mxfp8"),
+    "nu": ("float8_e4m3fn", "float8_e5m2", ml_dtypes.float8_e3m4, "float16"),
+}
 
 
-@pytest.mark.parametrize("role, name, reason", REFUSED, ids=lambda value: str(value))
-def test_formats_that_cannot_hold_moments(role, name, reason):
-    with pytest.raises(ValueError, match=rf"{role}=.*{reason}.*use one of.*float32"):
-        EIGHT_BITS(optax.adam(0.1), **{role: name})
+@pytest.mark.parametrize("role, reason", [("mu", "needs a sign"), ("nu", "code for zero")])
+def test_formats_that_cannot_hold_moments(role, reason):
+    for name in REFUSED[role]:
+        with pytest.raises(ValueError, match=rf"{role}=.*{reason}.*use one of.*float32"):
+            EIGHT_BITS(optax.adam(0.1), **{role: name})
 
 
 def test_contradictions():

@@ -486,7 +486,7 @@ STORE_ERRORS = [
     (dict(remainder="nearest"), "'stochastic', 'feedback', 'dropped'"),
     (dict(params={"bias": jnp.ones(4)}), "find_weights"),
     (dict(recipe={}), 'a recipe that stores none, such as "bf16" or one of FP4 training'),
-    (dict(recipe={"a/b": WEIGHT}), "'up/kernel']: the weights given are ['a/b']; pass the parameters of the model"),
+    (dict(recipe={"a/b": WEIGHT}), "'up/kernel']: the mapping names ['a/b']; pass the parameters of the model"),
     (dict(recipe={"up/kernel": LOOKED_UP}), "up/kernel is named, but code other than converted products reads"),
 ]
 
