@@ -111,6 +111,25 @@ def prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
 
 
+def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | None:
+    """Return the stream from which products of a converted model draw random bits: `rngs`, or the model's own.
+
+    Returns None if no product draws, or if there is no stream. A model can be evaluated without one; asking for its
+    gradient raises.
+
+    Raises:
+      TypeError: `rngs` is neither an `nnx.Rngs` nor an `nnx.RngStream`.
+    """
+    if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
+        raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
+    if not draws:
+        return None
+    if rngs is None:
+        streams = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream) and node.tag == RNG)
+        rngs = next(streams, None)
+    return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
+
+
 def refusal(layer: Any) -> str | None:
     """Why the layer's own way to multiply keeps it from a recipe, or None.
 

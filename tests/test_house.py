@@ -215,6 +215,8 @@ def test_docstrings_are_there_and_their_examples_run(path):
         assert ast.get_docstring(tree), f"{path} says nothing of itself"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list):
+                continue  # the implementation has it
             assert ast.get_docstring(node), f"{node.name} has no docstring"
     if "mosaic_gpu" in path.read_text() and jax.__version_info__[:2] < (0, 11):
         pytest.skip("the module needs Mosaic's FP8 products of jax 0.11")

@@ -119,7 +119,7 @@ def test_state_of_another_model_and_shapes_that_nobody_showed_are_errors():
     model = convert(Coder(), "tcfp12", X, include=ALL)
     served = quantize_params(params, find_weights(model))
     one_more = {"params": served["params"], "tcfp": {**served["tcfp"], "other": served["tcfp"]["up"]}}
-    with pytest.raises(ValueError, match="the state holds 'other/kernel', which is no parameter of Coder"):
+    with pytest.raises(ValueError, match="the state holds 'other/kernel', which is not a parameter of Coder"):
         model.apply(one_more, X, method="encode")
     with pytest.raises(ValueError, match="no cache") as caught:
         read_from_a_cache(convert(Coder(), "tcfp12", include=ALL), served)

@@ -1,4 +1,4 @@
-"""`diagnose`: what a recipe would do to each layer of a model, before anything is converted."""
+"""`diagnose`: a table of the effect of a recipe on each layer of a model, before anything is converted."""
 
 import functools
 import json
@@ -25,10 +25,10 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
 
-# By device and recipe, the speed over jitted BF16 of an MLP's forward and backward pass for a shape [m, k, n]: part
-# "mlp" of what `python -m benchmarks.train_step` measured, written by `python -m benchmarks.report`.
+# Speed over jitted BF16 of an MLP's forward and backward pass, by device, recipe and shape [m, k, n]: part "mlp" of
+# `python -m benchmarks.train_step`, written by `python -m benchmarks.report`.
 MEASURED = Path(__file__).with_name("measured.json")
-DEVICE = "NVIDIA H200"
+_DEVICE = "NVIDIA H200"
 _SAMPLE = 1 << 20  # values of a kernel that its signal-to-noise ratio is taken from
 
 
@@ -37,17 +37,18 @@ class Line:
     """One product of a parameter.
 
     Attributes:
-      path, equation, shape: of the parameter and its product.
-      eligible: whether `convert_to_tcfp` with this recipe converts it by default.
-      reason: why not.
-      parameters: values of the whole kernel, all layers of a stack.
-      bytes_bf16, bytes_fp32, bytes_stored, bytes_with_error: of the kernel: in BF16, in float32, as `error_feedback`
-        stores it for the layers, and that with its float32 error buffer; the float master is extra.
-      snr_db: of the quantized weight; None without parameters, and of FP4 training, which stores none.
-      speed_up: predicted, of its forward and backward products over BF16; None where nothing was measured.
-      extrapolated: the product is smaller than the smallest that was measured.
-      exact: of an NVFP4 weight, the share of its blocks that FP8 tensor cores multiply without rounding, because their
-        scales are in range and of few digits (`tcfp_jax.formats.exact_share`): all of them by the rule "fold_exact".
+      path, equation, shape: the parameter and its product.
+      eligible: whether `convert_to_tcfp` with this recipe converts the product by default.
+      reason: why it does not.
+      parameters: number of values of the whole kernel, all layers of a stack.
+      bytes_bf16, bytes_fp32, bytes_stored, bytes_with_error: bytes of the kernel in BF16, in float32, as
+        `error_feedback` stores it for the layers, and stored with its float32 error buffer. The float master is extra.
+      snr_db: signal-to-noise ratio of the quantized weight; None without parameters, and for FP4 training, which stores
+        none.
+      speed_up: predicted speed of its forward and backward products over BF16; None if nothing was measured.
+      extrapolated: whether the product is smaller than the smallest that was measured.
+      exact: share of the blocks of an NVFP4 weight that FP8 tensor cores multiply without rounding, because their
+        scales are in range and have few digits (`tcfp_jax.formats.exact_share`). The rule "fold_exact" makes it 1.
     """
 
     path: str
@@ -78,7 +79,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A line for each product; `str` of it is a table with totals, which count a weight of several products once."""
+    """A line for each product. Print it to see a table with totals, which count a weight of several products once."""
 
     recipe: Recipe
     lines: tuple[Line, ...]
@@ -91,7 +92,7 @@ class Diagnosis:
         lines = [f"{head} {'SNR dB':>6} {'speed':>6}  eligible", *map(str, self.lines)]
         columns = ("parameters", "bytes_bf16", "bytes_fp32", "bytes_stored", "bytes_with_error")
         for name, chosen in (("all", self.lines), ("eligible", [line for line in self.lines if line.eligible])):
-            # Of a weight that some of its products read stored, that is what is kept.
+            # A weight is kept in its stored form if any of its products reads that form.
             weights = {line.path: [other for other in chosen if other.path == line.path] for line in chosen}
             sums = [sum(max(getattr(each, column) for each in of) for of in weights.values()) for column in columns]
             label = f"total, {name}: {len(chosen)} products of {len(weights)} weights"
@@ -109,20 +110,21 @@ def diagnose(
     params: Any = None,
     options: dict[str, Any] | None = None,
 ) -> Diagnosis:
-    """What `recipe` would do to every layer: eligibility, bytes, signal-to-noise ratio and predicted speed; printed.
+    """Print and return the effect of `recipe` on every layer: eligibility, bytes, signal-to-noise ratio and speed.
 
-    Nothing is converted, and the model is traced, not run. Speed is interpolated in the number of operations between
-    what was measured on an H200 (`measured.json`), and is that of the smallest or largest shape beyond them.
+    Use it before a conversion. It converts nothing, and traces the model without running it. Speed is interpolated in
+    the number of operations between measured shapes on an H200 (`measured.json`); beyond them, the smallest or largest
+    shape counts.
 
     Args:
       model: a Linen or NNX model, or a function of parameters and inputs, which are then the inputs.
-      inputs: sample arguments, arrays or `jax.ShapeDtypeStruct`; their size is what the prediction is for.
+      inputs: sample arguments, arrays or `jax.ShapeDtypeStruct`; the prediction is for their size.
       recipe: a `Recipe` or the name of one.
-      params: of a Linen model, for the signal-to-noise ratio; an NNX model has its own.
+      params: parameters of a Linen model, for the signal-to-noise ratio; an NNX model has its own.
       options: keyword arguments for the call with `inputs`.
 
     Returns:
-      A `Diagnosis`, whose `str` was printed.
+      The `Diagnosis` that was printed.
 
     Raises:
       TypeError: neither a Flax module nor a function.
@@ -149,30 +151,32 @@ def diagnose(
     usual = policy(recipe, include="measured")
     lines = [_line(record, usual, kernels.get(record.weight_path)) for record in found.report.converted]
     lines += [_refused(record) for record in found.report.skipped]
-    diagnosis = Diagnosis(named_recipe(recipe), tuple(lines), break_even(named_recipe(recipe)))
+    named = named_recipe(recipe)
+    break_even = next((size for size, speed in _points(named) if speed > 1), None)
+    diagnosis = Diagnosis(named, tuple(lines), break_even)
     print(diagnosis)
     return diagnosis
 
 
 def _measured_speed(recipe: Recipe, at: float | None) -> str:
-    """From which size on a recipe was measured to be faster than BF16, in words."""
+    """Return the size from which a recipe was measured to be faster than BF16, in words."""
     if not _points(recipe):
-        return f"{describe(recipe)} was not measured beside BF16 on an {DEVICE}"
+        return f"{describe(recipe)} was not measured against BF16 on an {_DEVICE}"
     if at is None:
-        return f"{describe(recipe)} is faster than BF16 on an {DEVICE} at none of the sizes that were measured"
+        return f"{describe(recipe)} is faster than BF16 on an {_DEVICE} at none of the sizes that were measured"
     smallest = ", the smallest that was measured" if at == _smallest(recipe) else ""
     return (
-        f"{describe(recipe)} is faster than BF16 on an {DEVICE} from {at:.1e} operations a product (2 m k n){smallest}"
+        f"{describe(recipe)} is faster than BF16 on an {_DEVICE} from {at:.1e} operations a product (2 m k n){smallest}"
     )
 
 
 def _smallest(recipe: Recipe) -> float:
-    """Operations of the smallest product that was measured; 0 where none was."""
+    """Return the operations of the smallest product that was measured, or 0."""
     return min((size for size, _ in _points(recipe)), default=0.0)
 
 
 def predict(recipe: Recipe, operations: float) -> float | None:
-    """Speed over BF16 of products of this many operations; None for a recipe that was not measured.
+    """Return the speed over BF16 of products of this many operations; None for a recipe that was not measured.
 
     >>> round(predict(named_recipe("tensorwise"), 2 * 8192 * 4096 * 16384), 1)
     1.7
@@ -191,22 +195,13 @@ def predict(recipe: Recipe, operations: float) -> float | None:
     return speeds[-1]
 
 
-def break_even(recipe: Recipe) -> float | None:
-    """Operations of a product from which the recipe was measured to be faster than BF16, or None.
-
-    >>> break_even(named_recipe("tcfp12")) is None
-    True
-    """
-    return next((size for size, speed in _points(recipe) if speed > 1), None)
-
-
 @functools.cache
 def _measured() -> dict[str, Any]:
-    return json.loads(MEASURED.read_text(encoding="utf-8"))[DEVICE]
+    return json.loads(MEASURED.read_text(encoding="utf-8"))[_DEVICE]
 
 
 def _points(recipe: Recipe) -> list[tuple[float, float]]:
-    """(operations of a product, speed over BF16) as they were measured, by size; none for other recipes."""
+    """Return the measured operations of a product and its speed over BF16, by size; none for other recipes."""
     rows = _measured().get(describe(recipe), [])
     return sorted((2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows)
 
@@ -225,7 +220,7 @@ def _line(record: Record, usual: Policy, kernel: Any) -> Line:
 
 
 def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
-    """(of the stored weight, of its error buffer), as `error_feedback` would make them; none where it cannot."""
+    """Return the bytes of the stored weight and of its error buffer, as `error_feedback` would make them."""
     shape, layout = record.product.shape, record.product.layout
     if layout is None or recipe.stored is None:
         return 0, 0
@@ -246,9 +241,10 @@ def _refused(record: Record) -> Line:
 
 
 def _rounded(kernel: Any, record: Record, recipe: Recipe) -> tuple[float, float | None]:
-    """(signal over rounding noise in dB, `Line.exact`) of the first values of a kernel, quantized as one tensor.
+    """Return the signal over rounding noise in dB of a part of a kernel, and `Line.exact` of it.
 
-    Of FP4 they are whole rows of the first matrix `[n, k]`, along which its blocks lie.
+    The part is the first values, quantized as one tensor. For FP4 it is whole rows of the first matrix `[n, k]`,
+    because blocks lie along these rows.
     """
     w, layout = jnp.asarray(kernel), record.product.layout
     if isinstance(recipe.scaling, Fp4) and layout is not None:
@@ -266,14 +262,14 @@ def _rounded(kernel: Any, record: Record, recipe: Recipe) -> tuple[float, float 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _powers(w: jax.Array, *, recipe: Recipe) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
-    """((signal, noise), the share of blocks that are exact in E4M3, of NVFP4)."""
+    """Return the powers of signal and noise, and for NVFP4 the share of blocks that are exact in E4M3."""
     w, exact = w.astype(jnp.float32), None
     if recipe.stored is None:
-        # As arithmetic: XLA on a GPU deletes a cast to bfloat16 that is cast back.
+        # Round by arithmetic: XLA on a GPU deletes a cast to bfloat16 and back.
         error = w - jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     elif isinstance(recipe.scaling, Fp4):
         codes = quantize_weight(w, recipe, contracts="last")[0].for_dgrad()
-        error = w - codes.dequantize()[:, : w.shape[1]]  # codes of an odd k end in one of zero
+        error = w - codes.dequantize()[:, : w.shape[1]]  # packed codes of an odd k have a zero at their end
         exact = exact_share(codes.scale) if recipe.scaling.format == "nvfp4" else None
     else:
         nearest = named_recipe(recipe, remainder="dropped") if recipe.stochastic else recipe

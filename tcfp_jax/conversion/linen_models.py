@@ -1,16 +1,17 @@
-"""Converted Linen models: a subclass of the model's class whose methods run as transformed functions.
+"""Converted Linen models: instances of a subclass of the model's class, whose methods run as transformed functions.
 
-A bound module's method is a pure function of its variables, its rngs and its arguments. The subclass runs it so:
-split, transform, write back what changed. It overrides the one method through which Linen runs every method of a
-module, so that `apply`, `bind`, `nn.apply`, and a converted model inside a model that is not, all go the same way; and
-`apply`, for functions of a module that are no methods of it.
-What runs inside is the original class: nothing of it is intercepted, and no cache of traced functions can tell.
+A method of a bound module is a pure function of its variables, its rngs and its arguments. The subclass splits the
+module, transforms that function, and writes back what changed. It overrides the single method through which Linen runs
+every method of a module, so that `apply`, `bind`, `nn.apply`, and a converted model inside a model that is not
+converted, all go the same way. It also overrides `apply`, which takes functions that are not methods of the module. The
+original class runs inside: no call of it is intercepted, and no cache of traced functions can tell the difference.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,22 +19,21 @@ from flax import linen as nn
 from flax.linen import module as linen_module
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.arrays import arrays_of
-from tcfp_jax.conversion.examination import Examined
-from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.policy import Examined, Policy
+from tcfp_jax.conversion.trace import trace
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.linen import COLLECTION, RNG, switched_off
+from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
 
 
 @dataclasses.dataclass(eq=False)
 class Conversion:
-    """What a converted class was made of, and what its sample inputs showed.
+    """Origin of a converted class, and the findings of its sample inputs.
 
     Attributes:
       base: the model's own class.
-      policy: what was asked for.
-      found: of the sample inputs, if there were some.
-      shapes: the parameters of those inputs, as shapes.
+      policy: the request.
+      found: the decisions for the sample inputs, if some were given.
+      shapes: shapes of the parameters for these inputs.
     """
 
     base: type[nn.Module]
@@ -43,37 +43,37 @@ class Conversion:
 
 
 def converted(model: nn.Module, conversion: Conversion) -> Any:
-    """The model as an instance of a subclass of its class, of the same name."""
+    """Return the model as an instance of a subclass of its class, with the same name."""
     base = conversion.base
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     metaclass: Any = type(base)
     kind = metaclass(base.__name__, (base,), names)
-    # Afterwards: what a class is made with, Linen takes for methods of a layer and wraps.
+    # Set after the class is made: Linen would take these functions for methods of a layer and wrap them.
     kind.tcfp_conversion, kind._call_wrapped_method, kind.__reduce__ = conversion, _call, _reduce
     kind.apply = _apply
     return kind(**fields_of(model), parent=None)
 
 
 def plain(model: Any) -> Any:
-    """The model as an instance of the class that it had, not bound."""
+    """Return the model, unbound, as an instance of the class that it had before."""
     conversion = conversion_of(model)
     return model if conversion is None else conversion.base(**fields_of(model), parent=None)
 
 
 def fields_of(model: nn.Module) -> dict[str, Any]:
-    """Arguments that make the same model again."""
+    """Return the arguments that make the same model again."""
     return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
 
 
-def conversion_of(model: Any) -> Conversion | None:
-    """The conversion of a converted Linen model, or None."""
+def conversion_of(model: object) -> Conversion | None:
+    """Return the conversion of a converted Linen model, or None."""
     return getattr(type(model), "tcfp_conversion", None)
 
 
 def examine(
     model: nn.Module, policy: Policy, inputs: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[Examined, Any]:
-    """(what a call of an unconverted model holds, its parameters as shapes)."""
+    """Return the decisions about a call of an unconverted model, and the shapes of its parameters."""
     rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
     variables = nn.meta.unbox(_shapes(lambda *args, **kwargs: model.init(rngs, *args, **kwargs), inputs, options))
     rest = {name: value for name, value in variables.items() if name != "params"}
@@ -83,13 +83,13 @@ def examine(
             return model.apply({"params": params, **rest}, *args, rngs=rngs, mutable=nn.DenyList("params"), **kwargs)
 
     params = variables.get("params", {})
-    return Transformed(call, policy, 0, state=1).examine(params, rest, *inputs, **options), params
+    return Transformed(call, policy, 0, stateful=True).examine(params, rest, *inputs, **options), params
 
 
 def _apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-    """`nn.Module.apply`, in which a function of the module that is no method of it is converted as one.
+    """Run `nn.Module.apply`, with a function that is not a method of the module converted as if it were one.
 
-    transformers' models encode and decode by such functions, which ask the module for a part and call that.
+    Models of transformers encode and decode by such functions, which take a part of the module and call it.
     """
     if isinstance(method, str) and isinstance(getattr(self, method), nn.Module):
         name = method
@@ -104,15 +104,16 @@ def _apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: 
     return super(type(self), self).apply(variables, *args, method=method, **kwargs)
 
 
-def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-    """`nn.Module._call_wrapped_method`: every method of a module runs through it."""
+def _call(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run any method of a converted module; it overrides `nn.Module._call_wrapped_method`."""
     original, name = super(type(self), self)._call_wrapped_method, getattr(fun, "__name__", "function")
     if self.scope is None or self.is_initializing() or name == "setup":
-        return original(fun, args, kwargs)  # `init` runs Flax's own code: parameters are those of the float model
+        return original(fun, args, kwargs)  # `init` runs Flax's own code, so that it makes the float model's parameters
     conversion, scope = type(self).tcfp_conversion, self.scope
+    # The clone runs the original class on its own scope, and so cannot come back here.
     model = self.clone(parent=None, _deep_clone=True, _reset_names=True)
     object.__setattr__(model, "__class__", conversion.base)
-    stack = linen_module._context.capture_stack
+    stack = linen_module._context.capture_stack  # `capture_intermediates` of an `apply` around this call
     pure = nn.apply(
         lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model,
         mutable=scope.mutable, capture_intermediates=stack[-1] if stack else False,
@@ -131,11 +132,14 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         state = {path: weight for path, weight in state.items() if path in paths.leaves(params)}
 
     def call(params: Any, rest: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-        with switched_off(conversion.policy.off, conversion.policy.is_off):
+        # Patterns of a converted model around this one are not for layers of this one: having none is a choice, too.
+        switched = conversion.policy.off or OFF.get() is not None
+        off = switched_off(conversion.policy.off, conversion.policy.is_off) if switched else contextlib.nullcontext()
+        with off:
             return pure({**rest, "params": params}, *args, rngs=rngs, **kwargs)
 
-    run = Transformed(call, conversion.policy, 0, name=type(self).__name__, state=1)
-    # Only the call itself must convert something, and only where no sample inputs have shown that it does.
+    run = Transformed(call, conversion.policy, 0, name=type(self).__name__, stateful=True)
+    # A helper method may multiply nothing, and sample inputs have shown already that the call itself does.
     judged = conversion.found is not None or name != "__call__"
     result = (run.evaluate if judged else run)(
         params, variables, rngs, args, kwargs, stored=state, product_key=rngs.get(RNG)
@@ -152,7 +156,7 @@ def _call(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check_result(model: str, method: str, result: Any) -> None:
-    """Raise where a method hands out a part of the model: its scope ended with the method.
+    """Raise if a method returns a part of the model: the scope of the part ended with the method.
 
     Raises:
       TypeError: it does.
@@ -160,13 +164,13 @@ def _check_result(model: str, method: str, result: Any) -> None:
     part = next((leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, nn.Module)), None)
     if part is not None:
         raise TypeError(
-            f"{method} of the converted {model} returns a {type(part).__name__}, whose scope ended with it; call "
-            f"it where it is taken: model.apply(variables, x, method=lambda module, x: module.{method}()(x))"
+            f"{method} of the converted {model} returns a {type(part).__name__}, whose scope ended with the method; "
+            f"call it in the same function: model.apply(variables, x, method=lambda module, x: module.{method}()(x))"
         )
 
 
 def _rngs(scope: Any) -> dict[str, Any]:
-    """The rngs of a call: the model's own the first time, so that its draws are those of the float model."""
+    """Return the rngs of a call. The first call gets the model's own, so that it draws as the float model does."""
     found = {}
     for name, lazy in scope.rngs.items():
         found[name] = scope.make_rng(name) if scope.rng_counters[name] else lazy.as_jax_rng()
@@ -175,33 +179,40 @@ def _rngs(scope: Any) -> dict[str, Any]:
 
 
 def _known_shapes(conversion: Conversion, absent: Mapping[str, Any]) -> Any:
-    """The parameters as the sample inputs showed them, where all weights that stand for some are as large; or None."""
+    """Return the parameters' shapes from the sample inputs, or None if a stored weight has another size there."""
     known = paths.leaves(conversion.shapes or {})
     sizes = {path: math.prod(weight.shape) for path, weight in absent.items()}
     fits = all(path in known and math.prod(known[path].shape) == size for path, size in sizes.items())
     return conversion.shapes if fits else None
 
 
-def _shapes_of_call(model: Any, fun: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-    """The parameters that a method makes where it is what initializes the model, as shapes."""
+def _shapes_of_call(model: nn.Module, fun: Callable[..., Any], rngs: Any, args: Any, kwargs: Any) -> Any:
+    """Return the shapes of the parameters that a method makes when it initializes the model."""
     init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
     keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
     try:
-        with jax.numpy_dtype_promotion("standard"):  # `init` may make float32 parameters beside a bfloat16 input
+        with jax.numpy_dtype_promotion("standard"):  # `init` may make float32 parameters for a bfloat16 input
             shapes = _shapes(lambda *args, **kwargs: init(keys, *args, **kwargs), args, kwargs)
     except Exception as error:
         error.add_note(
-            f"{type(model).__name__} was initialized with these arguments to know the shapes of weights that are "
-            "stored; where they are no arguments for that, as beside a cache, pass sample inputs to convert_to_tcfp"
+            f"{type(model).__name__} was initialized with these arguments to know the shapes of its stored weights; if "
+            "it cannot be initialized with them, for example because they come with a cache, pass sample inputs to "
+            "convert_to_tcfp"
         )
         raise
     return nn.meta.unbox(shapes).get("params", {})
 
 
-def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes: Any) -> None:
-    """Raise where the state holds a weight that is no parameter of the model.
+def _shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run `jax.eval_shape` with arguments of which some are not arrays."""
+    program = trace(function, args, kwargs)
+    return program.rebuild(program.outputs)
 
-    A layer that lost its parameters to the state keeps its place among them, also where this method does not reach it.
+
+def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes: Any) -> None:
+    """Raise if the state holds a weight that is not a parameter of the model.
+
+    A layer that lost its parameters to the state keeps its place among them, even if this method does not reach it.
 
     Raises:
       ValueError: it does.
@@ -211,13 +222,13 @@ def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes:
     unknown = [path for path in absent if path not in leaves and not has_place(path)]
     if unknown:
         raise ValueError(
-            f"the state holds {unknown[0]!r}, which is no parameter of {name}; its parameters are "
+            f"the state holds {unknown[0]!r}, which is not a parameter of {name}; its parameters are "
             f"{sorted(leaves)[:8]}; pass the state of these parameters"
         )
 
 
 def _completed(params: Any, shapes: Any, cast: Mapping[Any, Any]) -> Any:
-    """The parameters, with a shape in the place of each one of which only the stored form exists."""
+    """Return the parameters, with a shape for each one of which only the stored form exists."""
     if not isinstance(shapes, Mapping):
         return jax.ShapeDtypeStruct(shapes.shape, cast.get(shapes.dtype, shapes.dtype)) if params is None else params
     held = {} if params is None else params
@@ -225,10 +236,10 @@ def _completed(params: Any, shapes: Any, cast: Mapping[Any, Any]) -> Any:
 
 
 def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[Any, Any]:
-    """What dtypes became of those that `init` gives, where all parameters of one that are left agree.
+    """Map each dtype of `init` to the dtype that all remaining parameters of it have now.
 
-    A stored weight does not know in which dtype its parameter was, and the layer's result has that dtype: a model whose
-    parameters were cast to bfloat16 answers in bfloat16, and so it must when its kernels are gone.
+    A stored weight does not know the dtype that its parameter had, and the layer's result has that dtype. A model whose
+    parameters were cast to bfloat16 answers in bfloat16, and must still do so when its kernels are gone.
     """
     became: dict[Any, set[Any]] = {}
     for path in set(held) & set(shapes):
@@ -236,18 +247,8 @@ def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[Any, Any]:
     return {dtype: next(iter(found)) for dtype, found in became.items() if len(found) == 1}
 
 
-def _shapes(function: Any, args: Any, kwargs: Any) -> Any:
-    """`jax.eval_shape` where some arguments are no arrays."""
-    arrays, rebuild = arrays_of((args, dict(kwargs)))
-
-    def call(arrays: Any) -> Any:
-        args, kwargs = rebuild(arrays)
-        return function(*args, **kwargs)
-
-    return jax.eval_shape(call, arrays)
-
-
 def _reduce(self: Any) -> Any:
+    """Pickle a converted model without its class, which no module holds."""
     conversion = type(self).tcfp_conversion
     return _again, (conversion.base, fields_of(self), conversion.policy)
 

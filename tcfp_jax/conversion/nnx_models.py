@@ -1,38 +1,39 @@
-"""Converted NNX models: modules whose class is a subclass of their own, with methods that run as transformed functions.
+"""Converted NNX models: modules with a subclass of their class, whose methods run as transformed functions.
 
-Classes change in place, so that references to modules and to their `Param`s stay valid. A method that is called from
-outside is split into a pure function of the model's variables and the arguments, transformed, and its changes are
-written back. Inside, on the copies that the pure function works on, every module has its own class again: what runs is
-the program of the model as it was, and every cache of traced functions finds it under the model's own types.
+Classes change in place, so that references to modules and to their `Param`s stay valid. A call from outside splits the
+method into a pure function of the model's variables and the arguments, transforms it, and writes its changes back. The
+pure function works on copies of the modules, which have their own classes again: the program of the original model runs
+inside, and caches of traced functions find it under the model's own types.
 """
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.examination import Examined
-from tcfp_jax.conversion.nnx_values import Gone, changes, flat_state, raw_value, tree_of
-from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.policy import Examined, Policy
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
-from tcfp_jax.nnx import RNG
 from tcfp_jax.weights.training import is_stored
 
-# What conversion adds to a module; gone inside, and after `export`.
-_PATH, _STORED, _SAMPLE, _KEYS = "tcfp_path", "tcfp_stored", "tcfp_sample", "tcfp_keys"
-_ADDED = (_PATH, _STORED, _SAMPLE, _KEYS)
+# The attributes that conversion adds to a module. They are gone inside of a call, and after `export`.
+_PATH, _STORED, _SAMPLE, _KEYS = _ADDED = ("tcfp_path", "tcfp_stored", "tcfp_sample", "tcfp_keys")
+# One class for equal conversions: nnx.jit compiles again for another class.
 _CLASSES: dict[tuple[type, Policy], type] = {}
-# Policies whose weights somebody asked for, to keep them in an optimizer, and that never got them back by `sync`.
-_AWAITED: set[Policy | None] = set()
+# Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that `sync` has not given back yet.
+AWAITED: set[Policy | None] = set()
+
+# The path of a node in a model: names of attributes and numbers in lists.
+Path = tuple[Any, ...]
 
 
 class Sample:
-    """The sample arguments of a conversion as shapes, equal where these are: it is part of a model's graph."""
+    """The sample arguments of a conversion as shapes, equal if these are equal: it is part of a model's graph."""
 
     def __init__(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
@@ -49,18 +50,22 @@ class Sample:
         return hash(self._key())
 
 
+def _nodes_of(model: Any, kind: type) -> dict[Path, Any]:
+    """Return the nodes of a kind by path, each one once: shared nodes have the first of their paths."""
+    return {path: node for path, node in nnx.iter_graph(model) if isinstance(node, kind)}
+
+
 def modules_of(model: Any) -> dict[str, Any]:
-    """The modules of a model by path, each once.
+    """Return the modules of a model by path, each one once.
 
     >>> list(modules_of(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
     ['layers/0', 'layers', '']
     """
-    found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-    return {"/".join(map(str, path)): node for path, node in found}
+    return {"/".join(map(str, path)): module for path, module in _nodes_of(model, nnx.Module).items()}
 
 
-def conversion_of(module: Any) -> Policy | None:
-    """The policy of a converted module, or None.
+def conversion_of(module: object) -> Policy | None:
+    """Return the policy of a converted module, or None.
 
     Raises:
       ValueError: another package made its own class of the converted one.
@@ -74,121 +79,93 @@ def conversion_of(module: Any) -> Policy | None:
     return chosen
 
 
-def keys_of(model: Any, rngs: Any, chosen: Policy, found: Examined | None) -> Any:
-    """The stream from which products of a converted model draw random bits, or None where none draws or is there.
-
-    Raises:
-      TypeError: `rngs` is neither an `nnx.Rngs` nor an `nnx.RngStream`.
-    """
-    if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
-        raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
-    assert chosen.recipe is not None, "a conversion has one"
-    # Without a sample nobody knows what rules will choose.
-    draws = {chosen.recipe.draws} if found is None else {r.recipe.draws for r in found.report.converted if r.recipe}
-    if True not in draws and (found is not None or rngs is None):
-        return None
-    if rngs is None:
-        streams = (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream) and node.tag == RNG)
-        rngs = next(streams, None)
-    return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
-
-
-def convert(model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: Any = None) -> None:
-    """Give the modules that hold these parameters, or any where they are not known, their converted classes.
-
-    Each gets a fork of `keys`, as Flax's Dropout does. The whole change is planned before the first class changes.
-    """
-    modules = modules_of(model)
-    params = [path for path, node in _variables(model).items() if isinstance(node, nnx.Param)]
-    held = params if weights is None else weights
-    above = {"/".join(path.split("/")[:i]) for path in held for i in range(len(path.split("/")))}
-    # Flax's lists and dicts of modules multiply nothing themselves.
+def convert(
+    model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: nnx.RngStream | None = None
+) -> None:
+    """Give converted classes to the modules that hold these weights, or any parameter if the weights are unknown."""
+    if weights is None:
+        weights = ["/".join(map(str, path)) for path in _nodes_of(model, nnx.Param)]
+    above = {"/".join(path.split("/")[:i]) for path in weights for i in range(len(path.split("/")))}
+    # All classes are made before the first module changes: an error leaves the model unchanged. Flax's lists and dicts
+    # of modules multiply nothing themselves.
     planned = {
-        path: module for path, module in modules.items()
+        path: (module, _class_of(own_class(module), chosen)) for path, module in modules_of(model).items()
         if (path in above or not path) and not isinstance(module, nnx.List | nnx.Dict)
     }  # fmt: skip
-    classes = {path: _class_of(own_class(module), chosen) for path, module in planned.items()}
     export(model)
-    for path, module in planned.items():
-        object.__setattr__(module, "__class__", classes[path])
+    for path, (module, kind) in planned.items():
+        object.__setattr__(module, "__class__", kind)
         setattr(module, _PATH, path)
         if keys is not None:
-            setattr(module, _KEYS, keys.fork())
+            setattr(module, _KEYS, keys.fork())  # as Flax's Dropout does
     if sample is not None:
         setattr(model, _SAMPLE, nnx.static(sample))
 
 
 def export(model: Any) -> int:
-    """Flax's own classes again, and nothing of this project left in the modules; how many changed."""
-    count = 0
-    for module in modules_of(model).values():
-        if conversion_of(module) is not None:
-            _strip(module)
-            count += 1
-    return count
+    """Give modules Flax's own classes again, and remove all that was added; return how many changed."""
+    converted = [module for module in modules_of(model).values() if conversion_of(module) is not None]
+    for module in converted:
+        _strip(module)
+    return len(converted)
 
 
-def own_class(module: Any) -> type:
-    """The class that a module had before its conversion."""
+def own_class(module: object) -> type:
+    """Return the class that a module had before its conversion."""
     return type(module).__mro__[1] if conversion_of(module) is not None else type(module)
 
 
-def sample_of(model: Any) -> Sample | None:
-    """The sample inputs of a converted model, if it had some."""
+def sample_of(model: object) -> Sample | None:
+    """Return the sample inputs of a converted model, if it had some."""
     return getattr(model, _SAMPLE, None)
 
 
 def store(model: Any, weights: Mapping[str, Any]) -> int:
-    """Let the modules of a model hold stored weights, by the path of the parameter; how many were taken."""
+    """Let the modules of a model hold stored weights, by the path of the parameter; return how many were taken."""
+    AWAITED.discard(conversion_of(model))
     modules, taken = modules_of(model), 0
-    by_module: dict[str, dict[str, Any]] = {}
     for path, weight in weights.items():
-        owner = _owner(path, modules)
-        if owner is not None:
-            by_module.setdefault(owner, {})[path.removeprefix(owner).lstrip("/")] = weight
-            taken += 1
-    variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
-    _AWAITED.discard(conversion_of(model))
-    for owner, own in by_module.items():
-        kept = jax.tree.map(variable, own, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        setattr(modules[owner], _STORED, nnx.data({**getattr(modules[owner], _STORED, {}), **kept}))
+        names = path.split("/")
+        above = ("/".join(names[:i]) for i in range(len(names) - 1, -1, -1))
+        owner = next((name for name in above if name in modules), None)
+        if owner is None:
+            continue
+        # An optimizer's variables are held and not copied, so the model reads every update.
+        variables = jax.tree.map(lambda a: a if _is_variable(a) else nnx.Variable(a), weight, is_leaf=_is_variable)
+        held = getattr(modules[owner], _STORED, {})
+        setattr(modules[owner], _STORED, nnx.data({**held, path.removeprefix(owner).lstrip("/"): variables}))
+        taken += 1
     return taken
 
 
 def forget(model: Any) -> int:
-    """Let the modules hold no stored weights; how many did."""
+    """Let the modules hold no stored weights; return how many modules did."""
     held = [module for module in modules_of(model).values() if _STORED in vars(module)]
     for module in held:
         delattr(module, _STORED)
     return len(held)
 
 
+def stored_weights(model: Any) -> dict[str, Any]:
+    """Return the stored weights that the modules hold now, by path."""
+    read = lambda variable: variable[...] if _is_variable(variable) else variable
+    return {
+        paths.join(path, name): jax.tree.map(read, weight, is_leaf=_is_variable)
+        for path, module in modules_of(model).items() for name, weight in getattr(module, _STORED, {}).items()
+    }  # fmt: skip
+
+
 def rename(model: Any, chosen: Policy) -> None:
-    """Give the converted modules of a model another policy; what they hold stays."""
+    """Give the converted modules of a model another policy; the stored weights that they hold stay."""
     for module in modules_of(model).values():
         if conversion_of(module) is not None:
             object.__setattr__(module, "__class__", _class_of(own_class(module), chosen))
 
 
-def stored_weights(model: Any) -> dict[str, Any]:
-    """The stored weights that the modules hold now, by path."""
-    found = {}
-    for path, module in modules_of(model).items():
-        for name, weight in getattr(module, _STORED, {}).items():
-            read = lambda variable: variable[...] if isinstance(variable, nnx.Variable) else variable
-            found[paths.join(path, name)] = jax.tree.map(read, weight, is_leaf=lambda n: isinstance(n, nnx.Variable))
-    return found
-
-
 def examine(model: Any, chosen: Policy, args: tuple[Any, ...], options: Mapping[str, Any]) -> Examined:
-    """What a call of the model holds, by a policy."""
-    call = _Call(model, own_class(model).__call__, args, dict(options))
+    """Return the decisions of a policy about a call of the model."""
+    call = _Call(model, own_class(model).__call__, args, options)
     return call.transformed(chosen).examine(*call.arguments)
-
-
-def await_sync(chosen: Policy) -> None:
-    """Note that somebody asked for the weights of a model, to keep them in an optimizer."""
-    _AWAITED.add(chosen)
 
 
 def _class_of(base: type, chosen: Policy) -> type:
@@ -203,32 +180,23 @@ def _class_of(base: type, chosen: Policy) -> type:
                 if (name == "__call__" or not name.startswith("_")) and _is_method(value):
                     namespace[name] = _method(getattr(base, name), name)
                 else:
-                    namespace.pop(name, None)  # a class below has something else of this name
-        _CLASSES[key] = _subclass(base, namespace)
+                    namespace.pop(name, None)  # a class below replaces a method by something else
+        make: Any = type(base)
+        made = make(base.__name__, (base,), namespace)
+        # A class with `pytree=False` does not note which of its attributes hold arrays. Its subclass has to say so
+        # again: as a pytree it would have no leaves, and `jax.jit` would take the parameters for constants.
+        own = base._pytree__is_pytree  # type: ignore[attr-defined]  # of every module
+        if made._pytree__is_pytree != own:
+            made = make(base.__name__, (base,), namespace, pytree=own)
+        _CLASSES[key] = made
     return _CLASSES[key]
 
 
-def _subclass(base: type, namespace: dict[str, Any]) -> type:
-    """A subclass that is a pytree if its base is one.
-
-    A class that says `pytree=False` does not note which of its attributes hold arrays. A subclass has to say it again,
-    unless the base does: as a pytree it has no leaves, and `jax.jit` takes the parameters for constants.
-    """
-    make: Any = type(base)
-    made = make(base.__name__, (base,), namespace)
-    own = base._pytree__is_pytree  # type: ignore[attr-defined]  # of every module
-    return made if made._pytree__is_pytree == own else make(base.__name__, (base,), namespace, pytree=own)
-
-
-def _is_method(value: Any) -> bool:
-    """Whether an attribute of a class is a method that computes when it is called.
-
-    A static or class method has no model, a property is read; a generator computes later, and calls converted modules
-    then.
-    """
+def _is_method(value: object) -> bool:
+    """Return whether an attribute of a class is a method that computes with its model when it is called."""
     if isinstance(value, staticmethod | classmethod | type) or not (callable(value) and hasattr(value, "__get__")):
         return False
-    inner = inspect.unwrap(value)
+    inner = inspect.unwrap(value)  # a generator computes later, when it calls converted modules
     return not (inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner))
 
 
@@ -243,86 +211,103 @@ def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return method
 
 
-class _Call:
-    """One call of a method: its variables and arguments as trees of arrays, and the function of them that it is."""
+def _strip(module: Any) -> None:
+    for name in _ADDED:
+        if name in vars(module):
+            delattr(module, name)
+    object.__setattr__(module, "__class__", own_class(module))
 
-    def __init__(self, model: Any, original: Callable[..., Any], args: Any, options: Any) -> None:
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle a converted module without its class, which no Python module holds."""
+    return _again, (own_class(self), conversion_of(self)), dict(vars(self))
+
+
+def _again(base: type, chosen: Policy) -> Any:
+    return object.__new__(_class_of(base, chosen))
+
+
+class _Call:
+    """One call of a method: its variables and arguments as trees of arrays, and the pure function of them."""
+
+    def __init__(self, model: Any, original: Callable[..., Any], args: Any, options: Mapping[str, Any]) -> None:
         self.model, self.original = model, original
-        leaves, self._treedef = jax.tree.flatten((args, options), is_leaf=_is_node)
+        leaves, self._treedef = jax.tree.flatten((args, dict(options)), is_leaf=_is_node)
+        # Modules among the arguments are split together with the model, because they may share variables with it.
         self._nodes = [model, *(leaf for leaf in leaves if _is_node(leaf))]
         self._places = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
-        inputs = [None if _is_node(leaf) else leaf for leaf in leaves]
         self._graphdef, state = nnx.split(self._nodes)
-        self._state = list(flat_state(state))
         params: dict[str, Any] = {}
         rest: dict[str, Any] = {}
-        for path, variable in self._state:
-            name = "/".join(map(str, path))
-            own = path[0] == 0 and isinstance(variable, nnx.Param)
-            (params if own else rest)[name[2:] if own else name] = raw_value(variable)
+        self._state = []
+        for path, variable in _flat_state(state):
+            own = path[0] == 0 and isinstance(variable, nnx.Param)  # node 0 is the model
+            values, name = (params, path[1:]) if own else (rest, path)
+            values["/".join(map(str, name))] = _raw(variable)
+            self._state.append((path, variable, own, "/".join(map(str, name))))
         self._absent = absent_of(model)
         for at, (kernel, _) in self._absent.items():
             params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
-        self.arguments = (params, rest, inputs)
+        self.arguments = (params, rest, [None if _is_node(leaf) else leaf for leaf in leaves])
 
     def transformed(self, chosen: Policy) -> Transformed:
-        """The method as a function of `arguments`."""
+        """Return the method as a function of `arguments`."""
         prefix = getattr(self.model, _PATH, "")
-        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix, state=1)
+        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix, stateful=True)
 
     def run(self, chosen: Policy) -> Any:
-        """The method's result; what it changed is written back."""
-        stored = stored_weights(self.model)
-        held = stored or any(map(is_stored, self.arguments[0].values()))
-        if not held and chosen in _AWAITED and _differentiated(self.arguments[0]):
-            _AWAITED.discard(chosen)
+        """Return the method's result, and write its changes back to the model."""
+        params, stored = self.arguments[0], stored_weights(self.model)
+        # The warning is for training only; a tracer of a derivative is the one sign of it that a call can see.
+        trains = any(type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") for leaf in params.values())
+        if trains and chosen in AWAITED and not stored and not any(map(is_stored, params.values())):
+            AWAITED.discard(chosen)
             warnings.warn(
                 "a converted NNX model is trained without its optimizer's stored weights: find_weights was called, and "
                 "sync(model, optimizer) was not; weights are quantized at each use, without error feedback",
                 stacklevel=3,
             )
         keys = getattr(self.model, _KEYS, None)
-        out, values, attributes = self.transformed(chosen).evaluate(
+        out, (values, attributes) = self.transformed(chosen).evaluate(
             *self.arguments, stored=stored, product_key=None if keys is None else keys()
         )
         nodes = dict(nnx.iter_graph(self._nodes))
-        out = jax.tree.map(lambda leaf: nodes[leaf.path] if isinstance(leaf, _Node) else leaf, out)
         for path, value in values:
             nodes[path].set_raw_value(value)
         for path, name, value in attributes:
-            if isinstance(value, Gone):
+            if isinstance(value, _Gone):
                 delattr(nodes[path], name)
             else:
                 setattr(nodes[path], name, value)
-        return out
+        return jax.tree.map(lambda leaf: nodes[leaf.path] if isinstance(leaf, _Node) else leaf, out)
 
-    def _pure(self, params: Any, rest: Any, inputs: list[Any]) -> Any:
+    def _pure(self, params: Mapping[str, Any], rest: Mapping[str, Any], inputs: list[Any]) -> Any:
         state = []
-        for path, variable in self._state:
-            name = "/".join(map(str, path))
-            own = path[0] == 0 and isinstance(variable, nnx.Param)
-            value = params[name[2:]] if own else rest[name]
-            state.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
+        for path, variable, own, name in self._state:
+            value = (params if own else rest)[name]
+            state.append((path, variable.replace(value) if _is_variable(variable) else value))
         nodes = nnx.merge(self._graphdef, nnx.from_flat_state(state))
-        modules = {path: node for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)}
+        modules = _nodes_of(nodes, nnx.Module)
         absent = self._materialize(nodes, params)
         for module in modules.values():
             if conversion_of(module) is not None:
                 _strip(module)
         before = {path: dict(vars(module)) for path, module in modules.items()}
-        values = {path: tree_of(node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)}
+        # A variable may hold a tree that changes in place, so its leaves tell whether it changed.
+        values = {path: jax.tree.flatten(_raw(node)) for path, node in _nodes_of(nodes, nnx.Variable).items()}
         leaves = list(inputs)
         for place, node in zip(self._places, nodes[1:], strict=True):
             leaves[place] = node
         args, options = jax.tree.unflatten(self._treedef, leaves)
         out = self.original(nodes[0], *args, **options)
+        # A method may return a part of its model, which is a copy in here: its path leads to the original.
         places = {id(node): path for path, node in nnx.iter_graph(nodes) if _is_node(node)}
-        own = lambda leaf: _is_node(leaf) and id(leaf) in places
-        out = jax.tree.map(lambda leaf: _Node(places[id(leaf)]) if own(leaf) else leaf, out, is_leaf=own)
-        return out, *changes(nodes, before, values, absent)
+        known = lambda leaf: _is_node(leaf) and id(leaf) in places
+        out = jax.tree.map(lambda leaf: _Node(places[id(leaf)]) if known(leaf) else leaf, out, is_leaf=known)
+        return out, _changes(nodes, before, values, absent)
 
-    def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[Any]:
-        """Put traced parameters in the place of shapes, one for all places of a shared one; where."""
+    def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[tuple[Path, Any]]:
+        """Put traced parameters where the model has shapes, one for all places of a shared parameter; return where."""
         owners, found = dict(nnx.iter_graph(nodes)), set()
         for path, (_, places) in self._absent.items():
             parameter = nnx.Param(params[path])
@@ -332,16 +317,75 @@ class _Call:
         return found
 
 
+@dataclass(frozen=True)
 class _Node:
-    """Stands for a module or a variable of the model that a method returned: it is the same one outside."""
+    """Reference to a module or a variable of the model that a method returned. It is a leaf and not a tree."""
 
-    def __init__(self, path: Any) -> None:
-        self.path = path
+    path: Path
 
 
-def absent_of(model: Any) -> dict[str, tuple[Absent, list[Any]]]:
-    """Parameters that exist as shapes: by the path of the first place, the shape and all of its places."""
-    found: dict[int, tuple[Absent, list[Any]]] = {}
+class _Gone:
+    """Stands for an attribute that a method deleted."""
+
+
+def _changes(nodes: Any, before: Mapping[Path, Any], values: Mapping[Path, Any], absent: set[tuple[Path, Any]]) -> Any:
+    """Return `[(path, value)]` of changed variables and `[(path, name, value)]` of changed attributes of modules.
+
+    `before` holds the attributes of the modules, and `values` the flattened values of the variables, before the method
+    ran. Parameters at `absent` were put there for the call and are not changes.
+
+    Raises:
+      NotImplementedError: the method made a module.
+    """
+    changed = {}
+    for path, node in _nodes_of(nodes, nnx.Variable).items():
+        leaves, treedef = jax.tree.flatten(_raw(node))
+        held, held_treedef = values.get(path, (leaves, treedef))
+        if treedef != held_treedef or any(a is not b for a, b in zip(leaves, held, strict=True)):
+            changed[path] = _raw(node)
+    attributes = {}
+    for path, module in _nodes_of(nodes, nnx.Module).items():
+        now, old = vars(module), before.get(path, vars(module))
+        for name in {*now, *old}:
+            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (path, name) in absent:
+                continue
+            value = now.get(name, _Gone())
+            if isinstance(value, nnx.Module):
+                raise NotImplementedError(
+                    f"{type(module).__name__}.{name} is a module that the method makes while it runs; call the model "
+                    "once before conversion, so that it exists"
+                )
+            attributes[path, name] = value
+            changed.pop((*path, name), None)  # a new variable replaces the old one, whatever that holds
+    # Lists and not dicts: a path mixes names and numbers, and JAX sorts the keys of dicts.
+    return list(changed.items()), [(path, name, value) for (path, name), value in attributes.items()]
+
+
+def _flat_state(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the variables of a state by path, in its own order: paths mix names and numbers, which have none."""
+    for name, value in state.items():
+        if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
+            yield from _flat_state(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _raw(variable: Any) -> Any:
+    """Return the value of a variable; an array that is an attribute without a variable is its own value."""
+    return variable.get_raw_value() if _is_variable(variable) else variable
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _is_node(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.RngStream | nnx.Variable)
+
+
+def absent_of(model: Any) -> dict[str, tuple[Absent, list[Path]]]:
+    """Return parameters that exist as shapes: by the path of the first place, the shape and all of its places."""
+    found: dict[int, tuple[Absent, list[Path]]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Absent):
             found.setdefault(id(node), (node, []))[1].append(path)
@@ -354,37 +398,3 @@ def put(owner: Any, name: Any, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, nnx.data(value) if isinstance(value, nnx.Variable) else value)
-
-
-def _strip(module: Any) -> None:
-    for name in _ADDED:
-        if name in vars(module):
-            delattr(module, name)
-    object.__setattr__(module, "__class__", own_class(module))
-
-
-def _variables(model: Any) -> dict[str, Any]:
-    found = ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable))
-    return {"/".join(map(str, path)): node for path, node in found}
-
-
-def _owner(path: str, modules: Mapping[str, Any]) -> str | None:
-    names = path.split("/")
-    above = ("/".join(names[:i]) for i in range(len(names) - 1, -1, -1))
-    return next((name for name in above if name in modules), None)
-
-
-def _is_node(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.RngStream | nnx.Variable)
-
-
-def _differentiated(params: Mapping[str, Any]) -> bool:
-    return any(type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") for leaf in params.values())
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    return _again, (own_class(self), conversion_of(self)), dict(vars(self))
-
-
-def _again(base: type, chosen: Policy) -> Any:
-    return object.__new__(_class_of(base, chosen))

@@ -1,9 +1,9 @@
-"""`Shown`: a view with its arrays, as the evaluation of a program holds it."""
+"""`Shown`: a view together with its arrays, as the evaluation of a program holds a parameter."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Tensor
 from pallas_kernels.specs import entries, regrouped, ungrouped
-from tcfp_jax.conversion.views import Factors, View
+from tcfp_jax.conversion.trace import Equation, has_values
+from tcfp_jax.conversion.views import Axes, Factors, Shape, View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
@@ -27,52 +29,59 @@ _static: Any = functools.partial(field, metadata=dict(static=True))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shown:
-    """An array of the program that shows a parameter.
+    """An array of the program that shows a parameter. It moves by the methods of `View`, and its arrays with it.
 
     Attributes:
-      root: the parameter's numbers, an axis for each atom of the view; None where only `stored` exists.
-      stored: the same part of its stored form, or None.
-      view: which array it is.
-      weight: how the whole parameter is stored.
+      root: the parameter's numbers, with an axis for each atom of the view; None if only `stored` exists.
+      stored: the same part of the parameter's stored form, or None.
+      view: the view.
+      weight: recipe and layout by which the whole parameter is stored.
       stacked: the parameter's axes that lead the stored form.
-      dtype: of the parameter.
-      local: inside `shard_map`, what the device had before all parts were gathered.
-      gathers: the atoms that were gathered, and over which axis of the mesh.
+      dtype: dtype of the parameter.
+      local: inside `shard_map`, the device's own part before all parts were gathered.
+      gathers: the gathered atoms, each with the mesh axis that it was gathered over.
     """
 
-    root: Any
+    root: jax.Array | None
     stored: Any
     view: View = _static()
     weight: Weight | None = _static()
     stacked: tuple[int, ...] = _static()
     dtype: str = _static()
-    local: Any = None
+    local: jax.Array | None = None
     gathers: tuple[tuple[int, Any], ...] = _static(default=())
 
     @staticmethod
-    def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: Any = None) -> "Shown":
-        """A parameter: an array, or a shape where only the stored form exists; gradients have their dtype in loops."""
+    def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: DTypeLike | None = None) -> "Shown":
+        """Return a parameter as it comes into the program.
+
+        Args:
+          leaf: an array, or a shape if only the stored form exists.
+          stored: the stored form, or None.
+          weight: recipe and layout of the stored form.
+          gradient_dtype: dtype of the gradient, if it is not the dtype of the parameter.
+        """
         view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
         stack = () if stored is None or weight is None else weight.layout.stack
         kept = tuple(axis for axis in stack if leaf.shape[axis] > 1)
-        if kept != stack:  # a loop over one layer: its axis is nobody's
+        if kept != stack:  # a stack of one layer: its axis has no atom
             sizes = tuple(leaf.shape[axis] for axis in kept)
             stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
-        root = leaf if isinstance(leaf, jax.Array) or hasattr(leaf, "__array__") else None
+        root = leaf if has_values(leaf) else None
         if root is not None and view.sizes != leaf.shape:
             root = regrouped(root, _without_ones(leaf.shape))
         only_products = stored is not None and weight is not None and weight.float_reads == "none"
         if root is not None and only_products and gradient_dtype is not None:
-            root = root.astype(gradient_dtype)  # nothing reads it; a loop stacks gradients in its dtype
+            root = root.astype(gradient_dtype)  # nothing reads the numbers, and a loop stacks gradients in their dtype
         return Shown(root, stored, view, weight, kept, dtype)
 
     @property
-    def axes(self) -> tuple[tuple[int, ...], ...]:
-        """The atoms of each axis."""
+    def axes(self) -> Axes:
+        """Atoms of each axis."""
         return self.view.axes
 
-    def array(self, shape: tuple[int, ...]) -> jax.Array:
-        """The numbers, as an array of this shape."""
+    def array(self, shape: Shape) -> jax.Array:
+        """Return the numbers as an array of this shape."""
         groups = self.view.axes
         root = self.numbers().transpose([atom for group in groups for atom in group])
         out = regrouped(root, [[self.view.sizes[atom] for atom in group] for group in groups])
@@ -82,7 +91,11 @@ class Shown:
         return out
 
     def numbers(self) -> jax.Array:
-        """The root; of a weight that exists in its stored form alone, what that stands for."""
+        """Return the root; of a weight that exists in its stored form alone, the dequantized weight.
+
+        Raises:
+          ValueError: the weight exists in its stored form alone, and this part of it has no stored form.
+        """
         if self.root is not None:
             return self.root.astype(self.dtype)
         if self.stored is None or self.weight is None:
@@ -90,53 +103,52 @@ class Shown:
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
                 "that has none; pass the float parameter, or leave its layer out of quantize_params"
             )
-        return _unfold(self.stored.dequantize(self.dtype), self)
-
-    # How views move. Each is the method of `View`, and what it does to the arrays.
+        layout, view = self.weight.layout, self.view
+        first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
+        order = [a for a in (*self.stacked, *first, *second) if view.shape[a] > 1 and a not in view.taken]
+        size = lambda axes: math.prod(view.shape[axis] for axis in axes)
+        # Packed codes of an odd k have a zero at their end.
+        matrix = self.stored.dequantize(self.dtype)[..., : size(first), : size(second)]
+        whole = matrix.reshape([view.shape[axis] for axis in order])
+        return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
 
     def _with(self, view: View | None, **changes: Any) -> Any:
         return None if view is None else dataclasses.replace(self, view=view, **changes)
 
-    def transpose(self, permutation: Any) -> Any:
-        """The axes in another order."""
-        return self._with(self.view.transpose(permutation))
+    def arrange(self, axes: Sequence[int | None]) -> "Shown":
+        """Return the array with other axes, see `View.arrange`."""
+        return self._with(self.view.arrange(axes))
 
-    def squeeze(self, dimensions: Any) -> Any:
-        """Without some axes of size 1."""
-        return self._with(self.view.squeeze(dimensions))
-
-    def broadcast(self, places: Any, ndim: int) -> Any:
-        """With more axes."""
-        return self._with(self.view.broadcast(places, ndim))
-
-    def cast(self, dtype: Any) -> Any:
-        """In another dtype."""
+    def cast(self, dtype: DTypeLike) -> "Shown":
+        """Return the array in another dtype; the cast itself waits until something reads the numbers."""
         return self._with(self.view.cast(dtype))
 
-    def reshape(self, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-        """Split and merged axes; None where they are cut across."""
+    def reshape(self, old: Shape, new: Shape) -> "Shown | None":
+        """Return the array in another shape, or None if the shape cuts across axes."""
         view = self.view.reshape(old, new)
-        root = self.root if view is None or self.root is None else _split(self.root, view.sizes)
-        kept = self.local is not None and view is not None and view.sizes == self.view.sizes
+        if view is None:
+            return None
+        kept = self.local is not None and view.sizes == self.view.sizes
+        root = None if self.root is None else _split(self.root, view.sizes)
         return self._with(view, root=root, local=self.local if kept else None)
 
-    def at(self, axis: int, index: Any) -> Any:
-        """One entry of an axis, which stays with size 1."""
+    def at(self, axis: int, index: Any) -> "Shown":
+        """Return one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
         arrays, one = self.leading(axis)
         entry = one(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays))
         return entry._with(self.view.at(axis, index))
 
-    def part(self, axis: int, start: Any, size: int) -> Any:
-        """Some entries of an axis; no stored form serves them."""
+    def part(self, axis: int, start: Any, size: int) -> "Shown":
+        """Return some neighbouring entries of an axis; no stored form serves them."""
         if not self.axes[axis]:
             return self
         root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
         return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
 
-    def gather(self, axis: int, name: Any, devices: int) -> Any:
-        """All devices' parts of an axis; the float numbers are only gathered where something reads them."""
+    def gather(self, axis: int, name: Any, devices: int) -> "Shown | None":
+        """Return all devices' parts of an axis; XLA gathers the float numbers only if something reads them."""
         view = self.view.gather(axis, name, devices)
         if view is None or (self.gathers and self.local is None):
             return None
@@ -145,22 +157,21 @@ class Shown:
         local = self.root if self.local is None else self.local
         return self._with(view, root=root, local=local, gathers=(*self.gathers, (atom, name)))
 
-    def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
-        """(arrays with an axis of one atom in front, what one entry of them is)."""
-        (atom,) = self.axes[axis]
-        lost, stored = self.view.origin[atom], None
-        if self.stored is not None and lost in self.stacked and self.view.origin.count(lost) == 1:
-            place = self.stacked.index(lost)
-            stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
-        # The numbers of a weight that is stored alone are only needed where an entry has no stored form.
-        root = self.numbers() if self.root is None and stored is None else self.root
-        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
-        view = self.view.drop(axis)
-        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
-        return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
+    def same(self, eqn: Equation) -> "Shown":
+        """Apply an equation that does not move the numbers: it may stop their gradient, place them or change a type."""
+        name = eqn.primitive.name
+        if name == "stop_gradient":
+            return self._with(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
+        if name in ("pvary", "pcast"):
+            bind = lambda array: None if array is None else eqn.primitive.bind(array, **eqn.params)
+            return self._with(self.view, root=bind(self.root), local=bind(self.local))
+        if name in ("sharding_constraint", "reshard"):
+            wanted = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+            return self.constrain(wanted) if isinstance(wanted, NamedSharding) else self
+        return self
 
-    def constrain(self, sharding: NamedSharding) -> Any:
-        """Where its axes live, for the parameter itself."""
+    def constrain(self, sharding: NamedSharding) -> "Shown":
+        """Place the parameter itself as the array is asked to be placed; views of merged axes stay where they are."""
         if self.root is None or any(len(axes) > 1 for axes in self.axes):
             return self
         spec = entries(sharding, len(self.axes))
@@ -168,30 +179,23 @@ class Shown:
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
         return self._with(self.view, root=lax.with_sharding_constraint(self.root, own))
 
-    def vary(self, eqn: Any) -> Any:
-        """The same numbers, in a type that may differ between devices."""
-        bind = lambda array: None if array is None else eqn.primitive.bind(array, **eqn.params)
-        return self._with(self.view, root=bind(self.root), local=bind(self.local))
-
-    def stop(self) -> Any:
-        """Without a gradient."""
-        return self._with(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
-
-
-def _unfold(matrix: jax.Array, weight: Shown) -> jax.Array:
-    """The numbers of a stored weight, `[*stack, k, n]`, by atoms."""
-    assert weight.weight is not None
-    layout, view = weight.weight.layout, weight.view
-    first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
-    order = [a for a in (*weight.stacked, *first, *second) if weight.view.shape[a] > 1 and a not in view.taken]
-    size = lambda axes: math.prod(view.shape[axis] for axis in axes)
-    matrix = matrix[..., : size(first), : size(second)]  # packed codes of an odd k end in one of zero
-    whole = matrix.reshape([view.shape[axis] for axis in order])
-    return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
+    def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
+        """Return the arrays with an axis of one atom in front, and the function that makes a `Shown` of an entry."""
+        (atom,) = self.axes[axis]
+        lost, stored = self.view.origin[atom], None
+        if self.stored is not None and lost in self.stacked and self.view.origin.count(lost) == 1:
+            place = self.stacked.index(lost)
+            stored = jax.tree.map(lambda a: jnp.moveaxis(a, place, 0), self.stored)
+        # A weight that exists in its stored form alone is dequantized only if an entry of it has no stored form.
+        root = self.numbers() if self.root is None and stored is None else self.root
+        stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
+        view = self.view.drop(axis)
+        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
+        return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
 
 
-def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """An array with its axes split into these sizes, in order."""
+def _split(x: jax.Array, sizes: Shape) -> jax.Array:
+    """Split the axes of an array into these sizes, in order."""
     if x.shape == tuple(sizes):
         return x
     rest, groups = list(sizes), []
@@ -203,8 +207,8 @@ def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     return ungrouped(x, groups)
 
 
-def _without_ones(shape: tuple[int, ...]) -> list[list[int]]:
-    """Neighbouring axes as groups, each with one axis that is longer than one."""
+def _without_ones(shape: Shape) -> list[list[int]]:
+    """Return neighbouring axes as groups, each with one axis that is longer than one."""
     groups: list[list[int]] = []
     for size in shape:
         if (size == 1 and groups) or (groups and max(groups[-1]) == 1):
@@ -215,18 +219,17 @@ def _without_ones(shape: tuple[int, ...]) -> list[list[int]]:
 
 
 def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
-    """A weight whose parts were gathered inside `shard_map`, quantized before it travelled: FP8 values are gathered.
+    """Quantize a weight whose parts were gathered inside `shard_map` before it travels: its FP8 values are gathered.
 
-    The scale is that of the whole weight, from one reduction of the devices' amaxes. None where the float weight has to
-    travel: with a scale for each row or block, or where the parts of an axis would not be neighbours in the matrix.
+    All devices share the scale of the whole weight, from one reduction of their amaxes. Returns None if the float
+    weight has to travel: with a scale per row or block, or if the parts of an axis are not neighbours in the matrix.
     """
     layout = found.contraction.layout
-    groups = (layout.inputs, layout.outputs)
-    first = {groups[0][0]: "k", groups[1][0]: "n"}
+    first = {layout.inputs[0]: "k", layout.outputs[0]: "n"}
     served = (
         recipe.stored is not None and recipe.scaling == Tensor() and recipe.amax == "fresh" and not recipe.stochastic
     )
-    if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers):
+    if not served or layout.stack or any(atom not in first for atom, _ in weight.gathers) or weight.local is None:
         return None
     matrix = lax.stop_gradient(layout.matrix(weight.local))
     amax = numerics.amax(matrix)
@@ -235,7 +238,7 @@ def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     stored, _ = quantize_weight(matrix, recipe, amax=amax)
 
     def whole(values: jax.Array, axes: str) -> jax.Array:
-        codes = lax.bitcast_convert_type(values, jnp.uint8)  # bytes travel, whatever a backend thinks of FP8
+        codes = lax.bitcast_convert_type(values, jnp.uint8)  # every backend can send bytes, but not every one FP8
         for atom, name in weight.gathers:
             codes = lax.all_gather(codes, name, axis=axes.index(first[atom]), tiled=True)
         return lax.bitcast_convert_type(codes, values.dtype)
@@ -243,9 +246,8 @@ def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     def operand(one: Operand | None, axes: str) -> Operand | None:
         if one is None:
             return None
-        return dataclasses.replace(
-            one, values=whole(one.values, axes), lo=None if one.lo is None else whole(one.lo, axes)
-        )
+        lo = None if one.lo is None else whole(one.lo, axes)
+        return dataclasses.replace(one, values=whole(one.values, axes), lo=lo)
 
     axes = "nk" if layout.transposed else "kn"
     return Stored(operand(stored.forward, axes[::-1]), operand(stored.backward, axes))

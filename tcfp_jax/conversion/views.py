@@ -1,32 +1,56 @@
-"""`View`: an array of a traced program that shows one parameter and nothing else, as static data.
+"""`View`: static data that says how an array of a traced program shows one parameter.
 
-Reshaped, transposed, cast, broadcast, sliced or taken out of a stack, a parameter is still the parameter. A view says
-which of its axes each axis of the array runs over, so that a product with the array can be written over the
-parameter's own axes: there the stored weight fits, and the gradient goes straight to the parameter.
+A parameter that is reshaped, transposed, cast, broadcast, sliced or taken out of a stack is still the parameter. A view
+says which of the parameter's axes each axis of the array runs over. A product with the array can then be written over
+the parameter's own axes: the stored weight fits there, and the gradient goes straight to the parameter.
 
     parameter [8, 4, 2]  --reshape-->  [8, 8]       axes ((0,), (1, 2))
                          --transpose-->  [8, 8]     axes ((1, 2), (0,))
 
-Axes are split into *atoms*, the finest pieces that reshapes have cut; axes of size 1 have none. `move` takes a view
-through one equation. It asks only for the methods of `View`, so that the evaluation, whose views hold arrays, moves by
-the same rules as the census.
+Axes are split into *atoms*, the finest pieces that reshapes have cut; an axis of size 1 has no atom. `move` takes a
+view through one equation. It uses nothing but the methods of `View`, which `shown.Shown` has too: the evaluation, whose
+views hold arrays, therefore moves by the same rules as the census.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
+from tcfp_jax.conversion.trace import Equation
 from tcfp_jax.products.contraction import Contraction
 from tcfp_jax.weights.layout import Layout
 
-# What hands a value on: the numbers may be rounded on the way, but they are the parameter's.
+# Primitives that hand numbers on. They may round (a cast), but the numbers are still the parameter's.
 _SAME = {
     "convert_element_type", "copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard", "name",
     "optimization_barrier", "device_put", "mesh_cast", "pvary", "pcast", "reduce_precision",
 }  # fmt: skip
+# The ones of these primitives with an output for each operand.
+_SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+Shape = tuple[int, ...]
+Axes = tuple[Shape, ...]
+
+
+class _Movable(Protocol):
+    """The methods that `move` needs; each returns the moved view, or None if there is none."""
+
+    @property
+    def axes(self) -> Axes: ...
+    def arrange(self, axes: Sequence[int | None]) -> Self: ...
+    def cast(self, dtype: DTypeLike) -> Self: ...
+    def reshape(self, old: Shape, new: Shape) -> Self | None: ...
+    def at(self, axis: int, index: Any) -> Self: ...
+    def part(self, axis: int, start: Any, size: int) -> Self: ...
+    def gather(self, axis: int, name: Any, devices: int) -> Self | None: ...
+    def same(self, eqn: Equation) -> Self: ...
+
+
+_V = TypeVar("_V", bound=_Movable)
 
 
 @dataclass(frozen=True)
@@ -34,26 +58,26 @@ class View:
     """An array that shows one parameter.
 
     Attributes:
-      shape: of the parameter.
-      sizes: of the atoms, in the parameter's order.
+      shape: shape of the parameter.
+      sizes: sizes of the atoms, in the parameter's order.
       origin: the parameter's axis that each atom is part of.
-      axes: the atoms of each axis of the array, major first; none where it has size 1, or is broadcast.
-      taken: the parameter's axes that loops and indices took away, outermost first.
-      whole: whether no axis was cut: a part of a parameter has no stored form.
+      axes: the atoms of each axis of the array, major first; none if the axis has size 1 or is broadcast.
+      taken: the parameter's axes that loops and indices removed, outermost first.
+      whole: whether no axis was cut. A part of a parameter has no stored form.
       casts: the dtypes that the numbers went through.
     """
 
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    origin: tuple[int, ...]
-    axes: tuple[tuple[int, ...], ...]
-    taken: tuple[int, ...] = ()
+    shape: Shape
+    sizes: Shape
+    origin: Shape
+    axes: Axes
+    taken: Shape = ()
     whole: bool = True
     casts: tuple[str, ...] = ()
 
     @staticmethod
-    def of(shape: tuple[int, ...]) -> "View":
-        """A parameter itself.
+    def of(shape: Shape) -> "View":
+        """Return the view of a parameter that was not moved.
 
         >>> View.of((8, 1, 4)).axes
         ((0,), (), (1,))
@@ -62,26 +86,21 @@ class View:
         axes = tuple((wide.index(axis),) if axis in wide else () for axis in range(len(shape)))
         return View(tuple(shape), tuple(shape[axis] for axis in wide), tuple(wide), axes)
 
-    def transpose(self, permutation: Any) -> "View":
-        """The axes in another order."""
-        return dataclasses.replace(self, axes=tuple(self.axes[axis] for axis in permutation))
+    def arrange(self, axes: Sequence[int | None]) -> "View":
+        """Return the view whose axis i is axis `axes[i]` of this one; None is a new axis of one entry or of copies.
 
-    def squeeze(self, dimensions: Any) -> "View":
-        """Without some axes of size 1."""
-        return dataclasses.replace(self, axes=tuple(a for i, a in enumerate(self.axes) if i not in dimensions))
+        >>> View.of((8, 4)).arrange([1, None, 0]).axes
+        ((1,), (), (0,))
+        """
+        return dataclasses.replace(self, axes=tuple(() if axis is None else self.axes[axis] for axis in axes))
 
-    def broadcast(self, places: Any, ndim: int) -> "View":
-        """Its axes at `places` of an array of `ndim` axes."""
-        at = dict(zip(places, self.axes, strict=True))
-        return dataclasses.replace(self, axes=tuple(at.get(axis, ()) for axis in range(ndim)))
-
-    def cast(self, dtype: Any) -> "View":
-        """In another dtype."""
+    def cast(self, dtype: DTypeLike) -> "View":
+        """Return the view in another dtype."""
         name = jnp.dtype(dtype).name
         return self if self.casts[-1:] == (name,) else dataclasses.replace(self, casts=(*self.casts, name))
 
-    def reshape(self, old: tuple[int, ...], new: tuple[int, ...]) -> "View | None":
-        """None where the new axes cut across the old ones, or an axis is a broadcast one.
+    def reshape(self, old: Shape, new: Shape) -> "View | None":
+        """Return the view in another shape; None if the new axes cut across old ones, or an axis holds copies.
 
         >>> View.of((8, 4)).reshape((8, 4), (2, 4, 4)).sizes
         (2, 4, 4)
@@ -93,6 +112,7 @@ class View:
         axes: list[list[int]] = []
         for size in new:
             axes.append([])
+            # Fill the new axis with atoms; the last one may be cut, and its rest belongs to the next axis.
             while size > 1:
                 if not flat:
                     return None
@@ -104,6 +124,7 @@ class View:
                 axes[-1].append(len(parts))
                 parts.append((atom, take))
                 size //= take
+        # Atoms are numbered in the parameter's order, which may not be the order of the array's axes.
         order = sorted(range(len(parts)), key=lambda i: (parts[i][0], i))
         return dataclasses.replace(
             self, sizes=tuple(parts[i][1] for i in order), origin=tuple(self.origin[parts[i][0]] for i in order),
@@ -111,118 +132,111 @@ class View:
         )  # fmt: skip
 
     def drop(self, axis: int) -> "View":
-        """Without an axis of one atom, of which a loop takes one entry after the other."""
+        """Return the view of one entry of an axis of one atom, without the axis: a loop takes entry after entry."""
         (atom,) = self.axes[axis]
         lost = self.origin[atom]
         keep = lambda values: values[:atom] + values[atom + 1 :]
         rest = tuple(tuple(a - (a > atom) for a in axes) for i, axes in enumerate(self.axes) if i != axis)
-        alone = self.origin.count(lost) == 1
+        alone = self.origin.count(lost) == 1  # otherwise a reshape cut the axis: an entry is a part of a parameter
         return dataclasses.replace(
             self, sizes=keep(self.sizes), origin=keep(self.origin), axes=rest,
             taken=(*self.taken, lost) if alone else self.taken, whole=self.whole and alone,
         )  # fmt: skip
 
     def at(self, axis: int, index: Any) -> "View":
-        """One entry of an axis, which stays with size 1."""
+        """Return the view of one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
         moved = self.drop(axis)
         return dataclasses.replace(moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:]))
 
-    def local(self, shape: tuple[int, ...]) -> "View | None":
-        """What one device has of it inside `shard_map`, where it is a parameter as it came; None where it is not."""
+    def part(self, axis: int, start: Any, size: int) -> "View":
+        """Return the view of some neighbouring entries of an axis."""
+        return self._resized(axis, size, whole=False) if self.axes[axis] else self
+
+    def gather(self, axis: int, name: Any, devices: int) -> "View | None":
+        """Return the view of all devices' parts of an axis, joined in order; None if the axis has several atoms."""
+        if len(self.axes[axis]) != 1:
+            return None
+        return self._resized(axis, self.sizes[self.axes[axis][0]] * devices, whole=self.whole)
+
+    def _resized(self, axis: int, size: int, *, whole: bool) -> "View":
+        (atom,) = self.axes[axis]
+        return dataclasses.replace(self, sizes=(*self.sizes[:atom], size, *self.sizes[atom + 1 :]), whole=whole)
+
+    def local(self, shape: Shape) -> "View | None":
+        """Return one device's part inside `shard_map` of a parameter that was not moved; None for any other view."""
         if self != dataclasses.replace(View.of(self.shape), casts=self.casts):
             return None
         return dataclasses.replace(View.of(shape), shape=self.shape, whole=False, casts=self.casts)
 
-    def gather(self, axis: int, name: Any, devices: int) -> "View | None":
-        """All devices' parts of an axis, one after the other."""
-        if len(self.axes[axis]) != 1:
-            return None
-        (atom,) = self.axes[axis]
-        sizes = (*self.sizes[:atom], self.sizes[atom] * devices, *self.sizes[atom + 1 :])
-        return dataclasses.replace(self, sizes=sizes)
-
-    def part(self, axis: int, start: Any, size: int) -> "View":
-        """Some entries of an axis."""
-        if not self.axes[axis]:
-            return self
-        (atom,) = self.axes[axis]
-        sizes = (*self.sizes[:atom], size, *self.sizes[atom + 1 :])
-        return dataclasses.replace(self, sizes=sizes, whole=False)
-
-    def constrain(self, sharding: Any) -> "View":
-        """Where its axes live."""
-        return self
-
-    def stop(self) -> "View":
-        """Without a gradient."""
-        return self
-
-    def vary(self, eqn: Any) -> "View":
-        """The same numbers, in a type that may differ between devices."""
+    def same(self, eqn: Equation) -> "View":
+        """Return the view itself: the equation may place the numbers or stop their gradient, but does not move them."""
         return self
 
 
-def move(view: Any, eqn: Any, number: int, starts: Any) -> Any:
-    """The view that output `number` of an equation of a view is, or None if it is none.
+def operand_number(eqn: Equation, number: int) -> int | None:
+    """Return which operand output `number` may be a view of; None for an equation that mixes its operands.
+
+    >>> import jax
+    >>> add, neg = jax.make_jaxpr(lambda x, y: -(x + y))(1.0, 1.0).eqns
+    >>> operand_number(add, 0), operand_number(neg, 0)
+    (None, 0)
+    """
+    name = eqn.primitive.name
+    if name in _SEVERAL and len(eqn.invars) > 1:
+        return number
+    return 0 if len(eqn.invars) == 1 or name in ("dynamic_slice", "gather") else None
+
+
+def move(view: _V, eqn: Equation, number: int, starts: Sequence[Any]) -> _V | None:
+    """Return the view that output `number` of an equation is, or None if it shows no parameter.
 
     Args:
-      view: of the first operand (of operand `number` where the equation has an output for each operand).
-      eqn: an equation of a jaxpr.
-      number: which output.
-      starts: of a dynamic slice and a gather, the operands that say where.
+      view: the view that operand `operand_number(eqn, number)` is.
+      eqn: the equation.
+      number: number of the output.
+      starts: the start indices of a dynamic slice or a gather.
     """
     name, params = eqn.primitive.name, eqn.params
     old, out = eqn.invars[0].aval.shape, eqn.outvars[number].aval
     if name in _SAME:
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            return None
-        if name == "stop_gradient":
-            view = view.stop()
-        if name in ("pvary", "pcast"):
-            view = view.vary(eqn)
-        if name in ("sharding_constraint", "reshard"):
-            wanted = params.get("sharding", params.get("dst_sharding"))
-            view = view.constrain(wanted) if isinstance(wanted, NamedSharding) else view
-        return view.cast(out.dtype)
+        return view.same(eqn).cast(out.dtype) if jnp.issubdtype(out.dtype, jnp.floating) else None
     if name == "transpose":
-        return view.transpose(params["permutation"])
+        return view.arrange(params["permutation"])
     if name == "squeeze":
-        return view.squeeze(params["dimensions"])
+        return view.arrange([axis for axis in range(len(old)) if axis not in params["dimensions"]])
     if name == "broadcast_in_dim":
-        return view.broadcast(params["broadcast_dimensions"], len(out.shape))
+        place = {new: axis for axis, new in enumerate(params["broadcast_dimensions"])}
+        return view.arrange([place.get(axis) for axis in range(len(out.shape))])
     if name == "reshape":
         return view.reshape(old, out.shape) if params.get("dimensions") is None else None
-    if name == "gather":
-        return _gathered(view, eqn, starts)
     if name in ("all_gather", "all_gather_invariant"):
         whole = params["tiled"] and params["axis_index_groups"] is None
         return view.gather(params["all_gather_dimension"], params["axis_name"], params["axis_size"]) if whole else None
-    return _sliced(view, eqn, number, starts)
-
-
-def _sliced(view: Any, eqn: Any, number: int, starts: Any) -> Any:
-    name, params, old = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    found: Any = None
+    if name == "gather":
+        return _gathered(view, eqn, starts)
     if name == "slice" and params["strides"] in (None, (1,) * len(old)):
-        found = params["start_indices"]
+        return _sliced(view, old, out.shape, params["start_indices"])
     if name == "dynamic_slice":
-        found = starts
+        return _sliced(view, old, out.shape, starts)
     if name == "split":
-        found = [sum(params["sizes"][:number]) if axis == params["axis"] else 0 for axis in range(len(old))]
-    if found is None:
-        return None
-    for axis, (before, after) in enumerate(zip(old, eqn.outvars[number].aval.shape, strict=True)):
+        before = sum(params["sizes"][:number])
+        return _sliced(view, old, out.shape, [before if axis == params["axis"] else 0 for axis in range(len(old))])
+    return None
+
+
+def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Any]) -> _V | None:
+    for axis, (before, after) in enumerate(zip(old, new, strict=True)):
         if before != after:
             if len(view.axes[axis]) > 1:
                 return None
-            view = view.at(axis, found[axis]) if after == 1 else view.part(axis, found[axis], after)
+            view = view.at(axis, starts[axis]) if after == 1 else view.part(axis, starts[axis], after)
     return view
 
 
-def _gathered(view: Any, eqn: Any, starts: Any) -> Any:
-    """`w[i]` with one index: all of the other axes."""
+def _gathered(view: _V, eqn: Equation, starts: Sequence[Any]) -> _V | None:
+    """Return the view of `w[i]` with a single index; a gather of several rows is a lookup and not a view."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     collapsed, old = tuple(numbers.collapsed_slice_dims), eqn.invars[0].aval.shape
     one = len(collapsed) == 1 and numbers.start_index_map == collapsed and eqn.invars[1].aval.shape == (1,)
@@ -231,7 +245,8 @@ def _gathered(view: Any, eqn: Any, starts: Any) -> Any:
     axis = collapsed[0]
     if any(size != old[i] for i, size in enumerate(sizes) if i != axis):
         return None
-    return view.at(axis, starts[0] if starts else None).squeeze((axis,))
+    moved = view.at(axis, starts[0] if starts else None)
+    return moved.arrange([i for i in range(len(old)) if i != axis])
 
 
 @dataclass(frozen=True)
@@ -239,50 +254,74 @@ class Factors:
     """A product with a view, written over the parameter's own axes.
 
     Attributes:
-      contraction: of x, reshaped to `x_shape`, and the parameter in atoms.
-      x_groups: the sizes into which each axis of x is split, as the atoms are; none of an axis of size 1.
-      out_groups: the sizes of the product's axes that make each axis of the result.
-      roles: of each atom, "i" (contracted), "o" (in the result alone) or "b" (shared by both and the result).
-      rows: how many rows of x each matrix multiplies.
+      contraction: product of x, reshaped by `x_groups`, and the parameter in atoms.
+      x_groups: sizes into which each axis of x is split, as the atoms are; none for an axis of size 1.
+      out_groups: sizes of the product's axes that make each axis of the result.
+      roles: role of each atom: "i" is contracted, "o" is in the result alone, "b" is in all three arrays.
+      rows: number of rows of x that each matrix multiplies.
     """
 
     contraction: Contraction
-    x_groups: tuple[tuple[int, ...], ...]
-    out_groups: tuple[tuple[int, ...], ...]
+    x_groups: Axes
+    out_groups: Axes
     roles: tuple[str, ...]
     rows: int
 
+    def equation(self) -> str:
+        """Return the product as an einsum equation, with the parameter's letters first in the alphabet.
 
-def factors(numbers: Any, shapes: Any, side: int, view: View) -> "Factors | str":
-    """The product of `lax.dot_general` with a view on one side, or why the view's own axes cannot say it."""
+        >>> factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))).equation()
+        'ca,ab->cb'
+        """
+        contraction, layout = self.contraction, self.contraction.layout
+        kernel, rest = _LETTERS[: len(self.roles)], iter(_LETTERS[len(self.roles) :])
+        shared = dict(zip(contraction.inputs + contraction.stack, layout.inputs + layout.stack, strict=True))
+        x = [kernel[shared[axis]] if axis in shared else next(rest) for axis in range(contraction.ndim)]
+        result = [*(kernel[a] for a in layout.stack), *(x[a] for a in contraction.rest),
+                  *(kernel[a] for a in layout.outputs)]  # fmt: skip
+        if contraction.order is not None:
+            result = [result[place] for place in contraction.order]
+        return f"{''.join(x)},{kernel}->{''.join(result)}"
+
+
+def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Factors | str":
+    """Return the product of `lax.dot_general` with a view as operand `side`, or why the view's axes cannot express it.
+
+    Args:
+      numbers: the `dimension_numbers` of the product.
+      shapes: shapes of its two operands.
+      side: 0 or 1, the operand that the view is.
+      view: the view.
+    """
     w, x = side, 1 - side
     contracted, batch = numbers
     atoms = len(view.sizes)
-    wide = lambda axis: shapes[w][axis] > 1 and not view.axes[axis]
+    copied = lambda axis: shapes[w][axis] > 1 and not view.axes[axis]  # a broadcast axis, which has no atoms
     roles = ["o"] * atoms
-    # Axes of x as lists of labels: an atom's number, or a label of its own for what the kernel does not have.
+    # Each axis of x becomes a list of labels: numbers of atoms, or a new number for an axis that x alone has.
     groups: list[Any] = [None] * len(shapes[x])
     own = iter(range(atoms, atoms + 2 * len(shapes[x]) + 2))
     size = dict(enumerate(view.sizes))
     for kind, pairs in (("i", contracted), ("b", batch)):
         for mine, other in zip(pairs[w], pairs[x], strict=True):
-            if kind == "i" and wide(mine):
+            if kind == "i" and copied(mine):
                 return "its weight is broadcast along a contracted axis"
-            groups[other] = [next(own)] if wide(mine) else list(view.axes[mine])
+            groups[other] = [next(own)] if copied(mine) else list(view.axes[mine])
             size |= {label: shapes[x][other] for label in groups[other] if label >= atoms}
             for atom in view.axes[mine]:
                 roles[atom] = kind
     w_rest = [axis for axis in range(len(shapes[w])) if axis not in (*contracted[w], *batch[w])]
-    if any(map(wide, w_rest)):
+    if any(map(copied, w_rest)):
         return "its weight is broadcast along an axis of the result"
     if not {"i", "o"} <= set(roles):
         return "it is not a matrix product: nothing is contracted, or nothing is left of the weight"
-    rest = [axis for axis, group in enumerate(groups) if group is None]
-    for axis in rest:
+    x_rest = [axis for axis, group in enumerate(groups) if group is None]
+    for axis in x_rest:
         groups[axis] = [next(own)] if shapes[x][axis] != 1 else []
         size |= {label: shapes[x][axis] for label in groups[axis]}
-    sides = {w: [view.axes[axis] for axis in w_rest], x: [groups[axis] for axis in rest]}
-    return _factors(groups, roles, [*(groups[axis] for axis in batch[x]), *sides[0], *sides[1]], size)
+    # The result of dot_general: batch axes, then the rest of its first operand, then of its second.
+    rest = {w: [view.axes[axis] for axis in w_rest], x: [groups[axis] for axis in x_rest]}
+    return _factors(groups, roles, [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]], size)
 
 
 def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
@@ -290,8 +329,7 @@ def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size:
     sizes = lambda groups: tuple(tuple(size[label] for label in group) for group in groups)
     pick = lambda kind: tuple(atom for atom, role in enumerate(roles) if role == kind)
     inputs, outputs, stack = pick("i"), pick("o"), pick("b")
-    rest = [label for label in x if label >= len(roles)]
-    natural = [*stack, *rest, *outputs]
+    natural = [*stack, *(label for label in x if label >= len(roles)), *outputs]
     order = None if natural == result else tuple(natural.index(label) for label in result)
     contraction = Contraction(
         Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
@@ -301,9 +339,10 @@ def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size:
 
 
 def layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
-    """The layout of the whole parameter, loops and indices included; None where it cannot be stored for this product.
+    """Return the layout of the whole parameter, with the axes that loops and indices removed as its stack.
 
-    An axis that is split between two parts of the product, and a weight of which only a part is multiplied, have none.
+    Returns None if the parameter cannot be stored for this product: two parts of the product share one of its axes, or
+    only a part of it is multiplied.
     """
     if not view.whole:
         return None
@@ -314,7 +353,7 @@ def layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
         if len(parts) > 1:
             return None
         found.append(parts.pop() if parts else None)
-    # An axis of size 1 belongs to nobody; with its neighbour's part it keeps the matrix's orientation.
+    # An axis of size 1 has no role. With the role of its neighbour it keeps the matrix's orientation.
     for axis in [*reversed(range(len(found))), *range(len(found))]:
         near = [role for role in (*found[axis + 1 : axis + 2], *found[max(axis - 1, 0) : axis]) if role in ("i", "o")]
         found[axis] = found[axis] or (near[0] if near else None)

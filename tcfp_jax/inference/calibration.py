@@ -14,8 +14,8 @@ from flax import linen as nn
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models
-from tcfp_jax.conversion.observation import second_moments
 from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.inference.probes import second_moments
 from tcfp_jax.inference.shared_scales import families, store_together
 from tcfp_jax.linen import switched_off
 from tcfp_jax.weights.layout import Weight

@@ -16,13 +16,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core, source_info_util
 from jax.sharding import Sharding
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.arrays import arrays_of, is_array, on_arrays
-from tcfp_jax.conversion.evaluation import bind, placed
-from tcfp_jax.conversion.programs import opened, scan_counts
+from tcfp_jax.conversion.evaluate import placed
+from tcfp_jax.conversion.trace import (
+    CHECKPOINTS,
+    Body,
+    Equation,
+    arrays_in,
+    bind,
+    body_of,
+    eval_jaxpr,
+    opened,
+    scan_counts,
+    scan_options,
+    trace,
+)
 from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, places_of, slots_of
@@ -75,17 +85,14 @@ def value_and_grad(
             return tuple(filled(arg, own[i]) if i in own else arg for i, arg in enumerate(args))
 
         slots = tuple(slots_of(args[place]) for place in chosen)
-        arrays, rebuild = arrays_of((given(slots), kwargs))
-        # A new function each time: its trace is in no cache, so that it cannot be stale.
-        program, out = jax.make_jaxpr(on_arrays(fun, rebuild), return_shape=True)(arrays)
-        origins = [*(frozenset() for _ in program.consts), *_origins(given(slots), kwargs, chosen)]
-        _, plan = find(program.jaxpr, origins, ())
+        program = trace(fun, given(slots), kwargs)
+        body = program.jaxpr.jaxpr, program.jaxpr.consts
+        _, plan = find(body, _origins(given(slots), kwargs, chosen), ())
         found = list(products_of(plan))
         check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Any, probes: Any) -> Any:
-            arrays, _ = arrays_of((given(slots), kwargs))
-            return out.rebuild(_run(program.jaxpr, program.consts, arrays, plan, probes))
+            return program.rebuild(_run(body, arrays_in((given(slots), kwargs)), plan, probes))
 
         result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(slots, _probes(plan))
         gradients = gradients[0] if isinstance(argnums, int) else gradients
@@ -101,9 +108,7 @@ def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
             # What is an argument itself has no path.
-            found += [
-                frozenset({(kind, path or f"argument {i}")}) for array in jax.tree.leaves(leaf) if is_array(array)
-            ]
+            found += [frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)]
     return found
 
 
@@ -166,24 +171,18 @@ def _rows(readings: Sequence[Reading]) -> jax.Array:
 # The program again ---------------------------------------------------------------------------------------------------
 
 
-def _run(jaxpr: Any, consts: Any, inputs: Sequence[Any], plan: Plan, probes: Any) -> list[Any]:
-    """The outputs of a program with a probe at each product of its plan."""
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    read = lambda var: var.val if isinstance(var, core.Literal) else env[var]
-    for number, eqn in enumerate(jaxpr.eqns):
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            given = [read(var) for var in eqn.invars]
-            if number in plan:
-                outputs = _evaluate(eqn, given, plan[number], probes[number])
-            else:
-                outputs = bind(eqn, given)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(var) for var in jaxpr.outvars]
+def _run(body: Body, inputs: Sequence[Any], plan: Plan, probes: Any) -> list[Any]:
+    """Return the outputs of a program with a probe at each product of its plan."""
+    jaxpr, consts = body
+
+    def rule(number: int, eqn: Equation, given: list[Any]) -> Sequence[Any]:
+        return _evaluate(eqn, given, plan[number], probes[number]) if number in plan else bind(eqn, given)
+
+    return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
 
-def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[Any]:
-    """The outputs of an equation that is a product, or that holds some."""
+def _evaluate(eqn: Equation, inputs: list[Any], step: Any, probes: Any) -> Sequence[Any]:
+    """Return the outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
     if isinstance(step, Found):
         return _product(eqn, inputs, step.site, probes)
@@ -192,38 +191,35 @@ def _evaluate(eqn: Any, inputs: list[Any], step: Any, probes: Any) -> Sequence[A
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
-        branches = []
-        for number, (body, consts) in enumerate(map(opened, params["branches"])):
-            own = functools.partial(_branch, body, consts, step.get(number, {}), number)
-            branches.append(own)
+        branches = [
+            functools.partial(_branch, opened(closed), step.get(number, {}), number)
+            for number, closed in enumerate(params["branches"])
+        ]
         return lax.switch(inputs[0], branches, inputs[1:], probes)
-    body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
-    run = lambda inputs, probes: _run(body, consts, inputs, step, probes)
-    if name in ("remat2", "checkpoint", "remat"):
+    run = lambda inputs, probes: _run(body_of(eqn), inputs, step, probes)
+    if name in CHECKPOINTS:
         return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(inputs, probes)
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     if any(isinstance(sharding, Sharding) for sharding in shardings):
-        outputs = run(list(map(placed, inputs, eqn.invars, params["in_shardings"])), probes)
-        return list(map(placed, outputs, eqn.outvars, params["out_shardings"]))
+        outputs = run(list(map(placed, inputs, params["in_shardings"])), probes)
+        return list(map(placed, outputs, params["out_shardings"]))
     return run(inputs, probes)
 
 
-def _branch(body: Any, consts: Any, plan: Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> Any:
-    return _run(body, consts, inputs, plan, probes.get(number, {}))
+def _branch(body: Body, plan: Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> list[Any]:
+    return _run(body, inputs, plan, probes.get(number, {}))
 
 
-def _scan(eqn: Any, inputs: list[Any], plan: Plan, probes: Any) -> list[Any]:
-    (body, consts), options = opened(eqn.params["jaxpr"]), eqn.params
-    first, count = scan_counts(options)
+def _scan(eqn: Equation, inputs: list[Any], plan: Plan, probes: Any) -> list[Any]:
+    body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     fixed, xs = inputs[:first], inputs[first + count :]
 
     def one(carry: list[Any], items: Any) -> tuple[list[Any], list[Any]]:
         own, own_probes = items
-        outputs = _run(body, consts, [*fixed, *carry, *own], plan, own_probes)
+        outputs = _run(body, [*fixed, *carry, *own], plan, own_probes)
         return outputs[:count], outputs[count:]
 
-    kept = {name: options[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in options}
-    last, ys = lax.scan(one, inputs[first : first + count], (xs, probes), **kept)
+    last, ys = lax.scan(one, inputs[first : first + count], (xs, probes), **scan_options(eqn.params))
     return [*last, *ys]
 
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from tcfp_jax.conversion.programs import INLINED, bodies_of, opened, scan_counts
+from tcfp_jax.conversion.trace import CALLS, Body, Equation, bodies_of, body_of, eval_jaxpr, opened, scan_counts
 from tcfp_jax.monitor.readings import forward_operands, gradient_operands
 from tcfp_jax.products.fp4_training import OperandName
 from tcfp_jax.products.operands import ACTIVATION_NAME
@@ -49,14 +48,18 @@ _BODIES = {
 Plan = dict[int, Any]
 
 
-def find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
-    """(the origins of the outputs, the products in a program and its bodies); `axes` are those of loops around it."""
-    known: dict[Any, Origin] = dict(zip([*jaxpr.constvars, *jaxpr.invars], origins, strict=True))
-    read = lambda var: frozenset() if isinstance(var, core.Literal) else known[var]
-    plan: Plan = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        outputs, step = _look(eqn, [read(var) for var in eqn.invars], axes)
-        known.update(zip(eqn.outvars, outputs, strict=True))
+def find(body: Body, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
+    """Return the origins of a program's outputs, and the products in it and in its bodies.
+
+    Args:
+      body: the program and its constants.
+      origins: origins of its inputs.
+      axes: lengths of the loops around it.
+    """
+    (jaxpr, consts), plan = body, {}
+
+    def rule(number: int, eqn: Equation, inputs: list[Origin]) -> list[Origin]:
+        outputs, step = _look(eqn, inputs, axes)
         if step:
             plan[number] = step
         if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
@@ -65,7 +68,10 @@ def find(jaxpr: Any, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list
                 "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
                 "function that is differentiated"
             )
-    return [read(var) for var in jaxpr.outvars], plan
+        return outputs
+
+    nothing: Origin = frozenset()
+    return eval_jaxpr(jaxpr, [*(nothing for _ in consts), *origins], rule, literal=lambda _: nothing), plan
 
 
 def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Any]:
@@ -73,31 +79,29 @@ def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[O
     if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
         found = Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
         return [frozenset().union(*inputs)] * len(eqn.outvars), found
-    if name in INLINED and not params.get("differentiated"):
-        body, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
-        return find(body, [*(frozenset() for _ in consts), *inputs], axes)
+    if name in CALLS and not params.get("differentiated"):
+        return find(body_of(eqn), inputs, axes)
     if name == "scan":
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
-        bodies = [opened(closed) for closed in params["branches"]]
-        looked = [find(body, [*(frozenset() for _ in consts), *inputs[1:]], axes) for body, consts in bodies]
+        looked = [find(opened(closed), inputs[1:], axes) for closed in params["branches"]]
         plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
         return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
     whole: Origin = frozenset().union(*inputs)
     unread: list[Found] = []
-    for body, consts in bodies_of(eqn):
-        given = inputs if len(inputs) == len(body.invars) else [whole] * len(body.invars)
-        _, plan = find(body, [*(frozenset() for _ in consts), *given], axes)
+    for body in bodies_of(eqn):
+        count = len(body[0].invars)
+        _, plan = find(body, inputs if len(inputs) == count else [whole] * count, axes)
         unread += products_of(plan)
     inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
     return [whole] * len(eqn.outvars), Unread(inside, tuple(unread)) if unread else None
 
 
 def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
-    (body, consts), (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
+    body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     carry = inputs[first : first + count]
     while True:  # what a loop carries may come from more in its second round; origins only grow
-        given = [*(frozenset() for _ in consts), *inputs[:first], *carry, *inputs[first + count :]]
+        given = [*inputs[:first], *carry, *inputs[first + count :]]
         outputs, plan = find(body, given, (*axes, eqn.params["length"]))
         grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
         if grown == carry:

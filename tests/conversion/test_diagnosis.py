@@ -49,7 +49,7 @@ def test_diagnose_says_what_would_happen(capsys):
     [
         ("tensorwise", "from .* operations a product .*, the smallest that was measured"),
         ("tcfp12", "at none of the sizes that were measured"),
-        ("mxfp8", "was not measured beside BF16"),
+        ("mxfp8", "was not measured against BF16"),
     ],
 )
 def test_nothing_is_said_of_sizes_and_recipes_that_were_not_measured(recipe, words, capsys):

@@ -1,0 +1,317 @@
+"""The evaluation: a traced program runs again, by a plan, with products of parameters in low precision.
+
+The census and the policy agreed on the plan: which equations are products to convert, and by which recipe. A parameter
+is a `Shown`, a view with its arrays. An equation that moves a view computes nothing, a planned product multiplies the
+parameter itself, and any other equation is bound unchanged. JAX's own functions (`lax.scan`, `lax.switch`,
+`jax.checkpoint`) rebuild control flow, so that stored weights travel through it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding, Sharding
+
+from pallas_kernels.operands import Fp4, Quantized, Row
+from pallas_kernels.specs import entries, has_explicit_axes, regrouped, split_entries, ungrouped, with_entries
+from tcfp_jax.conversion.shown import Shown, gathered
+from tcfp_jax.conversion.trace import (
+    CALLS,
+    CHECKPOINTS,
+    PRODUCTS,
+    Body,
+    Equation,
+    bind,
+    bodies_of,
+    body_of,
+    eval_jaxpr,
+    opened,
+    scan_counts,
+    scan_options,
+)
+from tcfp_jax.conversion.views import Factors, factors, layout_of, move, operand_number
+from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
+from tcfp_jax.products.operands import quantize_operand
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.packed import fake_quantize
+
+# The step of each equation, by its number: the recipe of a product, "packed" for a table whose rows are rounded when
+# they are looked up, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
+Plan = tuple[tuple[int, Any], ...]
+Value = jax.Array | Shown
+
+
+def plan_of(steps: Mapping[tuple[int, ...], Recipe | str]) -> Plan:
+    """Return the plan for steps by place.
+
+    >>> plan_of({(3,): "packed", (1, 0): "packed"})
+    ((1, ((0, 'packed'),)), (3, 'packed'))
+    """
+    numbers = sorted({place[0] for place in steps})
+    inner = lambda number: {place[1:]: step for place, step in steps.items() if place[0] == number}
+    return tuple((n, steps[n,] if (n,) in steps else plan_of(inner(n))) for n in numbers)
+
+
+class Machine:
+    """Evaluator of programs by plans. It traces equal bodies once."""
+
+    def __init__(self, product: Callable[..., jax.Array] | None = None) -> None:
+        """Use `product(eqn, inputs, recipe, drawn=key)` for planned products instead of the recipe's own."""
+        self.traced: dict[Any, Any] = {}
+        self._product = _product if product is None else product
+
+    def run(self, body: Body, inputs: Sequence[Value], plan: Plan, key: jax.Array | None = None) -> list[Any]:
+        """Return the outputs of a program, some of which may be `Shown`.
+
+        Each product draws its random bits from the key and from its place in the program.
+        """
+        (jaxpr, consts), steps = body, dict(plan)
+        shares_x = self._product is _product and not has_explicit_axes()
+        readers = _readers_of_one_x(jaxpr, steps) if shares_x else {}
+        x_quantized: dict[int, Quantized] = {}
+
+        def rule(number: int, eqn: Equation, given: list[Any]) -> Sequence[Any]:
+            name, step = eqn.primitive.name, steps.get(number, ())
+            own = None if key is None or not step else jax.random.fold_in(key, number)
+            if isinstance(step, Recipe):
+                options: dict[str, Any] = {} if own is None else dict(drawn=own)
+                if number in readers and not isinstance(given[0], Shown):
+                    if number not in x_quantized:
+                        with jax.named_scope("quantize_x"):
+                            found = quantize_operand(lax.stop_gradient(given[0]), step.activation, step)
+                        x_quantized.update(dict.fromkeys(readers[number], found))
+                    options["x_quantized"] = x_quantized[number]
+                return [self._product(eqn, given, step, **options)]
+            if not any(isinstance(value, Shown) for value in given):
+                return bind(eqn, given)
+            # A loop over a stack needs its rule even if nothing in it is planned: the stack may pass through it.
+            if name in _RULES and (step or name in ("scan", *CALLS)) and not eqn.params.get("differentiated"):
+                return _RULES[name](self, eqn, given, step, own)
+            return _moved(eqn, given, step)
+
+        return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
+
+
+def bare(values: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
+    """Return the arrays of the values of some variables: a view becomes the array that it shows."""
+    return [value.array(var.aval.shape) if isinstance(value, Shown) else value
+            for value, var in zip(values, variables, strict=True)]  # fmt: skip
+
+
+def _moved(eqn: Equation, inputs: list[Any], step: Any) -> list[Any]:
+    """Return the outputs of an ordinary equation: views where it only moves one, and arrays otherwise."""
+    moved: list[Any] = []
+    for number in range(len(eqn.outvars)):
+        at = operand_number(eqn, number)
+        source = None if at is None else inputs[at]
+        starts = [inputs[1][..., 0]] if eqn.primitive.name == "gather" else inputs[1:]
+        moved.append(move(source, eqn, number, starts) if isinstance(source, Shown) else None)
+    if any(value is None for value in moved):
+        bound = bind(eqn, bare(inputs, eqn.invars))
+        moved = [old if new is None else new for new, old in zip(moved, bound, strict=True)]
+    return [fake_quantize(value) for value in moved] if step == "packed" else moved
+
+
+# Bodies --------------------------------------------------------------------------------------------------------------
+
+
+def _call(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
+    params, body = eqn.params, body_of(eqn)
+    run = lambda inputs, own=own: machine.run(body, inputs, plan, own)
+    if eqn.primitive.name in CHECKPOINTS:
+        again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        return _passed_on(body[0], inputs, again(inputs, own))
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    if any(isinstance(sharding, Sharding) for sharding in shardings):
+        outputs = run(list(map(placed, inputs, params["in_shardings"])))
+        return list(map(placed, outputs, params["out_shardings"]))
+    # Equal blocks of a model share one trace. Outside of a trace there is none to share: each would be compiled.
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inputs))
+    if not traced or "name" not in params or not _multiplies(body[0]):
+        return run(inputs)
+    key = (id(body[0]), plan, own is None)
+    if key not in machine.traced:
+        run.__name__ = params["name"]
+        machine.traced[key] = body, jax.jit(run)  # the body is kept, because its id is in the key
+    return _passed_on(body[0], inputs, machine.traced[key][1](inputs, own))
+
+
+def _multiplies(jaxpr: core.Jaxpr) -> bool:
+    """Return whether a program, or a body in it, has a product."""
+    bodies = (body for eqn in jaxpr.eqns for body, _ in bodies_of(eqn))
+    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(_multiplies, bodies))
+
+
+def _passed_on(jaxpr: core.Jaxpr, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+    """Replace outputs that are an input of the body by that input: a parameter is not copied on its way."""
+    place = {var: i for i, var in enumerate(jaxpr.invars)}
+    known = [None if isinstance(var, core.Literal) else place.get(var) for var in jaxpr.outvars]
+    return [out if i is None else inputs[i] for i, out in zip(known, outputs, strict=True)]
+
+
+def placed(value: Any, sharding: object) -> Any:
+    """Return a value where a jitted function asks for it; views follow named shardings only."""
+    if not isinstance(sharding, Sharding):
+        return value
+    if isinstance(value, Shown):
+        return value.constrain(sharding) if isinstance(sharding, NamedSharding) else value
+    return lax.with_sharding_constraint(value, sharding)
+
+
+def _shard_map(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
+    params, body = eqn.params, opened(eqn.params["jaxpr"])
+    variables: list[Any] = body[0].invars
+    views = [
+        value.view.local(var.aval.shape) if isinstance(value, Shown) else None
+        for value, var in zip(inputs, variables, strict=True)
+    ]
+
+    def run(*parts: jax.Array) -> tuple[jax.Array, ...]:
+        given = [
+            part if view is None else dataclasses.replace(Shown.of(part, None, None), view=view)
+            for part, view in zip(parts, views, strict=True)
+        ]
+        return tuple(bare(machine.run(body, given, plan, own), body[0].outvars))
+
+    names: Any = params.get("newly_manual_axes", params.get("manual_axes"))
+    options = dict(mesh=params["mesh"], in_specs=params["in_specs"], out_specs=tuple(params["out_specs"]))
+    mapped = jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=names)
+    return list(mapped(*bare(inputs, eqn.invars)))
+
+
+def _scan(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+    body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
+    jaxpr, second = body[0], first + count
+    fixed, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
+    # A view that every round hands on unchanged stays outside of the loop.
+    still = [isinstance(value, Shown) and jaxpr.outvars[i] is jaxpr.invars[first + i] for i, value in enumerate(carry)]
+    moving = [i for i in range(count) if not still[i]]
+    runs, entries = zip(*map(_runs_over, xs, eqn.invars[second:]), strict=True) if xs else ((), ())
+    # So does a stack of which the loop returns every entry as it got it.
+    passed: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
+    same = [not isinstance(v, core.Literal) and passed.get(v, -1) >= second for v in jaxpr.outvars[count:]]
+
+    def step(carried: list[Any], numbered: Any) -> tuple[list[Any], list[Any]]:
+        turn, items = numbered
+        drawn = None if key is None else jax.random.fold_in(key, turn)
+        own = list(carry)
+        for i, value in zip(moving, carried, strict=True):
+            own[i] = value
+        given = [*fixed, *own, *(entry(item) for entry, item in zip(entries, items, strict=True))]
+        outs = bare(machine.run(body, given, plan, drawn), jaxpr.outvars)
+        return [outs[i] for i in moving], [y for y, skip in zip(outs[count:], same, strict=True) if not skip]
+
+    begin = [bare([carry[i]], [eqn.invars[first + i]])[0] for i in moving]
+    turns = None if key is None else jnp.arange(eqn.params["length"])
+    last, ys = lax.scan(step, begin, (turns, list(runs)), **scan_options(eqn.params))
+    carried, made = iter(last), iter(ys)
+    outputs = [value if held else next(carried) for value, held in zip(carry, still, strict=True)]
+    return outputs + [
+        inputs[passed[var]] if skip else next(made) for var, skip in zip(jaxpr.outvars[count:], same, strict=True)
+    ]
+
+
+def _runs_over(value: Any, var: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the array that a scan runs over, and the function that makes an entry of it a value of the body."""
+    if not isinstance(value, Shown):
+        return value, lambda item: item
+    if len(value.axes[0]) == 1:
+        return value.leading(0)
+    if not value.axes[0]:  # the same in every round
+        return None, lambda item: value.arrange(range(1, len(value.axes)))
+    return value.array(var.aval.shape), lambda item: item
+
+
+def _while(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+    params, plans = eqn.params, dict(plan)
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    test, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
+
+    def go_on(carry: list[Any]) -> Any:
+        return bare(machine.run(test, [*inputs[:first], *carry], plans.get(0, ()), key), test[0].outvars)[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        return bare(machine.run(body, [*inputs[first:second], *carry], plans.get(1, ()), key), body[0].outvars)
+
+    return lax.while_loop(go_on, step, bare(inputs[second:], body[0].outvars))
+
+
+def _cond(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+    plans = dict(plan)
+
+    def branch(number: int, body: Body) -> Callable[[], list[Any]]:
+        return lambda: bare(machine.run(body, inputs[1:], plans.get(number, ()), key), eqn.outvars)
+
+    branches = [branch(number, opened(closed)) for number, closed in enumerate(eqn.params["branches"])]
+    return lax.switch(bare(inputs[:1], eqn.invars[:1])[0], branches)
+
+
+_RULES: dict[str, Callable[..., list[Any]]] = {
+    **dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
+}  # fmt: skip
+
+
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def _readers_of_one_x(jaxpr: core.Jaxpr, steps: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
+    """Map the number of each product that shares its quantized x with others to the numbers of all that share it.
+
+    XLA finds equal quantizations by itself on one device. On several, each one has an all-reduce of its own amax, and
+    XLA takes no two of these for equal. Products in BF16 and products with a scale per row have nothing to share.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, recipe in steps.items():
+        eqn: Any = jaxpr.eqns[number]
+        if not isinstance(recipe, Recipe) or eqn.primitive.name != "dot_general":
+            continue
+        (axes, batch), (x, w) = eqn.params["dimension_numbers"], (var.aval for var in eqn.invars)
+        plain = axes[0] == (x.ndim - 1,) and w.ndim == 2 and not any(batch) and eqn.outvars[0].aval.dtype == x.dtype
+        fp8 = "bf16" not in (recipe.forward, recipe.dgrad, recipe.wgrad)
+        if plain and fp8 and not isinstance(recipe.scaling, Row | Fp4):
+            how = (recipe.activation, recipe.scaling.along_rows, recipe.quantize_backend)
+            groups.setdefault((eqn.invars[0], how), []).append(number)
+    return {number: tuple(group) for group in groups.values() if len(group) > 1 for number in group}
+
+
+def _product(
+    eqn: Equation, inputs: list[Any], recipe: Recipe, *, x_quantized: Quantized | None = None,
+    drawn: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return the product of an equation, computed as the recipe says."""
+    side = 0 if isinstance(inputs[0], Shown) else 1
+    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
+    view: Any = weight.view
+    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
+    assert isinstance(found, Factors), "the census plans no other product"
+    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
+    how = weight.weight
+    fits = how is not None and (how.recipe, how.layout) == (recipe, layout_of(view, found.roles))
+    stored = weight.stored if fits else None
+    kernel = weight.root if stored is not None else weight.numbers()
+    if stored is None and weight.local is not None:
+        stored = gathered(weight, found, recipe)
+    if stored is None and recipe.stochastic:
+        key: jax.Array | None = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
+    else:
+        key = drawn if recipe.draws else None
+    if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
+        layout = found.contraction.layout
+        return contract(
+            matrix_product(x.ndim, transposed=layout.transposed), x,
+            None if kernel is None else matrix_of(kernel, layout), recipe=recipe, quantized=stored, key=key,
+            shape=None if stored is None else stored.shape, x_quantized=x_quantized,
+        )  # fmt: skip
+    # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
+    x = ungrouped(x.astype(jnp.promote_types(x.dtype, out.dtype)), found.x_groups)
+    asked = eqn.params.get("out_sharding")
+    if asked is not None:
+        asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
+    y = contract(
+        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
+    )  # fmt: skip
+    return regrouped(y, found.out_groups).astype(out.dtype)
