@@ -27,7 +27,7 @@ from tests.helpers import same_bits, variables_of
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 16)), jnp.float32)
 TOKENS = jnp.arange(8).reshape(2, 4)
 ALL = ("linear", "small", "head")
-STORED = [name for name in NAMES if named_recipe(name).weight is not None]
+STORED = [name for name in NAMES if named_recipe(name).stored is not None]
 convert = functools.partial(convert_to_tcfp, include=ALL)
 
 
