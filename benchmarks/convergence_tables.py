@@ -1,28 +1,24 @@
-"""What rows of `benchmarks.convergence` say: ratios to BF16 from one start, noise floors, late switches, a plot."""
+"""Perplexity ratios of the rows of `benchmarks.convergence` to BF16 from the same start: summaries, table, plot."""
 
-import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Result, markdown_table
-from benchmarks.fork_training import TASKS, Task
-from benchmarks.variants import BASELINE, OTHER_BATCHES, RERUN, VARIANTS
+from benchmarks.forks import TASKS, Task
+from benchmarks.variants import BASELINE, FLAGS, OTHER_BATCHES, RERUN, VARIANTS
 
-Key = TypeVar("Key")  # a base or a seed
-
-CURVE_POINTS = 50
 _LOSSES = ("train_loss", "heldout_loss", "heldout_loss_bf16")
-# What files of earlier versions call these.
-_RENAMED = {
-    "tensorwise_gradients_e4m3": "tensorwise_e4m3", "tcfp12_gradients_e5m2": "tcfp12_e5m2",
-    "tcfp12_fast_gradients_e5m2": "tcfp12_fast_e5m2", "tcfp12_full_accumulation": "tcfp12_accumulation_full",
-    "tcfp12_fast_full_accumulation": "tcfp12_fast_accumulation_full",
-}  # fmt: skip
+_PLAIN_FP8 = {"tensorwise", "tensorwise_e4m3"}
+WHY = (
+    "Plain FP8 does not diverge here: scales of tensors are found anew at every use, so that casts clip nothing, "
+    "products of the backward pass add in float32, and the parameters that the optimizer updates are float32. A step "
+    "loses the rounding of its operands and nothing of its update."
+)
 
 
 @dataclass(frozen=True)
@@ -30,19 +26,15 @@ class Row:
     """One run.
 
     Attributes:
-      task: "text", or "digits", images that an MLP of float weights learns.
-      base: first digits of a digest of the base's losses, or "seed-0" of runs from scratch: those of one base compare.
-      train_loss: mean over the last tenth of the steps, nats; per byte of text.
-      heldout_loss, heldout_loss_bf16: nats, with the products of training, and with BF16 products of the same weights.
-      accuracy: of the digits.
-      bytes_per_weight: state of the kernels over their number, counted leaf by leaf.
-      worst_leaf, worst_leaf_db: the stored kernel with the most noise at the start, and its signal-to-noise ratio; None
-        where weights are float.
-      milliseconds: of a step, by the wall clock; None where a part of the run was another process's.
-      seconds: all of it, in this process.
-      curve: training loss, averaged over fiftieths of the run.
-      variant: the Python expression of it; of older files the recipe.
-      library: digest of the libraries; None in older files.
+      task: "text", or "digits": images that an MLP of float weights learns.
+      base: First digits of a digest of the base's losses, or "seed-0" from scratch; runs of one base compare.
+      train_loss: Mean over the last tenth of the steps, in nats; of text per byte.
+      heldout_loss, heldout_loss_bf16: Nats with the products of training, and with BF16 products of the same weights.
+      accuracy: Part of the digits that are right.
+      bytes_per_weight: State of the kernels divided by their number.
+      milliseconds: Wall clock of a step.
+      seconds: Duration of the whole run.
+      library: Digest of the libraries; None in older files.
       device: JAX's name of the chip; None in older files, whose header has it.
     """
 
@@ -55,48 +47,20 @@ class Row:
     heldout_loss_bf16: float
     accuracy: float | None
     bytes_per_weight: float | None
-    worst_leaf: str | None
-    worst_leaf_db: float | None
     milliseconds: float | None
     seconds: float
-    curve: list[float]
-    variant: str
     library: str | None
     device: str | None = None
 
 
-def curve(losses: Any) -> list[float]:
-    """Averages of fiftieths.
-
-    >>> curve([1.0, 2.0])
-    [1.0, 2.0]
-    """
-    return [float(part.mean()) for part in np.array_split(losses, min(CURVE_POINTS, len(losses)))]
-
-
-def read_row(row: dict[str, Any]) -> Row:
-    """A row of JSON, which holds losses that were not finite as null; of earlier versions, too."""
-    names = [field.name for field in dataclasses.fields(Row)]
-    unknown = dict.fromkeys(names) | {
-        "task": "text", "base": f"seed-{row['seed']}", "curve": [], "variant": str(row.get("recipe"))
-    }  # fmt: skip
-    found: dict[str, Any] = {**unknown, **{name: row[name] for name in names if name in row}}
-    found["task"] = "text" if found["task"] == "gpt" else found["task"]
-    found["name"] = _RENAMED.get(found["name"], found["name"])
-    return Row(**{**found, **{name: math.nan for name in _LOSSES if found[name] is None}})
+def read_row(row: Mapping[str, Any]) -> Row:
+    """Return the row of JSON, which has null for a loss that is not finite."""
+    return Row(**{**row, **{name: math.nan for name in _LOSSES if row[name] is None}})
 
 
 def rows_of(result: Result) -> list[Row]:
-    """The rows of a JSON whose variants are known."""
+    """Return the rows of a result whose variants are known."""
     return [row for row in map(read_row, result.rows) if row.name in VARIANTS]
-
-
-def of_today(rows: Sequence[Any], variants: Mapping[str, Any]) -> list[Any]:
-    """The rows of variants that are still the same, to resume from; the others are named, as the file loses them."""
-    kept = [row for row in rows if row.name in variants and row.variant == repr(variants[row.name])]
-    if gone := dict.fromkeys(row.name for row in rows if row not in kept):
-        print(f"--resume drops {len(rows) - len(kept)} rows of variants that are others now: {', '.join(gone)}")
-    return kept
 
 
 # Summaries ------------------------------------------------------------------------------------------------------------
@@ -104,9 +68,9 @@ def of_today(rows: Sequence[Any], variants: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Perplexity ratios to `baselines` of one variant on one task, over the `pairs` of runs from the same base.
+    """Perplexity ratios of one variant on one task, over the `pairs` of runs from the same base.
 
-    `mean_ratio_bf16` has the variant's weights evaluated with BF16 products; `milliseconds` are of `timed_on(rows)`.
+    `mean_ratio_bf16` is of the same weights with BF16 products; `milliseconds` are those on `timed_on(rows)`.
     """
 
     task: Task
@@ -119,11 +83,12 @@ class Summary:
     standard_error: float
     mean_ratio_bf16: float
     mean_heldout_loss: float
+    mean_accuracy: float | None
     milliseconds: float | None
 
 
 def perplexity_ratio(loss: float, baseline: float) -> float:
-    """`exp(loss - baseline)`; inf where one of them is not finite: a run that diverged must not look good.
+    """Return `exp(loss - baseline)`; inf if one of them is not finite, so that a run that diverged looks bad.
 
     >>> perplexity_ratio(1.0, 1.0), perplexity_ratio(math.nan, 1.0)
     (1.0, inf)
@@ -132,38 +97,32 @@ def perplexity_ratio(loss: float, baseline: float) -> float:
 
 
 def baselines(rows: list[Row], task: Task, name: str) -> dict[str, float]:
-    """The held-out loss of BF16 by base, to which a variant is compared."""
-    run_again = (BASELINE, RERUN)
-    own, again = ({r.base: r.heldout_loss for r in rows if (r.task, r.name) == (task, bf16)} for bf16 in run_again)
-    return compared_with(name, own, again)
+    """Return the held-out loss by base that a variant is compared with.
 
-
-def compared_with(name: str, own: Mapping[Key, float], again: Mapping[Key, float]) -> dict[Key, float]:
-    """The losses that a variant is compared with, of BF16's `own` run and of its rerun.
-
-    It is the mean of both, where there is a rerun: chance in a single baseline would move every variant of its base or
-    seed alike. These two are compared with BF16's run alone.
+    It is the mean of BF16's run and its rerun if there is one, because chance in a single baseline would move every
+    variant of its base alike. These two are compared with BF16's run alone.
     """
+    own, again = ({r.base: r.heldout_loss for r in rows if (r.task, r.name) == (task, n)} for n in (BASELINE, RERUN))
     if name in (BASELINE, RERUN):
-        return dict(own)
-    found = {key: (loss + again.get(key, loss)) / 2 for key, loss in own.items()}
-    return {key: mean if math.isfinite(mean) else own[key] for key, mean in found.items()}
+        return own
+    found = {base: (loss + again.get(base, loss)) / 2 for base, loss in own.items()}
+    return {base: mean if math.isfinite(mean) else own[base] for base, mean in found.items()}
 
 
 def ratios(rows: list[Row], task: Task, name: str) -> dict[str, float]:
-    """The ratio of a variant by base, where the baseline was run, too."""
+    """Return the ratio of a variant by base, for bases with a baseline."""
     baseline = baselines(rows, task, name)
     chosen = [row for row in rows if (row.task, row.name) == (task, name) and row.base in baseline]
     return {row.base: perplexity_ratio(row.heldout_loss, baseline[row.base]) for row in chosen}
 
 
 def timed_on(rows: list[Row]) -> str | None:
-    """The device of most of BF16's rows, which times of steps are of: those of two devices are not compared."""
+    """Return the device of most BF16 rows; times of steps on another device do not compare with them."""
     return statistics.mode([row.device for row in rows if row.name == BASELINE] or [None])
 
 
 def summarize(rows: list[Row]) -> list[Summary]:
-    """Of every variant that shares a base with the baseline, in the order of `VARIANTS`."""
+    """Return a summary of every variant that shares a base with the baseline, in the order of `VARIANTS`."""
     found, device = [], timed_on(rows)
     for task in TASKS:
         for name in VARIANTS:
@@ -174,12 +133,14 @@ def summarize(rows: list[Row]) -> list[Summary]:
             values = list(ratios(rows, task, name).values())
             in_bf16 = [perplexity_ratio(row.heldout_loss_bf16, baseline[row.base]) for row in paired]
             times = [row.milliseconds for row in paired if row.milliseconds is not None and row.device == device]
+            accuracies = [row.accuracy for row in paired if row.accuracy is not None]
             found.append(
                 Summary(
                     task=task, name=name, pairs=len(paired), bytes_per_weight=paired[0].bytes_per_weight,
                     mean_ratio=statistics.fmean(values), min_ratio=min(values), max_ratio=max(values),
                     standard_error=standard_error(values), mean_ratio_bf16=statistics.fmean(in_bf16),
                     mean_heldout_loss=statistics.fmean(row.heldout_loss for row in paired),
+                    mean_accuracy=statistics.fmean(accuracies) if accuracies else None,
                     milliseconds=min(times) if times else None,
                 )
             )  # fmt: skip
@@ -187,76 +148,27 @@ def summarize(rows: list[Row]) -> list[Summary]:
 
 
 def standard_error(values: list[float]) -> float:
-    """The standard error of the mean; NaN of two values, which may agree by chance, or of one that is not finite."""
+    """Return the standard error of the mean; NaN of two values, which may agree by chance, or if one is not finite."""
     if len(values) < 3 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def noise_floor(rows: list[Row], name: str = RERUN) -> float:
-    """How far from 1 the ratios of BF16's own other run are at most; 0 where there is none."""
+    """Return the largest distance from 1 of the ratios of BF16's own other run; 0 without one."""
     return max((abs(value - 1) for value in ratios(rows, "text", name).values()), default=0.0)
-
-
-@dataclass(frozen=True)
-class Late:
-    """What another recipe at the end of a run brings, over the bases that have both.
-
-    Attributes:
-      name, plain: the variant with it, and the one without.
-      part: of the run.
-      gap, gap_error, left, left_error: mean of the ratio less 1, without and with it, and their standard errors.
-      closed: `(gap - left) / gap`; NaN where the gap is no larger than the noise floor.
-      longer: mean of the time of a step over that without it, less 1; None where no base has both times.
-    """
-
-    name: str
-    plain: str
-    part: float
-    gap: float
-    gap_error: float
-    left: float
-    left_error: float
-    closed: float
-    longer: float | None
-
-
-def late_switches(rows: list[Row]) -> list[Late]:
-    """Of every variant with a `finish` that was run beside the same one without."""
-    floor, found = noise_floor(rows), []
-    times = {(row.name, row.base): row.milliseconds for row in rows if row.task == "text" and row.milliseconds}
-    for name, variant in VARIANTS.items():
-        if variant.finish is None:
-            continue
-        plain = next(other for other, one in VARIANTS.items() if one == variant.without_finish)
-        before, after = ratios(rows, "text", plain), ratios(rows, "text", name)
-        both = [base for base in after if base in before]
-        if not both:
-            continue
-        without, with_it = [before[base] - 1 for base in both], [after[base] - 1 for base in both]
-        gap, left = statistics.fmean(without), statistics.fmean(with_it)
-        # Bases may be of several machines and libraries, whose times do not compare.
-        timed = [times[name, b] / times[plain, b] for b in both if {(name, b), (plain, b)} <= times.keys()]
-        found.append(
-            Late(
-                name, plain, variant.finish[0], gap, standard_error(without), left, standard_error(with_it),
-                closed=(gap - left) / gap if floor < gap < math.inf else math.nan,
-                longer=statistics.fmean(timed) - 1 if timed else None,
-            )
-        )  # fmt: skip
-    return found
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
 
 
 def ratios_of(result: Result) -> dict[str, str]:
-    """The ratio on text of every variant and its standard error, as tables show them."""
+    """Return the ratio on text and its standard error by variant, as tables show them."""
     return {s.name: _ratio_cell(s) for s in summarize(rows_of(result)) if s.task == "text"}
 
 
 def table(result: Result) -> str:
-    """A line a variant; columns of which nothing is known are left out. Then what late switches close, if any."""
+    """Return the page's table, one line per variant, without columns of which nothing is known."""
     rows = rows_of(result)
     found = {(s.task, s.name): s for s in summarize(rows)}
     titles = [
@@ -266,19 +178,11 @@ def table(result: Result) -> str:
     names = [name for name in VARIANTS if any((task, name) in found for task in TASKS)]
     lines = [_line(name, found.get(("text", name)), found.get(("digits", name))) for name in names]
     shown = [i for i in range(len(titles)) if any(line[i] != "–" for line in lines)]
-    parts = [markdown_table([titles[i] for i in shown], [[line[i] for i in shown] for line in lines])]
-    parts.append(" ".join([*_described(result.config, rows), *_floors(rows)]))
-    if late := late_switches(rows):
-        cells = [
-            [
-                f"`{each.name}`", f"{each.part:.0%}", _gap(each.gap, each.gap_error), _gap(each.left, each.left_error),
-                f"{each.closed:.0%}" if math.isfinite(each.closed) else "within noise",
-                "–" if each.longer is None else f"{each.longer:+.1%}",
-            ] for each in late
-        ]  # fmt: skip
-        columns = ["late switch", "of the steps", "gap without", "gap with it", "closed", "time of a step"]
-        parts.append(markdown_table(columns, cells))
-    return "\n\n".join(parts)
+    of_flags = set(FLAGS) & set(names)
+    trained = {name for name in names if math.isfinite(found["text", name].mean_ratio)} if of_flags else set()
+    said = [*_described(result.config, rows), *_floors(rows), *([WHY] if trained >= _PLAIN_FP8 else [])]
+    cells = [[line[i] for i in shown] for line in lines]
+    return f"{markdown_table([titles[i] for i in shown], cells)}\n\n{' '.join(said)}"
 
 
 def _line(name: str, text: Summary | None, digits: Summary | None) -> list[str]:
@@ -303,30 +207,21 @@ def _ratio_cell(summary: Summary) -> str:
     return f"{summary.mean_ratio:.4f}{error}"
 
 
-def _gap(mean: float, error: float) -> str:
-    return f"{mean:.4f}" + (f" ± {error:.4f}" if math.isfinite(error) else "")
-
-
 def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
-    """Sentences of what was run, from the settings of any version."""
-    model, steps = config["model"], config.get("fork_steps", config.get("steps"))
-    model = model if isinstance(model, str) else f"{model['layers']}x{model['width']}"
+    """Return sentences on what was run; files of older versions lack some of the settings."""
     losses = [row.heldout_loss for row in rows if (row.task, row.name) == ("text", BASELINE)]
     found = []
     if losses:
-        size = f"{config['batch']} × {config['sequence']} bytes" if "batch" in config else ""
-        read = _text_of(config)
-        rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its own"
+        size = f", {config['batch']} × {config['sequence']} bytes a step" if "batch" in config else ""
         if config.get("base_steps"):
-            way = f"{config['base_steps']} steps in BF16 at a rate of {rate}, then {steps} to zero"
+            rate = config["learning_rate"]
+            way = f"{config['base_steps']} steps in BF16 at a rate of {rate:g}, then {config['steps']} to zero"
         else:
-            last = config.get("final_fraction", 0.0)
-            way = (
-                f"{steps} steps from scratch, the rate up to {rate} and down to {f'{last:g} of it' if last else 'zero'}"
-            )
-        found.append(f"Model `{model}`{', ' if size else ''}{size}{' a step' if size else ''}{read}: {way}.")
+            rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its own"
+            way = f"{config['steps']} steps from scratch, the rate up to {rate} and down to zero"
+        found.append(f"Model `{config['model']}`{size}{_text_of(config)}: {way}.")
         if "batch" in config:
-            tokens = (config.get("base_steps", 0) + steps) * config["batch"] * config["sequence"]
+            tokens = (config.get("base_steps", 0) + config["steps"]) * config["batch"] * config["sequence"]
             of_each = f", {tokens / config['parameters']:.1f} a parameter" if config.get("parameters") else ""
             found.append(f"That is {tokens / 1e6:,.1f} million bytes{of_each}.")
         found.append(f"BF16's runs end at {statistics.fmean(losses):.4f} nats (mean).")
@@ -337,17 +232,16 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
     task = "text" if losses else "digits"
     bases, again = ({row.base for row in rows if (row.task, row.name) == (task, n)} for n in (BASELINE, RERUN))
     if both := len(bases & again):
-        some = (
-            ""
-            if both == len(bases)
-            else f", or BF16's run alone where there is none ({len(bases) - both} of {len(bases)}),"
+        alone = len(bases) - both
+        some = f", or BF16's run alone if there is none ({alone} of {len(bases)})," if alone else ""
+        found.append(
+            f"The other variants are compared with the mean of BF16's run and its rerun{some}.".replace(",.", ".")
         )
-        found.append(f"The mean of BF16's run and its rerun{some} is what the others are compared with.")
     return [*found, "Ratios are means ± standard error over bases or seeds."]
 
 
 def _text_of(config: dict[str, Any]) -> str:
-    """What was read, how much of it, and its digest, which says whether another machine has the same."""
+    """Describe the text, its size, and its digest, by which another machine can tell if it has the same."""
     if "text_read" not in config:
         return ""
     named = ", ".join(config.get("data") or ()) or "the Python sources of every installed package and of Python"
@@ -355,7 +249,7 @@ def _text_of(config: dict[str, Any]) -> str:
 
 
 def _floors(rows: list[Row]) -> list[str]:
-    """A sentence of the noise of BF16's own other runs."""
+    """Return a sentence on the noise of BF16's own other runs."""
     said = [
         f"`{name}` within {noise_floor(rows, name):.4f}"
         for name in (RERUN, OTHER_BATCHES)
@@ -365,7 +259,7 @@ def _floors(rows: list[Row]) -> list[str]:
 
 
 def plot(figure: Any, result: Result) -> None:
-    """A panel a task, a line of dots a variant: one dot a pair of runs, a bar at the mean."""
+    """Draw a panel per task and a line of dots per variant: one dot a pair of runs, a bar at the mean."""
     rows = rows_of(result)
     finite = [s for s in summarize(rows) if s.name != BASELINE and math.isfinite(s.mean_ratio)]
     tasks = [task for task in TASKS if any(s.task == task for s in finite)]

@@ -24,11 +24,13 @@ from tcfp_jax.recipes import NAMES
 
 SECTION = re.compile(r"(<!-- begin: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 CHOOSE = "choose"
-# Forks of a BF16 run; README's table takes the first.
-FORKS = ("convergence-fork-llama-124m", "convergence-fork")
-LEARNED = ("convergence", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640", *FORKS)
+FORKS = "convergence-fork-llama-124m"  # perplexities of README's table
+LEARNED = (
+    "convergence", "convergence-flags", "convergence-llama-124m", "convergence-fork-6x384", "convergence-fork-6x640",
+    FORKS,
+)  # fmt: skip
 BENCHMARKS = (
-    "original", "train_step", "llama", "large", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
+    "train_step", "llama", "large", "fsdp", "gemm", "scaled_products", "skip_residual", "quantizers",
     "memory", "quality", *LEARNED, "adamw", "casts", "fp4", "fp4_quality",
 )  # fmt: skip
 # Further runs of a benchmark, whose JSON has a name of its own behind the benchmark's.
@@ -91,7 +93,7 @@ def choose(results: Path = RESULTS) -> str:
         rows = {} if counted is None else counted.by("name")
         sizes = {name: f"{row['state_bytes'] / row['parameters']:.1f}" for name, row in rows.items()}
         columns.append({**sizes, STORED: sizes.get(memory.STORED, "–")})
-    forked = read_result(FORKS[0], results)
+    forked = read_result(FORKS, results)
     ratios = {} if forked is None else convergence_tables.ratios_of(forked)
     titles.append("perplexity over BF16")
     # The forks' `tcfp12_single` has float32 weights, so README's line is that of stored ones.

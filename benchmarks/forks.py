@@ -1,0 +1,270 @@
+"""The training behind `benchmarks.convergence`: a BF16 base, and forks that continue it.
+
+A base is a BF16 run of `base_steps` steps. A fork starts from its weights and Adam moments. A run from scratch is a
+fork of a base without steps: initial weights and moments of zero. So both protocols share this code.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import tcfp_jax
+from benchmarks.variants import BASELINE, Variant, without_perturbation
+from models.checkpoint import RunDirectory
+from models.families import ModelConfig
+from models.settings import TrainConfig
+from models.training import StepFunction, TrainState, batch_key, init, jittered, layouts, make_optimizer, make_steps
+from tcfp_jax.optim import AdamWState
+from tcfp_jax.optim import moments as narrow
+from tcfp_jax.paths import path_names
+
+Task = Literal["text", "digits"]
+TASKS: tuple[Task, ...] = ("text", "digits")
+_OTHER = 1_000_003  # added to a seed for other batches
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run. `--resume` refuses a file of other `settings`, because its numbers do not compare.
+
+    Attributes:
+      model, size: Name and sizes of the model; "12x768" is a GPT on bytes of 12 layers of width 768.
+      batch, sequence: Windows in a step, and tokens in a window.
+      learning_rate, warmup_steps: Peak of the rate, and steps until it is reached.
+      base_steps: BF16 steps at the peak rate before runs fork; 0 for runs from scratch.
+      steps: Steps of a fork, linearly to a rate of zero; from scratch, as a cosine to zero after the warm-up.
+      steps_per_call: Steps in one dispatch; it divides the steps of base and runs.
+      heldout_windows: Windows of the evaluation.
+      digits_steps: Steps of the task of digits.
+      text_bytes: Largest size of the text.
+      text, text_read: First digits of the text's digest, and its size in bytes.
+      jax: Version of JAX.
+      parameters: Number of parameters of the model.
+      data: Files and folders of text; empty means the Python sources that are installed here.
+      variants, tasks, seeds: The runs that are wanted.
+      budget_seconds: No run starts that would probably end later than this.
+      bases: Folder of bases; None keeps none.
+      resume: JSON whose rows are kept.
+
+    Raises:
+      ValueError: a count is too small, `steps_per_call` does not divide the steps, or the warm-up does not end within
+        the base or within a run from scratch.
+    """
+
+    model: str
+    size: ModelConfig
+    batch: int = 32
+    sequence: int = 1024
+    learning_rate: float = 6e-4
+    warmup_steps: int = 100
+    base_steps: int = 1000
+    steps: int = 300
+    steps_per_call: int = 20
+    heldout_windows: int = 768
+    digits_steps: int = 400
+    text_bytes: int = 200_000_000
+    text: str = ""
+    jax: str = jax.__version__
+    text_read: int = field(default=0, compare=False)
+    parameters: int = field(default=0, compare=False)
+    data: tuple[str, ...] = field(default=(), compare=False)
+    variants: tuple[str, ...] = field(default=(BASELINE,), compare=False)
+    tasks: tuple[Task, ...] = field(default=("text",), compare=False)
+    seeds: tuple[int, ...] = field(default=(0,), compare=False)
+    budget_seconds: float = field(default=math.inf, compare=False)
+    bases: str | None = field(default=None, compare=False)
+    resume: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        least = dict(batch=1, steps_per_call=1, digits_steps=1, warmup_steps=0, base_steps=0, steps=1)
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}")
+        for name in ("base_steps", "steps"):
+            if getattr(self, name) % self.steps_per_call:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not a multiple of steps_per_call={self.steps_per_call}, but base "
+                    "and forks share one compiled program of so many steps; change one of the two"
+                )
+        if not self.base_steps and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} of steps={self.steps}: the rate never falls; lower warmup_steps"
+            )
+        if 0 < self.base_steps < self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} with base_steps={self.base_steps}: forks fall from the peak, which "
+                "the base must have reached; lower warmup_steps, or raise base_steps"
+            )
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Everything that the numbers of a run depend on."""
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
+        return {**chosen, "size": dataclasses.asdict(self.size)}
+
+
+def train_config(config: Config, variant: Variant, seed: int = 0) -> TrainConfig:
+    """Return the run of a variant, base and fork together, except for its schedule of rates."""
+    return TrainConfig(
+        model=config.size, recipe=variant.recipe, weights=variant.weights, moments=variant.moments, seed=seed,
+        batch=config.batch, sequence=config.sequence, steps=config.base_steps + config.steps,
+        learning_rate=config.learning_rate, steps_per_call=config.steps_per_call,
+        heldout_windows=config.heldout_windows, corpus_bytes=config.text_bytes,
+    )  # fmt: skip
+
+
+def schedule_of(config: Config) -> optax.Schedule:
+    """Return the rate of base and fork: up, level, and linearly to zero; from scratch up, and down as a cosine."""
+    rate, warmup, start = config.learning_rate, config.warmup_steps, config.base_steps
+    if not start:
+        return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, config.steps, 0.0)
+    up, down = optax.linear_schedule(0.0, rate, warmup), optax.linear_schedule(rate, 0.0, config.steps)
+    return optax.join_schedules([up, optax.constant_schedule(rate), down], [warmup, start])
+
+
+@functools.cache
+def steps_of(config: Config, variant: Variant) -> StepFunction:
+    """Return the jitted steps of one dispatch, which all bases and seeds share."""
+    run = train_config(config, variant)
+    steps = make_steps(run, make_optimizer(run, schedule_of(config)), config.steps_per_call)
+    return jax.jit(steps, donate_argnums=0)
+
+
+def start_fork(config: Config, variant: Variant, base: TrainState, key: jax.Array) -> TrainState:
+    """Return the state in which a variant starts: a base's weights and moments, stored as the variant stores them."""
+    return _start(config, without_perturbation(variant))(base, key)
+
+
+@functools.cache
+def _start(config: Config, variant: Variant) -> Any:
+    run = train_config(config, variant)
+    # The optimizer is made before the trace: it holds a key, and outlives the trace.
+    optimizer = make_optimizer(run, schedule_of(config))
+
+    @jax.jit
+    def start(base: TrainState, key: jax.Array) -> TrainState:
+        params = jittered(base.params, key, variant.perturbation) if variant.perturbation else base.params
+        if variant.weights == "float":
+            # The last state of the chain is that of the quantized weights.
+            fresh: Any = optimizer.init(params)
+            state = TrainState(params, (*base.opt_state[:-1], fresh[-1]), base.step)
+        else:
+            stored = tcfp_jax.store(
+                params, layouts(run) or variant.recipe, key=key if variant.remainder == "stochastic" else None,
+                remainder=variant.remainder, gradient_dtype=variant.gradient_dtype,
+            )  # fmt: skip
+            opt_state: Any = optimizer.init(stored)
+            continued = _continued(opt_state, base.opt_state, jax.random.fold_in(key, 1))
+            state = TrainState(stored, continued, base.step)
+        # Copies: jit hands on what it does not change, and the steps of a fork would donate arrays of the base.
+        return jax.tree.map(jnp.copy, state)
+
+    return start
+
+
+def _continued(state: AdamWState, before: Any, key: jax.Array) -> AdamWState:
+    """Return a fresh state of `tcfp_jax.optim.adamw` with the count and the rounded moments of a state of optax's.
+
+    The key replaces the state's own, so that each base draws bits of its own.
+    """
+    if state.key is not None:
+        state = state._replace(key=jax.random.key_data(key).astype(jnp.uint32).reshape(-1))
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+    (adam,) = filter(is_adam, jax.tree.leaves(before, is_leaf=is_adam))
+
+    def rounded(fresh: Any, moments: Any, which: int) -> tuple[Any, dict[str, Any]]:
+        treedef: Any
+        paths, treedef = jax.tree_util.tree_flatten_with_path(fresh)
+        scales: dict[str, Any] = {}
+        leaves = []
+        for i, ((path, leaf), moment) in enumerate(zip(paths, jax.tree.leaves(moments), strict=True)):
+            form: Any = "ue5m3" if leaf.dtype == jnp.uint8 else leaf.dtype.name
+            # Steps count from 1, so that none of them draws the bits of step 0.
+            code = narrow.encode(form, moment.reshape(leaf.shape), narrow.stream(state.key, 0, which, i))
+            leaves.append(narrow.kept(code, path_names(path), scales))
+        return treedef.unflatten(leaves), scales
+
+    (mu, mu_scale), (nu, nu_scale) = rounded(state.mu, adam.mu, 0), rounded(state.nu, adam.nu, 1)
+    return state._replace(count=adam.count, mu=mu, mu_scale=mu_scale, nu=nu, nu_scale=nu_scale)
+
+
+# Bases and runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """The start of runs: seed, name, and state. The name is a digest of its losses, or "seed-0" without steps."""
+
+    seed: int
+    name: str
+    state: TrainState
+
+
+def train_base(config: Config, seed: int, text: jax.Array, digest: str, variant: Variant) -> Base:
+    """Return the base of a seed: from its folder, or trained and kept there; without base steps, its initial state.
+
+    Raises:
+      ValueError: the folder holds a base of another model or text.
+    """
+    run = train_config(config, variant, seed)
+    state = init(run)
+    if not config.base_steps:
+        return Base(seed, f"seed-{seed}", state)
+    losses: list[float] = []
+    with contextlib.nullcontext() if config.bases is None else _base_folder(config, run, digest) as folder:
+        if folder is not None and folder.holds_state:
+            state, losses = folder.restore(state)
+            # Restored arrays are bound to their device, for which programs would be compiled anew.
+            state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)
+        else:
+            state, losses, _ = advance(config, variant, seed, state, text, config.base_steps)
+            if folder is not None:
+                folder.append(1, np.asarray(losses))
+                folder.save(state, len(losses))
+    name = hashlib.sha256(np.asarray(losses, np.float64).tobytes()).hexdigest()[:12]
+    print(f"base {name}, seed {seed}: training loss {last_tenth(losses):.4f}", flush=True)
+    return Base(seed, name, state)
+
+
+def _base_folder(config: Config, run: TrainConfig, digest: str) -> RunDirectory:
+    """Open the folder of a base.
+
+    Raises:
+      ValueError: it holds a base of another model or text.
+    """
+    folder = Path(str(config.bases)) / f"base-{run.seed}-{config.warmup_steps}-{config.base_steps}"
+    alone = dataclasses.replace(run, steps=config.base_steps)
+    return RunDirectory(folder, alone, digest, resume="allowed", option="--bases")
+
+
+def last_tenth(losses: list[float]) -> float:
+    """Return the mean loss of the last tenth of the steps."""
+    return float(np.mean(losses[-max(1, len(losses) // 10) :]))
+
+
+def advance(
+    config: Config, variant: Variant, seed: int, state: TrainState, text: jax.Array, steps: int
+) -> tuple[TrainState, list[float], float]:
+    """Train so many steps; return (state, losses, milliseconds of a step without the first call)."""
+    run = train_config(config, variant, seed + _OTHER * (variant.batches == "other"))
+    step, key = steps_of(config, without_perturbation(variant)), batch_key(run)
+    losses: list[float] = []
+    seconds = []
+    for _ in range(0, steps, config.steps_per_call):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, values = step(state, text, key)
+        losses += np.asarray(values, np.float64).tolist()
+        seconds.append(time.perf_counter() - started)
+    return state, losses, float(np.mean(seconds[1:] or seconds)) * 1e3 / config.steps_per_call
