@@ -4,10 +4,9 @@ The time of such a cast is that of its memory traffic. XLA compiles it to three 
 int32 array of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and
 the result is written once.
 
-The kernel computes what `parts.quantize` and `parts.assemble` define, bit for bit, with fewer operations: a GPU does
-not flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the
-kernel takes; every other cast, and every other device, takes the definition. Nobody has to choose, because the results
-are equal.
+The kernel has the bits of `quantization.quantize` and `quantization.assemble`, with fewer operations: a GPU does not
+flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the kernel
+takes. All other casts and devices take the definition. You never choose, because the results are equal.
 """
 
 import functools
@@ -20,7 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.partition import partitioned, varying
-from tcfp_jax.formats import float_bits, scale_choice
+from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
 from tcfp_jax.formats.numbers import NumberSpec
@@ -148,9 +147,9 @@ def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Ar
     assert scale is not None and isinstance(number, NumberSpec)
     value = x.astype(jnp.float32)
     magnitude = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(~SIGN)
-    amax = jnp.max(scale_choice.finite_magnitude(magnitude), axis=1, keepdims=True)
-    exponent, _ = scale_choice.choose_exponent(amax, number, scale.number, scalemode)
-    grid = scale_choice.grid_of(number)
+    amax = jnp.max(scale_rules.finite_magnitude(magnitude), axis=1, keepdims=True)
+    exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, scalemode)
+    grid = scale_rules.grid_of(number)
     # Integers are counted in ones, and an exponent scale means them in steps of 2**-(mbits - 1).
     exponent = exponent - (number.mbits - 1) if number.is_integer else exponent
     half = exponent >> 1

@@ -31,7 +31,7 @@ from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
-from tcfp_jax.formats.parts import assemble, quantize, random_bits
+from tcfp_jax.formats.quantization import assemble, quantize, random_bits
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode
 
@@ -86,7 +86,7 @@ def cast(
         values of a tile may by the default `scalemode` of powers of two; by "ceil" none does).
       scalemode: "max" (the default), "midmax", "ceil", "mse" or "auto", for exponent scales that do not name their own;
         "max", "four_over_six" or "fold_exact" for NVFP4's two levels. The docstring of
-        `tcfp_jax.formats.scale_choice` has the formulas.
+        `tcfp_jax.formats.scale_rules` has the formulas.
       key: JAX random key, for "stochastic" only.
       saturate: what happens to inf and what is too large; True by default. See the module's docstring.
 

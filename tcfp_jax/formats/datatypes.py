@@ -10,9 +10,8 @@ from numpy.typing import DTypeLike
 
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.numbers import NumberSpec, number
-from tcfp_jax.formats.scales import ScaleSpec
+from tcfp_jax.formats.scales import ScaleSpec, tiling
 from tcfp_jax.formats.scales import scale as parse_scale
-from tcfp_jax.formats.tiles import tiling
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""NVFP4 as matrix products read it: codes two a byte in the order of values, scales of tiles, one of the tensor.
+"""NVFP4 in arrays: as codes, which products of stored weights read, and as numbers, which FP4 training multiplies.
 
-`quantize_nvfp4` is the cast to `nvfp4` and `nvfp4s` (`parts.quantize`), as arrays of the tensor's own shape; what
-`pack` stores holds the same bits in one vector. On NVIDIA GPUs it is one pass over x (`nvfp4_kernel`).
+    x ~ E2M1 code * scale of its tile * outer          16 values share an E4M3 scale, the tensor a float32 scale
+
+`quantization.quantize` defines the rounding, as for every cast. Two other forms have its bits and less to do:
+`nvfp4_xla` rounds by comparisons, and `nvfp4_kernel` does all in one pass on NVIDIA GPUs. Tests compare the three.
 """
 
 import functools
@@ -15,24 +17,28 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.counter import bits_of
 from pallas_kernels.explicit import with_automatic_axes
-from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_tiles, scale_choice
+from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_registers, nvfp4_xla, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
-from tcfp_jax.formats.codes import encode
-from tcfp_jax.formats.nvfp4_tiles import SIDE, Options
-from tcfp_jax.formats.parts import layout_of, quantize
-from tcfp_jax.formats.rotation import rotate
+from tcfp_jax.formats.encoding import encode
+from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_kernel import Place
+from tcfp_jax.formats.nvfp4_registers import SIDE, Options
+from tcfp_jax.formats.nvfp4_xla import Blocks, Key
+from tcfp_jax.formats.quantization import layout_of, quantize
+from tcfp_jax.formats.rotation import rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
 Rule = Literal["amax", "four_over_six", "fold_exact"]
 Shape = Literal["vector", "square"]
-Key = tuple[jax.Array, jax.Array]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
-MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
+_MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
+_LARGEST = 6.0  # of E2M1
+_E4M3, _FLOAT32 = number("e4m3fn"), number("float32")
 
 
 class Nvfp4(NamedTuple):
-    """Values in NVFP4: E2M1 code * scale of its tile * outer.
+    """Codes and scales: a value is E2M1 code * scale of its tile * outer.
 
     Attributes:
       codes: uint8 `[..., k / 2]`: byte j has code 2 j in its low half and code 2 j + 1 in its high half.
@@ -45,6 +51,20 @@ class Nvfp4(NamedTuple):
     outer: jax.Array
 
 
+class Nvfp4Values(NamedTuple):
+    """Numbers `values * outer`: `values` are code times scale, exact in bfloat16, and `outer` is a float32 scalar."""
+
+    values: jax.Array
+    outer: jax.Array
+
+    def dequantize(self) -> jax.Array:
+        """Return the numbers, float32."""
+        return self.values.astype(jnp.float32) * self.outer
+
+
+# Codes ----------------------------------------------------------------------------------------------------------------
+
+
 def quantize_nvfp4(
     x: ArrayLike,
     *,
@@ -55,28 +75,28 @@ def quantize_nvfp4(
     key: Key | None = None,
     interpret: bool = False,
 ) -> Nvfp4:
-    """`x` in NVFP4, rounded as `cast` to `nvfp4` rounds it: on NVIDIA GPUs in one pass, with the same bits everywhere.
+    """Quantize `x` to codes and scales, rounded as `cast` to `nvfp4` rounds: one pass on NVIDIA GPUs.
 
     Args:
       x: `[..., k]`, real floats, k even.
       rule: how tiles find their scales, the `scalemode` of `cast` ("amax" is its "max").
-      tile: 16 values along the last axis, or squares of 16 x 16, without a kernel.
-      amax: the largest magnitude of the tensor, float32 `[]`; it is found without. What lies above it saturates; one
-        that is not finite makes the outer scale NaN, and with it every value.
-      signs: `[16]` of 1 and -1: every 16 values along the last axis are first rotated, as `formats.rotate` does, in
-        float32; `amax` is that of rotated values. Vectors and a k that 16 divides only.
-      key: two words of `pallas_kernels.counter.keys`, for stochastic rounding by the bits of each value's index; its
-        scales cover, so that nothing is clipped and the expectation is x.
-      interpret: run the kernel in Pallas's interpreter.
+      tile: 16 values along the last axis, or squares of 16 x 16, which have no kernel.
+      amax: the largest magnitude of the tensor, float32 `[]`, if you know it; otherwise it is computed. Values above it
+        saturate. If it is not finite, the outer scale is NaN, and so is every value.
+      signs: `[16]` of 1 and -1: first rotate every 16 values along the last axis, as `formats.rotate` does, in
+        float32. `amax` is then that of rotated values. Only for vectors, with a k that 16 divides.
+      key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with the bits of each value's index. Its
+        scales cover, so nothing is clipped and the expectation is x.
+      interpret: run the kernel in Pallas's interpreter, which works on CPUs.
 
     Returns:
-      Codes, scales and the outer scale. A tile with NaN has a scale of NaN and codes of zero; inf becomes the largest
-      value of its tile.
+      Codes, scales and the outer scale. A tile with NaN has a NaN scale and zero codes; inf becomes the largest value
+      of its tile.
 
     Raises:
       TypeError: `x` is not real floating point, or the key is not two words.
-      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax of several numbers, or
-        what the arguments say that goes with vectors only.
+      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax with several numbers,
+        or signs for squares.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)
@@ -91,12 +111,86 @@ def quantize_nvfp4(
     return with_automatic_axes(run, lambda _: PartitionSpec(), array, wide, flips, key)
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "tile", "interpret"))
+def _quantized(
+    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: Shape,
+    interpret: bool,
+) -> Nvfp4:  # fmt: skip
+    by_definition = functools.partial(define, rule=rule, tile=tile)
+    if tile == "square" or not nvfp4_kernel.serves(x.shape, x.dtype):
+        return by_definition(x, amax, signs, key)
+
+    def kernel(x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None) -> Nvfp4:
+        options = Options(_MODES[rule], "even" if key is None else "stochastic", signs is not None)
+        words, outer = _words(x, amax, signs, key, options, "last", interpret)
+        codes, scales = nvfp4_kernel.quantize_tiles(x, words, options, interpret=interpret)
+        return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
+
+    if interpret:
+        return kernel(x, amax, signs, key)
+    return lax.platform_dependent(x, amax, signs, key, cuda=kernel, default=by_definition)
+
+
+def _words(
+    x: jax.Array,
+    amax: jax.Array | None,
+    signs: jax.Array | None,
+    key: Key | None,
+    options: Options,
+    place: Place,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the scalars that the kernel reads, and the scale of the tensor."""
+    if amax is not None:
+        found = float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
+    elif signs is None:
+        found = jnp.max(scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
+    else:
+        unscaled = nvfp4_registers.words(options, jnp.float32(1), signs, key)
+        found = float_bits.to_bits(nvfp4_kernel.rotated_amax(x, unscaled, options, place, interpret=interpret))
+    outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
+    return nvfp4_registers.words(options, outer, signs, key), outer
+
+
+def define(
+    x: jax.Array,
+    amax: jax.Array | None,
+    signs: jax.Array | None,
+    key: Key | None,
+    *,
+    rule: Rule,
+    tile: Shape = "vector",
+) -> Nvfp4:
+    """Return the result of `quantize_nvfp4` as the format library's cast computes it."""
+    if signs is not None:
+        x = rotate(x.astype(jnp.float32), SIDE, signs=signs)
+    datatype = _DATATYPES[tile]
+    modes = Modes("even" if key is None else "stochastic", _MODES[rule])
+    random = None if key is None else bits_of(x.shape, *key)
+    given = None if amax is None else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
+    parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
+    layout = layout_of(x.shape, datatype)
+    assert datatype.scale is not None and parts.scale is not None and parts.outer is not None
+    # The codes of a NaN tile mean nothing; the codes of a zero tile are only signs.
+    kept = jnp.where(jnp.isnan(parts.scale), 0, jnp.where(parts.scale * parts.outer < float_bits.TINY, 8, 15))
+    codes = layout.join(encode(parts.value, datatype.number) & kept.astype(jnp.uint32))  # type: ignore[arg-type]
+    scales = encode(parts.scale, datatype.scale.number).astype(jnp.uint8)
+    split = [size for axis, size in enumerate(layout.split_shape) if axis not in layout.tile_axes]
+    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return Nvfp4(
+        (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8),
+        lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).reshape(split),
+        parts.outer if amax is None else jnp.where(jnp.isfinite(amax), parts.outer, jnp.nan),
+    )
+
+
 def exact_share(scales: jax.Array) -> jax.Array:
-    """The share of tiles whose products code * scale / 2**e are all E4M3 numbers, for the e of the largest scale.
+    """Return the share of tiles whose products code * scale / 2**e are all E4M3 numbers.
 
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
-    FP8 tensor cores multiply such tiles without rounding. All of "fold_exact" are such; zeros are, and NaN is not.
+    FP8 tensor cores multiply such tiles without rounding. Every tile of the rule "fold_exact" is one. Zeros count as
+    such tiles, NaN does not.
 
     Args:
       scales: float8_e4m3fn of any shape, not empty.
@@ -111,81 +205,12 @@ def exact_share(scales: jax.Array) -> jax.Array:
     largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
     exponent, _ = float_bits.normalize(largest)
     scaled = values * float_bits.power_of_two(5 - exponent)
-    grid = scale_choice.grid_of(CATALOG["e4m3fn"].number)  # type: ignore[arg-type]
+    grid = scale_rules.grid_of(_E4M3)
     exact = jnp.ones(values.shape, bool)
     # The other codes are these times powers of two, and only the smallest products can fall between E4M3's steps.
     for code in (0.5, 1.5):
         exact &= float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
     return jnp.mean(exact.astype(jnp.float32))
-
-
-def define(
-    x: jax.Array,
-    amax: jax.Array | None,
-    signs: jax.Array | None,
-    key: Key | None,
-    *,
-    rule: Rule,
-    tile: Shape = "vector",
-) -> Nvfp4:
-    """The definition of `quantize_nvfp4`: the parts of the format library's cast, in their places."""
-    if signs is not None:
-        x = rotate(x.astype(jnp.float32), SIDE, signs=signs)
-    datatype = _DATATYPES[tile]
-    modes = Modes("even" if key is None else "stochastic", MODES[rule])
-    random = None if key is None else bits_of(x.shape, *key)
-    given = None if amax is None else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
-    parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
-    layout = layout_of(x.shape, datatype)
-    assert datatype.scale is not None and parts.scale is not None and parts.outer is not None
-    # Of a tile that is NaN no code says anything, and of one that is zero only signs do.
-    kept = jnp.where(jnp.isnan(parts.scale), 0, jnp.where(parts.scale * parts.outer < float_bits.TINY, 8, 15))
-    codes = layout.join(encode(parts.value, datatype.number) & kept.astype(jnp.uint32))  # type: ignore[arg-type]
-    scales = encode(parts.scale, datatype.scale.number).astype(jnp.uint8)
-    split = [size for axis, size in enumerate(layout.split_shape) if axis not in layout.tile_axes]
-    pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    outer = parts.outer if amax is None else jnp.where(jnp.isfinite(amax), parts.outer, jnp.nan)
-    return Nvfp4(
-        (pairs[..., 0] | pairs[..., 1] << 4).astype(jnp.uint8),
-        lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).reshape(split),
-        outer,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("rule", "tile", "interpret"))
-def _quantized(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: Shape,
-    interpret: bool,
-) -> Nvfp4:  # fmt: skip
-    by_definition = functools.partial(define, rule=rule, tile=tile)
-    if tile == "square" or not nvfp4_kernel.serves(x.shape, x.dtype):
-        return by_definition(x, amax, signs, key)
-    kernel = functools.partial(_in_one_pass, rule=rule, interpret=interpret)
-    if interpret:
-        return kernel(x, amax, signs, key)
-    return lax.platform_dependent(x, amax, signs, key, cuda=kernel, default=by_definition)
-
-
-def _in_one_pass(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, interpret: bool
-) -> Nvfp4:
-    rounding: Literal["even", "stochastic"] = "even" if key is None else "stochastic"
-    options = Options(MODES[rule], rounding, "none" if signs is None else "hadamard")
-    if amax is None and signs is None:
-        bits = float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)
-        found = jnp.max(scale_choice.finite_magnitude(bits))
-    elif amax is None:
-        unscaled = nvfp4_tiles.words(options, jnp.float32(1), signs, key)
-        top = nvfp4_kernel.rotated_amax(x, unscaled, options, interpret=interpret)
-        found = float_bits.to_bits(top)
-    else:
-        found = float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
-    spec = _DATATYPES["vector"].scale
-    assert spec is not None and spec.outer is not None
-    outer = scale_choice.choose_outer(found, 6.0, spec.number, spec.outer, options.rule)
-    words = nvfp4_tiles.words(options, outer, signs, key)
-    codes, scales = nvfp4_kernel.quantize_tiles(x, words, options, interpret=interpret)
-    return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
 
 
 def _check(
@@ -213,3 +238,125 @@ def _check(
         raise TypeError(
             f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)"
         )
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def along(
+    x: jax.Array, axis: int, key: Key | None = None, signs: jax.Array | None = None, *, interpret: bool = False
+) -> Nvfp4Values:
+    """Quantize `x` to numbers in blocks of 16 along its first or last axis, with scales amax / 6.
+
+    A NaN or inf makes its block NaN, while a cast saturates inf: a gradient that overflows must be seen.
+
+    Args:
+      x: bfloat16 or float32.
+      axis: the first or the last.
+      key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with scales that cover; without it values
+        are rounded to nearest even.
+      signs: `[16]` of 1 and -1: first rotate every 16 values along the axis, which must be the first.
+      interpret: run the kernel in Pallas's interpreter.
+
+    Returns:
+      `Nvfp4Values` of the shape of x, with the axis filled with zeros up to whole blocks.
+
+    >>> jax.eval_shape(lambda: along(jnp.ones((2, 20)), -1)).values.shape
+    (2, 32)
+    """
+    x, place = _filled(x, axis)
+
+    kernel = functools.partial(_by_kernel, place=place, interpret=interpret)
+    if interpret:
+        return kernel(x, key, signs)
+    by_xla = lambda x, key, signs: _values(nvfp4_xla.quantize(x, *_in_blocks(x, signs, place), key), x.shape)
+    if not nvfp4_kernel.serves(x.shape, x.dtype, place):
+        return by_xla(x, key, signs)
+    return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_xla)
+
+
+@functools.partial(jax.jit, static_argnames=("place", "interpret"))  # so that equal calls share one kernel
+def _by_kernel(x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, interpret: bool) -> Nvfp4Values:
+    options = Options("max", "even" if key is None else "stochastic", signs is not None)
+    words, outer = _words(x, None, signs, key, options, place, interpret)
+    return Nvfp4Values(nvfp4_kernel.quantize_values(x, words, options, place, interpret=interpret), outer)
+
+
+def squares(w: jax.Array) -> Nvfp4Values:
+    """Quantize a matrix to numbers in squares of 16 x 16, to nearest, so that its transpose has the same numbers.
+
+    Its axes are filled with zeros up to whole squares.
+
+    >>> jax.eval_shape(lambda: squares(jnp.ones((20, 3)))).values.shape
+    (32, 16)
+    """
+    padded, axes, blocks = _in_squares(w)
+    return _values(nvfp4_xla.quantize(padded, axes, blocks), padded.shape)
+
+
+class Observed(NamedTuple):
+    """Each value before and after `along` or `squares`; arrays of the shape of `found`.
+
+    Attributes:
+      exact: the values before they are rounded, and after they are rotated; float32.
+      found: the numbers.
+      largest: the largest magnitude that the scale of a value's block holds, in units of `found.outer`; float32.
+    """
+
+    exact: jax.Array
+    found: Nvfp4Values
+    largest: jax.Array
+
+
+def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.Array | None = None) -> Observed:
+    """Return what `along` does to each value, or `squares` if the axis is None; XLA computes it.
+
+    >>> seen = jax.jit(lambda x: observe(x, -1))(jnp.array([[6.2, *[1.0] * 15]]))
+    >>> float(seen.exact[0, 0]), float(seen.found.dequantize()[0, 0]), float(seen.largest[0, 1] * seen.found.outer)
+    (6.199999809265137, 6.199999809265137, 6.199999809265137)
+    """
+    axes: tuple[int, ...]
+    if axis is None:
+        x, axes, blocks = _in_squares(x)
+    else:
+        x, place = _filled(x, axis)
+        axes, blocks = _in_blocks(x, signs, place)
+    coded = nvfp4_xla.quantize(x, axes, blocks, key)
+    largest = jnp.broadcast_to(coded.scale * _LARGEST, coded.x.shape).reshape(x.shape)
+    return Observed(coded.x.reshape(x.shape), _values(coded, x.shape), largest)
+
+
+def _values(coded: nvfp4_xla.Coded, shape: tuple[int, ...]) -> Nvfp4Values:
+    values = (jnp.copysign(coded.units, coded.x) * coded.scale).astype(jnp.bfloat16)
+    return Nvfp4Values(values.reshape(shape), coded.outer.reshape(()))
+
+
+def _filled(x: jax.Array, axis: int) -> tuple[jax.Array, Place]:
+    """Return x filled with zeros up to whole blocks, and the place of their axis."""
+    short = -x.shape[axis] % SIDE
+    if short:
+        x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
+    return x, "first" if axis % x.ndim == 0 else "last"
+
+
+def _in_blocks(x: jax.Array, signs: jax.Array | None, place: Place) -> tuple[tuple[int], Blocks]:
+    """Return the axes of a block, and a function that splits an array of this shape into blocks and rotates them."""
+    shape, first = x.shape, place == "first"
+    assert signs is None or first, "the rows of a block are rotated, not its columns"
+
+    def blocks(x: jax.Array) -> list[jax.Array]:
+        whole = x.reshape((-1, SIDE, *shape[1:]) if first else (*shape[:-1], -1, SIDE))
+        if signs is None:
+            return [whole]
+        # Row by row: XLA would write the rotated array to memory before it finds its maxima.
+        rows = [lax.slice_in_dim(whole, i, i + 1, axis=1).astype(jnp.float32) for i in range(SIDE)]
+        return rotate_arrays(rows, list(signs))
+
+    return (1 if first else x.ndim,), blocks
+
+
+def _in_squares(w: jax.Array) -> tuple[jax.Array, tuple[int, int], Blocks]:
+    """Return the matrix filled with zeros up to whole squares, and `_in_blocks` for squares."""
+    padded = jnp.pad(w, [(0, -size % SIDE) for size in w.shape])
+    rows, columns = padded.shape
+    return padded, (1, 3), lambda w: [w.reshape(rows // SIDE, SIDE, columns // SIDE, SIDE)]

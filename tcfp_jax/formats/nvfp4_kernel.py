@@ -1,15 +1,12 @@
 """NVFP4 in one pass on NVIDIA GPUs: x is read once; codes two a byte and scales, or numbers, are written once.
 
-A Pallas-Triton program takes 128 tiles, a thread one or two of them, and has nothing to exchange with its neighbours:
-of tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one of the scale, or 32
-bytes of numbers; of tiles down the first axis of a matrix neighbours hold neighbouring columns. `nvfp4_tiles` is what
-it computes. The largest magnitude of a rotated tensor is found by a pass of the same kind, which stores one for every
-program.
+A Pallas-Triton program takes 128 tiles, a thread one or two of them, and exchanges nothing with its neighbours. For
+tiles along the last axis a thread loads 32 bytes of bfloat16 and stores 8 bytes of codes and one byte of the scale, or
+32 bytes of numbers. For tiles down the first axis of a matrix, neighbours hold neighbouring columns. `nvfp4_registers`
+has the arithmetic. A pass of the same kind finds the largest magnitude of a rotated tensor: each program stores one.
 
-Numbers are bfloat16, in the place of x's values.
-
-Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array: a device that holds
-a part of it is told where its part begins.
+Under a mesh each device quantizes its own part. Random bits depend on the index in the whole array, so a device is told
+where its part begins.
 """
 
 import functools
@@ -22,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.partition import partitioned, varying
 from pallas_kernels.specs import device_count
-from tcfp_jax.formats.nvfp4_tiles import (
+from tcfp_jax.formats.nvfp4_registers import (
     SIDE,
     Device,
     Options,
@@ -72,7 +69,7 @@ def quantize_tiles(
 
     Args:
       x: `[..., k]`, float32 or bfloat16.
-      words: of `nvfp4_tiles.words`.
+      words: of `nvfp4_registers.words`.
       interpret: run in Pallas's interpreter, on CPUs.
     """
     codes, scales = _run(x, words, options, "codes", "last", interpret)
@@ -151,7 +148,7 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
     Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers in bfloat16 are two arrays
     `[tiles, 8]` of the former, and one for each row of the latter.
     """
-    if job.options.rotation == "hadamard":
+    if job.options.rotated:
         x = rotate_arrays(x, scalars.signs, do.flushed)
     if job.output == "amax":
         return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]

@@ -19,11 +19,11 @@ from pallas_kernels.explicit import with_automatic_axes
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.casting import check_arguments
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.codes import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.datatypes import DataType
+from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.parts import Parts, assemble, layout_of, quantize, random_bits
+from tcfp_jax.formats.quantization import Parts, assemble, layout_of, quantize, random_bits
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 from tcfp_jax.formats.sparsity import largest_mask

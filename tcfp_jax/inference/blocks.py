@@ -1,7 +1,7 @@
 """Blocks of an FP4 matrix: the numbers that a scale gives them, and the scales that come into question.
 
     number = E2M1 nearest to w / (scale * outer)           by the format library: ties to the even code
-    a rule's scales       as `tcfp_jax.formats.scale_choice` has them: one, or several of which the best is taken
+    a rule's scales       as `tcfp_jax.formats.scale_rules` has them: one, or several of which the best is taken
     every useful scale    all that the format has within amax / (12 outer) ... amax / (3 outer)
 
 A scale above amax / 3 maps a block to 0, 0.5, 1, 1.5, 2 and 3 at most; half of it has the same values and more. One
@@ -18,10 +18,10 @@ from jax import lax
 
 from pallas_kernels.fp4 import E2M1, pack
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax.formats import e2m1
+from tcfp_jax.formats import nvfp4_xla
 from tcfp_jax.formats.float_bits import TINY
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
+from tcfp_jax.formats.scale_rules import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
 
 Scales = Literal["rule", "search"]
 LARGEST = 6.0  # of E2M1
@@ -73,7 +73,7 @@ def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
     >>> rounded(jnp.array([3.0, -1.0, 0.125, 1.25]), jnp.float32(0.5)).tolist()
     [6.0, -2.0, 0.0, 2.0]
     """
-    return jnp.where(factor > 0, jnp.copysign(e2m1.nearest(jnp.abs(values), factor), values), 0)
+    return jnp.where(factor > 0, jnp.copysign(nvfp4_xla.nearest(jnp.abs(values), factor), values), 0)
 
 
 def unit_of(amax: jax.Array) -> jax.Array:

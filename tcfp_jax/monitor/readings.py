@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Fp4, Operand, Quantized
-from tcfp_jax.formats.nvfp4_values import observe
+from tcfp_jax.formats.nvfp4_arrays import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Recipe

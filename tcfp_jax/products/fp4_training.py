@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.counter import bits_of, keys
-from tcfp_jax.formats.nvfp4_values import Nvfp4Values, Rounding, along, squares
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along, squares
 from tcfp_jax.products import bf16
 from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once
 from tcfp_jax.products.sites import named
@@ -132,7 +132,6 @@ class Quantization(NamedTuple):
     """How an operand is quantized: the arguments of `along`, or of `squares` if the axis is None."""
 
     axis: int | None
-    rounding: Rounding = "nearest"
     key: Words | None = None
     signs: jax.Array | None = None
 
@@ -145,11 +144,11 @@ def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
         return Quantization(-1)
     assert words is not None, "the backward pass has a key"
     if operand == "g":
-        return Quantization(-1, "stochastic", stream(words, _G_DGRAD))
+        return Quantization(-1, stream(words, _G_DGRAD))
     turn = signs(stream(words, _SIGNS_WGRAD), _HADAMARD)
     if operand == "x_wgrad":
         return Quantization(0, signs=turn)
-    return Quantization(0, "stochastic", stream(words, _G_WGRAD), turn)
+    return Quantization(0, stream(words, _G_WGRAD), turn)
 
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:

@@ -18,7 +18,7 @@ from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
 from pallas_kernels.operands import Fp4, Operand
 from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
-from tcfp_jax.formats.nvfp4_values import Nvfp4Values, along
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 

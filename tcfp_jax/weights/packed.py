@@ -39,7 +39,7 @@ from pallas_kernels.specs import entries_of
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.float_bits import to_bits
-from tcfp_jax.formats.parts import quantize
+from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
 
 Residual = Literal["linear", "nf4"]

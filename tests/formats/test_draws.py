@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tcfp_jax.formats import codebook, datatype, pack, unpack
-from tcfp_jax.formats.codebook_search import nearest_index
+from tcfp_jax.formats.codebooks import nearest_index
 from tcfp_jax.formats.float_bits import Grid, round_bits, round_to_grid
 
 

@@ -44,7 +44,7 @@ def test_modules_import_each_other_without_a_circle():
                 continue
             # `from tcfp_jax.formats import x` is of the module x, or of the package itself.
             graph[path.stem].add(stem.lstrip(".") or (name if name in names else "__init__"))
-    assert {"parts", "scale_choice"} <= graph["casting"] | graph["cast_kernel"]
+    assert {"parts", "scale_rules"} <= graph["casting"] | graph["cast_kernel"]
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # CycleError names the circle
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, cast, datatype, number, pack, unpack
-from tcfp_jax.formats.codes import decode, encode, from_bytes, to_bytes
+from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tests.formats_oracles import FLOATS, QUICK, packed_and_cast, quick, same_bits
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import counter
-from tcfp_jax.formats import nvfp4_kernel, nvfp4_values, quantize_nvfp4
+from tcfp_jax.formats import nvfp4_arrays, nvfp4_kernel, quantize_nvfp4
 from tcfp_jax.formats.nvfp4_arrays import define
 
 pytestmark = [
@@ -70,11 +70,11 @@ def test_stochastic_rounding_by_the_bits_of_each_index(rule, dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("key", [None, counter.keys(7)], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize(("axis", "signs"), [(1, None), (0, None), (0, SIGNS)], ids=["last", "first", "rotated"])
-def test_numbers_that_training_multiplies(axis, signs, rounding, dtype):
-    x, key = draw(dtype), counter.keys(7)
-    run = jax.jit(lambda x, key, signs: nvfp4_values.along(x, axis, rounding, key, signs))
+def test_numbers_that_training_multiplies(axis, signs, key, dtype):
+    x = draw(dtype)
+    run = jax.jit(lambda x, key, signs: nvfp4_arrays.along(x, axis, key, signs))
     assert "quantize_nvfp4" in run.lower(x, key, signs).as_text()
     got = jax.device_get(run(x, key, signs))
     with jax.default_device(jax.devices("cpu")[0]):

@@ -21,7 +21,7 @@ from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tiled import Tiling
-from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_values
+from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_arrays
 from tests.helpers import float64_of, mesh_of, same_bits
 
 E4M3 = jnp.float8_e4m3fn
@@ -227,7 +227,7 @@ KERNELS = {
     ),
     "ordered rows": lambda x: ordered_rows.ordered(x, 128, ONE),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
-    "nvfp4": lambda x: nvfp4_values.along(x, 0, "stochastic", WORDS).values,
+    "nvfp4": lambda x: nvfp4_arrays.along(x, 0, WORDS).values,
 }
 
 

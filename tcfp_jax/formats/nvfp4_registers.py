@@ -2,8 +2,8 @@
 
 A thread holds whole tiles, so that the rotation, the largest magnitude, the errors of two or three candidates and the
 bytes are all made in its registers: `quantized` is written over 16 arrays, each with one value of every tile, and so is
-`dequantized`, for products that multiply numbers instead of codes. They find what `parts.quantize` defines, bit for
-bit, with fewer operations:
+`dequantized`, for products that multiply numbers instead of codes. They have the bits of `quantization.quantize`, with
+fewer operations:
 
 * E2M1 and E4M3 are the top bits of a float32 whose exponent is moved down so that the number's smallest normal value is
   float32's: x / s * 2**-126 >> 22 is the code of the value below x / s. The quotient may be a product by a reciprocal.
@@ -26,7 +26,7 @@ from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.rotation import flushed
-from tcfp_jax.formats.scale_choice import CLIPPED_FROM, NEGLIGIBLE, lift_of
+from tcfp_jax.formats.scale_rules import CLIPPED_FROM, NEGLIGIBLE, lift_of
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
     rule: ScaleMode
     rounding: Literal["even", "stochastic"]
-    rotation: Literal["none", "hadamard"]
+    rotated: bool
 
     @property
     def divisors(self) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ def words(options: Options, outer: jax.Array, signs: jax.Array | None, key: Any)
     floats = jnp.stack([lifted, lift, jnp.float32(TINY) * lift, *parts]).astype(jnp.float32)
     floats = jnp.pad(floats, (0, _WORDS - 2 - floats.size))
     found = [lax.bitcast_convert_type(floats, jnp.uint32), jnp.stack(keys(0) if key is None else key)]
-    if options.rotation == "hadamard":
+    if options.rotated:
         flips = jnp.ones(SIDE) if signs is None else signs
         found.append(lax.bitcast_convert_type(flips.astype(jnp.float32), jnp.uint32))
     return jnp.concatenate(found)
@@ -229,7 +229,7 @@ class Scalars(NamedTuple):
         wide = lambda at: lax.bitcast_convert_type(read(at), jnp.float32)
         values = [(wide(3 + 2 * i), wide(4 + 2 * i)) for i in range(len(options.divisors))]
         divisors = [(value, do.divisor(value, inverse, _SCALE[1])) for value, inverse in values]
-        signs = [wide(_WORDS + i) for i in range(SIDE)] if options.rotation == "hadamard" else []
+        signs = [wide(_WORDS + i) for i in range(SIDE)] if options.rotated else []
         return Scalars(wide(0), wide(1), wide(2), divisors, (read(_WORDS - 2), read(_WORDS - 1)), signs)
 
 
@@ -310,7 +310,7 @@ def _packed(codes: list[jax.Array], signs: list[jax.Array], nonzero: jax.Array) 
 
 
 def _scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.Array]) -> list[jax.Array]:
-    """The E4M3 codes of the scales among which each tile chooses; see `scale_choice.tile_scales`."""
+    """The E4M3 codes of the scales among which each tile chooses; see `scale_rules.tile_scales`."""
     amax = do.largest_finite(x)
     covering = options.rule == "fold_exact" or options.rounding == "stochastic"
     round_scale = _covering_code if covering else _code
@@ -372,7 +372,7 @@ def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.A
 
 
 def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
-    """2**-16 of `scale_choice.score` of finite magnitudes under a scale; float32 holds the sum exactly in any order.
+    """2**-16 of `scale_rules.score` of finite magnitudes under a scale; float32 holds the sum exactly in any order.
 
     Of a quotient that is rounded to 2**-8, on which all middles of codes lie, the nearest code is as far as its own.
     """

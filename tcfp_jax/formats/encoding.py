@@ -13,7 +13,7 @@ from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.rounding import SIGN, unit_shift
-from tcfp_jax.formats.scale_choice import is_wide
+from tcfp_jax.formats.scale_rules import is_wide
 
 
 def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
@@ -103,15 +103,6 @@ def _special_codes(number: NumberSpec) -> tuple[int, int]:
     if number.infnan == "f":
         return 0, 0
     return (ones if number.has_inf else 0), ones + 1
-
-
-def byte_count(count: int, bits: int) -> int:
-    """Bytes that hold `count` codes of `bits` bits.
-
-    >>> byte_count(5, 6)
-    4
-    """
-    return -(-count * bits // 8)
 
 
 def to_bytes(codes: jax.Array, bits: int) -> jax.Array:

@@ -15,15 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tcfp_jax.formats import codebook_search, float_bits, scale_choice
+from tcfp_jax.formats import codebooks, float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, NAN, TINY, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.residuals import add_rest, rest_of
-from tcfp_jax.formats.rounding import SIGN, Modes, digits, fixed_point, flushed, round_units, round_unscaled, scaled_up
-from tcfp_jax.formats.scales import ScaleMode
-from tcfp_jax.formats.tiles import Tiling, tiling
+from tcfp_jax.formats.rounding import (
+    SIGN,
+    Modes,
+    add_rest,
+    digits,
+    fixed_point,
+    flushed,
+    rest_of,
+    round_units,
+    round_unscaled,
+    scaled_up,
+)
+from tcfp_jax.formats.scales import ScaleMode, Tiling, tiling
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
@@ -106,12 +115,12 @@ def _quantize_value(
         if isinstance(number, CodebookSpec):
             nan = magnitude > INFINITY  # no index is NaN; what is packed in its place is what 0 would be
             value = jnp.where(nan, jnp.float32(0), flushed(bits))
-            return Parts(codebook_search.nearest_index(value, number, 0, modes.roundmode, random), nan=nan)
+            return Parts(codebooks.nearest_index(value, number, 0, modes.roundmode, random), nan=nan)
         return Parts(round_unscaled(magnitude, sign, number, modes, random))
     if scale.zero is not None:
         assert isinstance(number, NumberSpec)
         return _quantize_asymmetric(bits, number, datatype, layout, modes, random)
-    amax = jnp.max(scale_choice.finite_magnitude(magnitude), axis=layout.tile_axes, keepdims=True, initial=0)
+    amax = jnp.max(scale_rules.finite_magnitude(magnitude), axis=layout.tile_axes, keepdims=True, initial=0)
     lost = None
     if not number.has_nan:
         lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
@@ -151,7 +160,7 @@ def _round_scaled(
     if isinstance(number, CodebookSpec):
         signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
         signed = jnp.where(sign < 0, -signed, signed)
-        index, selector = codebook_search.search(signed, number, layout.subtile_axes, modes.roundmode, random)
+        index, selector = codebooks.search(signed, number, layout.subtile_axes, modes.roundmode, random)
         return parts._replace(value=index, selector=selector)
     return parts._replace(value=round_units(units, magnitude, sign, number, modes, random))
 
@@ -162,12 +171,12 @@ def _exponent_scales(
     """Parts with the exponents of the tiles and the offsets of their subtiles; the values are yet to be rounded."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
-    exponent, _ = scale_choice.choose_exponent(amax, number, scale.number, mode)
+    exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, mode)
     parts = Parts(magnitude, exponent=exponent)
     if not scale.offset:
         return parts
-    sub = jnp.max(scale_choice.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
-    _, sub_wanted = scale_choice.choose_exponent(sub, number, scale.number, mode)
+    sub = jnp.max(scale_rules.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
+    _, sub_wanted = scale_rules.choose_exponent(sub, number, scale.number, mode)
     return parts._replace(offset=jnp.clip(exponent - sub_wanted, 0, (1 << scale.offset) - 1))
 
 
@@ -191,11 +200,11 @@ def _better_half(
     covering, finite = parts.exponent, magnitude < INFINITY
     x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering + fixed_point(number))
     x = jnp.where(sign < 0, -x, x)
-    largest = number.maxfloat if isinstance(number, CodebookSpec) else scale_choice.grid_of(number).largest
+    largest = number.maxfloat if isinstance(number, CodebookSpec) else scale_rules.grid_of(number).largest
 
     def error(rounded: Parts) -> jax.Array:
         value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
-        return scale_choice.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
+        return scale_rules.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
 
     wide = at(parts)
     # The smallest exponent stays what says that a tile is zero.
@@ -219,12 +228,12 @@ def _float_scales(
     covers = modes.roundmode == "stochastic"
     if scale.outer is None:
         return [
-            Parts(magnitude, scale=scale_choice.choose_scale(amax, largest, scale.number, "up" if covers else "even"))
+            Parts(magnitude, scale=scale_rules.choose_scale(amax, largest, scale.number, "up" if covers else "even"))
         ]
     rule = modes.of_scale(scale) if number.name == "e2m1f" else "max"
     whole = jnp.max(amax, initial=0) if amax_tensor is None else amax_tensor
-    outer = scale_choice.choose_outer(whole, largest, scale.number, scale.outer, rule)
-    tiles = scale_choice.tile_scales(amax, outer, largest, scale.number, rule, covers)
+    outer = scale_rules.choose_outer(whole, largest, scale.number, scale.outer, rule)
+    tiles = scale_rules.tile_scales(amax, outer, largest, scale.number, rule, covers)
     return [Parts(magnitude, scale=tile, outer=outer) for tile in tiles]
 
 
@@ -238,7 +247,7 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
         # A quotient as a GPU's registers have it, rounded twice: here it only has to be the same everywhere.
         inverse = float_bits.divide(one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32))
         value = jnp.where(finite, jnp.abs(parts.value), 0)
-        return scale_choice.score(x * inverse, value, parts.scale, layout.tile_axes)
+        return scale_rules.score(x * inverse, value, parts.scale, layout.tile_axes)
 
     better = error(other) < error(best)
     chosen = lambda a, b: jnp.where(better, a, b)
@@ -273,8 +282,8 @@ def _quantize_asymmetric(
     low = jnp.min(x, axis=layout.tile_axes, keepdims=True, initial=0)
     high = jnp.max(x, axis=layout.tile_axes, keepdims=True, initial=0)
     span = jnp.minimum(high - low, jnp.float32(_LARGEST_FLOAT))
-    factor = scale_choice.choose_scale(lax.bitcast_convert_type(span, jnp.int32), number.max, scale.number)
-    divisor, grid = lax.bitcast_convert_type(factor, jnp.int32), scale_choice.grid_of(number)
+    factor = scale_rules.choose_scale(lax.bitcast_convert_type(span, jnp.int32), number.max, scale.number)
+    divisor, grid = lax.bitcast_convert_type(factor, jnp.int32), scale_rules.grid_of(number)
 
     def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
         as_bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
@@ -286,7 +295,7 @@ def _quantize_asymmetric(
         steps = divided(x, modes.roundmode)
         codes = jnp.where(x < 0, -steps, steps) + zero
     else:
-        zero = scale_choice.round_scale(-low, scale.zero)
+        zero = scale_rules.round_scale(-low, scale.zero)
         shifted = x + zero
         codes = jnp.where(shifted < 0, jnp.float32(0), divided(shifted, modes.roundmode))
     infinite = jnp.where(bits < 0, jnp.float32(0), jnp.float32(number.max))
@@ -312,7 +321,7 @@ def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Ar
 def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
     """float32 values of a number in its own units."""
     if isinstance(number, CodebookSpec):
-        return codebook_search.look_up(parts.value, number, parts.selector)
+        return codebooks.look_up(parts.value, number, parts.selector)
     return parts.value
 
 

@@ -1,8 +1,5 @@
 """NVFP4 as numbers: the bits of the cast in every mode; the kernel; rotations; which bits are drawn."""
 
-import functools
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,20 +7,21 @@ import pytest
 
 from pallas_kernels.counter import bits_of, keys
 from tcfp_jax import formats
-from tcfp_jax.formats import e2m1, float_bits, nvfp4_values
+from tcfp_jax.formats import float_bits, nvfp4_arrays, nvfp4_kernel, nvfp4_xla
 from tcfp_jax.formats.float_bits import Grid, to_bits
-from tcfp_jax.formats.nvfp4_values import BLOCK
-from tcfp_jax.formats.parts import layout_of, quantize
+from tcfp_jax.formats.nvfp4_registers import SIDE
+from tcfp_jax.formats.quantization import layout_of, quantize
 from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
 from tests.formats_oracles import QUICK, same
 
 KEY = keys(7)
+SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
 DATATYPES = {
     "last": formats.nvfp4, "first": formats.datatype("e2m1f", "e4m3fn_t16d0_float32"), "squares": formats.nvfp4s
 }  # fmt: skip
-along = jax.jit(nvfp4_values.along, static_argnums=(1, 2), compiler_options=QUICK)
+along = jax.jit(nvfp4_arrays.along, static_argnums=1, static_argnames="interpret", compiler_options=QUICK)
 
 
 def wild(spread, shape=(32, 64)):
@@ -35,30 +33,25 @@ def wild(spread, shape=(32, 64)):
     return jnp.asarray(x)
 
 
-def both(x, place, rounding):
-    """(values, outer) of this module and of the definition."""
+def both(x, place, key):
+    """(values, outer) of numbers and of the cast."""
     drawn = None
-    if rounding == "stochastic":  # a block's values follow each other
-        whole = (-1, BLOCK, x.shape[1]) if place == "first" else (*x.shape, 1)
-        drawn = bits_of(x.reshape(whole).shape, *KEY, fastest=1).reshape(x.shape)
+    if key is not None:  # a block's values follow each other
+        whole = (-1, SIDE, x.shape[1]) if place == "first" else (*x.shape, 1)
+        drawn = bits_of(x.reshape(whole).shape, *key, fastest=1).reshape(x.shape)
     parts = quantize(to_bits(x), DATATYPES[place], Modes("even" if drawn is None else "stochastic"), drawn)
     values = layout_of(x.shape, DATATYPES[place]).join(parts.value * parts.scale)
     axis = {"last": -1, "first": 0}.get(place)
-    found = nvfp4_values.squares(x) if axis is None else nvfp4_values.along(x, axis, rounding, KEY)
-    return found, (values, parts.outer)
+    return nvfp4_arrays.squares(x) if axis is None else nvfp4_arrays.along(x, axis, key), (values, parts.outer)
 
 
-@pytest.mark.parametrize(
-    ("place", "modes"),
-    [("last", ("nearest", "stochastic")), ("first", ("nearest", "stochastic")), ("squares", ("nearest",))],
-    ids=DATATYPES,
-)
-def test_values_are_the_definitions_bit_for_bit(place, modes):
-    run = jax.jit(lambda x: {mode: both(x, place, mode) for mode in modes}, compiler_options=QUICK)
+@pytest.mark.parametrize(("place", "keys"), [("last", (None, KEY)), ("first", (None, KEY)), ("squares", (None,))])
+def test_numbers_are_the_values_of_the_cast_bit_for_bit(place, keys):
+    run = jax.jit(lambda x: [both(x, place, key) for key in keys], compiler_options=QUICK)
     for spread in (0.0, 2.0, 9.0):
-        for mode, (found, (values, outer)) in run(wild(spread)).items():
-            assert found.values.dtype == jnp.bfloat16 and float(found.outer) == float(outer), mode
-            assert same(found.values, values), (mode, spread)
+        for found, (values, outer) in run(wild(spread)):
+            assert found.values.dtype == jnp.bfloat16 and float(found.outer) == float(outer)
+            assert same(found.values, values), spread
 
 
 def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_bit():
@@ -78,24 +71,17 @@ def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_
     def run(m, f, drawn):
         units = float_bits.divide_to_odd(to_bits(m), to_bits(f), 23)
         expected = jnp.minimum(float_bits.round_to_grid(units, Grid(0, 1, 6.0), "stochastic", drawn), 6)
-        return expected, e2m1.stochastic(m, f, drawn)
+        return expected, nvfp4_xla.stochastic(m, f, drawn)
 
     assert same(*run(m, f, drawn))
 
 
-@pytest.mark.parametrize(
-    ("place", "rounding", "turned", "spread"),
-    [("last", "stochastic", False, 2.0), ("last", "nearest", False, 9.0), ("first", "nearest", True, 9.0),
-     ("first", "stochastic", True, 2.0)],
-)  # fmt: skip
-def test_the_kernel_has_the_definitions_bits(place, rounding, turned, spread):
-    x = wild(spread, (32, 128)).at[20, 70].set(jnp.inf)
-    assert nvfp4_values.nvfp4_kernel.serves(x.shape, x.dtype, place)
-    turn = jnp.where(jnp.arange(16) % 3, 1.0, -1.0) if turned else None
-    options = dict(place=place, rounding=rounding)
-    one_pass = functools.partial(nvfp4_values._in_one_pass, interpret=True, **options)
-    both = lambda x: (one_pass(x, KEY, turn), nvfp4_values._defined(x, KEY, turn, **options))
-    got, wanted = jax.jit(both, compiler_options=QUICK)(x)
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize(("axis", "signs"), [(-1, None), (0, SIGNS)], ids=["last", "first, rotated"])
+def test_the_kernel_has_the_bits_of_xla(axis, signs, key):
+    x = wild(9.0 if key is None else 2.0, (32, 128)).at[20, 70].set(jnp.inf)
+    assert nvfp4_kernel.serves(x.shape, x.dtype, "last" if axis else "first")
+    got, wanted = (along(x, axis, key, signs, interpret=interpret) for interpret in (True, False))
     assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
 
 
@@ -103,13 +89,10 @@ def test_the_kernel_has_the_definitions_bits(place, rounding, turned, spread):
 def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
     """By the kernel, and without it, if a part has too few columns."""
     x, mesh = wild(2.0, (32, 128)), jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    options = dict(place="first", rounding="stochastic")
     place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    one_pass = functools.partial(nvfp4_values._in_one_pass, interpret=True, signs=None, **options)
-    compiled = jax.jit(one_pass, compiler_options=QUICK).lower(jax.device_put(x, place(*axes)), KEY).compile()
-    got = compiled(jax.device_put(x, place(*axes)), jax.device_put(KEY, place()))
+    got = along(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), interpret=True)
     assert got.values.sharding.is_equivalent_to(place(*axes), 2)
-    assert same(got.values, jax.jit(functools.partial(nvfp4_values._defined, signs=None, **options))(x, KEY).values)
+    assert same(got.values, along(x, 0, KEY).values)
 
 
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
@@ -118,7 +101,7 @@ def test_on_an_h200_rotated_values_are_written_once():
     """Two kernels, one for the maximum, and no float32 of x's size beside them."""
     mesh = h200s(1)
     x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
-    run = lambda x, key, turn: nvfp4_values.along(x, 0, "stochastic", (key[0], key[1]), turn)
+    run = lambda x, key, turn: nvfp4_arrays.along(x, 0, (key[0], key[1]), turn)
     compiled = compile_for(mesh, run, x, key, turn)
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
 
@@ -133,17 +116,10 @@ def test_bad_input_is_loud_in_its_block_alone(value):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotations_are_the_format_librarys(dtype, monkeypatch):
-    def keep(x, axes, rounding, key, blocks):
-        found = jnp.concatenate(blocks(x), axis=axes[0]).astype(jnp.float32)
-        return types.SimpleNamespace(values=lambda: nvfp4_values.Nvfp4Values(found, jnp.float32(1)))
-
-    monkeypatch.setattr(nvfp4_values, "quantize", keep)
-    monkeypatch.setattr(nvfp4_values.nvfp4_kernel, "serves", lambda *_: False)
+def test_rotations_are_the_format_librarys(dtype):
     x = jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)
-    turn = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
-    run = lambda x, turn: (
-        nvfp4_values.along(x, 0, signs=turn).values,
-        formats.rotate(x.astype(jnp.float32), 16, signs=turn, dim=0),
+    run = lambda x: (
+        nvfp4_arrays.observe(x, 0, signs=jnp.asarray(SIGNS)).exact,
+        formats.rotate(x.astype(jnp.float32), 16, signs=SIGNS, dim=0),
     )
-    assert same(*jax.jit(run, compiler_options=QUICK)(x, turn))
+    assert same(*jax.jit(run, compiler_options=QUICK)(x))
