@@ -18,8 +18,8 @@ from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.hopper.plan import Config, block_candidates, candidates
-from pallas_kernels.matmul import mosaic, mosaic_blocks, reference
+from pallas_kernels.hopper.plan import Config, Problem, candidates
+from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
@@ -83,18 +83,16 @@ class Form:
 
     def candidates(self, shape: GemmShape) -> list[Config]:
         """The tile sizes that the Mosaic kernel has for a shape, best guess first."""
-        sizes = (shape.m, shape.k, shape.n)
-        if not isinstance(self.scaling, Block):
-            return candidates(*sizes, self.halves, self.accumulation)
+        block = self.scaling if isinstance(self.scaling, Block) else None
+        problem = Problem(shape.m, shape.k, shape.n, self.halves, block)
         if self.residual_blocks == "nonzero":
-            return skip_mosaic.candidates(*sizes, self.scaling.size)
-        return block_candidates(*sizes, self.halves, self.scaling)
+            return skip_mosaic.candidates(problem)
+        return candidates(problem, self.accumulation)
 
     def chosen(self, shape: GemmShape) -> list[Config]:
         """The tile sizes that the Mosaic kernel runs a shape with, after what was measured near it, or none."""
         x, w = self._operands(shape.m, shape.k, shape.n)
-        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
-        config = kernel.configure(self._options, x, w, None) if self.candidates(shape) else None
+        config = mosaic.configure(self._options, x, w, None) if self.candidates(shape) else None
         return [] if config is None else [config]
 
     def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
@@ -110,8 +108,7 @@ class Form:
             return skip_mosaic.skip_matmul(self._options, x, w, None, config=config)
         if config is None:
             return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
-        kernel = mosaic_blocks if isinstance(self.scaling, Block) else mosaic
-        return kernel.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
+        return mosaic.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
 
     def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
         """Whether a result is within its own bound and XLA's of XLA's result."""

@@ -28,7 +28,7 @@ from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.matmul import reference
+from pallas_kernels.matmul.api import scale_rows
 from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.tuning import Entry
@@ -301,7 +301,7 @@ def _grid_of_quantizers() -> Iterator[Case]:
 
 def _scaling_case(shape: tuple[int, int], dtype: str) -> Case:
     """What a product by rows does after it."""
-    scale = functools.partial(reference.scale_rows, out_dtype=jnp.dtype(dtype))
+    scale = functools.partial(scale_rows, out_dtype=jnp.dtype(dtype))
     m, n = shape
     operands = lambda: (draw(shape, (jnp.dtype(dtype),))[0], *(draw((side,), (jnp.float32,))[0] for side in (m, n)))
     return Case("row_scale", shape, f"{dtype} {dtype}", operands, _by_xla(scale), _alone)

@@ -123,6 +123,11 @@ def flush_subnormal(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
 
 
+def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return `saturating_cast(flush_subnormal(x) * multiplier, dtype)`, the rounding of every quantizer."""
+    return saturating_cast(flush_subnormal(x) * multiplier, dtype)
+
+
 def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`flush_subnormal(x) * inverse` as far as its nearest value in `dtype` can tell, for a scalar `inverse`.
 

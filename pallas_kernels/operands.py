@@ -1,42 +1,36 @@
-"""The nouns of the library: an `Operand` of a product, and what quantizers and products are asked for.
+"""The nouns of the library: an `Operand` of a product, the options of quantizers and products, and their checks.
 
-An operand is FP8 values, contracted along their last axis, with their scale and, where there is one, a residual: a
-second FP8 tensor that shares the scale, `x ~ (values + lo) * scale`. Its `Scaling` says which values share a scale.
-With `Fp4` the values are E2M1 codes, two a byte, and the scales may have a scale, `outer`.
+An operand is FP8 values, contracted along their last axis, with their scale and an optional residual: a second FP8
+tensor that shares the scale, `x ~ (values + lo) * scale`. Its `Scaling` says which values share a scale. With `Fp4` the
+values are E2M1 codes, two a byte, and the scales may have a scale themselves, `outer`.
+
+Each error of a check names the broken rule, the given value, and the repair.
 """
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import numerics
 from pallas_kernels.fp4 import numbers, unpack
-from pallas_kernels.scaling import (
-    BLOCK_SIZES,
-    SCALE_DTYPE,
-    ZERO_BLOCK,
-    Block,
-    Fp4,
-    Row,
-    Scale,
-    Scaling,
-    Tensor,
-    Tile,
-)  # fmt: skip
+from pallas_kernels.scaling import BLOCK_SIZES, SCALE_DTYPE, ZERO_BLOCK, Block, Fp4, Row, Scale, Scaling, Tensor, Tile
+from pallas_kernels.specs import Sharding
 from pallas_kernels.wire import Wire
 
 __all__ = [
     "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Fp4", "Operand", "Orientation",
-    "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "sizes",
+    "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "check_operands",
+    "check_quantizer", "check_real", "sizes",
 ]  # fmt: skip
 
 Orientation = Literal["rows", "both"]
 Accumulation = Literal["fast", "full"]
-# Which axis of a matrix of values products contract.
+# The axis of a matrix of values that products contract.
 Contracts = Literal["last", "first"]
 
 
@@ -46,16 +40,16 @@ class Operand:
     """FP8 values with their scales, and perhaps a residual: `x ~ (values + lo) * scale`.
 
     Attributes:
-      values: FP8 `[..., c]`; products contract c (or, of a weight gradient, all axes but the first). With `Fp4` uint8
+      values: FP8 `[..., c]`; products contract c (or, in a weight gradient, all axes but the first). With `Fp4` uint8
         `[..., c / 2]`, two codes a byte.
       scale: float32 `[]` (`Tensor`; the leading axes of a stack), float32 `[...]` (`Row`), or float8_e8m0fnu, one for
         each block (`Block`); with `Fp4` float8_e4m3fn or float8_e8m0fnu, one for each block.
       lo: FP8, the shape of `values`, or None.
-      lo_scale: of blocks with a residual: `scale`, but code 0 for every block whose residual is all zeros.
-      scaling: which values share a scale.
-      contracts: "first" where `values` and `lo` are `[c, n]` and stand for their transpose, which a product makes where
-        it multiplies (`turn_late`). Scales and `shape` are those of the transpose.
-      outer: of NVFP4, float32 `[]` or the leading axes of a stack: what all scales are multiplied by.
+      lo_scale: scales of the residual in blocks: `scale`, but code 0 for every block whose residual is all zeros.
+      scaling: rule that says which values share a scale.
+      contracts: "first" if `values` and `lo` are `[c, n]` and stand for their transpose, which each product makes
+        itself (`turn_late`). Scales and `shape` are already those of the transpose.
+      outer: second scale of NVFP4, which multiplies all others, float32 `[]` or the leading axes of a stack.
     """
 
     values: jax.Array
@@ -68,19 +62,19 @@ class Operand:
 
     @property
     def hi(self) -> jax.Array:
-        """The values, as the larger half of a split weight is called."""
+        """The values, by the name that they have next to a residual."""
         return self.values
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that it stands for."""
+        """Shape of the tensor for which the operand stands."""
         if isinstance(self.scaling, Fp4):
             return (*self.values.shape[:-1], 2 * self.values.shape[-1])
         return self.values.shape if self.contracts == "last" else self.values.shape[::-1]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The format of the values."""
+        """Format of the values."""
         return jnp.dtype(jnp.float4_e2m1fn if isinstance(self.scaling, Fp4) else self.values.dtype)
 
     @property
@@ -89,44 +83,45 @@ class Operand:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scale_of_values(self) -> jax.Array:
-        """The scales in float32, shaped to multiply the values."""
+        """Return the scales in float32, shaped to multiply the values."""
         scale = self.scaling.spread(self.scale, self.shape)
         return scale if self.outer is None else scale * self.outer[..., None, None]
 
     def drop_residual(self) -> "Operand":
-        """The same values without `lo`."""
+        """Return the same values without `lo`."""
         return replace(self, lo=None, lo_scale=None)
 
     def turn(self) -> "Operand":
-        """The transposed matrix, whose last two axes are swapped.
+        """Return the transposed matrix, with the last two axes swapped.
 
         Raises:
-          NotImplementedError: rows or vectors, which the transpose does not have.
+          NotImplementedError: the scales are rows or vectors, which the transpose does not have.
         """
-        swap: Any = lambda x: None if x is None else jnp.swapaxes(x, -1, -2)
+        swap = lambda x: jnp.swapaxes(x, -1, -2)
         lo_scale = None if self.lo_scale is None else self.scaling.turn(self.lo_scale)
-        return Operand(swap(self.values), self.scaling.turn(self.scale), swap(self.lo), lo_scale, self.scaling)
+        values, scale = swap(self.values), self.scaling.turn(self.scale)
+        return Operand(values, scale, None if self.lo is None else swap(self.lo), lo_scale, self.scaling)
 
     def turn_late(self) -> "Operand":
-        """`turn`, of a matrix whose values each product transposes itself, after devices have brought them together.
+        """Return `turn()` of a matrix whose values stay where they are until a product transposes them.
 
-        A matrix that devices hold in parts is then gathered as it lies, by a product that reads it so and by one that
-        reads its transpose, and XLA gathers it once for both.
+        Use it for a matrix that devices hold in parts. Its transpose and itself are then gathered in the same layout,
+        and XLA gathers it once for both products.
         """
         turned = self.turn()
         return Operand(self.values, turned.scale, self.lo, turned.lo_scale, self.scaling, "first")
 
     def settled(self) -> "Operand":
-        """The same with its values contracted along their last axis."""
+        """Return the same operand with its values contracted along their last axis."""
         if self.contracts == "last":
             return self
         lo = None if self.lo is None else self.lo.T
         return Operand(self.values.T, self.scale, lo, self.lo_scale, self.scaling)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """(values + lo) * scale, in float32, where the sum is exact, and then `dtype`.
+        """Return `(values + lo) * scale` in float32, where the sum is exact, cast to `dtype`.
 
-        With `Fp4` it is `number * (scale * outer)`, as the format library has it.
+        With `Fp4` it is `number * (scale * outer)`, in the order of the format library.
 
         >>> Operand(jnp.ones(2, jnp.float8_e4m3fn), jnp.float32(0.5)).dequantize().tolist()
         [0.5, 0.5]
@@ -145,12 +140,12 @@ class Operand:
 
 
 class Quantized(NamedTuple):
-    """What every quantizer returns.
+    """Result of every quantizer.
 
     Attributes:
       rows: the tensor `[..., k]`, contracted along k.
-      columns: `[k, ...]`, contracted along all other axes; None where only rows were asked for.
-      error: what was left over, where an error came in; in its dtype.
+      columns: `[k, ...]`, contracted along all other axes, or None if only rows were asked for.
+      error: rest of the rounding if an error came in, in the dtype of that error.
     """
 
     rows: Operand
@@ -160,37 +155,132 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a quantizer is asked for: the static options of `quantize` and `dual_quantize`.
+    """Static options of `quantize` and `dual_quantize`.
 
     Attributes:
-      dtype: float8_e4m3fn or float8_e5m2, as a NumPy dtype.
-      scaling: which values share a scale.
-      orientation: "rows", or "both" for `columns` beside them.
+      dtype: float8_e4m3fn or float8_e5m2; a NumPy dtype after `check_quantizer`.
+      scaling: rule that says which values share a scale.
+      orientation: "rows", or "both" to get `columns` as well.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     scaling: Scaling
     orientation: Orientation = "rows"
 
 
 @dataclass(frozen=True)
 class Product:
-    """What a product is asked for: the static options of `matmul`.
+    """Static options of `matmul` and `skip_matmul`.
 
     Attributes:
-      out_dtype: of the result; the sum is scaled in float32 and then rounded to it.
+      out_dtype: dtype of the result; the sum is scaled in float32 and then rounded to it.
       accumulation: "fast" adds in the tensor core's own accumulator, "full" promotes to float32 during the sum.
-      out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`.
-      wire: how devices add partial sums, see `pallas_kernels.wire`.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`.
+      wire: dtype in which devices add partial sums, see `pallas_kernels.wire`.
     """
 
-    out_dtype: Any = jnp.bfloat16
+    out_dtype: DTypeLike = jnp.bfloat16
     accumulation: Accumulation = "fast"
-    out_sharding: Any = None
+    out_sharding: Sharding = None
     wire: Wire | None = None
 
 
 def sizes(x: Operand, w: Operand) -> tuple[int, int, int]:
-    """(m, k, n) of the product as one of matrices."""
-    k = math.prod(w.shape[1:])
-    return math.prod(x.shape) // k if k else 0, k, w.shape[0]
+    """Return (m, k, n) of the product, as one of matrices."""
+    shape = w.shape
+    k = math.prod(shape[1:])
+    return math.prod(x.shape) // k if k else 0, k, shape[0]
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def check_real(name: str, x: jax.Array) -> None:
+    """Raise a TypeError unless `x` is an array of real floating-point numbers."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} is a {type(x).__name__}, not an array; use jnp.asarray({name})")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, but only real floats are multiplied or rounded in FP8 and FP4; use "
+            f"{name}.astype(jnp.float32)"
+        )
+
+
+def check_quantizer(name: str, x: jax.Array, options: Quantization, amax: jax.Array | None) -> Quantization:
+    """Return the options of a quantizer with a NumPy dtype, if `x` may be quantized so.
+
+    Raises:
+      TypeError: `x` is not real floating point, or the dtype is not FP8.
+      ValueError: x has no such rows or blocks, `amax` comes with several scales, or the orientation is unknown.
+    """
+    check_real(name, x)
+    if options.orientation not in ("rows", "both"):
+        raise ValueError(f'orientation={options.orientation!r} is unknown; use "rows" or "both"')
+    scaling = options.scaling
+    if not isinstance(scaling, Tensor):
+        if amax is not None:
+            raise ValueError(f"amax= scales a whole tensor, but scaling={scaling} has several scales; drop one of them")
+        if x.ndim == 0:
+            raise ValueError(f"{name} is a scalar, which has no rows or blocks; use scaling=Tensor()")
+        if isinstance(scaling, Block) and scaling.tile == "square" and x.ndim != 2:
+            raise ValueError(
+                f"{name}{list(x.shape)} has no square blocks, which are cut from a matrix; use jax.vmap over a stack, "
+                'or tile="vector"'
+            )
+    dtype = jnp.dtype(options.dtype)
+    return replace(options, dtype=dtype if dtype in numerics.FLOAT8_DTYPES else numerics.float8_dtype(dtype))
+
+
+def check_operands(x: Operand, w: Operand) -> None:
+    """Raise unless tensor cores have the product of x and w.
+
+    Raises:
+      TypeError: an operand is not FP8, or scales of blocks are not E8M0.
+      ValueError: the contracted sizes differ, or an operand's halves or scales do not fit its values.
+      NotImplementedError: E5M2 x E5M2, two scalings that no product combines, or an x with a residual.
+    """
+    a, b = x.values.shape, w.values.shape if w.contracts == "last" else w.values.shape[::-1]
+    contracted = len(b) - 1
+    if contracted < 1 or len(a) < contracted or a[len(a) - contracted :] != b[1:]:
+        raise ValueError(
+            f"x{list(a)} and w{list(b)} must agree in the axes after w's first; transpose or reshape one of them"
+        )
+    for name, operand in (("x", x), ("w", w)):
+        values, lo = operand.values, operand.lo
+        if values.dtype not in numerics.FLOAT8_DTYPES:
+            numerics.float8_dtype(values.dtype)
+        if lo is not None and (lo.shape != values.shape or lo.dtype != values.dtype):
+            raise ValueError(
+                f"{name}.lo is {lo.dtype}{list(lo.shape)}, but {name} is {values.dtype}{list(values.shape)}; both "
+                "halves must match"
+            )
+    if x.lo is not None:
+        raise NotImplementedError("x has a residual, which takes a product of its own; multiply x_hi and x_lo apart")
+    if x.values.dtype == w.values.dtype == jnp.dtype(jnp.float8_e5m2):
+        raise NotImplementedError(
+            "float8_e5m2 x float8_e5m2: no tensor core multiplies it; make one operand float8_e4m3fn"
+        )
+    fitting = w.scaling.along_rows if isinstance(w.scaling, Block) else w.scaling
+    if x.scaling != fitting:
+        raise NotImplementedError(
+            f"x has the scaling {x.scaling} and w {w.scaling}: no product combines them; quantize x with "
+            f"scaling={w.scaling.along_rows}"
+        )
+    if isinstance(w.scaling, Block):
+        for name, operand in (("x", x), ("w", w)):
+            _check_block_scales(name, operand, contracted)
+
+
+def _check_block_scales(name: str, operand: Operand, contracted: int) -> None:
+    # Blocks run along all contracted axes as one.
+    shape = operand.values.shape
+    kept = len(shape) - contracted
+    expected = operand.scaling.scale_shape((*shape[:kept], math.prod(shape[kept:])))
+    for scale in (operand.scale, operand.lo_scale):
+        if scale is not None and scale.dtype != SCALE_DTYPE:
+            raise TypeError(f"the scales of {name} have dtype {scale.dtype}, not float8_e8m0fnu; use quantize")
+        if scale is not None and scale.shape != expected:
+            raise ValueError(
+                f"{name}{list(shape)} with {operand.scaling} has scales {list(expected)}, but these are "
+                f"{list(scale.shape)}; quantize it with this scaling"
+            )

@@ -1,4 +1,4 @@
-"""One pass over matrices that writes every result in both orientations: what the Pallas-Triton quantizers share.
+"""One pass over matrices that writes each result in both orientations, for the Pallas-Triton quantizers.
 
 A quantizer is elementwise, so its cost is memory traffic. XLA makes one fusion of it that reads the input once but
 stores the transposed bytes one at a time (2.2 TB/s on an H200). A Triton program holds a square tile in registers,
@@ -16,15 +16,14 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 
 Body = Callable[..., tuple[jax.Array, ...]]
-Runs = Literal["kernel", "reference"]
-Written = Literal["tile", "transposed", "rows", "columns", "one"]
 
 # Every line of a tile, in either orientation, is stored in pieces of 16 bytes.
-SMALLEST_SIDE = 16
+_SMALLEST_SIDE = 16
 
 
 @dataclass(frozen=True)
@@ -38,26 +37,27 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How matrices are cut into tiles: by the largest of these sides that divide them.
+    """Cut of matrices into tiles, by the largest of these sides that divide them.
 
-    One side alone fixes it, as where a tile is a block that shares a scale: under a mesh every device then has whole
-    tiles.
+    A single side fixes the tiles, for blocks that share a scale: under a mesh every device then has whole tiles.
 
-    64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, a copy by XLA moves 3.35 TB/s) a quantizer of
-    one tensor in both orientations has 3.60 TB/s with it and 3.85 with 64 x 256 by 16 warps. Stochastic rounding has
-    3.5 TB/s with 8 values a thread and 3.0 with 16.
+    64 x 64 by 8 warps is 16 values a thread. On an H200 (8192 x 14336, where a copy by XLA moves 3.35 TB/s) a quantizer
+    of one tensor in both orientations moves 3.60 TB/s with it, and 3.85 with 64 x 256 by 16 warps. Stochastic rounding
+    moves 3.5 TB/s with 8 values a thread and 3.0 with 16.
 
-    Where the "reference" runs, each device computes its part of the matrices without a kernel: the tiles only say what
-    must not be cut.
+    Attributes:
+      rows, columns: sides, the largest first.
+      values_per_thread: values of a tile over the threads that hold it.
+      by_kernel: False lets each device compute its part without a kernel; tiles then only say what must not be cut.
     """
 
     rows: tuple[int, ...] = (64, 32, 16)
     columns: tuple[int, ...] = (64, 32, 16)
     values_per_thread: int = 16
-    runs: Runs = "kernel"
+    by_kernel: bool = True
 
     def fit(self, m: int, k: int) -> Tile | None:
-        """The tile of a matrix `[m, k]`; None where none divides it.
+        """Return the tile of a matrix `[m, k]`, or None if no tile divides it.
 
         >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
         (Tile(rows=64, columns=16, warps=2), None)
@@ -73,7 +73,7 @@ WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
 
 
 def blocks_of(side: int, values_per_thread: int) -> Tiling:
-    """Tiles that are blocks."""
+    """Return tiles that are square blocks."""
     return Tiling((side,), (side,), values_per_thread)
 
 
@@ -82,30 +82,31 @@ class Output:
     """One result of a tile function.
 
     Attributes:
-      form: a value for every one of the inputs ("tile", or "transposed", of which only the transpose is written), for
-        every row of a tile ("rows", a matrix `[m, k / columns]`), for every column ("columns", `[k, m / rows]`), or for
-        the tile ("one").
-      transposed: a transposed copy is written beside it; of "tile" only.
-      replaces: index of the input, of the same dtype, in whose memory it may be written. Each tile is read before it
-        is overwritten; without it a donated input would be copied to where the result belongs.
+      dtype: dtype of the result.
+      transposed: whether a transposed copy is written as well; for "tile" only.
+      replaces: index of an input of the same dtype in whose memory the result may be written. Each tile is read before
+        it is overwritten. Without it XLA would copy a donated input to where the result belongs.
+      form: shape of the result. "tile" has a value for each value of the inputs, and "transposed" is its transpose;
+        "rows" has one for each row of a tile, `[m, k / columns]`; "columns" one for each column, `[k, m / rows]`; "one"
+        has one for each tile.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     transposed: bool = False
     replaces: int | None = None
-    form: Written = "tile"
+    form: Literal["tile", "transposed", "rows", "columns", "one"] = "tile"
 
     @property
     def rule(self) -> str:
-        """Letters of its axes for `partition`: i and j are rows and columns of values, p and q of tiles."""
+        """Letters of its axes for `partition`: i and j count rows and columns of values, p and q of tiles."""
         axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
         return f"{axes}, j i" if self.transposed else axes
 
 
 def misfit(name: str, m: int, k: int, block: int | None = None) -> str | None:
-    """Why no tile divides `[m, k]`, or no whole `block` does, or None."""
+    """Return the reason why no tile, or no whole `block`, divides `[m, k]`, or None."""
     if (Tiling() if block is None else blocks_of(block, 1)).fit(m, k) is None:
-        multiple = SMALLEST_SIDE if block is None else f"block={block}"
+        multiple = _SMALLEST_SIDE if block is None else f"block={block}"
         return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
     return None
 
@@ -120,27 +121,26 @@ def map_tiles(
     reference: Body,
     tiling: Tiling = Tiling(),
 ) -> list[jax.Array]:
-    """Run `body(*tiles, *scalars)` over every tile of `inputs`, `[*m, k]` each: matrices, whose rows may be many axes.
+    """Run `body(*tiles, *scalars)` over every tile of matrices `[*m, k]`, whose rows may be several axes.
 
     Args:
-      body: what is done to one tile; it returns a value for each of `outputs`, in the form that the output says.
-      inputs: the matrices, of one shape.
+      body: computes one tile; it returns a value for each of `outputs`, in its form.
+      inputs: matrices of one shape.
       scalars: arrays of one value each, which `body` gets as scalars.
-      outputs: what is written.
-      name: the kernel's name, as profilers show it.
-      reference: the same computation on whole matrices, outside a kernel. It runs on a device whose part of the
-        matrices no tile divides, and returns results in the shapes that are written: for a "rows" output
-        `[m, k / side]`, for a "columns" output `[k, m / side]`.
-      tiling: how the matrices are cut.
+      outputs: the results.
+      name: name of the kernel in profiles.
+      reference: the same computation on whole matrices, without a kernel, with results in the shapes that are written.
+        It runs on devices whose part no tile divides.
+      tiling: cut of the matrices.
 
     Returns:
-      For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` where that is wanted.
+      For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is wanted.
     """
     count = len(inputs)
     call = functools.partial(_call, tuple(outputs), name, count, tiling, body)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
-        if tiling.runs == "reference" or tiling.fit(*operands[0].shape) is None:
+        if not tiling.by_kernel or tiling.fit(*operands[0].shape) is None:
             whole = reference(*operands[:count], *(scalar[0] for scalar in operands[count:]))
             pairs = zip(outputs, whole, strict=True)
             return [
@@ -180,7 +180,7 @@ def _call(
     tile = tiling.fit(m, k)
     assert tile is not None, "the caller checked"
     rows, columns = tile.rows, tile.columns
-    # (shape, block, whether the grid's first axis is the second of the matrix)
+    # (shape, block, whether the grid's first axis runs along the second axis of the matrix)
     forms = {
         "tile": ((m, k), (rows, columns), False),
         "rows": ((m, k // columns), (rows, 1), False),
@@ -219,4 +219,4 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*varying(operands, *operands))  # what is written in place varies as what it replaces does
+    )(*varying(operands, *operands))  # a result in place has the type of its input

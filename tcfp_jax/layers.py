@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.checks import check_real
 from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
 from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_of, matrix_product, parse
 from tcfp_jax.products.marks import mark

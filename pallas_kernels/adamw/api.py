@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from pallas_kernels import moments as codec
 from pallas_kernels.adamw import triton
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
-from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.operands import SCALE_DTYPE
+from pallas_kernels.operands import SCALE_DTYPE, check_real
 
 __all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 

@@ -4,20 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import check_error_and_bits, check_quantizer
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.dual_quantize import reference, triton, triton_blocks
-from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
+from pallas_kernels.dual_quantize import reference, triton
+from pallas_kernels.operands import (
+    Block,
+    Orientation,
+    Quantization,
+    Quantized,
+    Row,
+    Scaling,
+    Tensor,
+    check_quantizer,
+    check_real,
+)
 
+_TILES = Implementation("triton", triton.dual_quantize, triton.reject, timed=True)
 IMPLEMENTATIONS = {
-    Tensor: (
-        Implementation("triton", triton.dual_quantize, triton.reject, timed=True),
-        Implementation("xla", reference.dual_quantize, key=reference.key),
-    ),
-    Block: (
-        Implementation("triton", triton_blocks.dual_quantize, triton_blocks.reject, timed=True),
-        Implementation("xla", triton_blocks.by_reference, key=reference.key),
-    ),
+    Tensor: (_TILES, Implementation("xla", reference.dual_quantize, key=reference.key)),
+    Block: (_TILES, Implementation("xla", triton.by_reference, key=reference.key)),
 }
 
 
@@ -32,39 +36,46 @@ def dual_quantize(
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
-    """Split `w + error` into two FP8 tensors that share power-of-two scales, and say what is left.
+    """Split `w + error` into two FP8 tensors that share power-of-two scales, and return the remaining error.
 
     `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`, `new error = (w + e) - (hi + lo) * s`.
     After scaling, the residual is at most half of the widest spacing (16 for E4M3), so it needs no scale of its own and
-    both products add in one accumulator. What a stale `amax` clips in `hi` is caught by `lo`. A block whose `lo` is all
-    zeros has E8M0's code 0 in `lo_scale`, by which a product may skip it.
+    both products add in one accumulator. If a stale `amax` clips `hi`, `lo` catches the rest. A block whose `lo` is all
+    zeros has E8M0's code 0 in `lo_scale`, so that a product can skip it.
 
     Args:
       w: real floats `[..., k]`, or a matrix for squares; arithmetic is float32.
       scaling: `Tensor()` or `Block(size, tile)`.
-      dtype: the format of both halves.
-      error: the error that earlier roundings left, shape of `w`, in units of `w`.
-      bits: uint32 random bits, shape of `w`: `lo` is rounded stochastically, so `E[(hi + lo) * s] = w + e`.
+      dtype: format of both halves.
+      error: error of earlier roundings, shape of `w`, in units of `w`.
+      bits: uint32 random bits, shape of `w`. With them `lo` is rounded stochastically, so `E[(hi + lo) * s] = w + e`.
       amax: float32 scalar to scale a whole tensor by instead of `max |w + e|`.
       orientation: "both" also returns the transpose of a matrix as `columns`.
+      backend: None for the fastest one, or a name.
 
     Returns:
-      `Quantized(rows, columns, error)`; `error` in the dtype of the one that came in, or None. A NaN or inf makes NaN
-      what shares a scale with it.
+      `Quantized(rows, columns, error)`; `error` has the dtype of the one that came in, or is None. A NaN or inf makes
+      every value that shares its scale NaN.
 
     Raises:
       TypeError: `w` or `error` is not real floating point, `bits` is not uint32, `dtype` is not FP8.
-      ValueError: shapes differ, w has no such blocks, scales that are not powers of two, rows (which have no residual),
-        `amax` without one scale, columns of vectors, or an unknown `orientation` or `backend`.
+      ValueError: shapes differ, w has no such blocks, scales are not powers of two, the scaling is rows (which have no
+        residual) or has several scales for one `amax`, columns of vectors, or an unknown `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> q = dual_quantize(jnp.array([[1.0, 0.3]]), error=jnp.zeros((1, 2)))
     >>> q.rows.dequantize()[0].tolist()
     [1.0, 0.2998046875]
     """
-    options = check_quantizer("w", w, dtype, scaling, amax, orientation)
+    options = check_quantizer("w", w, Quantization(dtype, scaling, orientation), amax)
     _check_scaling(scaling, orientation)
-    check_error_and_bits(w, error, bits)
+    if error is not None:
+        check_real("error", error)
+    if bits is not None and bits.dtype != jnp.uint32:
+        raise TypeError(f"bits has dtype {bits.dtype}, not uint32; use jax.random.bits(key, w.shape)")
+    for name, x in (("error", error), ("bits", bits)):
+        if x is not None and x.shape != w.shape:
+            raise ValueError(f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal")
     return dispatch("dual_quantize", IMPLEMENTATIONS[type(scaling)], backend, options, w, error, bits, amax)
 
 

@@ -18,7 +18,7 @@ def dual_quantize(
     bits: jax.Array | None,
     amax: jax.Array | None,
 ) -> Quantized:
-    """See `api.dual_quantize`."""
+    """Return both halves, see `api.dual_quantize`."""
     scaling, dtype = options.scaling, options.dtype
     wanted = target(w, error)
     scale, multiplier = scaling.find(wanted, dtype, amax)
@@ -35,7 +35,7 @@ def dual_quantize(
 def key(
     options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> Key:
-    """How `tuned.json` names a split."""
+    """Return the name of a split in `tuned.json`."""
     rounding = "nearest" if bits is None else "stochastic"
     rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
     if isinstance(options.scaling, Block):
@@ -44,7 +44,7 @@ def key(
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
-    """What hi + lo shall stand for, in float32."""
+    """Return `w + error` in float32, which hi + lo shall approximate."""
     wide = w.astype(jnp.float32)
     return wide if error is None else wide + error.astype(jnp.float32)
 
@@ -52,7 +52,7 @@ def target(w: jax.Array, error: jax.Array | None) -> jax.Array:
 def split(
     target: jax.Array, inverse: jax.Array, scale: jax.Array, dtype: Any, bits: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(hi, lo, what is left), elementwise; `inverse` is 1 / scale."""
+    """Return (hi, lo, the remaining error), elementwise; `inverse` is 1 / scale."""
     scaled = numerics.flush_subnormal(target) * inverse
     hi = numerics.round_to(scaled, dtype)
     rest = numerics.residual(scaled, hi)
@@ -62,8 +62,8 @@ def split(
 
 
 def _skip_zero_blocks(block: Block, stored: jax.Array, lo: jax.Array) -> jax.Array:
-    """The scales of a residual: those of the values, but code 0 for blocks that are zero."""
-    # From the bytes, signs aside, because XLA on a GPU may cancel a cast back to float32. A NaN's are not zero.
+    """Return the scales of a residual: the scales of the values, but code 0 for blocks that are zero."""
+    # Look at the bytes without signs, because XLA on a GPU may cancel a cast back to float32. A NaN's are not zero.
     codes = (lax.bitcast_convert_type(lo, jnp.uint8) & 0x7F).astype(jnp.float32)
     empty = block.amax(codes) == 0
     as_bits = jnp.where(empty, jnp.uint8(ZERO_BLOCK), lax.bitcast_convert_type(stored, jnp.uint8))

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import check_real
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.explicit import under_own_mesh
 from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.reference import Activation, Options
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand, check_real
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.fp4_matmul, mosaic.reject, configure=mosaic.configure),

@@ -1,7 +1,7 @@
-"""What a product on a Hopper GPU is compiled for: tile sizes, which of them fit a shape, and the best guesses.
+"""The plan of a product on a Hopper GPU: tile sizes, the shapes that they fit, and the best guesses.
 
 Hopper's FP8 `wgmma` reads both operands along k, which is the layout of `matmul`. The kernel needs jax 0.11; on CPUs
-it runs interpreted. Which of the configs that fit is fastest, `tuning.py` knows where somebody measured it.
+it runs interpreted. `tuning` knows the fastest config for shapes that were measured.
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, tuning
-from pallas_kernels.operands import Block
+from pallas_kernels.operands import Accumulation
+from pallas_kernels.scaling import Block
 from pallas_kernels.tuning import Key
 
 SMALLEST_JAX = (0, 11)
@@ -25,7 +27,7 @@ COMPUTE_WARPGROUPS = 2
 SHARED_MEMORY = 227 * 1024
 # A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
 EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
-_BARRIERS = 1024  # bytes at most, and what alignment of the buffers takes
+_BARRIERS = 1024  # bytes at most, with the alignment of the buffers
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _H100_MULTIPROCESSORS = 132
 
@@ -35,15 +37,16 @@ class Config:
     """Tile sizes and order of one kernel.
 
     Attributes:
-      tile_m, tile_n: of an output tile; each of two warpgroups computes half of its rows.
-      tile_k: of one step of the sum, after which full accumulation promotes.
+      tile_m, tile_n: sides of an output tile; each of two warpgroups computes half of its rows.
+      tile_k: length of one step of the sum, after which full accumulation promotes.
       stages: buffers between copies and products.
       cluster: blocks along m that share W by multicast.
-      inner: the dimension along which neighbouring tiles follow each other, and `snake` how many before the turn.
+      inner: dimension along which consecutive tiles are neighbours.
+      snake: tiles along it before the order turns around.
       pipeline: "steady" lets the copies run ahead into the next output tile, "drained" ends with each tile, "ring" runs
-        ahead whatever the number of steps, and needs scales of blocks or full accumulation.
+        ahead for any number of steps, and needs scales of blocks or full accumulation.
       store_buffers: pieces of the output, for each warpgroup, that may be on their way to memory while it goes on.
-      chunks: of the columns of a sum that vectors scale one after the other, at most as many as pieces of the output.
+      chunks: parts of the columns of a sum that are scaled in turn by vectors, at most as many as output pieces.
     """
 
     tile_m: int = 256
@@ -60,10 +63,16 @@ class Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for; `blocks` is the size of the persistent grid in clusters.
+    """Everything for which a kernel is compiled.
 
-    `scaling` says what promoted sums are scaled by: nothing ("tensor", whose scale is the epilogue's), a vector of x
-    and a number for every tile_k columns of W ("square"), or a vector of each ("vector").
+    Attributes:
+      config: tile sizes and order.
+      halves: 2 for a weight with a residual, else 1.
+      promote: whether sums are promoted to float32 registers after each tile_k.
+      has_bias: whether a bias is added before the result is rounded.
+      blocks: clusters of the persistent grid.
+      scaling: scales of promoted sums: none ("tensor", whose scale is the epilogue's), a vector of x and a number for
+        every tile_k columns of W ("square"), or a vector of each ("vector").
     """
 
     config: Config
@@ -75,60 +84,75 @@ class Plan:
 
     @property
     def memory_registers(self) -> int:
-        """Of a thread that copies: few where vectors of scales fill those that compute, enough for ptxas elsewhere."""
+        """Registers of a thread that copies: few if vectors of scales fill the other threads, else enough for ptxas."""
         return 24 if self.scaling == "vector" else 40
 
     @property
     def compute_registers(self) -> int:
-        """Of a thread that computes: all warpgroups share 512 for each of their threads, given out in eights."""
+        """Registers of a thread that computes: warpgroups share 512 for each of their threads, given out in eights."""
         return (512 - self.memory_registers) // COMPUTE_WARPGROUPS // 8 * 8
 
 
-def candidates(m: int, k: int, n: int, halves: int, accumulation: str) -> list[Config]:
-    """Configs that this shape divides into with one scale an operand, the best guess first."""
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a product `[m, k] x [n, k]` with `halves` of W, and its blocks or None for one scale an operand."""
+
+    m: int
+    k: int
+    n: int
+    halves: int
+    block: Block | None = None
+
+
+def candidates(problem: Problem, accumulation: Accumulation) -> list[Config]:
+    """Return the configs that fit a product, the best guess first."""
+    guesses = _of_tensors(problem, accumulation) if problem.block is None else _of_blocks(problem, problem.block)
+    return [config for config in guesses if misfit(config, problem) is None]
+
+
+def _of_tensors(problem: Problem, accumulation: Accumulation) -> list[Config]:
+    halves = problem.halves
     # Two steps of 64 to 96 KiB in flight; both halves of a weight make a step as long as 256 of k.
     shape: dict[str, Any] = dict(tile_k=256 // halves, stages=2, store_buffers=2 * halves)
     tall, wide = Config(256, 128, **shape), Config(128, 256, **shape)
     small = Config(128, 128, stages=4)
     # Promotion has registers for 64 x 256 only with spills; without it, fewer and wider W tiles suit one half.
     guesses = [tall, small] if accumulation == "full" else [wide, tall, small] if halves == 1 else [tall, wide, small]
-    configs = [
+    return [
         dataclasses.replace(guess, pipeline=pipeline, cluster=cluster)
         for guess in guesses
         for pipeline in ("steady", "drained")
         for cluster in (1, 2)
     ]
-    return [config for config in configs if misfit(config, m, k, n, halves) is None]
 
 
-def block_candidates(m: int, k: int, n: int, halves: int, block: Block) -> list[Config]:
-    """Configs that this shape divides into with a scale for every block of k, the best guess first."""
+def _of_blocks(problem: Problem, block: Block) -> list[Config]:
+    halves = problem.halves
     # Two halves take twice the columns of W in a stage.
     stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[block.size]
-    tile_k: Any = block.size
-    make: Any = functools.partial(Config, tile_n=128, tile_k=tile_k)
+    make: Callable[..., Config] = functools.partial(Config, tile_n=128, tile_k=block.size)  # type: ignore[arg-type]
     tall = make(tile_m=256, stages=stages, pipeline="ring", cluster=1)
     if scaled_by_squares(block, tall.tile_n):
         guesses = [tall]
     else:
         drained = dataclasses.replace(tall, pipeline="drained")
         guesses = [dataclasses.replace(start, chunks=chunks) for chunks in (2, 4) for start in (drained, tall)]
-    # Clusters of two were slower wherever they were timed with a single weight.
+    # Clusters of two were slower for every shape that was timed with a single weight.
     guesses += [dataclasses.replace(tall, cluster=2)]
-    guesses += [make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring") for cluster in (1, 2)]
-    return [config for config in guesses if block_misfit(config, m, k, n, halves) is None]
+    return guesses + [make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring") for cluster in (1, 2)]
 
 
 def scaled_by_squares(block: Block, tile_n: int) -> bool:
-    """Whether a kernel scales by a number for every square of W in a tile, not by the same number for each column.
+    """Return whether a kernel scales by one number for every square of W in a tile, instead of one for each column.
 
-    A square is at least as wide as a piece of the output of 2-byte values.
+    A square must be at least as wide as a piece of the output of 2-byte values.
     """
     return block.tile == "square" and tile_n % block.size == 0 and block.size >= EPILOGUE_ROW_BYTES // 2
 
 
-def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
-    """Why a config cannot compute this shape, or None."""
+def misfit(config: Config, problem: Problem) -> str | None:
+    """Return the reason why a config cannot compute a product, or None."""
+    m, k, n = problem.m, problem.k, problem.n
     rows = config.tile_m * config.cluster
     for name, size, unit in (("m", m, rows), ("n", n, config.tile_n), ("k", k, config.tile_k)):
         if size == 0 or size % unit:
@@ -136,56 +160,56 @@ def misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
     pieces = config.tile_m * config.tile_n // (COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES // 2)
     if pieces % config.store_buffers:
         return f"{pieces} pieces of an output tile must be a multiple of store_buffers={config.store_buffers}"
-    if shared_bytes(config, halves) > SHARED_MEMORY:
-        return f"{shared_bytes(config, halves)} bytes of shared memory exceed {SHARED_MEMORY}"
+    operands = config.stages * (config.tile_m + problem.halves * config.tile_n) * config.tile_k
+    used = operands + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
+    if used > SHARED_MEMORY:
+        return f"{used} bytes of shared memory exceed {SHARED_MEMORY}"
     steps, tiles = k // config.tile_k, (m // rows) * (n // config.tile_n)
     if config.pipeline == "steady":
         if steps % config.stages:
             return f"a steady pipeline needs k / {config.tile_k} = {steps} to be a multiple of stages={config.stages}"
         if tiles < 2 * blocks(config):
             return f"a steady pipeline needs two output tiles for every block, but there are {tiles}"
+    # Buffers of scales, float32, and their barriers.
+    of_scales = config.stages * 4 * (config.tile_m + config.tile_n) + _BARRIERS
+    if problem.block is not None and used + of_scales > SHARED_MEMORY:
+        return f"{used} bytes of shared memory and {of_scales} of scales exceed the {SHARED_MEMORY} bytes of a block"
     return None
 
 
-def block_misfit(config: Config, m: int, k: int, n: int, halves: int) -> str | None:
-    """Why a config cannot compute this shape with scales for blocks, whose buffers (float32) and barriers count."""
-    reason = misfit(config, m, k, n, halves)
-    of_scales = config.stages * 4 * (config.tile_m + config.tile_n) + _BARRIERS
-    values = shared_bytes(config, halves)
-    if reason is None and values + of_scales > SHARED_MEMORY:
-        return f"{values} bytes of shared memory and {of_scales} of scales exceed the {SHARED_MEMORY} bytes of a block"
-    return reason
-
-
 def blocks(config: Config) -> int:
-    """Clusters that fill the device once."""
+    """Return the number of clusters that fill the device once."""
     return dispatch.device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
-def shared_bytes(config: Config, halves: int) -> int:
-    """Of the buffers of operands and of the output."""
-    buffers = config.stages * (config.tile_m + halves * config.tile_n) * config.tile_k
-    return buffers + config.store_buffers * COMPUTE_WARPGROUPS * EPILOGUE_ROWS * EPILOGUE_ROW_BYTES
-
-
-def choose(key: Key, guesses: Sequence[Config], fits: Callable[[Config], str | None]) -> Config | None:
-    """The config that was measured near this shape (`tuning.py`), if it fits, else the best guess, or None.
+def choose(key: Key, guesses: Sequence[Config], problem: Problem) -> Config | None:
+    """Return the config that was measured near this shape if it fits, else the first guess, or None.
 
     Args:
-      key: how `tuned.json` names the product; its shape is (m, k, n).
+      key: name of the product in `tuned.json`.
       guesses: configs that fit, the best first.
-      fits: why a config does not fit, or None.
+      problem: the product.
     """
     entry = tuning.find(dispatch.device_kind(), key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
-        if fits(tuned) is None:
+        if misfit(tuned, problem) is None:
             return tuned
     return next(iter(guesses), None)
 
 
-def reject_here(out_dtype: Any) -> str | None:
-    """Why the kernel serves no product of this dtype on the device in use, or None."""
+def reject(out_dtype: DTypeLike, problem: Problem, guesses: Sequence[Config]) -> str | None:
+    """Return the reason why the kernel cannot compute a product here, or None."""
+    reason = reject_here(out_dtype)
+    if reason is None and not guesses:
+        tile_k: Any = 128 if problem.block is None else problem.block.size
+        smallest = Config(128, 128, tile_k=tile_k, stages=2, cluster=1)
+        return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
+    return reason
+
+
+def reject_here(out_dtype: DTypeLike) -> str | None:
+    """Return the reason why the kernel serves no product of this dtype on the device in use, or None."""
     kind = dispatch.device_kind()
     is_hopper = any(name in kind for name in _HOPPER)
     if jax.__version_info__[:2] < SMALLEST_JAX:

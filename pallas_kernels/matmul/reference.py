@@ -1,23 +1,22 @@
 """The definition of the FP8 product in plain lax: float32 on a CPU, cuBLASLt's FP8 tensor cores on a GPU.
 
-With one scale a tensor the meaning is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32
-accumulation. On a GPU three details decide whether XLA reaches `__cublas$lt$matmul$f8` and nothing else (measured on an
-H200; see LOG.md):
+With one scale a tensor it is `out = sum_k x[.., k] * (w[n, k] + w_lo[n, k]) * scale` with float32 accumulation. On a
+GPU three details decide whether XLA calls `__cublas$lt$matmul$f8` and nothing else (measured on an H200):
 
 * both operands are contracted over their last axes (Hopper's FP8 `wgmma` reads both along the contraction), so no
   transpose kernel is needed;
 * the dot algorithm is named, which routes straight to cuBLASLt; autotuning XLA's Triton GEMMs takes minutes;
-* every dot is kept apart by an optimization barrier on x (XLA would join dots that share x, such as those of q, k and
-  v or of a residual product, and concatenate their weights at run time) and on the scale (it would factor the scale
-  out and multiply in a pass of its own). Of a residual product XLA then computes the small one with W_lo first and
+* an optimization barrier on x keeps every dot apart (XLA would join dots that share x, such as q, k and v or both
+  halves of a residual product, and concatenate their weights at run time), and one on the scale keeps it inside (XLA
+  would factor it out and multiply in a pass of its own). XLA then computes the small product with W_lo first and
   hands it to the other as cuBLASLt's C operand (beta = 1), both scaled inside.
 
-With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so on
-a GPU XLA multiplies them on BF16 tensor cores: what a kernel has to beat.
+With any other scaling the operands are dequantized. An FP8 value times a power of two is exact in bfloat16, so XLA
+multiplies them on the GPU's BF16 tensor cores, which a kernel has to beat.
 """
 
-import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,24 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.matmul.devices import dimensions, on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Tensor, sizes
 from pallas_kernels.specs import device_count, entries, has_explicit_axes, with_entries
 from pallas_kernels.tuning import Key
 
 
-class AnyFP8(lax.DotAlgorithm):
+class _AnyFP8(lax.DotAlgorithm):
     """XLA's algorithm `ANY_F8_ANY_F8_F32[_FAST_ACCUM]` in a spelling that every jaxlib can serialize.
 
     `lax.DotAlgorithmPreset` writes the operands' own types into the program, and jaxlib 0.12 refuses E4M3FN there when
     it serializes for a GPU plugin or for `jax.export` ("failed to legalize operation 'vhlo.dot_general_v2'"). XLA reads
-    any float8 type in that place as the same algorithm and writes E5M2 itself; so does this class. The fields hold
-    what `lax.dot_general` shall compute with (no conversions); only the attribute in the program differs.
+    any float8 type there as the same algorithm, and writes E5M2 itself; this class does so, too. Its fields hold the
+    true types, so `lax.dot_general` converts nothing; only the attribute in the program differs.
     """
-
-    @classmethod
-    def of(cls, x: jax.Array, w: jax.Array, product_dtype: Any, accumulation: str) -> "AnyFP8":
-        """The algorithm of `x @ w.T` with a product in `product_dtype`."""
-        return cls(x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=accumulation == "fast")
 
     def _convert_to_hlo_attr(self, lhs_dtype: Any, rhs_dtype: Any) -> Any:
         canonical = lax.DotAlgorithm(
@@ -53,13 +48,24 @@ class AnyFP8(lax.DotAlgorithm):
 
 
 def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
-    """The product on the platform that the program is lowered for; see `api.matmul`."""
+    """Return the product, see `api.matmul`.
+
+    Each device multiplies its own part if a wire is asked for, because XLA has no such sums, and if explicit axes have
+    blocks, because JAX does not merge and cut explicit axes by itself. Otherwise XLA partitions the definition.
+    """
+    if options.wire is None and not (isinstance(w.scaling, Block) and has_explicit_axes()):
+        return product(options, x, w, bias)
+    return on_each_device(product, options, x, w, bias)
+
+
+def product(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+    """Return the product on the platform for which the program is lowered."""
     out = (_scaled_once if isinstance(w.scaling, Tensor) else _dequantized)(options, x, w)
     return out if bias is None else out + bias.astype(options.out_dtype)
 
 
 def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
-    """How `tuned.json` names a product. One that cuBLASLt pads, its sizes being no multiples of 16, is another."""
+    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes to multiples of 16."""
     halves, out = "single" if w.lo is None else "dual", jnp.dtype(options.out_dtype)
     if isinstance(w.scaling, Block):
         return Key("block_matmul", f"{halves} {w.scaling.tile} {w.scaling.size} {out}", sizes(x, w))
@@ -67,35 +73,23 @@ def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key
     return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
 
 
-def scale_rows(unscaled: jax.Array, of_x: jax.Array, of_w: jax.Array, out_dtype: Any) -> jax.Array:
-    """The product `[..., n]` of operands with a scale for each row, from that of their values."""
-    return (unscaled.astype(jnp.float32) * of_x[..., None] * of_w).astype(out_dtype)
-
-
 def product_scale(x: Operand, w: Operand) -> jax.Array:
-    """The scale of a product of operands with one scale each.
+    """Return the scale of a product of operands with one scale each.
 
-    The product of two powers of two is exact as bfloat16, and says so by its dtype: cuBLASLt then applies it, where a
+    The product of two powers of two is exact in bfloat16 and has that dtype: cuBLASLt then applies it, whereas a
     float32 scale costs a pass over a bfloat16 output.
     """
     scale = x.scale * w.scale
     return scale.astype(jnp.bfloat16) if x.scaling.scale == w.scaling.scale == "pow2" else scale
 
 
-def dimensions(x: Operand, w: Operand) -> Any:
-    """What `lax.dot_general` calls the axes of the product."""
-    contracted = w.values.ndim - 1
-    of_x = tuple(range(x.values.ndim - contracted, x.values.ndim))
-    # XLA transposes what it contracts along its first axis, after it has gathered it.
-    of_w = tuple(range(1, w.values.ndim)) if w.contracts == "last" else (0,)
-    return (of_x, of_w), ((), ())
-
-
 def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     axes = dimensions(x, w)
     out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
-    # Rows are scaled by whoever asks, and a constant is theirs: behind a barrier it would cost a pass over the product.
+    # Rows that a device needs at least. An explicit axis of one row is not split; otherwise the split is not known yet.
+    fewest = 2 if has_explicit_axes() else 2 * device_count()
+    # `api` scales rows itself and passes the constant 1. Behind a barrier it would cost a pass over the product.
     operands = (x.values, w.values, w.lo, None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale)
 
     def in_float32(x: jax.Array, w: jax.Array, w_lo: jax.Array | None, scale: jax.Array | None) -> jax.Array:
@@ -109,26 +103,27 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
         # bfloat16 straight from the GEMM: asking for float32 and casting later costs a pass over the output.
         # float16 has too little range for the product before it is scaled.
         product_dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
-        # A scale of lower precision than the product is a power of two, exact there: cuBLASLt then applies it.
+        # A bfloat16 scale is a power of two, exact in the product's dtype, so cuBLASLt applies it.
         scale_dtype = product_dtype if scale is not None and scale.dtype == jnp.bfloat16 else jnp.float32
 
         def scaled_dot(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
-            product = _of_matrices(
-                x, w, axes, precision=AnyFP8.of(x, w, product_dtype, options.accumulation),
-                preferred_element_type=product_dtype, out_sharding=sharding,
-            )  # fmt: skip
+            fast = options.accumulation == "fast"
+            algorithm = _AnyFP8(x.dtype, w.dtype, product_dtype, allow_imprecise_accumulation=fast)
+            out = _of_matrices(
+                x, w, axes, fewest, precision=algorithm, preferred_element_type=product_dtype, out_sharding=sharding
+            )
             if scale is None:
-                return product.astype(out_dtype)
-            return (product.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
+                return out.astype(out_dtype)
+            return (out.astype(scale_dtype) * scale.astype(scale_dtype)).astype(out_dtype)
 
         x, scale = lax.optimization_barrier((x, scale))
         out = scaled_dot(x, w, scale)
         if w_lo is not None:
-            # Behind the first one: two barriers of the same operands are one to XLA.
+            # Chained to the first barrier, because XLA merges two barriers on the same operands.
             x, scale = lax.optimization_barrier((x, scale))
             out = out + scaled_dot(x, w_lo, scale)
-        # XLA would make a gelu that follows part of the GEMM, and fails to compile ("!has_aux_output") where the
-        # product itself is needed, too, as it is by a rematerialized backward pass.
+        # XLA would fuse a gelu that follows into the GEMM, and fails to compile ("!has_aux_output") if the product
+        # itself is needed as well, as in a rematerialized backward pass.
         return lax.optimization_barrier(out)
 
     if x.values.size == 0 or w.values.size == 0:
@@ -136,10 +131,11 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
 
 
-def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.Array:
-    """`lax.dot_general`, with more rows or another column of zeros where a device may have one.
+def _of_matrices(x: jax.Array, w: jax.Array, axes: lax.DotDimensionNumbers, fewest: int, **options: Any) -> jax.Array:
+    """Return `lax.dot_general`, with zero rows added up to `fewest`, and a zero column next to a single one.
 
-    XLA takes a product with a vector from cuBLASLt, and has no other way to compute what it calls an algorithm of FP8.
+    XLA does not hand a product with a vector to cuBLASLt, and has no other implementation of an FP8 algorithm. Every
+    device must therefore have two rows and two columns.
     """
     ((of_x, of_w), _) = axes
     (free,) = set(range(w.ndim)) - set(of_w)
@@ -147,25 +143,23 @@ def _of_matrices(x: jax.Array, w: jax.Array, axes: Any, **options: Any) -> jax.A
         sharding = options.pop("out_sharding")
         spec = with_entries(sharding, (None, *entries(sharding, w.ndim - len(of_w))))
         axes = ((tuple(axis + 1 for axis in of_x), of_w), ((), ()))
-        return _of_matrices(x[None], w, axes, **options, out_sharding=spec)[0]
-    # Where axes are explicit an axis of one row is not split; else how rows are split is not known yet.
-    enough = 2 if has_explicit_axes() else 2 * device_count()
+        return _of_matrices(x[None], w, axes, fewest, **options, out_sharding=spec)[0]
     rows = math.prod(x.shape[: x.ndim - len(of_x)])
-    few = not isinstance(rows, int) or rows < enough  # `jax.export` may leave open how many
+    few = not isinstance(rows, int) or rows < fewest  # `jax.export` may leave the number open
     count, one_column = x.shape[0], w.shape[free] == 1
     more = lambda array, axis, size: lax.pad(
         array, jnp.zeros((), array.dtype), [(0, size if i == axis else 0, 0) for i in range(array.ndim)]
     )
-    x, w = more(x, 0, enough) if few else x, more(w, free, 1) if one_column else w
-    product = lax.dot_general(x, w, axes, **options)
-    product = product[:count] if few else product
-    return product[..., :1] if one_column else product
+    x, w = more(x, 0, fewest) if few else x, more(w, free, 1) if one_column else w
+    out = lax.dot_general(x, w, axes, **options)
+    out = out[:count] if few else out
+    return out[..., :1] if one_column else out
 
 
 def _with_one_contracted(operand: Operand, contracted: int) -> Operand:
-    """The operand with its contracted axes as one, along which its blocks run."""
-    flat: Any = lambda half: None if half is None else half.reshape(*half.shape[: half.ndim - contracted], -1)
-    return dataclasses.replace(operand, values=flat(operand.values), lo=flat(operand.lo))
+    """Return the operand with its contracted axes merged, as its blocks run along all of them."""
+    flat = lambda half: half.reshape(*half.shape[: half.ndim - contracted], -1)
+    return replace(operand, values=flat(operand.values), lo=None if operand.lo is None else flat(operand.lo))
 
 
 def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
@@ -194,6 +188,6 @@ def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
 
 
 def _dequantize(half: jax.Array, scales: jax.Array) -> jax.Array:
-    """One half of an operand times its scales, float32."""
+    """Return one half of an operand times its scales, float32."""
     # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
     return lax.optimization_barrier(half).astype(jnp.float32) * scales

@@ -4,9 +4,9 @@ Each program computes one output tile: it walks k in steps, adds x W_hiᵀ and x
 scales, adds the bias and rounds at the end. With a scale for every block a step is one block of k, and its sum is
 scaled before it is added: `total += (x W_hiᵀ + x W_loᵀ) s_x s_w`.
 
-Triton lowers an FP8 product to F16 `mma.sync` (Pallas has no path to Hopper's FP8 `wgmma`), so sums are float32
-whatever `accumulation` says, and a Hopper GPU runs it four times slower than cuBLASLt: the kernel is for GPUs and
-arguments that nothing else serves, and is never the first choice.
+Triton lowers an FP8 product to F16 `mma.sync` (Pallas has no path to Hopper's FP8 `wgmma`), so sums are float32 for
+either `accumulation`, and a Hopper GPU runs it four times slower than cuBLASLt. Use it by name on GPUs and for
+arguments that nothing else serves; it is never the first choice.
 """
 
 import functools
@@ -16,19 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.matmul.parts import on_each_device
-from pallas_kernels.matmul.reference import product_scale
+from pallas_kernels.matmul import reference
+from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
 from pallas_kernels.partition import varying
 
-# What Triton's tensor-core products ask of a tile's side.
-SMALLEST_SIDE = 16
+_SMALLEST_SIDE = 16  # of a tile in Triton's tensor-core products
 
 
 @dataclass(frozen=True)
-class Config:
+class _Config:
     """Tile sizes, warps of 32 threads, and buffers between loads and products."""
 
     tile_m: int
@@ -38,8 +38,8 @@ class Config:
     stages: int = 3
 
 
-def fit(m: int, k: int, n: int, scaling: Scaling) -> Config | None:
-    """The largest tiles up to 128 that divide the shape, one block wide along k; None where there are none."""
+def _fit(m: int, k: int, n: int, scaling: Scaling) -> _Config | None:
+    """Return the largest tiles up to 128 that divide the shape, one block wide along k, or None."""
     if isinstance(scaling, Block):
         size = scaling.size
         if k % size or not k or (scaling.tile == "square" and n % size):
@@ -50,42 +50,40 @@ def fit(m: int, k: int, n: int, scaling: Scaling) -> Config | None:
     if 0 in sides:
         return None
     tile_k = k if isinstance(scaling, Block) else sides[2]
-    return Config(sides[0], sides[1], tile_k, warps=8 if sides[0] * sides[1] >= 128 * 128 else 4)
+    return _Config(sides[0], sides[1], tile_k, warps=8 if sides[0] * sides[1] >= 128 * 128 else 4)
 
 
 def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
-    """Why this kernel cannot multiply these operands, or None."""
+    """Return the reason why this kernel cannot multiply these operands, or None."""
     if x.values.dtype != w.values.dtype:
         return f'Triton multiplies one format, not {x.values.dtype} x {w.values.dtype}; use backend="xla"'
     m, k, n = sizes(x, w)
-    if fit(m, k, n, w.scaling) is None:
+    if _fit(m, k, n, w.scaling) is None:
         blocks = f", whole blocks with {w.scaling}" if isinstance(w.scaling, Block) else ""
-        return f'm={m}, k={k} and n={n} must be multiples of {SMALLEST_SIDE}{blocks}; use backend="xla" or pad'
+        return f'm={m}, k={k} and n={n} must be multiples of {_SMALLEST_SIDE}{blocks}; use backend="xla" or pad'
     return None
 
 
-def decline(*args: Any) -> str | None:
-    """Why this kernel is not the first choice."""
+def decline(*args: object) -> str:
+    """Return the reason why this kernel is never the first choice."""
     return "F16 mma.sync is slower than the FP8 products of cuBLASLt"
 
 
 def matmul(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
-    """The product, see `api.matmul`."""
-
-    def fits(m: int, k: int, n: int) -> bool:
-        return fit(m, k, n, w.scaling) is not None
-
-    return on_each_device(_multiply, fits, options, x, w, bias)
+    """Return the product, see `api.matmul`."""
+    return on_each_device(_multiply, options, x, w, bias)
 
 
 def _multiply(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> jax.Array:
+    if _fit(*sizes(x, w), w.scaling) is None:
+        return reference.product(options, x, w, bias)
     scaling = w.scaling
     if isinstance(scaling, Block):
         of_x, of_w = (numerics.decode_e8m0(operand.scale) for operand in (x, w))
         # A column of scales for every tile of n: one number a step.
         scales = [of_x, of_w[:, None, :] if scaling.tile == "square" else of_w]
     else:
-        scales = [product_scale(x, w).astype(jnp.float32).reshape(1)]
+        scales = [reference.product_scale(x, w).astype(jnp.float32).reshape(1)]
     halves = [half for half in (w.values, w.lo) if half is not None]
     call = functools.partial(_call, scaling, len(halves), options.out_dtype)
     operands = [x.values, *halves, *scales, *([] if bias is None else [bias])]
@@ -94,13 +92,13 @@ def _multiply(options: Product, x: Operand, w: Operand, bias: jax.Array | None) 
     )
 
 
-def _call(scaling: Scaling, halves: int, out_dtype: Any, *operands: jax.Array, interpret: bool) -> jax.Array:
+def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Array, interpret: bool) -> jax.Array:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     (m, k), (n, _) = operands[0].shape, operands[1].shape
-    config = fit(m, k, n, scaling)
-    assert config is not None, "fits() came first"
+    config = _fit(m, k, n, scaling)
+    assert config is not None, "the caller checked"
     tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k
     in_blocks = isinstance(scaling, Block)
     squares = isinstance(scaling, Block) and scaling.tile == "square"

@@ -1,21 +1,27 @@
-"""`quantize`: a tensor as FP8 values with their scales, optionally for products over either side, from one pass."""
+"""`quantize`: a tensor as FP8 values with their scales, for products over either side from one pass."""
 
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import check_quantizer
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.operands import Block, Orientation, Quantized, Row, Scaling, Tensor
-from pallas_kernels.quantize import reference, triton, triton_blocks, triton_rows
+from pallas_kernels.operands import (
+    Block,
+    Orientation,
+    Quantization,
+    Quantized,
+    Row,
+    Scaling,
+    Tensor,
+    check_quantizer,
+)
+from pallas_kernels.quantize import reference, triton, triton_rows
 
 _XLA = Implementation("xla", reference.quantize, key=reference.key)
+_TILES = Implementation("triton", triton.quantize, triton.reject, timed=True)
 IMPLEMENTATIONS = {
-    Tensor: (Implementation("triton", triton.quantize, triton.reject, timed=True), _XLA),
+    Tensor: (_TILES, _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
-    Block: (
-        Implementation("triton", triton_blocks.quantize, triton_blocks.reject, timed=True),
-        Implementation("xla", triton_blocks.by_reference, key=reference.key),
-    ),
+    Block: (_TILES, Implementation("xla", triton.by_reference, key=reference.key)),
 }
 
 
@@ -30,21 +36,22 @@ def quantize(
 ) -> Quantized:
     """Round `x / scale` to an FP8 format, with a scale for all of x, for every row, or for every block.
 
-    `values = saturate(round(x / s))`, where s is the smallest power of two with `amax / s <= largest(dtype)` and amax
-    the largest magnitude among the values that share it, or, with `scale="float32"` in the scaling,
-    `max(amax, 1e-12) / largest(dtype)`.
+    `values = saturate(round(x / s))`. Here amax is the largest magnitude among the values that share s, and s is the
+    smallest power of two with `amax / s <= largest(dtype)`, or `max(amax, 1e-12) / largest(dtype)` with
+    `scale="float32"` in the scaling.
 
     Args:
       x: real floats `[..., k]`, or a matrix `[m, k]` for squares; arithmetic is float32.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      scaling: `Tensor()`, `Row()` or `Block(size, tile)`.
       amax: float32 scalar to scale a whole tensor by instead of `max |x|`; values beyond it saturate.
+      scaling: `Tensor()`, `Row()` or `Block(size, tile)`.
       orientation: "both" also returns x with its last axis first, which FP8 products over the other axes need (Hopper's
-        FP8 tensor cores read both operands along the contraction). With rows and vectors that is a second
-        quantization, along those axes; with one scale or squares the values are the same.
+        FP8 tensor cores read both operands along the contraction). With rows and vectors this is a second
+        quantization, along the other axes; with one scale or squares the values are the same.
+      backend: None for the fastest one, or a name.
 
     Returns:
-      `Quantized(rows, columns)`. A NaN or inf makes NaN what shares a scale with it, and nothing else.
+      `Quantized(rows, columns)`. A NaN or inf makes every value that shares its scale NaN, and no other.
 
     Raises:
       TypeError: `x` is not real floating point, or `dtype` is not FP8.
@@ -56,5 +63,5 @@ def quantize(
     >>> [float(v) for v in q.values], float(q.scale)
     ([128.0, -384.0], 0.0078125)
     """
-    options = check_quantizer("x", x, dtype, scaling, amax, orientation)
+    options = check_quantizer("x", x, Quantization(dtype, scaling, orientation), amax)
     return dispatch("quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax)

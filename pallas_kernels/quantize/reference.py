@@ -9,20 +9,20 @@ from pallas_kernels.tuning import Key
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
-    """See `api.quantize`."""
+    """Return the quantized tensor, see `api.quantize`."""
     rows = _quantize(options, x.astype(jnp.float32), amax)
     if options.orientation == "rows":
         return Quantized(rows)
     if options.scaling.serves_both:
         turned = jnp.moveaxis(rows.values, -1, 0)
         return Quantized(rows, Operand(turned, options.scaling.turn(rows.scale), scaling=options.scaling))
-    # A quantization of its own along all other axes, as one.
+    # A second quantization, along all other axes as one.
     if isinstance(options.scaling, Row):
         # Scaled before it is turned: XLA then turns one byte a value.
         wide = x.astype(jnp.float32)
         amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
         scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
-        values = numerics.saturating_cast(numerics.flush_subnormal(wide) * inverse, options.dtype)
+        values = numerics.scaled_cast(wide, inverse, options.dtype)
         return Quantized(rows, Operand(jnp.moveaxis(values, -1, 0), scale, scaling=options.scaling))
     turned = jnp.moveaxis(x, -1, 0)
     columns = _quantize(options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None)
@@ -30,7 +30,7 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
 
 
 def key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
-    """How `tuned.json` names a quantization; None of what has no rows."""
+    """Return the name of a quantization in `tuned.json`, or None if x has no rows."""
     if not x.ndim or not x.shape[-1]:
         return None
     shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
@@ -41,5 +41,4 @@ def key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | No
 
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
     scale, multiplier = options.scaling.find(x, options.dtype, amax)
-    values = numerics.saturating_cast(numerics.flush_subnormal(x) * multiplier, options.dtype)
-    return Operand(values, scale, scaling=options.scaling)
+    return Operand(numerics.scaled_cast(x, multiplier, options.dtype), scale, scaling=options.scaling)

@@ -1,23 +1,31 @@
-"""`quantize` with one scale as one Pallas-Triton pass: x is read once, and both orientations are written."""
+"""`quantize` with one scale or in blocks as one Pallas-Triton pass: x is read once, both orientations are written."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Operand, Quantization, Quantized
-from pallas_kernels.tiled import WIDE, Output, map_tiles, misfit
+from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
+from pallas_kernels.quantize import reference
+from pallas_kernels.specs import has_explicit_axes
+from pallas_kernels.tiled import WIDE, Output, blocks_of, map_tiles, misfit
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
-    """Why this kernel cannot quantize x, or None."""
+    """Return the reason why this kernel cannot quantize x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
-    return misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1])
+    block = options.scaling.size if isinstance(options.scaling, Block) else None
+    return misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1], block)
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
-    """See `api.quantize`."""
+    """Return the quantized tensor, see `api.quantize`."""
     dtype, scaling = options.dtype, options.scaling
+    if isinstance(scaling, Block):
+        return _in_blocks(options, scaling, x)
     scale, inverse = scaling.find(x, dtype, amax)
 
     def body(x: jax.Array, inverse: jax.Array) -> tuple[jax.Array]:
@@ -27,3 +35,52 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
     values, *turned = map_tiles(body, [x], [inverse], outputs, name="quantize", reference=body, tiling=WIDE)
     rows = Operand(values, scale, scaling=scaling)
     return Quantized(rows, Operand(turned[0], scale, scaling=scaling) if turned else None)
+
+
+def by_reference(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
+    """Return the definition; with explicit axes, which JAX does not cut into blocks, on each device's part."""
+    if has_explicit_axes() and isinstance(options.scaling, Block):
+        return _in_blocks(options, options.scaling, x, by_kernel=False)
+    return reference.quantize(options, x, amax)
+
+
+def _in_blocks(options: Quantization, block: Block, x: jax.Array, *, by_kernel: bool = True) -> Quantized:
+    """Return the quantized tensor from tiles that are blocks, whose values and scales stay in registers."""
+    dtype, both, squares = options.dtype, options.orientation == "both", block.tile == "square"
+
+    def scaled(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scales, inverses = numerics.scale_and_inverse(amax, dtype, "pow2")
+        # Nothing to clip: the scale of a block covers its largest value, and is NaN if that is not finite.
+        return (x * inverses).astype(dtype), numerics.e8m0_code(scales)
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        wide = numerics.flush_subnormal(x.astype(jnp.float32))
+        of_rows = numerics.amax_by_bits(wide, 1, keepdims=True)
+        if squares:
+            return scaled(wide, numerics.amax_by_bits(of_rows, 0, keepdims=True))
+        along_k = scaled(wide, of_rows)
+        return (*along_k, *scaled(wide, numerics.amax_by_bits(wide, 0, keepdims=True))) if both else along_k
+
+    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
+        rows, columns, _ = reference.quantize(options, x, None)
+        code = lambda operand: lax.bitcast_convert_type(operand.scale, jnp.uint8)
+        if squares or columns is None:
+            return rows.values, code(rows)
+        return rows.values, code(rows), columns.values.T, code(columns)
+
+    if squares:
+        outputs = [Output(dtype, transposed=both), Output(jnp.uint8, form="one")]
+    else:
+        outputs = [Output(dtype), Output(jnp.uint8, form="rows")]
+        if both:
+            outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
+    # Few warps, because each thread finds the scales of all rows and columns that it touches. Measured on an H200, both
+    # orientations of vectors of 128 and 64: 2.7 TB/s; with 16 values a thread 1.1 and 1.5.
+    tiling = dataclasses.replace(blocks_of(block.size, block.size), by_kernel=by_kernel)
+    results = map_tiles(body, [x], [], outputs, name="block_quantize", reference=whole, tiling=tiling)
+    scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
+    values, *turned = (r for r in results if r.dtype != jnp.uint8)
+    rows = Operand(values, scales[0], scaling=block)
+    if not both:
+        return Quantized(rows)
+    return Quantized(rows, Operand(turned[0], scales[0].T if squares else scales[1], scaling=block))

@@ -1,21 +1,19 @@
-"""`skip_matmul`: `matmul` of a residual weight in blocks, which leaves out the residual's blocks that are all zeros."""
-
-from typing import Any
+"""`skip_matmul`: `matmul` of a residual weight in blocks without the blocks of the residual that are all zeros."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.checks import check_operands
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
-from pallas_kernels.matmul import parts
-from pallas_kernels.operands import Block, Operand, Product
+from pallas_kernels.matmul import reference
+from pallas_kernels.operands import Block, Operand, Product, check_operands
 from pallas_kernels.skip_matmul import mosaic
+from pallas_kernels.specs import Sharding
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.skip_matmul, mosaic.reject, configure=mosaic.configure, timed=True),
     # Zeros add nothing: the definition is that of `matmul`.
-    Implementation("xla", parts.by_reference, key=mosaic.key),
+    Implementation("xla", reference.matmul, key=mosaic.key),
 )
 
 
@@ -24,25 +22,26 @@ def skip_matmul(
     w: Operand,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
-    out_sharding: Any = None,
+    out_sharding: Sharding = None,
     backend: Backend | None = None,
 ) -> jax.Array:
-    """`x @ w.T`, where a kernel neither loads nor multiplies a block of k where all of an n-tile's residual is zero.
+    """Return `x @ w.T` without the blocks of k in which all of an n-tile's residual is zero.
 
-    The result is that of `matmul` but for the order of sums. Worth it for weights of which FP8 holds much exactly.
+    The kernel neither loads nor multiplies them. The result is that of `matmul` except for the order of sums. Use it
+    for weights that FP8 holds mostly exactly.
 
     Args:
       x: `[..., k]` in vectors.
       w: `[n, k]` in blocks, with `lo` and `lo_scale`, whose code 0 marks a block of zeros (see `dual_quantize`).
       out_dtype: a real float; sums are float32.
-      out_sharding: of the result under an explicit mesh, as in `lax.dot_general`.
+      out_sharding: sharding of the result under an explicit mesh, as in `lax.dot_general`.
 
     Returns:
       `[..., n]` in `out_dtype`.
 
     Raises:
-      TypeError, ValueError: those of `matmul`; a weight without blocks or without the scales of a residual.
-      NotImplementedError: what the named backend cannot run.
+      TypeError, ValueError: as `matmul`; or a weight without blocks or without the scales of a residual.
+      NotImplementedError: the named backend cannot run it.
 
     >>> from pallas_kernels.dual_quantize.api import dual_quantize
     >>> from pallas_kernels.quantize.api import quantize
@@ -51,7 +50,7 @@ def skip_matmul(
     >>> float(skip_matmul(x, w)[0, 0])
     64.0
     """
-    x, w = check_operands(x, w)
+    check_operands(x, w)
     if not isinstance(w.scaling, Block) or w.lo is None or w.lo_scale is None:
         raise ValueError(
             f"w has the scaling {w.scaling} and {'a' if w.lo is not None else 'no'} residual: only a residual in "

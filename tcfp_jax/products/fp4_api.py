@@ -9,8 +9,7 @@ y = fp4_matmul(x, w, recipe=recipe("nvfp4", activation="float4_e2m1fn"))   # bot
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_real
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, describe

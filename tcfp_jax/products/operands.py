@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_real
-from pallas_kernels.operands import Fp4, Orientation, Quantized
+from pallas_kernels.operands import Fp4, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.stored import Stored

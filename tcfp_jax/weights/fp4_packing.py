@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.checks import check_real
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand, check_real
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4
 from tcfp_jax.formats.packing import pack

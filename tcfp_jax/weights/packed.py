@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.checks import check_real
 from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import DataType, datatype

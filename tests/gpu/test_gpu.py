@@ -19,7 +19,7 @@ from jax import lax
 
 import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.hopper.plan import candidates
+from pallas_kernels.hopper.plan import Problem, candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.matmul.api import matmul as matmul_fp8
@@ -178,7 +178,7 @@ def test_products_stay_within_the_bound(backend, accumulation, form, x_dtype, m,
 def test_every_kind_of_tile_is_right(accumulation, form, index):
     """Many output tiles for each multiprocessor, rounded to bfloat16, with a bias."""
     m, k, n = 8192, 1024, 4096
-    configs = candidates(m, k, n, 2 if form == "dual" else 1, accumulation)
+    configs = candidates(Problem(m, k, n, 2 if form == "dual" else 1), accumulation)
     assert {config.pipeline for config in configs} == {"steady", "drained"}
     x, w, exact, magnitude = drawn_product(jnp.float8_e4m3fn, form, m, k, n)
     bias = jax.random.normal(jax.random.key(5), (n,))

@@ -12,7 +12,7 @@ import pytest
 import tcfp_jax
 from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper import plan
-from pallas_kernels.matmul import mosaic, mosaic_blocks
+from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
 from pallas_kernels.quantize.api import quantize
@@ -122,7 +122,7 @@ def test_a_weight_gradient_contracts_all_tokens(scaling, backend):
 @pytest.mark.parametrize("accumulation", ["fast", "full"])
 def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
     x, w, exact, magnitude = operands(Tensor(), x_dtype=E5M2)
-    configs = plan.candidates(256, 256, 128, 2, accumulation)
+    configs = plan.candidates(plan.Problem(256, 256, 128, 2), accumulation)
     assert {config.cluster for config in configs} == {1, 2}
     for config in configs:
         got = mosaic.matmul(Product(jnp.dtype(jnp.float32), accumulation), x, w, None, config=config)
@@ -133,12 +133,12 @@ def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
 @pytest.mark.parametrize("scaling, halves", [(Block(128), 2), (Block(64), 1), (Block(64, "vector"), 1)], ids=str)
 def test_every_config_of_the_kernel_with_blocks(scaling, halves):
     x, w, exact, magnitude = operands(scaling, halves)
-    configs = plan.block_candidates(256, 256, 128, halves, scaling)
+    configs = plan.candidates(plan.Problem(256, 256, 128, halves, scaling), "full")
     assert {config.cluster for config in configs} == {1, 2}
     vectors = {(config.pipeline, config.chunks) for config in configs if config.chunks > 1}
     assert vectors == (set() if scaling.tile == "square" else {(p, c) for p in ("ring", "drained") for c in (2, 4)})
     for config in configs:
-        got = mosaic_blocks.matmul(Product(jnp.dtype(jnp.float32), "full"), x, w, None, config=config)
+        got = mosaic.matmul(Product(jnp.dtype(jnp.float32), "full"), x, w, None, config=config)
         assert within(got, exact, magnitude)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.hopper.plan import SMALLEST_JAX
+from pallas_kernels.hopper.plan import SMALLEST_JAX, Problem
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Product, Tensor
@@ -88,7 +88,7 @@ def test_other_blocks(scaling):
 @needs_mosaic
 def test_every_config_and_more_tiles_than_blocks():
     x, w, expected, magnitude = operands("ragged", m=512)
-    configs = mosaic.candidates(512, 512, 256, 128)
+    configs = mosaic.candidates(Problem(512, 512, 256, 2, Block(128)))
     assert {config.cluster for config in configs} == {1, 2} and {config.stages for config in configs} == {2, 3, 4}
     for config in configs:
         got = mosaic.skip_matmul(Product(jnp.dtype(jnp.float32), "full"), x, w, None, config=config)
