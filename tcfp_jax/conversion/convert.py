@@ -275,11 +275,10 @@ def _switch(model: Any, patterns: tuple[str, ...], how: Literal["off", "on"]) ->
     if isinstance(model, Transformed):
         return model.with_policy(_switched(model.policy, patterns, how, None))
     if not isinstance(model, flax_nnx.Module):
-        conversion = _linen_conversion(model)
+        base, conversion = _linen_conversion(model)
         chosen = _switched(conversion.policy, patterns, how, conversion.found)
         found = conversion.found and conversion.found.by(chosen)
-        changed = dataclasses.replace(conversion, policy=chosen, found=found)
-        return linen_models.converted(linen_models.plain(model), changed)
+        return linen_models.converted(base, dataclasses.replace(conversion, policy=chosen, found=found))
     converted, sample = nnx_models.conversion_of(model), nnx_models.sample_of(model)
     own = {path: module for path, module in nnx_models.modules_of(model).items() if hasattr(module, "products")}
     wanted, by_hand_layers = "flax" if how == "off" else "recipe", []
@@ -338,10 +337,10 @@ def _examined(
             raise not_converted(model) if chosen is None and not _own_layers(model) else needs
         found = nnx_models.examine(model, chosen or by_hand(), inputs, options)
     else:
-        conversion = _linen_conversion(model)
+        base, conversion = _linen_conversion(model)
         chosen, known = conversion.policy, conversion.found
         if sampled:
-            known, _ = linen_models.examine(linen_models.plain(model), chosen, inputs, options)
+            known, _ = linen_models.examine(base, chosen, inputs, options)
         if known is None:
             raise needs
         found = known
@@ -350,10 +349,11 @@ def _examined(
     return found, chosen or by_hand()
 
 
-def _linen_conversion(model: object) -> Conversion:
+def _linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
+    """Return the unconverted model, and its conversion; a model that is not converted may have layers of ours."""
     if not isinstance(model, nn.Module):
         raise not_a_model(model)
-    return linen_models.conversion_of(model) or Conversion(type(model), by_hand())
+    return linen_models.plain(model), linen_models.conversion_of(model) or Conversion(type(model), by_hand())
 
 
 def hand_out(model: flax_nnx.Module, weights: Mapping[str, Any]) -> int:

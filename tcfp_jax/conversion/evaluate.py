@@ -7,7 +7,7 @@ parameter itself, and any other equation is bound unchanged. JAX's own functions
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from tcfp_jax.conversion.trace import (
     scan_counts,
     scan_options,
 )
-from tcfp_jax.conversion.views import Factors, factors, layout_of, move, operand_number
+from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move, operand_number
 from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
 from tcfp_jax.products.operands import quantize_operand
 from tcfp_jax.recipes import Recipe
@@ -42,7 +42,9 @@ from tcfp_jax.weights.packed import fake_quantize
 # The step of each equation, by its number: the recipe of a product, "packed" for a table whose rows are rounded when
 # they are looked up, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
 Plan = tuple[tuple[int, Any], ...]
-Value = jax.Array | Shown
+# Values of variables: a `Shown`, or an array (or another value of JAX's, such as a token).
+Values = list[Any]
+Key = jax.Array | None
 
 
 def plan_of(steps: Mapping[tuple[int, ...], Recipe | str]) -> Plan:
@@ -64,7 +66,7 @@ class Machine:
         self.traced: dict[Any, Any] = {}
         self._product = _product if product is None else product
 
-    def run(self, body: Body, inputs: Sequence[Value], plan: Plan, key: jax.Array | None = None) -> list[Any]:
+    def run(self, body: Body, inputs: Values, plan: Plan, key: Key = None) -> Values:
         """Return the outputs of a program, some of which may be `Shown`.
 
         Each product draws its random bits from the key and from its place in the program.
@@ -74,8 +76,9 @@ class Machine:
         readers = _readers_of_one_x(jaxpr, steps) if shares_x else {}
         x_quantized: dict[int, Quantized] = {}
 
-        def rule(number: int, eqn: Equation, given: list[Any]) -> Sequence[Any]:
+        def rule(number: int, eqn: Equation, given: Values) -> Values:
             name, step = eqn.primitive.name, steps.get(number, ())
+            # Bits depend on the place alone, so that another plan does not change the bits of a product.
             own = None if key is None or not step else jax.random.fold_in(key, number)
             if isinstance(step, Recipe):
                 options: dict[str, Any] = {} if own is None else dict(drawn=own)
@@ -96,21 +99,23 @@ class Machine:
         return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
 
-def bare(values: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
+def bare(values: Values, variables: Values) -> Values:
     """Return the arrays of the values of some variables: a view becomes the array that it shows."""
     return [value.array(var.aval.shape) if isinstance(value, Shown) else value
             for value, var in zip(values, variables, strict=True)]  # fmt: skip
 
 
-def _moved(eqn: Equation, inputs: list[Any], step: Any) -> list[Any]:
+def _moved(eqn: Equation, inputs: Values, step: object) -> Values:
     """Return the outputs of an ordinary equation: views where it only moves one, and arrays otherwise."""
-    moved: list[Any] = []
+    moved: Values = []
     for number in range(len(eqn.outvars)):
         at = operand_number(eqn, number)
-        source = None if at is None else inputs[at]
+        if at is None or not isinstance(inputs[at], Shown):
+            moved.append(None)
+            continue
         starts = [inputs[1][..., 0]] if eqn.primitive.name == "gather" else inputs[1:]
-        moved.append(move(source, eqn, number, starts) if isinstance(source, Shown) else None)
-    if any(value is None for value in moved):
+        moved.append(move(inputs[at], eqn, number, starts))
+    if any(value is None for value in moved):  # an equation of several outputs may move some of them only
         bound = bind(eqn, bare(inputs, eqn.invars))
         moved = [old if new is None else new for new, old in zip(moved, bound, strict=True)]
     return [fake_quantize(value) for value in moved] if step == "packed" else moved
@@ -119,10 +124,11 @@ def _moved(eqn: Equation, inputs: list[Any], step: Any) -> list[Any]:
 # Bodies --------------------------------------------------------------------------------------------------------------
 
 
-def _call(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
+def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key) -> Values:
     params, body = eqn.params, body_of(eqn)
     run = lambda inputs, own=own: machine.run(body, inputs, plan, own)
     if eqn.primitive.name in CHECKPOINTS:
+        # The key is an argument, so recomputation in the backward pass draws the same bits.
         again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
         return _passed_on(body[0], inputs, again(inputs, own))
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
@@ -146,7 +152,7 @@ def _multiplies(jaxpr: core.Jaxpr) -> bool:
     return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(_multiplies, bodies))
 
 
-def _passed_on(jaxpr: core.Jaxpr, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+def _passed_on(jaxpr: core.Jaxpr, inputs: Values, outputs: Values) -> Values:
     """Replace outputs that are an input of the body by that input: a parameter is not copied on its way."""
     place = {var: i for i, var in enumerate(jaxpr.invars)}
     known = [None if isinstance(var, core.Literal) else place.get(var) for var in jaxpr.outvars]
@@ -162,9 +168,9 @@ def placed(value: Any, sharding: object) -> Any:
     return lax.with_sharding_constraint(value, sharding)
 
 
-def _shard_map(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, own: jax.Array | None) -> list[Any]:
+def _shard_map(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key) -> Values:
     params, body = eqn.params, opened(eqn.params["jaxpr"])
-    variables: list[Any] = body[0].invars
+    variables: Values = body[0].invars
     views = [
         value.view.local(var.aval.shape) if isinstance(value, Shown) else None
         for value, var in zip(inputs, variables, strict=True)
@@ -177,13 +183,12 @@ def _shard_map(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, o
         ]
         return tuple(bare(machine.run(body, given, plan, own), body[0].outvars))
 
-    names: Any = params.get("newly_manual_axes", params.get("manual_axes"))
     options = dict(mesh=params["mesh"], in_specs=params["in_specs"], out_specs=tuple(params["out_specs"]))
-    mapped = jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=names)
+    mapped = jax.shard_map(run, **options, check_vma=params["check_vma"], axis_names=params["newly_manual_axes"])
     return list(mapped(*bare(inputs, eqn.invars)))
 
 
-def _scan(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+def _scan(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
     body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     jaxpr, second = body[0], first + count
     fixed, carry, xs = inputs[:first], inputs[first:second], inputs[second:]
@@ -195,9 +200,9 @@ def _scan(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: j
     passed: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
     same = [not isinstance(v, core.Literal) and passed.get(v, -1) >= second for v in jaxpr.outvars[count:]]
 
-    def step(carried: list[Any], numbered: Any) -> tuple[list[Any], list[Any]]:
+    def step(carried: Values, numbered: tuple[Any, Values]) -> tuple[Values, Values]:
         turn, items = numbered
-        drawn = None if key is None else jax.random.fold_in(key, turn)
+        drawn = None if key is None else jax.random.fold_in(key, turn)  # each layer of a stack draws bits of its own
         own = list(carry)
         for i, value in zip(moving, carried, strict=True):
             own[i] = value
@@ -209,6 +214,7 @@ def _scan(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: j
     turns = None if key is None else jnp.arange(eqn.params["length"])
     last, ys = lax.scan(step, begin, (turns, list(runs)), **scan_options(eqn.params))
     carried, made = iter(last), iter(ys)
+    # The outputs in the order of the original loop: views that stayed outside, and the arrays that the loop made.
     outputs = [value if held else next(carried) for value, held in zip(carry, still, strict=True)]
     return outputs + [
         inputs[passed[var]] if skip else next(made) for var, skip in zip(jaxpr.outvars[count:], same, strict=True)
@@ -226,31 +232,32 @@ def _runs_over(value: Any, var: Any) -> tuple[Any, Callable[[Any], Any]]:
     return value.array(var.aval.shape), lambda item: item
 
 
-def _while(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+def _while(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
     params, plans = eqn.params, dict(plan)
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     test, body = opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])
 
-    def go_on(carry: list[Any]) -> Any:
+    def go_on(carry: Values) -> jax.Array:
         return bare(machine.run(test, [*inputs[:first], *carry], plans.get(0, ()), key), test[0].outvars)[0]
 
-    def step(carry: list[Any]) -> list[Any]:
+    def step(carry: Values) -> Values:
         return bare(machine.run(body, [*inputs[first:second], *carry], plans.get(1, ()), key), body[0].outvars)
 
     return lax.while_loop(go_on, step, bare(inputs[second:], body[0].outvars))
 
 
-def _cond(machine: Machine, eqn: Equation, inputs: list[Any], plan: Plan, key: jax.Array | None) -> list[Any]:
+def _cond(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key) -> Values:
     plans = dict(plan)
 
-    def branch(number: int, body: Body) -> Callable[[], list[Any]]:
+    # Branches return arrays: a choice between two views is not a view.
+    def branch(number: int, body: Body) -> Callable[[], Values]:
         return lambda: bare(machine.run(body, inputs[1:], plans.get(number, ()), key), eqn.outvars)
 
     branches = [branch(number, opened(closed)) for number, closed in enumerate(eqn.params["branches"])]
     return lax.switch(bare(inputs[:1], eqn.invars[:1])[0], branches)
 
 
-_RULES: dict[str, Callable[..., list[Any]]] = {
+_RULES: dict[str, Callable[..., Values]] = {
     **dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
 }  # fmt: skip
 
@@ -258,7 +265,7 @@ _RULES: dict[str, Callable[..., list[Any]]] = {
 # Products ------------------------------------------------------------------------------------------------------------
 
 
-def _readers_of_one_x(jaxpr: core.Jaxpr, steps: Mapping[int, Any]) -> dict[int, tuple[int, ...]]:
+def _readers_of_one_x(jaxpr: core.Jaxpr, steps: Mapping[int, object]) -> dict[int, tuple[int, ...]]:
     """Map the number of each product that shares its quantized x with others to the numbers of all that share it.
 
     XLA finds equal quantizations by itself on one device. On several, each one has an all-reduce of its own amax, and
@@ -279,13 +286,12 @@ def _readers_of_one_x(jaxpr: core.Jaxpr, steps: Mapping[int, Any]) -> dict[int, 
 
 
 def _product(
-    eqn: Equation, inputs: list[Any], recipe: Recipe, *, x_quantized: Quantized | None = None,
-    drawn: jax.Array | None = None,
+    eqn: Equation, inputs: Values, recipe: Recipe, *, x_quantized: Quantized | None = None, drawn: Key = None
 ) -> jax.Array:  # fmt: skip
     """Return the product of an equation, computed as the recipe says."""
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
-    view: Any = weight.view
+    view: View = weight.view
     found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
     assert isinstance(found, Factors), "the census plans no other product"
     # The stored form serves the product that it was made for; another product of the weight quantizes it here.
@@ -296,7 +302,7 @@ def _product(
     if stored is None and weight.local is not None:
         stored = gathered(weight, found, recipe)
     if stored is None and recipe.stochastic:
-        key: jax.Array | None = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
+        key: Key = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
     else:
         key = drawn if recipe.draws else None
     if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are

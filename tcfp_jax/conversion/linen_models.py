@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import Scope
 from flax.linen import module as linen_module
 
 from tcfp_jax import paths
@@ -23,6 +25,10 @@ from tcfp_jax.conversion.policy import Examined, Policy
 from tcfp_jax.conversion.trace import trace
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
+from tcfp_jax.weights.stored import Stored
+
+# Nested mappings, of arrays or of shapes.
+_Tree = Mapping[str, Any]
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +45,7 @@ class Conversion:
     base: type[nn.Module]
     policy: Policy
     found: Examined | None = None
-    shapes: Any = None
+    shapes: _Tree | None = None
 
 
 def converted(model: nn.Module, conversion: Conversion) -> Any:
@@ -54,7 +60,7 @@ def converted(model: nn.Module, conversion: Conversion) -> Any:
     return kind(**fields_of(model), parent=None)
 
 
-def plain(model: Any) -> Any:
+def plain(model: nn.Module) -> nn.Module:
     """Return the model, unbound, as an instance of the class that it had before."""
     conversion = conversion_of(model)
     return model if conversion is None else conversion.base(**fields_of(model), parent=None)
@@ -72,13 +78,13 @@ def conversion_of(model: object) -> Conversion | None:
 
 def examine(
     model: nn.Module, policy: Policy, inputs: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[Examined, Any]:
+) -> tuple[Examined, _Tree]:
     """Return the decisions about a call of an unconverted model, and the shapes of its parameters."""
     rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
     variables = nn.meta.unbox(_shapes(lambda *args, **kwargs: model.init(rngs, *args, **kwargs), inputs, options))
     rest = {name: value for name, value in variables.items() if name != "params"}
 
-    def call(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(params: _Tree, rest: _Tree, *args: Any, **kwargs: Any) -> Any:
         with switched_off(policy.off, policy.is_off):
             return model.apply({"params": params, **rest}, *args, rngs=rngs, mutable=nn.DenyList("params"), **kwargs)
 
@@ -86,7 +92,7 @@ def examine(
     return Transformed(call, policy, 0, stateful=True).examine(params, rest, *inputs, **options), params
 
 
-def _apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+def _apply(self: Any, variables: _Tree, *args: Any, method: Any = None, **kwargs: Any) -> Any:
     """Run `nn.Module.apply`, with a function that is not a method of the module converted as if it were one.
 
     Models of transformers encode and decode by such functions, which take a part of the module and call it.
@@ -98,7 +104,7 @@ def _apply(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: 
         given = method
 
         @functools.wraps(given)
-        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _call(module, given, args, kwargs)
 
     return super(type(self), self).apply(variables, *args, method=method, **kwargs)
@@ -131,7 +137,7 @@ def _call(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         # Another method than `__call__` may have fewer parameters than the state has weights.
         state = {path: weight for path, weight in state.items() if path in paths.leaves(params)}
 
-    def call(params: Any, rest: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+    def call(params: _Tree, rest: _Tree, rngs: _Tree, args: tuple[Any, ...], kwargs: _Tree) -> Any:
         # Patterns of a converted model around this one are not for layers of this one: having none is a choice, too.
         switched = conversion.policy.off or OFF.get() is not None
         off = switched_off(conversion.policy.off, conversion.policy.is_off) if switched else contextlib.nullcontext()
@@ -155,7 +161,7 @@ def _call(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return result
 
 
-def _check_result(model: str, method: str, result: Any) -> None:
+def _check_result(model: str, method: str, result: object) -> None:
     """Raise if a method returns a part of the model: the scope of the part ended with the method.
 
     Raises:
@@ -169,7 +175,7 @@ def _check_result(model: str, method: str, result: Any) -> None:
         )
 
 
-def _rngs(scope: Any) -> dict[str, Any]:
+def _rngs(scope: Scope) -> dict[str, jax.Array]:
     """Return the rngs of a call. The first call gets the model's own, so that it draws as the float model does."""
     found = {}
     for name, lazy in scope.rngs.items():
@@ -178,7 +184,7 @@ def _rngs(scope: Any) -> dict[str, Any]:
     return found
 
 
-def _known_shapes(conversion: Conversion, absent: Mapping[str, Any]) -> Any:
+def _known_shapes(conversion: Conversion, absent: Mapping[str, Stored]) -> _Tree | None:
     """Return the parameters' shapes from the sample inputs, or None if a stored weight has another size there."""
     known = paths.leaves(conversion.shapes or {})
     sizes = {path: math.prod(weight.shape) for path, weight in absent.items()}
@@ -186,7 +192,9 @@ def _known_shapes(conversion: Conversion, absent: Mapping[str, Any]) -> Any:
     return conversion.shapes if fits else None
 
 
-def _shapes_of_call(model: nn.Module, fun: Callable[..., Any], rngs: Any, args: Any, kwargs: Any) -> Any:
+def _shapes_of_call(
+    model: nn.Module, fun: Callable[..., Any], rngs: _Tree, args: tuple[Any, ...], kwargs: _Tree
+) -> _Tree:
     """Return the shapes of the parameters that a method makes when it initializes the model."""
     init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
     keys = {name: jax.random.key(0) for name in ("params", "dropout", *rngs)}
@@ -203,13 +211,13 @@ def _shapes_of_call(model: nn.Module, fun: Callable[..., Any], rngs: Any, args: 
     return nn.meta.unbox(shapes).get("params", {})
 
 
-def _shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: _Tree) -> Any:
     """Run `jax.eval_shape` with arguments of which some are not arrays."""
     program = trace(function, args, kwargs)
     return program.rebuild(program.outputs)
 
 
-def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes: Any) -> None:
+def _check_parameters(name: str, absent: Mapping[str, Stored], params: _Tree, shapes: _Tree) -> None:
     """Raise if the state holds a weight that is not a parameter of the model.
 
     A layer that lost its parameters to the state keeps its place among them, even if this method does not reach it.
@@ -227,7 +235,7 @@ def _check_parameters(name: str, absent: Mapping[str, Any], params: Any, shapes:
         )
 
 
-def _completed(params: Any, shapes: Any, cast: Mapping[Any, Any]) -> Any:
+def _completed(params: Any, shapes: Any, cast: Mapping[jnp.dtype, jnp.dtype]) -> Any:
     """Return the parameters, with a shape for each one of which only the stored form exists."""
     if not isinstance(shapes, Mapping):
         return jax.ShapeDtypeStruct(shapes.shape, cast.get(shapes.dtype, shapes.dtype)) if params is None else params
@@ -235,13 +243,13 @@ def _completed(params: Any, shapes: Any, cast: Mapping[Any, Any]) -> Any:
     return {**held, **{name: _completed(held.get(name), below, cast) for name, below in shapes.items()}}
 
 
-def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[Any, Any]:
+def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[jnp.dtype, jnp.dtype]:
     """Map each dtype of `init` to the dtype that all remaining parameters of it have now.
 
     A stored weight does not know the dtype that its parameter had, and the layer's result has that dtype. A model whose
     parameters were cast to bfloat16 answers in bfloat16, and must still do so when its kernels are gone.
     """
-    became: dict[Any, set[Any]] = {}
+    became: dict[jnp.dtype, set[jnp.dtype]] = {}
     for path in set(held) & set(shapes):
         became.setdefault(shapes[path].dtype, set()).add(held[path].dtype)
     return {dtype: next(iter(found)) for dtype, found in became.items() if len(found) == 1}

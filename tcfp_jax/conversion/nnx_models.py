@@ -50,12 +50,12 @@ class Sample:
         return hash(self._key())
 
 
-def _nodes_of(model: Any, kind: type) -> dict[Path, Any]:
+def _nodes_of(model: nnx.Module | list[nnx.Module], kind: type) -> dict[Path, Any]:
     """Return the nodes of a kind by path, each one once: shared nodes have the first of their paths."""
     return {path: node for path, node in nnx.iter_graph(model) if isinstance(node, kind)}
 
 
-def modules_of(model: Any) -> dict[str, Any]:
+def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Return the modules of a model by path, each one once.
 
     >>> list(modules_of(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
@@ -92,7 +92,7 @@ def convert(
         path: (module, _class_of(own_class(module), chosen)) for path, module in modules_of(model).items()
         if (path in above or not path) and not isinstance(module, nnx.List | nnx.Dict)
     }  # fmt: skip
-    export(model)
+    export(model)  # a second conversion replaces the first
     for path, (module, kind) in planned.items():
         object.__setattr__(module, "__class__", kind)
         setattr(module, _PATH, path)
@@ -102,7 +102,7 @@ def convert(
         setattr(model, _SAMPLE, nnx.static(sample))
 
 
-def export(model: Any) -> int:
+def export(model: nnx.Module) -> int:
     """Give modules Flax's own classes again, and remove all that was added; return how many changed."""
     converted = [module for module in modules_of(model).values() if conversion_of(module) is not None]
     for module in converted:
@@ -120,7 +120,7 @@ def sample_of(model: object) -> Sample | None:
     return getattr(model, _SAMPLE, None)
 
 
-def store(model: Any, weights: Mapping[str, Any]) -> int:
+def store(model: nnx.Module, weights: Mapping[str, Any]) -> int:
     """Let the modules of a model hold stored weights, by the path of the parameter; return how many were taken."""
     AWAITED.discard(conversion_of(model))
     modules, taken = modules_of(model), 0
@@ -138,7 +138,7 @@ def store(model: Any, weights: Mapping[str, Any]) -> int:
     return taken
 
 
-def forget(model: Any) -> int:
+def forget(model: nnx.Module) -> int:
     """Let the modules hold no stored weights; return how many modules did."""
     held = [module for module in modules_of(model).values() if _STORED in vars(module)]
     for module in held:
@@ -146,7 +146,7 @@ def forget(model: Any) -> int:
     return len(held)
 
 
-def stored_weights(model: Any) -> dict[str, Any]:
+def stored_weights(model: nnx.Module) -> dict[str, Any]:
     """Return the stored weights that the modules hold now, by path."""
     read = lambda variable: variable[...] if _is_variable(variable) else variable
     return {
@@ -155,14 +155,14 @@ def stored_weights(model: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rename(model: Any, chosen: Policy) -> None:
+def rename(model: nnx.Module, chosen: Policy) -> None:
     """Give the converted modules of a model another policy; the stored weights that they hold stay."""
     for module in modules_of(model).values():
         if conversion_of(module) is not None:
             object.__setattr__(module, "__class__", _class_of(own_class(module), chosen))
 
 
-def examine(model: Any, chosen: Policy, args: tuple[Any, ...], options: Mapping[str, Any]) -> Examined:
+def examine(model: nnx.Module, chosen: Policy, args: tuple[Any, ...], options: Mapping[str, Any]) -> Examined:
     """Return the decisions of a policy about a call of the model."""
     call = _Call(model, own_class(model).__call__, args, options)
     return call.transformed(chosen).examine(*call.arguments)
@@ -211,7 +211,7 @@ def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return method
 
 
-def _strip(module: Any) -> None:
+def _strip(module: nnx.Module) -> None:
     for name in _ADDED:
         if name in vars(module):
             delattr(module, name)
@@ -230,7 +230,7 @@ def _again(base: type, chosen: Policy) -> Any:
 class _Call:
     """One call of a method: its variables and arguments as trees of arrays, and the pure function of them."""
 
-    def __init__(self, model: Any, original: Callable[..., Any], args: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nnx.Module, original: Callable[..., Any], args: Any, options: Mapping[str, Any]) -> None:
         self.model, self.original = model, original
         leaves, self._treedef = jax.tree.flatten((args, dict(options)), is_leaf=_is_node)
         # Modules among the arguments are split together with the model, because they may share variables with it.
@@ -247,7 +247,7 @@ class _Call:
             self._state.append((path, variable, own, "/".join(map(str, name))))
         self._absent = absent_of(model)
         for at, (kernel, _) in self._absent.items():
-            params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+            params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)  # only its stored form has values
         self.arguments = (params, rest, [None if _is_node(leaf) else leaf for leaf in leaves])
 
     def transformed(self, chosen: Policy) -> Transformed:
@@ -275,7 +275,7 @@ class _Call:
         for path, value in values:
             nodes[path].set_raw_value(value)
         for path, name, value in attributes:
-            if isinstance(value, _Gone):
+            if isinstance(value, _Gone):  # the method deleted it
                 delattr(nodes[path], name)
             else:
                 setattr(nodes[path], name, value)
@@ -291,7 +291,7 @@ class _Call:
         absent = self._materialize(nodes, params)
         for module in modules.values():
             if conversion_of(module) is not None:
-                _strip(module)
+                _strip(module)  # a call of it inside runs its own class
         before = {path: dict(vars(module)) for path, module in modules.items()}
         # A variable may hold a tree that changes in place, so its leaves tell whether it changed.
         values = {path: jax.tree.flatten(_raw(node)) for path, node in _nodes_of(nodes, nnx.Variable).items()}
@@ -383,7 +383,7 @@ def _is_node(leaf: object) -> bool:
     return isinstance(leaf, nnx.Module | nnx.Rngs | nnx.RngStream | nnx.Variable)
 
 
-def absent_of(model: Any) -> dict[str, tuple[Absent, list[Path]]]:
+def absent_of(model: nnx.Module) -> dict[str, tuple[Absent, list[Path]]]:
     """Return parameters that exist as shapes: by the path of the first place, the shape and all of its places."""
     found: dict[int, tuple[Absent, list[Path]]] = {}
     for path, node in nnx.iter_graph(model):
