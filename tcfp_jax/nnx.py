@@ -21,6 +21,8 @@ from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
+__all__ = ["Fp4Dense", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm", "TCFPLinear", "TCFPLinearGeneral"]
+
 RNG = "tcfp"
 Products = Literal["recipe", "flax"]
 Lookup = Literal["packed", "float"]

@@ -29,6 +29,8 @@ from tcfp_jax.weights.parts import Parts, neighbours, parts_of
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
+__all__ = ["state_shardings"]
+
 # Fields of our states beside those that they belong to: scales of moments, and what a stored weight has elsewhere.
 _SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
 _BESIDE_WEIGHTS = ("amax", "errors")

@@ -1,23 +1,37 @@
-"""Every page of the site with Python on it runs, block by block, in order."""
+"""Code on pages of the site runs, block by block, and the API reference has every name that users meet."""
 
+import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
-# Pages of words and tables alone, and those that include a file of the repository.
+from tcfp_jax import formats
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# Pages of words and tables, and pages that include a file of the repository.
 WITHOUT_CODE = {"architecture", "catalog", "changelog", "decisions", "glossary", "index", "measurements"}
 PAGES = {path.stem: re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL) for path in DOCS.glob("*.md")}
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
+# Entries of the reference, without modules of which it shows the docstring alone.
+ENTRIES = set(re.findall(r"^::: (\S+)$(?!\n    options: .*members: false)", REFERENCE, re.MULTILINE))
+# Modules whose `__all__` is the public interface.
+DOORS = (
+    "", "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "sharding",
+)  # fmt: skip
 
 
 def test_pages_without_code_are_known():
     assert {name for name, blocks in PAGES.items() if not blocks} == WITHOUT_CODE
-    assert not [path.name for path in (DOCS / "api").glob("*.md") if "```python" in path.read_text()]
+    assert "```python" not in REFERENCE
 
 
 @pytest.mark.parametrize("name", sorted(set(PAGES) - WITHOUT_CODE))
@@ -29,7 +43,7 @@ def test_python_blocks_run(name):
 
 
 def test_flags_of_the_guide_are_known_to_this_jax():
-    """XLA ends a process with an unknown flag; of numbers any will do."""
+    """XLA ends a process with an unknown flag; any number will do as a value."""
     text = (DOCS / "sharding.md").read_text()
     named = re.findall(r"--(xla_gpu_\w+)=(\w*)", text)
     flags = {f"--{name}={'true' if value == 'true' else '1'}" for name, value in named}
@@ -42,5 +56,70 @@ def test_flags_of_the_guide_are_known_to_this_jax():
 
 
 def test_every_page_is_in_the_navigation():
-    named = set(re.findall(r"[\w/]+\.md", (DOCS.parent / "mkdocs.yml").read_text()))
+    named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert named == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+# The API reference ----------------------------------------------------------------------------------------------------
+
+
+def members(module):
+    return getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+
+
+def documented(module, name):
+    """An entry shows the name where it is defined or at a door; constants and types of fields stand in the text."""
+    value = getattr(module, name)
+    home, inner = getattr(value, "__module__", None), getattr(value, "__qualname__", name)
+    if not callable(value) or home is None or not home.startswith(("tcfp_jax", "pallas_kernels")):
+        return f"`{name}`" in REFERENCE
+    if {f"{module.__name__}.{name}", f"{home}.{inner}"} & ENTRIES:
+        return True
+    doors = [importlib.import_module(entry) for entry in ENTRIES if is_module(entry)]
+    return any(getattr(door, member) is value for door in doors for member in members(door))
+
+
+def is_module(path):
+    return (ROOT / path.replace(".", "/")).is_dir() or (ROOT / path.replace(".", "/")).with_suffix(".py").exists()
+
+
+def used_names(blocks):
+    """(module, name) of everything of the two libraries that blocks of code import or read from a module."""
+    trees = [ast.parse(block) for block in blocks]
+    found: set[tuple[str, str]] = set()
+    modules: dict[str, ModuleType] = {}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("tcfp_jax"):
+                    modules[(alias.asname or alias.name).split(".")[0]] = importlib.import_module("tcfp_jax")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("tcfp_jax", "pallas_kernels")):
+            home = importlib.import_module(node.module)
+            for alias in node.names:
+                if isinstance(value := getattr(home, alias.name), ModuleType):
+                    modules[alias.asname or alias.name] = value
+                else:
+                    found.add((home.__name__, alias.name))
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        path: list[str] = []
+        while isinstance(node, ast.Attribute):
+            path.insert(0, node.attr)
+            node = node.value
+        if path and isinstance(node, ast.Name) and node.id in modules:
+            home = modules[node.id]
+            while len(path) > 1 and isinstance(getattr(home, path[0]), ModuleType):
+                home = getattr(home, path.pop(0))
+            if not isinstance(getattr(home, path[0]), ModuleType):
+                found.add((home.__name__, path[0]))
+    return {(home, name) for home, name in found if not (home == "tcfp_jax.formats" and name in formats.CATALOG)}
+
+
+def test_the_reference_has_every_public_name():
+    for door in (importlib.import_module(f"tcfp_jax.{name}".rstrip(".")) for name in DOORS):
+        assert [name for name in door.__all__ if not documented(door, name)] == [], door.__name__
+
+
+def test_the_reference_has_every_name_of_the_pages():
+    found = used_names(README) | {pair for name, blocks in PAGES.items() for pair in used_names(blocks)}
+    assert {("tcfp_jax", "store"), ("tcfp_jax.optim", "adamw"), ("tcfp_jax.products", "pack_fp4")} <= found
+    assert [(home, name) for home, name in sorted(found) if not documented(importlib.import_module(home), name)] == []
