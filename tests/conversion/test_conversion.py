@@ -213,7 +213,7 @@ def test_state_reaches_every_layer_under_a_scan_that_does_not_name_it(gpt):
 
     @jax.jit
     def outputs(params):
-        """With no state, and with the state of these parameters beside the original ones."""
+        """The result for the original parameters with the state of other ones."""
         state = tcfp_jax.layer_state(tx.init(params))
         return model.apply({**variables, "tcfp": state}, TOKENS)
 
@@ -377,7 +377,9 @@ def test_a_layer_that_nobody_taught_is_converted_and_its_transposed_kernel_store
     by_hand = lambda kernel: tcfp_jax.matmul(X, kernel.T, recipe="tcfp12")
     y = run(model, variables, X)
     assert same_bits(y, jax.jit(by_hand)(variables["params"]["kernel"]))
-    state = state_of(find_weights(model), variables["params"])  # it is stored as it is, and read transposed
+    state = state_of(
+        find_weights(model), variables["params"]
+    )  # the stored form keeps the axes, and products read it transposed
     np.testing.assert_allclose(run(model, {**variables, "tcfp": state}, X), y, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""`diagnose`: what it says of each layer, and where its predictions come from."""
+"""`diagnose`: its lines for each layer, and the origin of its predictions."""
 
 import json
 import math
@@ -80,10 +80,10 @@ def test_of_fp4_the_noise_is_that_of_its_blocks_and_their_share_in_e4m3_is_said(
     assert line(folded).exact == 1 and "(E4M3 holds 100.0% of its blocks)" in capsys.readouterr().out
     plain = line("nvfp4")
     assert 0.2 < plain.exact < 0.5 and 20 < plain.snr_db < 21 and 20 < line(folded).snr_db < 21.5
-    # Of an output that is smaller nothing spreads to blocks of others, as it would in other blocks than the product's.
+    # Blocks lie along k, so a small output does not share a scale with a large one.
     uneven = kernel * np.where(np.arange(32) % 2, 1, 1e-2).reshape(4, 8)
     assert 20 < line("nvfp4", uneven).snr_db < 21
-    # Nothing is stored by FP4 training, and BF16's speed and noise are not those of an emulation.
+    # FP4 training stores nothing, and an emulation has neither BF16's speed nor its noise.
     trained = line("nvfp4_training")
     assert (trained.snr_db, trained.speed_up, trained.exact) == (None, None, None)
 
@@ -92,7 +92,7 @@ def test_diagnose_leaves_an_nnx_model_as_it_was(capsys):
     model = nnx_model(lambda rngs: flax_nnx.Linear(32, 8, rngs=rngs))
     found = diagnose(model, X, recipe="tensorwise")
     assert type(model) is flax_nnx.Linear and found.lines[0].snr_db > 25
-    assert found.lines[0].speed_up == predict(named_recipe("tensorwise"), 1.0)  # that of the smallest shape measured
+    assert found.lines[0].speed_up == predict(named_recipe("tensorwise"), 1.0)  # the smallest shape that was measured
     with pytest.raises(ValueError, match="sample inputs"):
         diagnose(model)
 

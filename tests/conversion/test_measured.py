@@ -58,7 +58,7 @@ def table():
 
 @pytest.fixture
 def times(monkeypatch, tmp_path):
-    """A way to say what was measured on this device."""
+    """Function that writes the measured times of this device."""
 
     def write(ops):
         (tmp_path / "tuned.json").write_text(json.dumps({DEVICE: ops}))
@@ -170,7 +170,7 @@ def test_an_nnx_model_in_which_nothing_pays_runs_as_it_is(times):
 
 def test_calls_with_other_rows_choose_as_the_sample_did(times):
     model = convert_to_tcfp(MLP(), "tensorwise", shape(4096, 128))
-    few = survey(model, shape(2, 128))  # of which nothing is known
+    few = survey(model, shape(2, 128))  # no time of such a product is known
     assert reasons(few) == reasons(survey(model))
     low = tcfp_jax.transform(lambda w, x: x @ w, "tensorwise", include=("measured", "head"))
     judged = [low.examine(shape(128, 64), shape(rows, 128)).report for rows in (4096, 2)]
@@ -188,7 +188,7 @@ def test_what_was_not_timed_goes_by_size_and_says_so(times):
     why = "matmul (single full float32) near 128x4096x64 was not timed on cpu: its size decided"
     assert len(report.converted) == 2 and report.converted[0].reason == why
     assert why.split(":")[0] in str(tcfp_jax.explain((4096, 128), (128, 64), "tensorwise"))
-    # cuBLASLt pads what is no multiple of 16, which takes longer than any measured product.
+    # cuBLASLt pads sizes that are not multiples of 16, which takes longer than any measured product.
     assert "padded" in tcfp_jax.explain((4096, 120), (120, 64), "tensorwise").summary
     ops.pop("dot_general")  # BF16's own
     times(ops)

@@ -144,7 +144,7 @@ def test_transformations_of_flax_inside_and_outside(models):
     base, model = models
     near(model.compiled(X), base.compiled(X))
     assert model.calls[...] == 1
-    # A product that is differentiated inside of the method is left alone, and its gradient is that of the float model.
+    # A product that the method itself differentiates is left alone, and has the float model's gradient.
     found, exact = model.gradient(X), base.gradient(X)
     np.testing.assert_allclose(found["kernel"][...], exact["kernel"][...], rtol=1e-6)
     assert "inside jax.grad" in str(survey(convert(nnx_model(Differentiated), X)))
@@ -222,7 +222,7 @@ def test_shared_parameters_train_as_in_a_model_that_quantizes_at_each_use():
 
 
 class PlainObject(nnx.Module, pytree=False):
-    """As models of tunix 0.1.0: a list of layers is a list, and the module is no pytree."""
+    """A list of layers is a list, and the module is not a pytree, as in models of tunix 0.1.0."""
 
     def __init__(self, rngs):
         self.layers = [LINEAR(rngs=rngs) for _ in range(2)]

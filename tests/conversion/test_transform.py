@@ -1,4 +1,4 @@
-"""`transform`: products are found in the program, whoever wrote it, and nothing is left alone without being listed."""
+"""`transform` finds the products of any program, and lists every product that it leaves alone."""
 
 import functools
 import re
@@ -15,6 +15,7 @@ import tcfp_jax
 import tcfp_jax.linen
 from tcfp_jax import error_feedback, layer_state, transform
 from tcfp_jax.conversion import diagnose, export, find_weights, restore, survey, to_bf16
+from tcfp_jax.inference import quantize_params
 from tests.collectives import collectives
 from tests.helpers import mesh_of, same_bits
 
@@ -42,11 +43,17 @@ def jitted_blocks(p, x):
     return functools.reduce(lambda x, name: block(p[name], x), sorted(p), x)
 
 
+def carried(p, x):
+    # The weight enters the product through the carry, and the input reaches it in the second round only.
+    body = lambda c, _: ({"x": c["x"] @ c["w"], "n": (c["n"][0] + 1,), "w": c["w"]}, c["x"].sum())
+    return lax.scan(body, {"x": x, "n": (p["n"],), "w": p["w"]}, jnp.zeros(3))[0]["x"]
+
+
 def heads(p, x):
     return jnp.einsum("tnh,nhd->td", jnp.einsum("td,ndh->tnh", x, p["q"]), p["o"])
 
 
-# What is converted: (function, parameters, equations of its products).
+# Converted programs: (function, parameters, equations of its products).
 CONVERTED = {
     "mlp": (lambda p, x: jax.nn.relu(x @ p["a"] + p["b"]) @ p["c"], {"a": W, "b": W[0], "c": W}, ["ca,ab->cb"] * 2),
     "scan and remat over axis 1": (scanned, {"w": STACK}, ["ca,ab->cb"]),
@@ -84,6 +91,7 @@ CONVERTED = {
     "a table of rotations": (
         lambda p, x: jnp.einsum("td,td->td", x @ p["w"], jnp.asarray(ROTATIONS)), {"w": W}, ["ca,ab->cb"],
     ),
+    "carried by a loop": (carried, {"w": W, "n": jnp.float32(0)}, ["ca,ab->cb"]),
     "jitted blocks": (jitted_blocks, {str(i): normal(32, 32, seed=i) for i in range(3)}, ["ca,ab->cb"] * 3),
 }  # fmt: skip
 
@@ -95,7 +103,7 @@ def own_rule(x, w):
 
 own_rule.defvjp(lambda x, w: (own_rule(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 
-# What is left alone: (function, parameters, part of the reason).
+# Products that are left alone: (function, parameters, part of the reason).
 LEFT = {
     "convolution": (
         lambda p, x: lax.conv(x[None, None], p["w"], (1, 1), "SAME"), {"w": normal(2, 1, 3, 3)}, "convolution",
@@ -122,7 +130,9 @@ def close(found, wanted, part):
         assert float(jnp.linalg.norm((a - b).ravel())) <= part * float(jnp.linalg.norm(b.ravel()))
 
 
-@pytest.mark.slow_except("mlp", "scan and remat over axis 1", "tied head", "parts", "a table of rotations")
+@pytest.mark.slow_except(
+    "mlp", "scan and remat over axis 1", "tied head", "parts", "a table of rotations", "carried by a loop"
+)
 @pytest.mark.parametrize("name", CONVERTED)
 def test_products_are_converted_in_every_transformation_and_read_stored_weights(name):
     fn, params, equations = CONVERTED[name]
@@ -150,6 +160,29 @@ def test_products_are_converted_in_every_transformation_and_read_stored_weights(
     close(served, y, 2e-2)
     assert not same_bits(fresh[0], exact[0])
     assert "f8_e4m3" not in str(jax.make_jaxpr(fn)(params, X))
+
+
+def test_a_loop_of_unknown_length_multiplies_stored_weights():
+    fn = lambda p, x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, x @ p["w"] + c[1]), (0, x))[1]
+    low = transform(fn, RECIPE, include=ALL, strict=True)
+    kept = layer_state(error_feedback(find_weights(low, {"w": W}, X)).init({"w": W}))
+    close(low({"w": W}, X, stored=kept), fn({"w": W}, X), 0.2)
+
+
+def test_activations_times_constants_are_not_products_of_a_parameter():
+    for fn in (lambda p, x: (x + p["w"][0]) @ jnp.ones((32, 32)), lambda p, x: (x @ x.T) * p["w"][:4, :4]):
+        report = transform(fn, RECIPE, include=ALL).examine({"w": W}, X).report
+        assert not report.converted and not report.skipped
+
+
+def test_names_with_slashes_are_paths():
+    """Haiku's `{"mlp/~/linear_0": {"w": ...}}`: the float kernels must not stay next to the stored ones."""
+    params = {"mlp/~/linear_0": {"w": W, "b": W[0]}}
+    low = transform(lambda p, x: x @ p["mlp/~/linear_0"]["w"] + p["mlp/~/linear_0"]["b"], RECIPE, include=ALL)
+    weights = find_weights(low, params, X)
+    assert set(weights) == {"mlp/~/linear_0/w"}
+    assert set(quantize_params(params, weights)["params"]["mlp/~/linear_0"]) == {"b"}
+    assert same_bits(low(params, X, stored=layer_state(error_feedback(weights).init(params))), low(params, X))
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -212,7 +245,7 @@ def test_products_of_one_x_quantize_it_once(recipe, others):
     low = jax.jit(transform(gated, "tensorwise", rules=rules, include=ALL))
     compiled = low.lower(params, jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))).compile()
     amaxes = [part for c in collectives(compiled.as_text()) for part in c.parts if c.operation == "all-reduce"]
-    assert [part.size for part in amaxes] == [1] * others  # of x, and of what "down" reads
+    assert [part.size for part in amaxes] == [1] * others  # of x, and of the input of "down"
 
 
 def columns_then_rows(p, x):
