@@ -1,14 +1,13 @@
-"""`explain`: what each operation of a layer takes on this device, backend, tile sizes and time, and why not another.
+"""`explain`: backend, tile sizes and time of each operation of a layer on this device, and why others do not run.
 
-Nothing is imitated: the training step itself is traced, with `tcfp_jax.matmul`, its backward pass and the optimizer's
-update, and `pallas_kernels.dispatch` records what it is asked on the way. Times are `pallas_kernels.tuning`'s, of the
-backend that runs; by them a conversion with `include="measured"` chooses.
+`explain` traces the real training step: `tcfp_jax.matmul`, its backward pass and the optimizer's update.
+`pallas_kernels.dispatch` records each call on the way, and `pallas_kernels.tuning` has the times. A conversion with
+`include="measured"` chooses by them.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from pallas_kernels.dispatch import Call, Verdict, recording
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import estimate, is_timed, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
+from tcfp_jax.paths import PyTree
 from tcfp_jax.products.layer import matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
@@ -27,17 +27,17 @@ from tcfp_jax.recipes import recipe as named_recipe
 
 @dataclass(frozen=True)
 class Explanation:
-    """The operations of a layer's training step, in order; `str` of it is a table.
+    """The operations of a layer's training step, in order; `str` makes a table of them.
 
     Attributes:
-      device: the kind of device that it is for.
-      steps: a `Call` each, with `step`, `op`, `operands`, `verdicts` and `chosen`.
-      bf16: the same of the layer in BF16, `recipe("bf16")`.
-      times, bf16_times: milliseconds of each, interpolated between what was measured on `timed_on`
-        (`pallas_kernels.tuning.estimate`); None where nothing near was.
-      emulated: of FP4 training, what the operands stand for; "" of other recipes. Its quantizers are not among the
-        operations, so that nothing is said of its speed.
-      timed_on: the device whose times these are, this one or one with the same multiprocessors; "" without times.
+      device: kind of the device.
+      steps: a `Call` for each operation, with `step`, `op`, `operands`, `verdicts` and `chosen`.
+      bf16: the same for the layer in BF16, `recipe("bf16")`.
+      times, bf16_times: milliseconds of each operation, interpolated between measurements on `timed_on`
+        (`pallas_kernels.tuning.estimate`); None if no measurement is near.
+      emulated: note on the operands of FP4 training, otherwise "". Its quantizers are not among the operations, so it
+        has no speed.
+      timed_on: device of the measurements: this one, or one with the same multiprocessors; "" without times.
     """
 
     device: str
@@ -50,39 +50,39 @@ class Explanation:
 
     @property
     def speed_over_bf16(self) -> float | None:
-        """BF16's time over this one; None where an operation was not timed."""
+        """BF16's time over this one; None if an operation was not timed."""
         if self.emulated or not self.times or not self.bf16_times or None in (*self.times, *self.bf16_times):
             return None
         return self.bf16_milliseconds / self.milliseconds
 
     @property
     def milliseconds(self) -> float:
-        """Of all operations that were timed."""
+        """Sum over all operations that were timed."""
         return sum(time for time in self.times if time is not None)
 
     @property
     def bf16_milliseconds(self) -> float:
-        """Of all operations of BF16 that were timed."""
+        """Sum over all operations of BF16 that were timed."""
         return sum(time for time in self.bf16_times if time is not None)
 
     @property
     def summary(self) -> str:
-        """What all of it takes beside BF16, in words; "" on a device of which no times are known."""
+        """The comparison with BF16 in words; "" on a device without times."""
         if not self.times:
             return ""
         calls, times = (*self.steps, *self.bf16), (*self.times, *self.bf16_times)
         missing = next((call for call, time in zip(calls, times, strict=True) if time is None), None)
         if missing is not None:
             key = missing.key
-            what = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
-            return f"{what} was not timed on {self.timed_on}"
+            operation = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
+            return f"{operation} was not timed on {self.timed_on}"
         if self.emulated:
             return f"the quantizers of FP4 training were not timed on {self.timed_on}"
         in_words = f"{self.milliseconds:.3g} ms against {self.bf16_milliseconds:.3g}"
         return f"{self.speed_over_bf16:.2f} of BF16's speed ({in_words}) on {self.timed_on}"
 
     def __str__(self) -> str:
-        """The device, what is emulated, lines for what runs of every operation and for what does not, and the sum."""
+        """Return a table: the device, the emulation, each operation with its backends, and the sum."""
         times = self.times or (None,) * len(self.steps)
         lines = [line for call, time in zip(self.steps, times, strict=True) for line in _lines(call, time)]
         first = [f"on {self.device}", *([f"emulated    {self.emulated}"] if self.emulated else [])]
@@ -109,22 +109,25 @@ def explain(
     w_dtype: DTypeLike = jnp.float32,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Explanation:
-    """What a training step of `tcfp_jax.matmul` of x `[..., k]` and w `[k, n]` runs on the device in use.
+    """Return the operations of a training step of `matmul` of x `[..., k]` and w `[k, n]` on the device in use.
 
-    The step is traced and nothing is computed. Shapes are those of one device; a backend that the recipe names and that
-    cannot run shows its reason instead of raising.
+    Use it to see which kernels run, and whether a layer is worth converting. The step is traced and nothing is
+    computed. Shapes are those of one device. If a backend that the recipe names cannot run, its reason is shown and
+    nothing is raised.
 
-    On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every operation has its time, and all
-    of them together are compared with BF16's three products. What quantizing the weight takes counts, once a step; that
-    layers share an activation, that its quantizer is part of what wrote it, and that BF16 casts a float32 weight does
-    not, so that where it errs it errs to BF16's advantage.
+    On a device that was timed (`python -m benchmarks.gemm --tune --cases grid`) every operation has its time, and their
+    sum is compared with BF16's three products. The sum counts the quantization of the weight, once a step. It ignores
+    that layers share a quantized activation and that BF16 casts a float32 weight, so it errs to BF16's advantage.
 
     Args:
-      dtype: of x and of the output's gradient.
-      w_dtype: of the parameter, which its gradient has too.
-      optimizer: what updates the parameter, such as
-        `optax.chain(optax.adamw(3e-4), error_feedback(recipe, error_dtype="bfloat16"))`; None is
-        `error_feedback(recipe)`. A weight that it does not hold quantized is quantized in the forward pass.
+      x_shape: shape of x.
+      w_shape: shape of w.
+      recipe: a recipe or its name.
+      dtype: dtype of x and of the output's gradient.
+      w_dtype: dtype of the parameter and of its gradient.
+      optimizer: the transformation that updates the parameter, such as
+        `optax.chain(optax.adamw(3e-4), error_feedback(recipe, error_dtype="bfloat16"))`; None means
+        `error_feedback(recipe)`. A weight that its state does not hold is quantized in the forward pass.
 
     Raises:
       ValueError: the shapes are not `[..., k]` and `[k, n]`, or the recipe is unknown.
@@ -154,7 +157,7 @@ def explain(
 
 
 def _emulated(recipe: Recipe) -> str:
-    """What the operands of FP4 training stand for, in words; "" of other recipes."""
+    """Return a note on the operands of FP4 training; "" for other recipes."""
     if recipe.fp4 is None:
         return ""
     which = "operands" if recipe.fp4.forward_operands == "fp4" else "operands of dgrad and wgrad"
@@ -165,7 +168,7 @@ def _emulated(recipe: Recipe) -> str:
 
 
 def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
-    """`explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`, remembered.
+    """Return `explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`, from a cache.
 
     >>> weigh(8, 32, 64, named_recipe("bf16")).device == dispatch.device_kind()
     True
@@ -174,7 +177,7 @@ def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
 
 
 @functools.lru_cache(maxsize=1024)
-def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: Any) -> Explanation:
+def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: object) -> Explanation:
     return explain((rows, k), (k, n), recipe)
 
 
@@ -184,11 +187,13 @@ def _time(call: Call) -> float | None:
     return estimate(dispatch.device_kind(), call.key, _runs(call).backend)
 
 
-def _traced(recipe: Recipe, tx: optax.GradientTransformation, params: Any, x: Any, g: Any) -> tuple[Call, ...]:
-    """What a training step asks for."""
+def _traced(
+    recipe: Recipe, tx: optax.GradientTransformation, params: PyTree, x: jax.ShapeDtypeStruct, g: jax.ShapeDtypeStruct
+) -> tuple[Call, ...]:
+    """Return the calls that a training step dispatches."""
     state = jax.eval_shape(tx.init, params)
 
-    def training_step(params: Any, state: Any, x: Any, g: Any) -> Any:
+    def training_step(params: PyTree, state: PyTree, x: jax.Array, g: jax.Array) -> PyTree:
         stored = layer_state(state).get("kernel")
         drawn = recipe.stochastic or recipe.draws
         key = jax.random.key(0) if stored is None and drawn else None

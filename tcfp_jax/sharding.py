@@ -1,4 +1,4 @@
-"""Where the states of training lie on a mesh: it follows from where the parameters lie.
+"""Shardings of training states: how a state lies on a mesh follows from how the parameters lie.
 
     shardings = nn.get_sharding(variables, mesh)["params"]              Linen: nn.with_partitioning
     shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)         Linen: logical names of axes
@@ -8,9 +8,9 @@
     state = jax.eval_shape(tx.init, params)
     state = jax.jit(tx.init, out_shardings=state_shardings(shardings, state))(params)
 
-A transposed copy has the kernel's axes swapped, a scale of blocks is split as the axis whose blocks it counts, moments
-and errors lie where their weight does, and counters and keys are whole on every device. So a step moves nothing of a
-state over the mesh but the largest magnitudes that scales come from.
+A transposed copy swaps the kernel's axes. A block scale is split like the axis whose blocks it counts. Moments and
+errors lie where their weight lies. Every device holds counters and keys whole. So a step sends no part of a state over
+the mesh except the largest magnitudes, which scales come from.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.scaling import Fp4
 from tcfp_jax.optim.encoding import block_parts
-from tcfp_jax.paths import path_names
+from tcfp_jax.paths import PyTree, path_names
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.parts import Parts, neighbours, parts_of
 from tcfp_jax.weights.stored import Stored
@@ -31,38 +31,36 @@ from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
 __all__ = ["state_shardings"]
 
-# Fields of our states beside those that they belong to: scales of moments, and what a stored weight has elsewhere.
+# Fields of our states and the fields next to them that they belong to. `_BESIDE_WEIGHTS` belong to `weights`.
 _SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
 _BESIDE_WEIGHTS = ("amax", "errors")
-# An entry of a path: whether it is a field of a state, and its name.
-_Entry = tuple[bool, str]
-_Path = tuple[_Entry, ...]
+_Path = tuple[tuple[bool, str], ...]  # for each entry: whether it is a field of a state, and its name
 
 
-def state_shardings(params_shardings: Any, state: Any) -> Any:
-    """The shardings of a state from those of the parameters, one `NamedSharding` for each array.
+def state_shardings(params_shardings: PyTree, state: PyTree) -> PyTree:
+    """Return the shardings of a state, given the shardings of its parameters: one `NamedSharding` for each array.
 
-    For states of optax's transformations and ours, for parameters of which some are stored (`tcfp_jax.store`), and for
-    trees of both: `state_shardings(shardings, (params, opt_state))`, from which more is known than from `opt_state`
-    alone, namely how a kernel of three axes became the matrix that is stored.
+    It takes states of optax's transformations and ours, stored parameters (`tcfp_jax.store`), and trees of both. Prefer
+    `state_shardings(shardings, (params, opt_state))`: stored parameters tell how a kernel of three axes became a
+    matrix, which `opt_state` alone does not.
 
-    An array that has its parameter's shape lies as the parameter does. One that has some of its axes (factored
-    moments) is split where they are, scalars and what belongs to no parameter (counters, keys) are whole everywhere.
+    An array of its parameter's shape lies as the parameter does. An array with some of its axes (factored moments) is
+    split along those. Scalars and arrays without a parameter (counters, keys) are whole on every device.
 
     Args:
-      params_shardings: for each float parameter, by the same names, its `NamedSharding`; or an array or
-        `jax.ShapeDtypeStruct` that has one, which also tells its shape, where that does not follow from the state
-        (factored moments alone, kernels of three axes in `opt_state` alone).
-      state: a state or its `jax.eval_shape`, perhaps in Flax's boxes. Of an `nnx.Optimizer` its `opt_state`.
+      params_shardings: a `NamedSharding` for each float parameter, by the same names. Give an array or
+        `jax.ShapeDtypeStruct` with a sharding instead if the state does not tell the parameter's shape (factored
+        moments alone, kernels of three axes in `opt_state` alone).
+      state: a state or its `jax.eval_shape`, perhaps in Flax's boxes; for an `nnx.Optimizer`, its `opt_state`.
 
     Returns:
       A tree of the structure of `state`, for `out_shardings`, `jax.device_put` and checkpoints.
 
     Raises:
-      TypeError: something in `params_shardings` is no sharding on a mesh.
-      ValueError: a mesh does not divide an axis, or cuts a block of values that share a scale; parts of a kernel are
-        no neighbours in the matrix that is stored; shardings on several meshes, of another tree, or that do not tell
-        the shape of a parameter.
+      TypeError: a leaf of `params_shardings` is not a sharding on a mesh.
+      ValueError: a mesh does not divide an axis, or cuts a block of values that share a scale; a shard of a kernel is
+        not contiguous in the stored matrix; shardings on several meshes, of another tree, or that do not tell the
+        shape of a parameter.
 
     >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> shardings = {"kernel": NamedSharding(mesh, PartitionSpec("fsdp", None))}
@@ -78,7 +76,7 @@ def state_shardings(params_shardings: Any, state: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What is known of one parameter: its sharding, and perhaps its shape and which axes are those of its matrix."""
+    """One parameter: its sharding, and its shape and the layout of its matrix if they are known."""
 
     name: str
     sharding: NamedSharding
@@ -87,23 +85,23 @@ class _Parameter:
 
     @property
     def kernel(self) -> Parts:
-        assert self.shape is not None, "found out before it is asked for"
+        assert self.shape is not None, "_learn_shapes found it"
         return parts_of(self.name, self.shape, self.sharding)
 
     def matrix(self, shape: Sequence[int]) -> Parts:
-        """As the matrix of this shape, or stack of matrices, that is stored."""
+        """Return the parts of the stored matrix, or stack of matrices, of this shape."""
         assert self.shape is not None
         groups = self.layout.groups if self.layout is not None else neighbours(self.shape, shape)
         if groups is None:
             raise ValueError(
-                f"{self.name} {list(self.shape)} is stored as {list(shape)}, whose axes are not neighbours of it; "
-                "leave the parameter whole, or give the stored parameters too: state_shardings(shardings, (params, "
+                f"{self.name} {list(self.shape)} is stored as {list(shape)}, whose axes do not merge neighbours of "
+                "it; leave the parameter whole, or give the stored parameters too: state_shardings(shardings, (params, "
                 "opt_state))"
             )
         return self.kernel.merged(groups)
 
     def matrix_of(self, stored: Stored) -> Parts:
-        """As the matrix that is stored; packed codes whose `padding` is lost may have one more than it."""
+        """Return the parts of the stored matrix; padded 4-bit codes may have one value more along k."""
         assert self.shape is not None
         if isinstance(stored.scaling, Fp4) and self.layout is None:
             k = -2 if stored.backward is None else -1
@@ -115,11 +113,12 @@ class _Parameter:
 
 
 class _Units:
-    """The nodes of a state, stored weights whole, and the parameters to which they belong."""
+    """The nodes of a state, with stored weights whole, and the parameters that they belong to."""
 
-    def __init__(self, params_shardings: Any, state: Any) -> None:
-        self.treedef: Any
-        paths, self.treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored)
+    def __init__(self, params_shardings: PyTree, state: PyTree) -> None:
+        treedef: Any
+        paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored)
+        self.treedef = treedef
         self.nodes: list[tuple[_Path, Any]] = [(_entries(path), node) for path, node in paths]
         self.by_name = {_names(path): node for path, node in self.nodes}
         given = jax.tree_util.tree_flatten_with_path(params_shardings)[0]
@@ -130,8 +129,8 @@ class _Units:
         self.mesh = _one_mesh(list(self.parameters.values()))
         self._learn_shapes()
 
-    def shardings(self, path: _Path, node: Any) -> Any:
-        """The node with shardings in the place of arrays."""
+    def shardings(self, path: _Path, node: Any) -> PyTree:
+        """Return the node with shardings instead of arrays."""
         if is_stored(node):
             parameter = self._owner(path)
             if parameter is None:
@@ -142,7 +141,7 @@ class _Units:
         return NamedSharding(self.mesh, PartitionSpec()) if parts is None else parts.sharding
 
     def _parts(self, path: _Path, leaf: Any) -> Parts | None:
-        """How an array is cut; None where it is whole everywhere."""
+        """Return how an array is cut; None if every device holds it whole."""
         shape = jnp.shape(leaf)
         values_path = self._beside(path, _SCALES)
         if values_path is not None:
@@ -163,7 +162,7 @@ class _Units:
         return _following(parameter, shape)
 
     def _owner(self, path: _Path) -> _Parameter | None:
-        """The parameter whose path ends this one, the longest; or stands in it behind a field of a state."""
+        """Return the parameter with the longest path that ends this one, or that follows a field of a state in it."""
         for known, own in ((self.parameters, path), (self.without_kinds, _names(path))):
             for start in range(len(own)):
                 if own[start:] in known:
@@ -176,7 +175,7 @@ class _Units:
         return None
 
     def _beside(self, path: _Path, fields: dict[str, str]) -> _Path | None:
-        """The path with the other field in the place of one of these, where a node is there."""
+        """Return the path with one of these fields replaced by the field it belongs to, if a node is there."""
         for place in reversed(range(len(path))):
             kind, name = path[place]
             if name in fields:
@@ -186,7 +185,7 @@ class _Units:
         return None
 
     def _learn_shapes(self) -> None:
-        """Shapes and layouts of parameters, from stored ones, else from what mirrors the parameters."""
+        """Find shapes and layouts of parameters, from stored parameters first, then from arrays that mirror them."""
         shapes: dict[str, set[tuple[int, ...]]] = {}
         for path, node in self.nodes:
             parameter = self._owner(path)
@@ -211,13 +210,13 @@ class _Units:
         known = sorted(parameter.name for parameter in self.parameters.values())
         return ValueError(
             f"{'/'.join(_names(path))} {list(node.shape)} belongs to none of the {len(known)} parameters, such as "
-            f"{known[:3]}; give the shardings of the parameters that this state is of, and of an nnx.Optimizer its "
-            "opt_state, as nnx.state takes stored weights apart"
+            f"{known[:3]}; give the shardings of this state's own parameters. For an nnx.Optimizer give its opt_state, "
+            "because nnx.state takes stored weights apart"
         )
 
 
 def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
-    """A stored weight with shardings in the place of arrays."""
+    """Return a stored weight with shardings instead of arrays."""
     stack = range(len(matrix.shape) - 2)
     sizes = matrix.shape[:-2]
     beside: Any = lambda array: None if array is None else matrix.taken([*stack, None], array.shape).sharding
@@ -251,8 +250,8 @@ def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
 
 
 def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
-    """What a transformation keeps of a parameter: a copy, its matrix, a stack of copies, or some of its axes."""
-    assert parameter.shape is not None, "an array at its place has a shape"
+    """Return how an array of a state is cut: a parameter's copy, its matrix, a stack of copies, or some of its axes."""
+    assert parameter.shape is not None, "an array in its place has a shape"
     whole = parameter.kernel
     own, count = parameter.shape, len(parameter.shape)
     if shape == own:
@@ -271,7 +270,7 @@ def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
 
 
 def _shape(parameter: _Parameter, shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a parameter that only its arrays in the state tell; what is a number tells nothing."""
+    """Return the shape of a parameter, given the shapes of its arrays in the state; scalars tell nothing."""
     spec = parameter.sharding.spec
     shapes = shapes - {()} or {()}
     if len(shapes) > 1:
@@ -279,7 +278,7 @@ def _shape(parameter: _Parameter, shapes: set[tuple[int, ...]]) -> tuple[int, ..
         if len(full) != 1 and any(spec):
             raise ValueError(
                 f"the state has arrays {sorted(shapes)} of {parameter.name}, whose sharding {spec} does not tell its "
-                f"shape; give jax.ShapeDtypeStruct(shape, dtype, sharding=...) in the place of the sharding"
+                "shape; give jax.ShapeDtypeStruct(shape, dtype, sharding=...) instead of the sharding"
             )
         shapes = full or shapes
     (shape, *_) = sorted(shapes)
@@ -290,14 +289,14 @@ def _parameter(name: str, leaf: Any) -> _Parameter:
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"the sharding of {name} is {sharding or leaf!r}, which says nothing of a mesh; give NamedSharding(mesh, "
-            "spec), an array that was placed with one, or what nn.get_sharding and nnx.get_named_sharding return"
+            f"the sharding of {name} is {sharding or leaf!r}, which has no mesh; give NamedSharding(mesh, spec), an "
+            "array that was placed with one, or the result of nn.get_sharding or nnx.get_named_sharding"
         )
     shape = None if leaf is sharding else tuple(leaf.shape)
     return _Parameter(name, sharding, shape)
 
 
-def _one_mesh(parameters: list[_Parameter]) -> Any:
+def _one_mesh(parameters: list[_Parameter]) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
     first = parameters[0]
     for other in parameters:
         if other.sharding.mesh != first.sharding.mesh:
@@ -308,7 +307,7 @@ def _one_mesh(parameters: list[_Parameter]) -> Any:
     return first.sharding.mesh
 
 
-def _entries(path: Sequence[Any]) -> _Path:
+def _entries(path: Sequence[object]) -> _Path:
     names = path_names(path)
     return tuple((isinstance(entry, jax.tree_util.GetAttrKey), name) for entry, name in zip(path, names, strict=False))
 

@@ -1,8 +1,7 @@
-"""`Reading`: how well an operand of a product was rounded, four numbers of it.
+"""`Reading`: four numbers that say how well an operand of a product was rounded.
 
-Products of most recipes have three operands: x, the weight as the forward product reads it, and g as dgrad reads it.
-FP4 training quantizes the operands of wgrad anew, and after a forward product in BF16 the weight of dgrad; these are
-read, too.
+Most products have three operands: x, the weight of the forward product, and g as dgrad reads it. FP4 training quantizes
+the operands of wgrad again, and the weight of dgrad after a forward product in BF16; these have readings, too.
 """
 
 import dataclasses
@@ -21,21 +20,21 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad")
-# Larger than the value that it was rounded to by more than this part of it, at the top of the format: it was clipped.
+# A value at the top of the format counts as clipped if it exceeds its rounded value by more than this share.
 _CLIPPED = 2.0**-10
 
 
 class Reading(NamedTuple):
-    """What rounding made of one operand; float32, with an axis for each loop that the product is in.
+    """Effect of rounding on one operand: float32, with an axis for each loop around the product.
 
     Attributes:
       amax: the largest magnitude.
-      underflow: the share of all values that are not zero and were rounded to zero.
-      saturation: the share of all values that lie beyond what their scale can hold, and were clipped.
-      snr: of the rounded values, in decibels; inf where rounding changed nothing.
+      underflow: share of all values that are not zero and were rounded to zero.
+      saturation: share of all values that exceed the range of their scale and were clipped.
+      snr: signal-to-noise ratio of the rounded values, in decibels; inf if rounding changed nothing.
 
-    All four are NaN for a product that did not run, whose result has no gradient, or that stands where no probe can be.
-    An operand that is rotated before it is rounded is compared after the rotation; its `amax` is from before.
+    All four are NaN for a product that did not run, whose result has no gradient, or that no probe can reach. For an
+    operand that is rotated before it is rounded, `amax` is taken before the rotation and the rest after it.
     """
 
     amax: jax.Array
@@ -45,7 +44,7 @@ class Reading(NamedTuple):
 
 
 def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
-    """The reading of values and of what they were rounded to, an `Operand` or floats of the same shape.
+    """Return the reading of values and their rounded values, an `Operand` or floats of the same shape.
 
     >>> from pallas_kernels.quantize.api import quantize
     >>> x = jnp.asarray([448.0, 1.0, 0.0001, 0.0])
@@ -64,22 +63,22 @@ def _amax(x: jax.Array) -> jax.Array:
 
 
 def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
-    """The reading of float32 x and of what it was rounded to."""
+    """Return the reading of float32 x and its rounded values q."""
     share = lambda these: jnp.mean(these.astype(jnp.float32))
-    # In units near amax, so that squares of small gradients are no zeros and those of large ones finite.
+    # In units near amax the squares of small gradients do not become zero, and those of large ones stay finite.
     unit = numerics.reciprocal_pow2(numerics.pow2_cover(amax, 4.0))
     energy = lambda v: jnp.sum(jnp.square(v * unit))
     noise = energy(x - q)
-    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))  # of zeros, too
+    snr = jnp.where(noise == 0, jnp.inf, 10 * jnp.log10(energy(x) / noise))  # also if x is zero
     return Reading(amax, share((x != 0) & (q == 0)), share(clipped), snr)
 
 
 def _clipped(x: jax.Array, q: jax.Array, rounded: Operand) -> jax.Array:
-    """Which values are larger than the largest number of the format at their scale."""
+    """Return which values exceed the largest number of the format at their scale."""
     if isinstance(rounded.scaling, Fp4):
         return (jnp.abs(fp4.numbers(fp4.unpack(rounded.values))) >= fp4.E2M1.max()) & _beyond(x, q)
     dtype, spare = rounded.values.dtype, _CLIPPED
-    if rounded.lo is not None:  # which rounds to either side of values at the top, too
+    if rounded.lo is not None:  # lo rounds values at the top to either side, too
         spare = 2 * numerics.largest_rounding_error(dtype, halves=2) / numerics.largest(dtype)
     return (jnp.abs(rounded.values.astype(jnp.float32)) >= numerics.largest(dtype)) & _beyond(x, q, spare)
 
@@ -89,7 +88,7 @@ def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
 
 
 def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """What `read_product` reads: operands that are known in the forward pass.
+    """Return the operands that are known in the forward pass, which `read_product` reads.
 
     >>> from tcfp_jax.recipes import recipe
     >>> [forward_operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
@@ -101,7 +100,7 @@ def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
 
 
 def gradient_operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """What `read_gradients` reads."""
+    """Return the operands that `read_gradients` reads."""
     return ("g",) if recipe.fp4 is None else ("g", "g_wgrad")
 
 
@@ -113,15 +112,15 @@ def read_product(
     made: Quantized | None,
     words: jax.Array | None = None,
 ) -> tuple[Reading, ...]:
-    """The readings of x and of the weight, those of `forward_operands`.
+    """Return the readings of x and the weight, one for each of `forward_operands`.
 
     Args:
-      recipe: of the product.
+      recipe: recipe of the product.
       x: `[..., k]`.
-      w: `[k, n]`, or zeros in the place of a parameter that is stored; None where there is no float weight.
-      stored: the weight as products read it, or None.
-      made: x as it was quantized already, or None.
-      words: of FP4 training's key, or None.
+      w: `[k, n]`, or zeros for a stored parameter; None if there is no float weight.
+      stored: the stored weight that the product reads, or None.
+      made: x if it is quantized already, or None.
+      words: words of FP4 training's key, or None.
     """
     if recipe.fp4 is not None:
         assert w is not None, "nothing is stored"
@@ -142,8 +141,7 @@ def read_product(
     assert recipe.stored is not None, "the weight is stored"
     operand = stored.for_forward(recipe.stored.forward).settled()
     whole = stored.for_forward("hi+lo").dequantize()
-    # A parameter that is stored has zeros in the place of floats: what it stands for is all that is stored of it.
-    # Packed codes of an odd k end in one of zero.
+    # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of an odd k end in a zero.
     floats = whole if w is None else jnp.where(jnp.any(w != 0), _filled(w.T.astype(jnp.float32), whole.shape), whole)
     return of_x, read(floats, operand)
 
@@ -161,7 +159,7 @@ def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None)
 def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[Reading, ...]:
     assert recipe.fp4 is not None, "the caller looked"
     of_w, in_bf16 = _read_nvfp4("w", w, words), x.astype(jnp.bfloat16)
-    # The backward pass quantizes x as BF16 has it.
+    # The backward pass quantizes x after its cast to BF16.
     of_tokens = _read_nvfp4("x_wgrad", _tokens(x), words, _tokens(in_bf16))
     if recipe.fp4.forward_operands == "fp4":
         return _read_nvfp4("x", x, words), of_w, of_tokens
@@ -169,9 +167,9 @@ def _read_fp4_training(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Ar
 
 
 def _read_nvfp4(operand: OperandName, x: jax.Array, words: jax.Array | None, given: jax.Array | None = None) -> Reading:
-    """The reading of an operand of FP4 training; `given` is what is quantized in the place of x.
+    """Return the reading of an operand of FP4 training; `given` is quantized instead of x if it is there.
 
-    Zeros that fill blocks up are left out, except along an axis that is rotated, where they are none any more.
+    Zeros that fill up blocks do not count, except along a rotated axis, where the rotation has mixed them in.
     """
     how = quantization(operand, words)
     found = observe(x if given is None else given, *how)
@@ -192,5 +190,5 @@ def _tokens(x: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array, dtype: str, recipe: Recipe) -> Operand:
-    """As products read them, to the bit; made by XLA, which fuses it with what reads it here."""
+    """Return the rows that products read, to the bit; XLA quantizes, because it fuses that with the reading."""
     return quantize_operand(x, dtype, dataclasses.replace(recipe, quantize_backend="xla")).rows

@@ -1,7 +1,7 @@
-"""Whether updates arrive: what rounding made of them, for each stored weight, and which moments stand still.
+"""`update_quality` and `stale_moments`: find updates that rounding loses, and moments that do not move.
 
-A learning rate far below the grid of a weight moves few of its entries a step, and with rounding that drops remainders
-none at all; nothing else in a run shows it. `tcfp_jax.optim.adamw(quality="on")` keeps the same numbers in its state.
+A learning rate far below the grid of a weight moves few of its values in a step, and none with rounding that drops
+remainders. Nothing else in a run shows it. `tcfp_jax.optim.adamw(quality="on")` keeps the same numbers in its state.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tcfp_jax.optim.encoding import Format, decode, found
 from tcfp_jax.optim.moments import LowPrecisionState
 from tcfp_jax.optim.steps import Quality, quality_of
-from tcfp_jax.paths import leaves, path_names
+from tcfp_jax.paths import PyTree, leaves, path_names
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, training_of
@@ -24,18 +24,18 @@ _MATRIX = Layout((0,), (1,))
 
 
 def update_quality(
-    before: Any, after: Any, updates: Any, weights: Mapping[str, Weight] | None = None
+    before: PyTree, after: PyTree, updates: PyTree, weights: Mapping[str, Weight] | None = None
 ) -> dict[str, Quality]:
-    """What became of the updates in each stored weight, by path: which share of it moved, and its effective descent.
+    """Return the effect of the updates on each stored weight, by path: the share that moved and the effective descent.
 
     Args:
-      before: the parameters; or, of float parameters beside `error_feedback`, `layer_state` of the optimizer's state.
+      before: the parameters; with `error_feedback`, `layer_state` of the optimizer's state.
       after: the same after the step.
-      updates: what was to be added to the parameters, floats.
-      weights: of `layer_state`, what `find_weights` found; None where kernels are `[..., k, n]`.
+      updates: float updates of the parameters.
+      weights: result of `find_weights`, for `layer_state` of kernels that are not `[..., k, n]`.
 
     Raises:
-      ValueError: there is no float update of a stored weight, or it is no such matrix.
+      ValueError: a stored weight has no float update, or one of another shape.
 
     >>> from tcfp_jax.optim.stored import apply_updates, store
     >>> params = store({"kernel": jnp.full((2, 2), 0.5)}, "tcfp12_single", key=jax.random.key(0))
@@ -68,15 +68,15 @@ def update_quality(
     return qualities
 
 
-def stale_moments(before: Any, after: Any) -> dict[str, jax.Array]:
-    """The share of each parameter's second moments that a step left as they were, by path, float32.
+def stale_moments(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
+    """Return the share of each parameter's second moments that a step did not change, by path, float32.
 
-    With stochastic rounding most of them stay in a single step, as a step changes v by a thousandth and its grid is
-    wider; 1 in every step is a moment that is frozen.
+    With stochastic rounding most of them stay in a single step: a step changes v by a thousandth, and its grid is
+    wider. A share of 1 in every step shows a frozen moment.
 
     Args:
-      before: the optimizer's state, of `tcfp_jax.optim.adamw`, optax's Adam, or others with a field `nu`, also inside
-        of `low_precision_moments`.
+      before: the optimizer's state: `tcfp_jax.optim.adamw`, optax's Adam, or another with a field `nu`, also inside
+        `low_precision_moments`.
       after: the same after the step.
 
     Raises:
@@ -95,12 +95,12 @@ def stale_moments(before: Any, after: Any) -> dict[str, jax.Array]:
         first, second = _moments(old), _moments(new)
         shares |= {path: jnp.mean((first[path] == v).astype(jnp.float32)) for path, v in second.items()}
     if not shares:
-        raise ValueError("the optimizer's state has no second moments, a field `nu`; ask for those of Adam's kin")
+        raise ValueError("the optimizer's state has no second moments, a field `nu`; use an optimizer of Adam's kind")
     return shares
 
 
 def _moments(state: Any) -> dict[str, jax.Array]:
-    """Second moments by path, of `tcfp_jax.optim.adamw` with their scales."""
+    """Return second moments by path, decoded with their scales for `tcfp_jax.optim.adamw`."""
     scales = getattr(state, "nu_scale", {})
 
     def value(path: str, v: jax.Array) -> jax.Array:
@@ -110,8 +110,8 @@ def _moments(state: Any) -> dict[str, jax.Array]:
     return {path: value(path, v) for path, v in leaves(state.nu).items() if jnp.ndim(v)}
 
 
-def _in_floats(state: Any) -> Any:
-    """The state with decoded moments in the place of `low_precision_moments`: where a scale moves, a code may stay."""
+def _in_floats(state: PyTree) -> PyTree:
+    """Return the state with float moments instead of `LowPrecisionState`: a code may stay while its scale moves."""
     is_narrow = lambda node: isinstance(node, LowPrecisionState)
 
     def decoded(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What outlives a step: weights as FP8 with what rounding left, or as the parameters themselves; small moments."""
+"""Optimizer state: quantized weights and their rounding errors, parameters that are stored, and small moments."""
 
 from tcfp_jax.optim.adam import AdamWState, adamw
 from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_state

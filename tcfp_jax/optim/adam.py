@@ -171,7 +171,7 @@ class _Leaf(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel updates it."""
+        """True if the kernel updates it."""
         if not self.is_stored or self.forms != _FORMATS["8bit"] or self.parameter.shape[-1] < codes.BLOCK:
             return False
         is_format = self.parameter.dtype == jnp.float8_e4m3fn and weight_scaling(self.parameter) == Tensor()

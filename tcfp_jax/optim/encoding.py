@@ -28,7 +28,7 @@ from tcfp_jax.paths import PyTree, find, named_leaves, put
 from tcfp_jax.weights.parts import Parts, explicit_parts, known_parts, neighbours
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
-Keys: TypeAlias = tuple[jax.Array, jax.Array]  # of the counter hash
+Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
 
 _SMALLEST = 4096  # a leaf with fewer values keeps float32: it has little to save
 
@@ -256,7 +256,7 @@ def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) ->
     """Return the uint32 words of a random key, or None if nothing is rounded.
 
     Raises:
-      ValueError: something is rounded and there is no key, or nothing is and there is one.
+      ValueError: a key is missing although moments are rounded, or given although none are.
     """
     if key is None:
         if rounds:

@@ -315,7 +315,7 @@ def _units(stored: Stored) -> jax.Array:
 
 
 # A model has hundreds of weights and a few shapes: weights of one shape, dtype, sharding and recipe share a traced and
-# lowered function. XLA inlines the calls, so the bits are those of code without it.
+# lowered function. XLA inlines the calls, so the bits do not change.
 @functools.partial(jax.jit, static_argnums=0)
 def _first(step: _Step, w: jax.Array, key: jax.Array | None) -> _Entry:
     return step.first(w, key)

@@ -1,7 +1,7 @@
 """`low_precision_moments`: keep the moments of any optax transformation in one or two bytes between its steps.
 
-optax marks the copies of the parameter tree in a state (`optax.tree.map_params`), but only the name of a field says
-what the copy means. The tables below name the fields of optax's own states. An unknown field is an error, not a guess:
+optax marks the copies of the parameter tree in a state (`optax.tree.map_params`), but only the name of a field tells
+their meaning. The tables below name the fields of optax's own states. An unknown field is an error, not a guess:
 a signed average in a format without a sign, or a copy of the parameters in eight bits, would train, and badly.
 """
 

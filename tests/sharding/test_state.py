@@ -194,7 +194,7 @@ def test_metadata_of_nnx():
     assert found["[0].inner[0].mu['kernel'].value"] == found["[1].errors['kernel'].value"] == P("a", "b")
     assert found["[1].weights['kernel'].forward.values.value"] == P("b", "a")
     assert found["[0].scales['0']['mu']['kernel'].value"] == P("a", "b")
-    with pytest.raises(ValueError, match=r"of an nnx.Optimizer its opt_state"):
+    with pytest.raises(ValueError, match=r"nnx.Optimizer give its opt_state"):
         state_shardings(shardings, nnx.state(optimizer))
 
 
