@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from tcfp_jax.optim.feedback import error_feedback, layer_state
     from tcfp_jax.optim.gradients import grad, value_and_grad
     from tcfp_jax.optim.stored import apply_updates, dequantize, store
-    from tcfp_jax.products.layer import matmul
+    from tcfp_jax.products.matmul import matmul
     from tcfp_jax.recipes import Recipe, TCFPMode, recipe
-    from tcfp_jax.weights.packed import dequantize_tcfp12, fake_quantize, quantize_tcfp12
     from tcfp_jax.weights.quantization import quantize, split
+    from tcfp_jax.weights.tcfp12 import dequantize_tcfp12, fake_quantize, quantize_tcfp12
 
 __version__ = "0.3.0"
 
@@ -49,9 +49,9 @@ _NAMES = {  # submodule -> the names that it defines; the same as above
     "optim.feedback": ("error_feedback", "layer_state"),
     "optim.gradients": ("grad", "value_and_grad"),
     "optim.stored": ("apply_updates", "dequantize", "store"),
-    "products.layer": ("matmul",),
+    "products.matmul": ("matmul",),
     "recipes": ("Recipe", "TCFPMode", "recipe"),
-    "weights.packed": ("dequantize_tcfp12", "fake_quantize", "quantize_tcfp12"),
+    "weights.tcfp12": ("dequantize_tcfp12", "fake_quantize", "quantize_tcfp12"),
     "weights.quantization": ("quantize", "split"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -20,7 +20,7 @@ from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import estimate, is_timed, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
-from tcfp_jax.products.layer import matmul
+from tcfp_jax.products.matmul import matmul
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 

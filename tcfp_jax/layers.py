@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
-from tcfp_jax.products.contraction import Contraction, axes_product, contract, matrix_of, matrix_product, parse
-from tcfp_jax.products.marks import mark
+from tcfp_jax.products.annotations import mark
+from tcfp_jax.products.einsum import Contraction, axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
-from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import kernel_shape, training_of, values_of
 
 # Fields by which a Flax layer computes its product in another way; a recipe decides that, so they must be unset.
@@ -185,8 +185,8 @@ def product(
         drawn = jax.random.key(0)  # in evaluation: calls repeat
     if kernel is not None:
         if stored is not None and stored.holds(contraction.layout.matrix_shape(kernel.shape)):
-            stored = current(stored, matrix_of(kernel, contraction.layout))
-        kernel = mark(kernel, contraction, recipe, x.shape)  # for the census of the model
+            stored = current(stored, contraction.layout.matrix(kernel))
+        kernel = mark(kernel, contraction.layout, recipe, contraction.tokens(x.shape))  # for the census of the model
     return contract(
         contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape, out_sharding=out_sharding
     )

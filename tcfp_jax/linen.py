@@ -18,13 +18,13 @@ from flax import linen as nn
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
-from tcfp_jax.products.contraction import Contraction, matrix_product
+from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 
 __all__ = [
-    "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPDotGeneral", "TCFPEinsum", "TCFPEmbed",
+    "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPEinsum", "TCFPEmbed",
     "TCFPLayerNorm",
 ]  # fmt: skip
 
@@ -347,50 +347,6 @@ class TCFPEmbed(nn.Embed):
             return body(nn.Embed, "attend")(self, query)
         check_unused(self, nn.Embed)
         return layers.attend(read(self), multiplier(self, named_recipe(self.recipe)), query)
-
-
-class TCFPDotGeneral(nn.Module):
-    """The product of a recipe in the place of `lax.dot_general`: `nn.Dense(n, dot_general_cls=...)`.
-
-    Reads the quantized kernel of the layer that owns it. The layer casts its kernel to `dtype` before the product:
-    with `dtype=jnp.bfloat16` and no state the residual of a float32 kernel is lost, which `TCFPDense` avoids.
-
-    Raises:
-      NotImplementedError: a product other than `x[..., k] @ w[k, n]`, or a `precision` or
-        `preferred_element_type` other than None, which the recipe decides.
-
-    >>> import functools
-    >>> layer = nn.Dense(4, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tensorwise"))
-    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 3)))
-    >>> y.shape, jax.tree.map(jax.numpy.shape, variables)
-    ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
-    """
-
-    recipe: Recipe | str = "tcfp12"
-
-    @nn.compact
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
-        """`lhs` `[..., k]` times `rhs` `[k, n]`."""
-        wanted = (((lhs.ndim - 1,), (0,)), ((), ()))
-        if jax.tree.map(int, dimension_numbers) != wanted or rhs.ndim != 2:
-            raise NotImplementedError(
-                f"dimension_numbers={dimension_numbers} of lhs{list(lhs.shape)} and rhs{list(rhs.shape)}: "
-                f"only x[..., k] @ w[k, n], {wanted}, has an FP8 form; keep lax.dot_general for this layer"
-            )
-        if precision is not None or preferred_element_type is not None:
-            raise NotImplementedError(
-                f"precision={precision} and preferred_element_type={preferred_element_type}: the recipe decides both; "
-                "leave them None"
-            )
-        owner = self.parent if isinstance(self.parent, nn.Module) else self
-        return multiplier(owner, named_recipe(self.recipe))(matrix_product(lhs.ndim), lhs, rhs)
 
 
 # Flax's class of each of ours.

@@ -16,7 +16,7 @@ from flax import nnx
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Multiply, forward_of
-from tcfp_jax.products.contraction import Contraction
+from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe

@@ -17,7 +17,7 @@ from tcfp_jax.layers import Absent
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.recipes import recipe as tcfp_recipe
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.packed import PackedTCFP12
+from tcfp_jax.weights.tcfp12 import PackedTCFP12
 from tests.helpers import nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 32)), jnp.float32)

@@ -28,8 +28,7 @@ from tcfp_jax.conversion.trace import (
     scan_counts,
 )  # fmt: skip
 from tcfp_jax.conversion.views import View, move, operand_number
-from tcfp_jax.products.layer import WEIGHT_NAME
-from tcfp_jax.products.marks import marked
+from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
 # The numbers of the equations around an equation, outermost first, and its own.
 Place = tuple[int, ...]

@@ -34,10 +34,10 @@ from tcfp_jax.conversion.trace import (
     scan_options,
 )
 from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move, operand_number
-from tcfp_jax.products.contraction import contract, matrix_of, matrix_product
-from tcfp_jax.products.operands import quantize_operand
+from tcfp_jax.products.einsum import contract, matrix_product
+from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.packed import fake_quantize
+from tcfp_jax.weights.tcfp12 import fake_quantize
 
 # The step of each equation, by its number: the recipe of a product, "packed" for a table whose rows are rounded when
 # they are looked up, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
@@ -309,7 +309,7 @@ def _product(
         layout = found.contraction.layout
         return contract(
             matrix_product(x.ndim, transposed=layout.transposed), x,
-            None if kernel is None else matrix_of(kernel, layout), recipe=recipe, quantized=stored, key=key,
+            None if kernel is None else layout.matrix(kernel), recipe=recipe, quantized=stored, key=key,
             shape=None if stored is None else stored.shape, x_quantized=x_quantized,
         )  # fmt: skip
     # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from tcfp_jax.conversion.trace import Equation
 from tcfp_jax.conversion.views import View, factors, layout_of
-from tcfp_jax.products.marks import Mark
+from tcfp_jax.products.annotations import Mark
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.weights.layout import Layout
 

@@ -25,13 +25,12 @@ from tcfp_jax.conversion.report import check_state, check_strict, nothing_conver
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.trace import arrays_in, has_values, is_array, trace
 from tcfp_jax.conversion.views import View
-from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight, check_fits
-from tcfp_jax.weights.packed import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.quantization import quantize_weight
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import is_stored, kernel_of, training_of, values_of
 
 
@@ -182,7 +181,7 @@ def _parameter(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: An
         if len(weight.layout.matrix_shape(leaf.shape)) == 2 and stored.stack == (1,) * extra:
             stored = jax.tree.map(lambda array: array.reshape(array.shape[extra:]), stored)
         check_fits(stored, weight.layout, leaf.shape)
-        stored = current(stored, matrix_of(leaf, weight.layout))
+        stored = current(stored, weight.layout.matrix(leaf))
     return Shown.of(leaf, stored, weight, gradient_dtype)
 
 
@@ -192,7 +191,7 @@ def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
     quantize = lambda w: quantize_weight(w, weight.recipe, key=key)[0]
     for _ in weight.layout.stack:
         quantize = jax.vmap(quantize)
-    return quantize(matrix_of(kernel, weight.layout))
+    return quantize(weight.layout.matrix(kernel))
 
 
 def transform(

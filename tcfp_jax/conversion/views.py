@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tcfp_jax.conversion.trace import Equation
-from tcfp_jax.products.contraction import Contraction
+from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.weights.layout import Layout
 
 # Primitives that hand numbers on. They may round (a cast), but the numbers are still the parameter's.

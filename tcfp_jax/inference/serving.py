@@ -26,8 +26,8 @@ from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.packed import PackedTCFP12, quantize_tcfp12
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.tcfp12 import PackedTCFP12, quantize_tcfp12
 
 Storage = Literal["recipe", "packed"]
 

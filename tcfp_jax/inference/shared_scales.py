@@ -16,7 +16,6 @@ import numpy as np
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.inference.blocks import check_rule
-from tcfp_jax.products.contraction import matrix_of
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
@@ -119,7 +118,7 @@ def store_together(
     if other := [path for path in family if weights[path].recipe.scaling != scaling]:
         raise ValueError(f"{first} is stored with {scaling} and {other[0]} otherwise; give them one recipe")
     turned = {path: weights[path].layout.transposed for path in family}
-    matrices = {path: matrix_of(leaves[path], weights[path].layout).astype(jnp.float32) for path in family}
+    matrices = {path: weights[path].layout.matrix(leaves[path]).astype(jnp.float32) for path in family}
     matrices = {path: w if turned[path] else w.swapaxes(-1, -2) for path, w in matrices.items()}
     k = matrices[first].shape[-1]
     if k % 2:

@@ -2,8 +2,8 @@
 
     (loss, gradients), readings = monitor.value_and_grad(loss_fn)(params, batch)
 
-The function is traced; its program says where a product is (`products.sites`). It is evaluated again with a probe at
-each product: zeros of which nothing is read, whose gradient is what is known in the backward pass. The forward pass
+The function is traced; its program says where a product is (`products.annotations`). It is evaluated again with a probe
+at each product: zeros of which nothing is read, whose gradient is what is known in the backward pass. The forward pass
 keeps a few numbers of x and w for it, and the gradient of the result is read where it arrives. In a loop a probe has an
 entry for each round, so that layers of a scanned stack are told apart. A step that asks for no readings is traced as it
 always was, by `tcfp_jax.value_and_grad`: nothing of this is in its program.
@@ -36,8 +36,8 @@ from tcfp_jax.conversion.trace import (
 from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, places_of, slots_of
+from tcfp_jax.products.annotations import Site
 from tcfp_jax.products.fp4_training import OperandName
-from tcfp_jax.products.sites import Site
 from tcfp_jax.weights.training import is_stored
 
 Readings = dict[str, dict[OperandName, Reading]]

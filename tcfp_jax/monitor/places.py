@@ -1,7 +1,8 @@
 """Where low-precision products are in a program: a plan of its equations, by which they can be observed.
 
-A product is found by its site (`products.sites`), through jit, scan, cond, checkpoint and vmap. Of one that lies where
-no probe can be, in a while loop, in `jax.shard_map` or in another custom derivative, the plan says that it is there.
+A product is found by its site (`products.annotations`), through jit, scan, cond, checkpoint and vmap. Of one that lies
+where no probe can be, in a while loop, in `jax.shard_map` or in another custom derivative, the plan says that it is
+there.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,8 @@ import jax
 
 from tcfp_jax.conversion.trace import CALLS, Body, Equation, bodies_of, body_of, eval_jaxpr, opened, scan_counts
 from tcfp_jax.monitor.readings import forward_operands, gradient_operands
+from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
-from tcfp_jax.products.operands import ACTIVATION_NAME
-from tcfp_jax.products.sites import Site, site_of
 
 # Of which arguments a value was computed: pairs of 0 for parameters or 1 for others, and the path.
 Origin = frozenset[tuple[int, str]]

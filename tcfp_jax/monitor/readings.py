@@ -14,7 +14,7 @@ from pallas_kernels import fp4, numerics
 from pallas_kernels.operands import Fp4, Operand, Quantized
 from tcfp_jax.formats.nvfp4_arrays import observe
 from tcfp_jax.products.fp4_training import OperandName, quantization
-from tcfp_jax.products.operands import quantize_operand
+from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored

@@ -36,7 +36,7 @@ def value_and_grad(
       ValueError: `holomorphic=True`, or the call lacks an argument that `argnums` names.
 
     >>> from tcfp_jax.optim.stored import store
-    >>> from tcfp_jax.products.layer import matmul
+    >>> from tcfp_jax.products.matmul import matmul
     >>> params = store({"kernel": jnp.ones((4, 2))}, "tcfp12_single", key=jax.random.key(0))
     >>> loss = lambda params, x: jnp.sum(matmul(x, params["kernel"], recipe="tcfp12_single"))
     >>> value, gradients = value_and_grad(loss)(params, jnp.ones((3, 4)))

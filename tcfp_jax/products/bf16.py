@@ -1,21 +1,30 @@
 """Products of BF16 operands, whose sums are float32 on every platform."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import note
+from pallas_kernels.partition import Scatter, partitioned
+from pallas_kernels.specs import Sharding, entries
 from pallas_kernels.tuning import Key
+from pallas_kernels.wire import Wire, reduced
 
 
 def dot(
-    a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any, sharding: Any = None
+    a: jax.Array,
+    b: jax.Array,
+    a_axes: tuple[int, ...],
+    b_axes: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: Sharding = None,
 ) -> jax.Array:
-    """The product over some axes of each, in bfloat16 or float32; `sharding` as in `lax.dot_general`.
+    """Return the product over some axes of each, in bfloat16 or float32; `sharding` is that of `lax.dot_general`.
 
     >>> dot(jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16), (1,), (0,), jnp.float32).tolist()
     [[3.0], [3.0]]
@@ -26,16 +35,16 @@ def dot(
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=dtype, out_sharding=sharding)
 
-    # A weight gradient, whose bits this does not change; of other products it would change the order of sums.
+    # Only for weight gradients, whose bits it does not change; in other products it would change the order of sums.
     by_first = jnp.dtype(dtype) == jnp.float32 and a_axes[0] == b_axes[0] == 0
     return on_cpu_in_float32(product, a, b) if by_first else product(a, b)
 
 
 def on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:
-    """`product(*operands)` of BF16 arrays, whose sums are float32; on a CPU of the same values as float32 arrays.
+    """Return `product(*operands)` of BF16 arrays with float32 sums; on a CPU the operands become float32 first.
 
-    XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11), but cannot run one over the first
-    axes of both whose result is turned over, as it is where `jax.vmap` maps the second operand alone.
+    XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11). It cannot run one that contracts
+    the first axes of both and transposes its result, which `jax.vmap` over the second operand alone makes.
 
     >>> one_shared = jax.vmap(lambda a, b: dot(a, b, (0,), (0,), jnp.float32), (None, 0))
     >>> one_shared(jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 2, 1), jnp.bfloat16)).tolist()
@@ -43,7 +52,19 @@ def on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:
     """
 
     def widened(*operands: jax.Array) -> Any:
-        # Behind a barrier: XLA takes a cast to bfloat16 and back for none.
+        # The barrier keeps XLA from deleting a cast to bfloat16 and back.
         return product(*(x.astype(jnp.float32) for x in lax.optimization_barrier(operands)))
 
     return lax.platform_dependent(*operands, cpu=widened, default=product)
+
+
+def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire) -> jax.Array:
+    """Return `xᵀ g` of x `[*m, k]` and g `[*m, n]`, as `[k, n]`; devices send partial sums as `wire` says."""
+
+    def local(x: jax.Array, g: jax.Array, *, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> Any:
+        out = lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return reduced(out, scattered, summed_over, wire).astype(dtype)
+
+    wanted = None if sharding is None else entries(sharding, 2)
+    call = partitioned(local, "m k, m n -> k n", scattered=True, merged={"m": x.shape[:-1]}, wanted=wanted)
+    return call(x, g)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.operands import Fp4, Operand, check_real
 from pallas_kernels.specs import Sharding
-from tcfp_jax.products.layer import matmul
+from tcfp_jax.products.matmul import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.quantization import quantize_weight

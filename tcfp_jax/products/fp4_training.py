@@ -36,8 +36,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.counter import bits_of, keys
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along, squares
 from tcfp_jax.products import bf16
-from tcfp_jax.products.operands import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once
-from tcfp_jax.products.sites import named
+from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
 from tcfp_jax.recipes import Fp4Training, Recipe, describe
 
 # The numbers of the streams from which a product draws: another number gives other bits.
@@ -95,7 +94,7 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
     return _product(recipe, x, w, None if key is None else words_of(key))
 
 
-# Not a check in the rule of `_product`: see `tcfp_jax.products.layer._constant`.
+# Not a check in the rule of `_product`: see `tcfp_jax.products.matmul._constant`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
     """Return the operand, and raise if somebody asks for its gradient."""
@@ -125,7 +124,7 @@ class _Saved:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> jax.Array:
-    return named(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
+    return site(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
 
 
 class Quantization(NamedTuple):
@@ -152,8 +151,8 @@ def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
 
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
-    axis, *how = quantization(operand, words)
-    return squares(values) if axis is None else along(values, axis, *how)
+    how = quantization(operand, words)
+    return squares(values) if how.axis is None else along(values, how.axis, how.rounding, how.key, how.signs)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:

@@ -4,7 +4,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from pallas_kernels.dispatch import Backend, check_backend
 from pallas_kernels.operands import Block, Fp4, Scaling, Tensor
@@ -34,15 +34,10 @@ class TCFPMode(enum.Enum):
     TCFP12 = "tcfp12"
 
 
-@functools.cache
-def _choices(kind: type) -> dict[str, tuple[str, ...]]:
-    hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-def _check_choices(value: Any) -> None:
+def _check_choices(value: object) -> None:
     """Raise a ValueError unless each field that is annotated as a `Literal` has one of its values."""
-    for name, allowed in _choices(type(value)).items():
+    hints = get_type_hints(type(value))
+    for name, allowed in ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal):
         if (given := getattr(value, name)) not in allowed:
             raise ValueError(f"{name}={given!r} is unknown; use one of {list(allowed)}")
 
@@ -169,17 +164,17 @@ class Recipe:
             if is_broken(self):
                 raise ValueError(message(self))
 
-    @property
+    @functools.cached_property
     def stored(self) -> Single | Dual | None:
         """The form in which the weight is stored, or None if products read the float weight."""
         return None if isinstance(self.weight, Fp4Training) else self.weight
 
-    @property
+    @functools.cached_property
     def fp4(self) -> Fp4Training | None:
         """The emulation of FP4 training, or None."""
         return self.weight if isinstance(self.weight, Fp4Training) else None
 
-    @property
+    @functools.cached_property
     def mode(self) -> TCFPMode:
         """The form of the weights."""
         if self.stored is None:
@@ -188,17 +183,17 @@ class Recipe:
             return TCFPMode.FP4
         return TCFPMode.TCFP12 if isinstance(self.weight, Dual) else TCFPMode.FP8
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:
         """True if weights are rounded stochastically, which needs a random key."""
         return isinstance(self.weight, Dual) and self.weight.remainder == "stochastic"
 
-    @property
+    @functools.cached_property
     def draws(self) -> bool:
         """True if gradients of a product draw random bits, which needs a key: FP4 training does."""
         return self.fp4 is not None
 
-    @property
+    @functools.cached_property
     def feedback(self) -> bool:
         """True if the optimizer keeps the rounding error of a weight."""
         return self.stored is not None and self.stored.remainder == "feedback"

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import jax
 
+from pallas_kernels.specs import regrouped
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
 
@@ -86,8 +87,11 @@ class Layout:
         return tuple(size(group) for group in self.groups)
 
     def matrix(self, kernel: jax.Array) -> jax.Array:
-        """The kernel as `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`."""
-        return kernel.transpose(sum(self.groups, ())).reshape(self.matrix_shape(kernel.shape))
+        """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`, under explicit axes too."""
+        shape = kernel.shape
+        self.matrix_shape(shape)  # raises if the kernel has other axes
+        order = tuple(axis for group in self.groups for axis in group)
+        return regrouped(kernel.transpose(order), [[shape[axis] for axis in group] for group in self.groups])
 
     def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The opposite of `matrix`: the kernel of this shape.

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import common, timing, train_step
 from benchmarks.shapes import GemmShape
-from tcfp_jax.products import layer
+from tcfp_jax.products import matmul
 
 SHAPE = GemmShape(32, 32, 48)
 # One recipe, what differs from it in the optimizer's state, and stored weights; the wrong product below is of another.
@@ -56,8 +56,8 @@ def test_json_is_the_rows(smoke):
 
 @pytest.mark.parametrize("part", ["mlp", "block", "optimizer step"])
 def test_a_wrong_product_is_not_timed(part, monkeypatch):
-    right = layer.multiply
-    monkeypatch.setattr(layer, "multiply", lambda *args, **options: right(*args, **options) * 1.5)
+    right = matmul.multiply
+    monkeypatch.setattr(matmul, "multiply", lambda *args, **options: right(*args, **options) * 1.5)
     monkeypatch.setattr(timing, "time_interleaved", lambda *args, **options: pytest.fail("timed"))
     config = train_step.Config((SHAPE,), (SHAPE,), recipes=("bf16", "tcfp12"), parts=(part,))
     with pytest.raises(ArithmeticError, match=r"tcfp12: \w.* dB .* not timed"):

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 from tcfp_jax import layers, linen, nnx
-from tcfp_jax.products.contraction import parse
+from tcfp_jax.products.einsum import parse
 from tests.helpers import filled, nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 4, 8)), jnp.float32)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from pallas_kernels.specs import split_entries
 from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEmbed
-from tcfp_jax.products.contraction import axes_product, contract, matrix_product, parse
+from tcfp_jax.products.einsum import axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.quantization import quantize_weight

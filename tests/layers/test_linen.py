@@ -1,7 +1,5 @@
 """The Flax layers: the same parameters as Flax's own, the stored kernel where it is given, no state of their own."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import tcfp_jax
-from tcfp_jax.linen import TCFPDense, TCFPDotGeneral
+from tcfp_jax.linen import TCFPDense
 from tests.helpers import same_bits, unwatched
 
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
@@ -155,24 +153,6 @@ def test_scan_over_layers_reads_the_stacked_state():
     np.testing.assert_allclose(network.apply({"params": params, "tcfp": state}, X), fresh, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_dot_general_is_the_dense_layer(recipe):
-    dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe=recipe))
-    variables = dense.init(jax.random.key(1), X)
-    assert same_bits(variables, nn.Dense(16).init(jax.random.key(1), X))
-    assert jnp.array_equal(dense.apply(variables, X), TCFPDense(16, recipe=recipe).apply(variables, X))
-
-
-def test_dot_general_reads_the_kernel_of_its_owner():
-    dense = nn.Dense(16, dot_general_cls=functools.partial(TCFPDotGeneral, recipe="tcfp12"))
-    params = dense.init(jax.random.key(1), X)["params"]
-    doubled = tcfp_jax.error_feedback("tcfp12").init(jax.tree.map(lambda p: 2 * p, params))
-    state = unwatched(tcfp_jax.layer_state(doubled))
-    np.testing.assert_allclose(
-        dense.apply({"params": params, "tcfp": state}, X), 2 * dense.apply({"params": params}, X), rtol=1e-5, atol=1e-5
-    )
-
-
 def test_stochastic_layer_takes_the_rng_stream():
     recipe = tcfp_jax.recipe("tcfp12", remainder="stochastic")
     layer = TCFPDense(16, recipe=recipe)
@@ -189,11 +169,3 @@ def test_stochastic_layer_takes_the_rng_stream():
 def test_fields_that_would_be_ignored_raise(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}.*nn.Dense"):
         TCFPDense(16, **options).init(jax.random.key(0), X)
-
-
-def test_dot_general_refuses_other_products():
-    layer = TCFPDotGeneral()
-    with pytest.raises(NotImplementedError, match=r"keep lax\.dot_general"):
-        layer.apply({}, X, jnp.ones((4, 32)), (((2,), (1,)), ((), ())))
-    with pytest.raises(NotImplementedError, match="recipe decides"):
-        layer.apply({}, X, jnp.ones((32, 4)), (((2,), (0,)), ((), ())), precision="highest")

@@ -16,7 +16,7 @@ from tcfp_jax import monitor
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.monitor.readings import read
-from tcfp_jax.products import fp4_training, layer
+from tcfp_jax.products import fp4_training, matmul
 from tcfp_jax.weights.layout import Layout, Weight
 from tests.helpers import decibels, same_bits
 
@@ -168,7 +168,7 @@ def test_layers_of_all_kinds(kind, weights):
         assert 25 < reading["w"].snr < 35 and 25 < reading["x"].snr < 35 and 25 < reading["g"].snr < 35
 
 
-@pytest.mark.parametrize("name, module", [("tcfp12_single", layer), ("nvfp4_training", fp4_training)])
+@pytest.mark.parametrize("name, module", [("tcfp12_single", matmul), ("nvfp4_training", fp4_training)])
 def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
     one = {"up": {"kernel": W[0]}}
     params = one if name == "nvfp4_training" else tcfp_jax.store(one, name, key=jax.random.key(0))
@@ -179,7 +179,7 @@ def test_a_step_without_readings_is_what_it_was(name, module, monkeypatch):
         return [jax.jit(program).lower(params, X).as_text() for program in (tcfp_jax.value_and_grad(loss), loss)]
 
     with_sites = text()
-    monkeypatch.setattr(module, "named", lambda result, *_: result)
+    monkeypatch.setattr(module, "site", lambda result, *_: result)
     assert text() == with_sites
     assert "monitor" not in with_sites[0]
 

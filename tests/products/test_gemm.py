@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 import tcfp_jax.recipes
 from pallas_kernels.matmul.api import matmul
-from tcfp_jax.products import layer
-from tcfp_jax.products.layer import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.products import matmul as products_matmul
+from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME
+from tcfp_jax.products.matmul import Asked, product
 from tcfp_jax.weights.quantization import quantize_weight
 from tests.helpers import mesh_of, same_bits
 
@@ -400,11 +401,11 @@ def test_each_product_adds_as_its_field_of_the_recipe_says(data, monkeypatch):
         asked.append(accumulation)
         return matmul(*operands, accumulation=accumulation, **options)
 
-    monkeypatch.setattr(layer, "multiply", multiply)
+    monkeypatch.setattr(products_matmul, "multiply", multiply)
     x, w, g = data
     for hows in itertools.product(("fast", "full"), repeat=3):
         recipe = tcfp_jax.recipe("tensorwise", **dict(zip(("forward", "dgrad", "wgrad"), hows, strict=True)))
-        run = lambda x, w, recipe=recipe: layer.product(layer.Asked(recipe), x, w, None, None)
+        run = lambda x, w, recipe=recipe: product(Asked(recipe), x, w, None, None)
         asked.clear()
         jax.eval_shape(lambda x, w, run=run: jax.vjp(run, x, w)[1](g), x, w)
         assert tuple(asked) == hows

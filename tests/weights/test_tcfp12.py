@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from tcfp_jax.weights.packed import LEVELS
+from tcfp_jax.weights.tcfp12 import LEVELS
 
 GAUSSIAN = jax.random.normal(jax.random.key(0), (512, 512))
 SMALL = jax.random.normal(jax.random.key(1), (3, 64))

@@ -1,20 +1,21 @@
-"""A product of activations and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the kernel is.
+"""Products of x and a kernel of any shape, as `tcfp_jax.matmul` of the matrix that the kernel is.
 
-`Contraction` says which axes of x and of the kernel are multiplied. A layer knows its own and builds it; `parse` makes
-one of an einsum equation that a user wrote. `contract` computes the product.
+`Contraction` says which axes of x and of the kernel are multiplied. A layer builds its own; `parse` reads one from an
+einsum equation. `contract` computes the product.
 """
 
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import jax
 
 from pallas_kernels.dispatch import shared
 from pallas_kernels.operands import Operand, Quantized
 from pallas_kernels.specs import (
+    Entry,
     Sharding,
     entries,
     merged_entries,
@@ -25,23 +26,25 @@ from pallas_kernels.specs import (
     ungrouped,
     with_entries,
 )  # fmt: skip
-from tcfp_jax.products.layer import Asked, product
+from tcfp_jax.products.matmul import Asked, product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, check_fits
 from tcfp_jax.weights.stored import Stored, of_operand
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Contraction:
-    """Which axes of x meet which axes of the kernel, and where they are in the result.
+    """The axes of x that meet axes of the kernel, and their places in the result.
 
     Attributes:
       layout: the part that each axis of the kernel takes.
-      ndim: how many axes x has.
+      ndim: the number of axes of x.
       inputs: the axes of x that are contracted, in the order of `layout.inputs`.
       stack: the axes of x that run along `layout.stack`, in its order.
-      order: the axes of the result, as places in `[*stack, *rest, *outputs]`, where `rest` are the other axes of x;
-        None leaves them in that order.
+      order: the axes of the result, as places in `[*stack, *rest, *outputs]`; `rest` are the other axes of x. None
+        keeps that order.
 
     >>> matrix_product(3).rest
     (0, 1)
@@ -59,11 +62,7 @@ class Contraction:
         return tuple(axis for axis in range(self.ndim) if axis not in self.inputs + self.stack)
 
     def check(self, x_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        """Raise unless x and a kernel of these shapes can be multiplied.
-
-        Raises:
-          ValueError: another number of axes, or two axes that should be equally long are not.
-        """
+        """Raise a ValueError unless x and a kernel of these shapes can be multiplied."""
         layout = self.layout
         if len(x_shape) != self.ndim or len(shape) != layout.ndim:
             raise ValueError(
@@ -77,17 +76,12 @@ class Contraction:
                     f"{x_shape[axis]} values are multiplied by {shape[other]}; check the sizes of the layer"
                 )
 
-    @property
-    def simple(self) -> bool:
-        """Whether it is `x[..., k] @ w` with a matrix, transposed or not."""
-        return self == matrix_product(self.ndim, transposed=self.layout.transposed)
-
     def tokens(self, x_shape: tuple[int, ...]) -> int:
-        """How many rows of x each matrix of the kernel multiplies."""
+        """Return the number of rows of x that each matrix of the kernel multiplies."""
         return math.prod(x_shape[axis] for axis in self.rest)
 
     def kernel_sizes(self, shape: tuple[int, ...]) -> list[int | None]:
-        """The size of each axis of the result that the kernel has, and None for the axes of x alone.
+        """Return the size of each axis of the result that comes from the kernel, and None for an axis of x.
 
         >>> parse("bk,khd->hbd", 2).kernel_sizes((8, 2, 4))
         [2, None, 4]
@@ -98,7 +92,7 @@ class Contraction:
 
 
 def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
-    """`x[..., k] @ w[k, n]`, or with a kernel `[n, k]` where it is `transposed`; x has `ndim` axes.
+    """Return the contraction `x[..., k] @ w[k, n]`, or with a `transposed` kernel `[n, k]`; x has `ndim` axes.
 
     Raises:
       ValueError: x is a scalar.
@@ -112,7 +106,9 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
 
 
 def axes_product(ndim: int, axes: tuple[int, ...], batch: tuple[int, ...], features: int) -> Contraction:
-    """X contracted along `axes` with a kernel `[*batch, *axes, *features]`; the result is `[*batch, *rest, *features]`.
+    """Return the contraction of x along `axes` with a kernel `[*batch, *axes, *features]`.
+
+    The result is `[*batch, *rest, *features]`.
 
     >>> axes_product(3, (1, 2), (0,), 1) == parse("bhd,bhdn->bn", 3)
     True
@@ -123,11 +119,11 @@ def axes_product(ndim: int, axes: tuple[int, ...], batch: tuple[int, ...], featu
 
 
 def parse(equation: str, x_ndim: int) -> Contraction:
-    """The product that an einsum equation describes; it has two operands, and x comes first.
+    """Return the contraction that an einsum equation of x and a kernel describes.
 
     Args:
-      equation: explicit; an ellipsis may stand for leading axes of x and the result.
-      x_ndim: how many axes x has.
+      equation: `x,kernel->result`; an ellipsis may stand for leading axes of x and the result.
+      x_ndim: the number of axes of x.
 
     Raises:
       ValueError: the equation is not `x,kernel->result`.
@@ -144,7 +140,7 @@ def parse(equation: str, x_ndim: int) -> Contraction:
     explicit = len(x.replace("...", ""))
     if explicit > x_ndim or (explicit != x_ndim and "..." not in x):
         raise ValueError(f"equation {equation!r} has {explicit} letters for x, but x has {x_ndim} axes")
-    # The ellipsis becomes capital letters that the equation does not use: from here on every axis has a letter.
+    # The ellipsis becomes unused capital letters, so from here on every axis has a letter.
     free = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in text][: x_ndim - explicit]
     x, result = (part.replace("...", "".join(free)) for part in (x, result))
     repeated = any(len(set(part)) != len(part) for part in (x, kernel, result))
@@ -179,22 +175,22 @@ def contract(
     out_sharding: Sharding = None,
     x_quantized: Quantized | None = None,
 ) -> jax.Array:
-    """The product of x and a kernel, with the operands, products and gradients that `recipe` describes.
+    """Return the product of x and a kernel, with the operands, products and gradients that `recipe` describes.
 
-    Axes that x, kernel and result share are a stack of products with a scale each.
+    Axes that x, kernel and result share are a stack of products, each with its own scales.
 
     Args:
-      contraction: which axes are multiplied.
+      contraction: the axes that are multiplied.
       x: real floats.
-      kernel: real floats, or None where only `quantized` exists.
+      kernel: real floats, or None if only `quantized` exists.
       recipe: how to multiply.
-      quantized: the kernel as `error_feedback` stored it (`layout.matrix` of it), or what `split` made of that, or
-        `quantize_fp4` of its transpose.
-      key: random key for a stochastic residual where the kernel is quantized here.
-      shape: of the kernel where it is None.
-      out_sharding: of the result under a mesh with explicit axes, as in `lax.dot_general`. There, of several axes that
-        are multiplied as one the first that is longer than one stays split; others are brought together first.
-      x_quantized: x as the recipe quantizes it, for several products of one x; the contraction must be `simple`.
+      quantized: the kernel as `error_feedback` stored it (of `layout.matrix`), the result of `split` of that matrix, or
+        of `quantize_fp4` of its transpose.
+      key: random key for a stochastic residual if the kernel is quantized here.
+      shape: the shape of the kernel if it is None.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`. If several axes are
+        multiplied as one, only the first that is longer than one stays split; the others are gathered first.
+      x_quantized: x as the recipe quantizes it, if several products share it; of `x[..., k] @ w` only.
 
     Raises:
       ValueError: the contraction does not fit the operands, or `quantized` is another weight.
@@ -208,77 +204,68 @@ def contract(
     stored = of_operand(quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
         check_fits(stored, contraction.layout, shape)
-    asked = _AskedContraction(contraction, recipe, shape, out_sharding)
-    return _shared_contraction(asked, x, kernel, stored, key, x_quantized)
+    options = _Options(contraction, shape, Asked(recipe, out_sharding))
+    return _shared_contraction(options, x, kernel, stored, key, x_quantized)
 
 
 @dataclass(frozen=True)
-class _AskedContraction:
-    """What `contract` is asked for beside arrays: its arguments of the same names."""
+class _Options:
+    """The static options of `contract`: `shape` is that of the kernel."""
 
     contraction: Contraction
-    recipe: Recipe
     shape: tuple[int, ...]
-    out_sharding: Sharding
+    product: Asked
 
 
 def _contracted(
-    asked: _AskedContraction,
+    options: _Options,
     x: jax.Array,
     kernel: jax.Array | None,
     stored: Stored | None,
     key: jax.Array | None,
     x_quantized: Quantized | None,
 ) -> jax.Array:
-    contraction, layout = asked.contraction, asked.contraction.layout
-    matrix = None if kernel is None else matrix_of(kernel, layout)
+    contraction, layout, asked = options.contraction, options.contraction.layout, options.product
+    matrix = None if kernel is None else layout.matrix(kernel)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
     if x_quantized is not None:
-        assert contraction.simple and asked.out_sharding is None, "the caller checked"
-        return product(Asked(asked.recipe), x, matrix, stored, key, x_quantized)
+        plain = contraction == matrix_product(x.ndim, transposed=layout.transposed)
+        assert plain and asked.out_sharding is None, "the caller shares x of plain products alone"
+        return product(asked, x, matrix, stored, key, x_quantized)
+    # x as [*stack, *rest, k], the result as [*stack, *rest, *outputs].
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     stack, rest = len(contraction.stack), len(contraction.rest)
-    inputs, outputs = ([asked.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))
+    inputs, outputs = ([options.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))
     leading = [[size] for size in x.shape[: stack + rest]]
     if layout.transposed:
         leading = _one_of_rest(x, leading, stack)
     x = regrouped(x, [*leading, inputs])
     if key is not None and stack:
-        key = jax.random.split(key, x.shape[:stack])  # each matrix of the stack is rounded with bits of its own
-    natural = _natural(asked, stack + rest + len(outputs))
-    if natural is None:
-        out_sharding = None
-    else:
-        _, merged = merged_entries(natural, [*leading, outputs])
+        key = jax.random.split(key, x.shape[:stack])  # so each matrix of the stack is rounded with its own bits
+    spec = _result_spec(options, stack + rest + len(outputs))
+    out_sharding = None
+    if spec is not None:
+        _, merged = merged_entries(spec, [*leading, outputs])
         out_sharding = with_entries(asked.out_sharding, merged[stack:])
     multiply: Callable[..., jax.Array] = functools.partial(product, Asked(asked.recipe, out_sharding))
     for _ in range(stack):
         multiply = jax.vmap(multiply)
     y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
-    if natural is not None:
-        y = moved(y, natural)
+    if spec is not None:
+        y = moved(y, spec)
     return y if contraction.order is None else y.transpose(contraction.order)
 
 
 _shared_contraction = shared(_contracted)
 
 
-def matrix_of(kernel: jax.Array, layout: Layout) -> jax.Array:
-    """`layout.matrix(kernel)`, under meshes with explicit axes too."""
-    first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
-    groups = [*((axis,) for axis in layout.stack), first, second]
-    kernel_shape = kernel.shape
-    kernel = kernel.transpose([axis for group in groups for axis in group])
-    return regrouped(kernel, [[kernel_shape[axis] for axis in group] for group in groups])
-
-
 def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[list[int]]:
-    """Groups in which all axes of x alone are one.
+    """Return groups that merge all axes of x that the kernel lacks.
 
-    XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes whose result is turned over, as the gradient of
-    a transposed kernel is; over one axis it can.
+    XLA's CPU (jax 0.11) cannot run a bfloat16 product over several axes if its result is transposed, as the gradient of
+    a transposed kernel is. Over one axis it can.
     """
     one = [*leading[:stack], [size for group in leading[stack:] for size in group]]
     sharding = sharding_of(x)
@@ -289,17 +276,16 @@ def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[lis
     return one
 
 
-def _natural(asked: _AskedContraction, ndim: int) -> tuple[Any, ...] | None:
-    """The spec that is asked of the result, with its axes in the order `[*stack, *rest, *outputs]`."""
-    if asked.out_sharding is None:
+def _result_spec(options: _Options, ndim: int) -> tuple[Entry, ...] | None:
+    """Return the spec that is asked of the result, for axes in the order `[*stack, *rest, *outputs]`."""
+    if options.product.out_sharding is None:
         return None
-    spec = entries(asked.out_sharding, ndim)
-    order = asked.contraction.order
+    spec, order = entries(options.product.out_sharding, ndim), options.contraction.order
     return spec if order is None else tuple(spec[order.index(place)] for place in range(ndim))
 
 
-def _split_alike(stack: int, operands: Any) -> Any:
-    """Operands whose leading axes are split over devices alike, as `jax.vmap` needs them; the first one decides."""
+def _split_alike(stack: int, operands: _T) -> _T:
+    """Return operands whose leading axes are split over devices alike, as `jax.vmap` needs; the first one decides."""
     leaves = jax.tree.leaves(operands)
     if not stack or all(sharding_of(leaf) is None for leaf in leaves):
         return operands

@@ -1,0 +1,119 @@
+"""Annotations: names in a traced program that say which low-precision product stands where.
+
+A product of ours is FP8 operands behind a custom derivative, which nobody can read in a jaxpr. So two identity
+functions, `mark` and `site`, pass an array through `checkpoint_name` with a name that stands for the product:
+
+    mark    on the kernel of a layer; the census of a model reads the kernel's layout and the recipe from it
+    site    on the result inside the custom derivative; the monitor reads recipe, operands and shapes from it
+
+A name costs nothing: it is gone when the program is lowered. A differentiated program has the derivative's rule instead
+of the body with the site.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Layout
+
+# Names for remat policies, e.g. jax.checkpoint_policies.save_only_these_names(WEIGHT_NAME, ACTIVATION_NAME). A policy
+# without them runs the quantization again in the backward pass.
+WEIGHT_NAME = "tcfp_weight"
+ACTIVATION_NAME = "tcfp_activation"
+_PREFIX = "tcfp_product_"
+_T = TypeVar("_T")
+
+
+class Mark(NamedTuple):
+    """A product that a layer is about to compute: its kernel's layout, its recipe, and rows of x for each matrix."""
+
+    layout: Layout
+    recipe: Recipe
+    rows: int
+
+
+class Site(NamedTuple):
+    """A product: its recipe, and the tree and the shapes of its operands.
+
+    The operands are `(x, w, quantized, x_quantized)` of `products.matmul`, and the words of FP4 training's key.
+    """
+
+    recipe: Recipe
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+
+# Equal products share a number, so equal programs stay equal and annotations add nothing to the caches of jit.
+_ANNOTATIONS: list[Mark | Site] = []
+_NUMBERS: dict[Mark | Site, int] = {}
+
+
+def _annotated(x: jax.Array, annotation: Mark | Site) -> jax.Array:
+    number = _NUMBERS.setdefault(annotation, len(_ANNOTATIONS))
+    if number == len(_ANNOTATIONS):
+        _ANNOTATIONS.append(annotation)
+    return checkpoint_name(x, f"{_PREFIX}{number}")
+
+
+def mark(kernel: jax.Array, layout: Layout, recipe: Recipe, rows: int) -> jax.Array:
+    """Return the kernel itself, annotated with the product that reads it.
+
+    >>> program = jax.make_jaxpr(lambda w: mark(w, Layout((0,), (1,)), Recipe(), 8))(jax.numpy.ones((4, 2)))
+    >>> marked(program.eqns[0].params["name"]).rows
+    8
+    """
+    return _annotated(kernel, Mark(layout, recipe, rows))
+
+
+def marked(name: str) -> Mark | None:
+    """Return the mark that a name in a program stands for, or None."""
+    found = _annotation_of(name)
+    return found if isinstance(found, Mark) else None
+
+
+def site(result: jax.Array, recipe: Recipe, operands: tuple[Any, ...], words: jax.Array | None = None) -> jax.Array:
+    """Return the result itself, annotated with the product that made it.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> program = jax.make_jaxpr(lambda y: site(y, recipe("bf16"), (y, y, None, None)))(jax.numpy.ones(2))
+    >>> site_of(program).recipe == recipe("bf16"), site_of(jax.make_jaxpr(abs)(1.0))
+    (True, None)
+    """
+    leaves, structure = jax.tree.flatten((*operands, words))
+    return _annotated(result, Site(recipe, structure, tuple(leaf.shape for leaf in leaves)))
+
+
+def site_of(program: Any) -> Site | None:
+    """Return the product that a program, a jaxpr or a closed one, computes, or None."""
+    for eqn in reversed(getattr(program, "jaxpr", program).eqns):
+        if eqn.primitive.name == "name" and isinstance(found := _annotation_of(eqn.params["name"]), Site):
+            return found
+    return None
+
+
+def _annotation_of(name: str) -> Mark | Site | None:
+    return _ANNOTATIONS[int(name.removeprefix(_PREFIX))] if name.startswith(_PREFIX) else None
+
+
+@jax.custom_jvp
+def differentiated_once(operands: _T) -> _T:
+    """Return the operands of a derivative's rule, and refuse to be differentiated again.
+
+    A rule rounds, and rounding has a derivative of zero almost everywhere. A second derivative, such as that of a
+    penalty on gradients, would lose these terms silently.
+
+    Raises:
+      TypeError: a second derivative is asked for.
+    """
+    return operands
+
+
+@differentiated_once.defjvp
+def _refuse_twice(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a second derivative of a product in low precision is asked for (a gradient of gradients, a Hessian): the "
+        "gradient is that of rounded operands, and rounding has no derivative of its own, so terms would silently be "
+        'zero; use recipe("bf16") for the products that are differentiated twice'
+    )

@@ -1,0 +1,399 @@
+"""`matmul(x, w, recipe=...)`: the product of a layer, with the backward pass that the recipe describes.
+
+The three products of `y = x W`, as FP8 tensor cores want them (both operands read along the contraction):
+
+    forward   y[m, n]  = x_q[m, k]  . (W_hi + W_lo)ᵀ[n, k]    scale s_x s_w
+    dgrad     dx[m, k] = g_q[m, n]  . (W_hi + W_lo)[k, n]      scale s_g s_w   (W_hi alone: ABD)
+    wgrad     dW[k, n] = x_qᵀ[k, m] . g_qᵀ[n, m]               scale s_x s_g   (or BF16 x and g)
+
+Each scale is one for the tensor, the row or the block, as the recipe's scaling says.
+
+x and g are quantized once each. If wgrad is FP8, one pass makes both orientations, so the backward pass keeps x in one
+byte per value and nothing is transposed. The weight is quantized outside the `custom_vjp`, or by the optimizer
+(`tcfp_jax.error_feedback`), which passes it as `quantized`; then no product needs its float copy.
+
+The gradient is the straight-through one: the gradient of the products above as if rounding were the identity.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import shared
+from pallas_kernels.matmul.api import matmul as multiply
+from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.skip_matmul.api import skip_matmul
+from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
+from pallas_kernels.wire import Wire
+from tcfp_jax.products import bf16, fp4_training, fp4_weights
+from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
+from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single, describe
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import Stored, constant, of_operand
+from tcfp_jax.weights.training import values_of
+
+_T = TypeVar("_T")
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array | Stored | Operand | None,
+    *,
+    recipe: Recipe | str,
+    quantized: Stored | Operand | None = None,
+    key: jax.Array | None = None,
+    out_sharding: Sharding = None,
+) -> jax.Array:
+    """Return `x @ w` with the operands, products and gradients that `recipe` describes.
+
+    Args:
+      x: real floats `[..., k]` of 16 bits or more.
+      w: the weight `[k, n]`, real floats; it has the straight-through gradient. Or a `Stored` weight (or the result of
+        `split` or `quantize`), which has no float copy. A parameter made by `tcfp_jax.store` has a gradient under
+        `tcfp_jax.value_and_grad`; any other stored weight is a constant.
+      recipe: a `Recipe` or the name of one.
+      quantized: `w` as `error_feedback` stored it (`layer_state`). Without it, `w` is quantized here.
+      key: random key, another at each step: for a stochastic residual if `w` is quantized here, and for FP4 training.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`.
+
+    Returns:
+      `[..., n]` in the dtype of x. A NaN or inf makes every output that shares its scale NaN: the whole result with one
+      scale per tensor, otherwise the outputs that read that row or block. One in the output's gradient does the same to
+      the gradients. Sizes that are not multiples of 16 work, but on a GPU each FP8 product then pads copies of its
+      operands, which costs about as much as quantizing them again.
+
+    Raises:
+      TypeError: x or w is integer, complex or 8-bit; or a gradient with respect to a stored weight is asked for, or a
+        second derivative where operands are rounded.
+      ValueError: k differs, w is not `[k, n]`, or the recipe cannot read `quantized`.
+
+    >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
+    >>> matmul(x, w, recipe="tcfp12")[0].tolist()
+    [1.5, 1.5, 1.5, 1.5]
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = named_recipe(recipe)
+    if isinstance(w, Operand):
+        w = of_operand(w)
+    if isinstance(w, Stored):
+        if quantized is not None:
+            raise ValueError("w is quantized already and quantized= is given too; pass one of them")
+        quantized, w = _opened(w)
+    if isinstance(quantized, Operand):
+        quantized = of_operand(quantized)
+    if w is None and quantized is not None:
+        fp4_weights.check_width(jnp.shape(x), quantized)
+    return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+
+
+def _opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
+    """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its gradient, or None)."""
+    if stored.training is None:
+        return stored, None
+    layout, slot, values = stored.training.weight.layout, stored.training.slot, values_of(stored)
+    matrix = None if slot is None else layout.stacked(slot.ndim).matrix(slot)
+    if not layout.transposed:
+        return values, matrix
+    # Its layer stores the matrix [n, k].
+    return values.swap(), None if matrix is None else matrix.swapaxes(-1, -2)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The static options of a product: how to multiply, and how the result is sharded under explicit axes."""
+
+    recipe: Recipe
+    out_sharding: Sharding = None
+
+
+def product(
+    asked: Asked,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    key: jax.Array | None,
+    x_quantized: Quantized | None = None,
+) -> jax.Array:
+    """Return `matmul` for callers that share a larger part of the program, or have quantized x already."""
+    recipe = asked.recipe
+    _check_input("x", x)
+    if w is not None:
+        _check_input("w", w)
+    n = _check_shapes(x.shape, None if w is None else w.shape, quantized)
+    empty = 0 in (*x.shape, n)
+    if quantized is not None:
+        quantized = constant(quantized)
+    elif recipe.stored is not None and not empty:
+        assert w is not None, "one of w and quantized is there"
+        form, read = recipe.stored, recipe
+        if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
+            # Nothing reads W_lo, and outside the optimizer nothing keeps it.
+            read = dataclasses.replace(recipe, weight=Single(form.dtype))
+        with jax.named_scope("quantize_w"):
+            quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
+    if quantized is not None:
+        _check_stored(recipe, quantized)
+    quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
+    x, w, quantized = _varying_alike((x, w, quantized))
+    if empty:
+        # There are no values to find a scale of, and all sums are zero.
+        wide = jnp.zeros((x.shape[-1], n), jnp.bfloat16) if w is None else w.astype(jnp.bfloat16)
+        return _dot_bf16(x.astype(jnp.bfloat16), wide, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
+    if x.ndim == 1:
+        # The weight gradient contracts the tokens, so there must be an axis of them.
+        rows = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
+        return _of_rows(rows, x[None], w, quantized, key, None)[0]
+    return _of_rows(asked, x, w, quantized, key, x_quantized)
+
+
+_shared_product = shared(product)
+
+
+def _of_rows(
+    asked: Asked,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    key: jax.Array | None,
+    x_quantized: Quantized | None,
+) -> jax.Array:
+    if asked.recipe.fp4 is None:
+        return _product(asked, x, w, quantized, x_quantized)
+    assert w is not None, "FP4 training stores nothing"
+    if sharding_of(x) is not None or sharding_of(w) is not None:
+        raise NotImplementedError(
+            "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; make "
+            'the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
+        )
+    return fp4_training.product(asked.recipe, x, w, key)
+
+
+def _varying_alike(operands: _T) -> _T:
+    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies.
+
+    This happens outside the `custom_vjp`, so JAX sums the gradient of an operand that was the same on every device.
+    """
+    varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
+    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, operands) if axes else operands
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Saved:
+    """The residuals of the backward pass.
+
+    Attributes:
+      x: BF16 `[..., k]`, or FP8 `[k, ...]` if wgrad is FP8.
+      w: the float weight if no quantized form exists.
+      quantized: the stored weight.
+      x_type, w_type: (dtype, sharding under explicit axes) of the cotangents; None for a weight without floats.
+      k: the number of inputs, which packed codes of an odd k do not know.
+    """
+
+    x: jax.Array | Operand
+    w: jax.Array | None
+    quantized: Stored | None
+    x_type: tuple[DTypeLike, Sharding] = field(metadata=dict(static=True))
+    w_type: tuple[DTypeLike, Sharding] | None = field(metadata=dict(static=True))
+    k: int = field(metadata=dict(static=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
+) -> jax.Array:
+    result = _forward(asked, x, w, quantized, x_quantized)[0]
+    return site(result, asked.recipe, (x, w, quantized, x_quantized))
+
+
+def _forward(
+    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_q: Quantized | None
+) -> tuple[jax.Array, _Saved]:
+    recipe = asked.recipe
+    # One pass serves the forward product and wgrad; if neither is FP8, x is not quantized.
+    is_packed = isinstance(recipe.scaling, Fp4)
+    if x_q is None and (recipe.wgrad != "bf16" or (recipe.forward != "bf16" and not is_packed)):
+        with jax.named_scope("quantize_x"):
+            x_q = quantize_operand(x, recipe.activation, recipe)
+    with jax.named_scope("forward"):
+        if is_packed:
+            assert quantized is not None, "packed weights are stored"
+            y = fp4_weights.forward(x, quantized, recipe, asked.out_sharding)
+        elif recipe.forward == "bf16":
+            kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.stored is None else recipe.stored.forward)
+            y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
+        else:
+            assert recipe.stored is not None and quantized is not None and x_q is not None, "FP8 reads stored weights"
+            weight = quantized.for_forward(recipe.stored.forward)
+            y = _multiply(x_q.rows, weight, recipe, recipe.forward, out_dtype=x.dtype, out_sharding=asked.out_sharding)
+    if recipe.wgrad == "bf16":
+        kept: jax.Array | Operand | None = x.astype(jnp.bfloat16)
+    else:
+        assert x_q is not None, "quantized above"
+        kept = x_q.columns
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
+    x_type, w_type = ((v.dtype, sharding_of(v)) if v is not None else None for v in (x, w))
+    assert x_type is not None
+    return y, _Saved(kept, w if quantized is None else None, quantized, x_type, w_type, x.shape[-1])
+
+
+def _forward_rule(
+    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
+) -> tuple[jax.Array, _Saved]:
+    if quantized is not None:
+        # Nothing reads w then, and JAX would drop an unread operand together with this check.
+        quantized, w = differentiated_once((quantized, w))
+    x = differentiated_once(x) if _rounds(asked.recipe) else x
+    return _forward(asked, x, w, quantized, x_quantized)
+
+
+def _rounds(recipe: Recipe) -> bool:
+    """Return whether a product rounds activations or gradients to fewer bits than BF16."""
+    return (recipe.forward, recipe.dgrad, recipe.wgrad) != ("bf16", "bf16", "bf16")
+
+
+def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+    recipe, (x_dtype, x_sharding), w_type = asked.recipe, saved.x_type, saved.w_type
+    g = differentiated_once(g) if _rounds(recipe) else g
+    is_packed, g_q = isinstance(recipe.scaling, Fp4), None
+    wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
+    if wgrad_reads_fp8 or (recipe.dgrad != "bf16" and not is_packed):
+        with jax.named_scope("quantize_g"):
+            g_q = quantize_operand(g, recipe.gradient, recipe)
+    with jax.named_scope("dgrad"):
+        if is_packed:
+            assert saved.quantized is not None, "packed weights are stored"
+            dx = fp4_weights.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
+        elif recipe.dgrad == "bf16":
+            kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
+            dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
+        else:
+            assert recipe.stored is not None and saved.quantized is not None and g_q is not None
+            weight = saved.quantized.for_dgrad(recipe.stored.dgrad)
+            dx = _multiply(g_q.rows, weight, recipe, recipe.dgrad, out_dtype=x_dtype, out_sharding=x_sharding)
+    if w_type is None:
+        return dx, None, None, None
+    w_dtype, w_sharding = w_type
+    with jax.named_scope("wgrad"):
+        if recipe.wgrad != "bf16":
+            assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None, "quantized above"
+            options: Any = dict(out_dtype=w_dtype, out_sharding=w_sharding, wire=recipe.wire)
+            dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, **options)
+        else:
+            assert isinstance(saved.x, jax.Array), "kept in BF16"
+            g = g.astype(jnp.bfloat16)
+            if recipe.wire is not None:
+                dw = bf16.weight_gradient(saved.x, g, w_dtype, w_sharding, recipe.wire)
+            else:
+                tokens = tuple(range(g.ndim - 1))
+                dw = _dot_bf16(saved.x, g, tokens, tokens, w_dtype, w_sharding)
+    return dx, dw, None, None
+
+
+_product.defvjp(_forward_rule, _backward)
+
+
+def quantize_operand(x: jax.Array, dtype: DTypeLike, recipe: Recipe) -> Quantized:
+    """Quantize x or g `[..., c]`, in one pass and only in the orientations that its products read.
+
+    Rows `[..., c]` are contracted along c, in forward and dgrad; columns `[c, ...]` along all other axes, in wgrad.
+    """
+    orientation: Orientation = "rows" if recipe.wgrad == "bf16" else "both"
+    return quantize(x, dtype, recipe.scaling.along_rows, orientation=orientation, backend=recipe.quantize_backend)
+
+
+def _multiply(
+    a: Operand,
+    b: Operand,
+    recipe: Recipe,
+    how: Arithmetic,
+    *,
+    out_dtype: DTypeLike,
+    out_sharding: Sharding = None,
+    wire: Wire | None = None,
+) -> jax.Array:
+    """Return `a @ b.T` of dequantized operands `[..., *c]` and `[n, *c]`, as `[..., n]`."""
+    assert how != "bf16", "a BF16 product has no FP8 operands"
+    if recipe.stored is not None and recipe.stored.blocks == "nonzero" and b.lo is not None:
+        return skip_matmul(a, b.settled(), out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend)
+    return multiply(
+        a, b, out_dtype=out_dtype, out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire
+    )
+
+
+def _bf16_weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) -> jax.Array:
+    if quantized is None:
+        assert w is not None, "one of w and quantized is there"
+        return w.astype(jnp.bfloat16)
+    return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
+
+
+def _dot_bf16(
+    a: jax.Array,
+    b: jax.Array,
+    a_axes: tuple[int, ...],
+    b_axes: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: Sharding = None,
+) -> jax.Array:
+    # A BF16 result comes straight from the product; a cast of a float32 one would be a pass over it.
+    product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    return bf16.dot(a, b, a_axes, b_axes, product_dtype, sharding).astype(dtype)
+
+
+def _check_input(name: str, x: jax.Array) -> None:
+    check_real(name, x)
+    if jnp.dtype(x.dtype).itemsize < 2:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a Stored weight as w"
+        )
+
+
+def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stored | None) -> int:
+    """Return n if x `[..., k]` and the weight `[k, n]`, given as floats, quantized, or both, can be multiplied."""
+    weight = w if quantized is None else quantized.shape
+    if weight is None:
+        raise ValueError(f"x{list(x)} has no weight: w is None, and so is quantized; pass one of them")
+    if len(weight) != 2:
+        raise ValueError(f"w has shape {tuple(weight)}, not [k, n]; reshape it or use jax.vmap over its leading axes")
+    if quantized is not None and x and x[-1] != weight[0] and quantized.holds((x[-1], weight[1])):
+        weight = (x[-1], weight[1])  # packed codes of an odd k
+    if not x or x[-1] != weight[0]:
+        raise ValueError(f"x{list(x)} @ w{list(weight)}: the last axis of x must equal the first of w (k)")
+    if w is not None and w != weight:
+        raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
+    return weight[1]
+
+
+def _check_stored(recipe: Recipe, quantized: Stored) -> None:
+    """Raise a ValueError unless the products of the recipe can read this weight."""
+    if recipe.stored is not None and quantized.serves(recipe.scaling, recipe.stored):
+        return
+    what = quantized.describe()
+    if recipe.stored is None:
+        raise ValueError(f'recipe "{describe(recipe)}" multiplies float weights, but got a {what}; dequantize it')
+    wanted, repair = f"packed FP4 codes with {recipe.scaling}", "build the state with the same recipe"
+    if not isinstance(recipe.scaling, Fp4):
+        halves = "hi + lo" if isinstance(recipe.stored, Dual) else "one FP8 tensor"
+        wanted = f"a weight of {halves} with {recipe.scaling} in both orientations"
+    if isinstance(codes := quantized.scaling, Fp4):
+        repair = (
+            f'products read codes in the format and tile that they have: use recipe("{codes.format}", '
+            f'tile="{codes.tile}"), which fp4_matmul does with recipe=None, or pack the float weight by this recipe'
+        )
+    raise ValueError(f"the recipe multiplies {wanted}, but quantized is a {what}; {repair}")
