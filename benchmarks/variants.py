@@ -81,7 +81,7 @@ _NOISE = {
     ),
     OTHER_BATCHES: Variant(recipe("bf16"), batches="other", meaning="BF16 on other batches of the same text"),
 }
-_NAMED = {name: Variant(recipe(name), meaning=_said(name)) for name in NAMES if name != BASELINE}
+_NAMED: dict[str, Variant] = {name: Variant(recipe(name), meaning=_said(name)) for name in NAMES if name != BASELINE}
 _STORED = {
     "stored": _stored(meaning="**hi + lo alone, products by hi, E4M3 gradients, 8-bit moments**"),
     "stored_e5m2": _stored(meaning="E5M2 gradients", gradient="float8_e5m2"),

@@ -186,9 +186,6 @@ def read_config(path: Path) -> TrainConfig:
     if isinstance(fields["model"], dict):
         fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
     fields["recipe"] = _read_recipe(fields["recipe"])
-    fields["recipe_schedule"] = tuple((part, _read_recipe(later)) for part, later in fields["recipe_schedule"])
-    if fields["ends"] is not None:
-        fields["ends"] = *fields["ends"][:2], _read_recipe(fields["ends"][2])
     return TrainConfig(**fields)
 
 
@@ -251,33 +248,24 @@ def check_export(path: Path) -> None:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """What the folder says of its run; what a folder of an earlier version does not know has its default."""
+    """Return the description of the run in a folder.
+
+    Raises:
+      ValueError: it is not JSON.
+    """
     try:
-        stored = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path / CONFIG_FILE} describes no run, as it is not JSON ({error}); restore it or start in another folder"
         ) from error
-    config = stored["config"] = {**_defaults(TrainConfig), **stored["config"]}
-    size = _defaults(FAMILIES[stored.setdefault("family", "gpt")].config)
-    stored["model"], config["data"] = {**size, **stored["model"]}, list(config["data"])
-    config["recipe_schedule"] = list(config["recipe_schedule"])
-    if isinstance(config["model"], dict):
-        config["model"] = {**size, **config["model"]}
-    return stored
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
     """What must be equal for a run to be continued; names are stored with what they stand for today."""
     fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
-    said = lambda recipe: _describe_recipe(recipe) if isinstance(recipe, Recipe) else recipe
-    fields["recipe"] = said(config.recipe)
-    fields["recipe_schedule"] = [[part, said(later)] for part, later in config.recipe_schedule]
-    fields["ends"] = None if config.ends is None else [*config.ends[:2], said(config.ends[2])]
+    if isinstance(config.recipe, Recipe):
+        fields["recipe"] = _describe_recipe(config.recipe)
     return {
         "config": fields,
         "family": family_of(config.size),

@@ -1,13 +1,13 @@
-"""The families of models that `models.train` trains: named sizes, and how a size becomes something that learns.
+"""Families of models that `models.train` trains: named sizes, and the model and weights of a size.
 
-A `Learner` is a model and what the optimizer must know of its weights. A GPT is written with this project's layers, so
-its recipe is all there is to know. A Llama is written in plain Flax and converted, so its weights are found in it:
+A `Learner` is a model and the weights that the optimizer must know. A GPT is written with this project's layers, so its
+recipe is enough. A Llama is written in plain Flax and converted, so its weights are found in it:
 
     model   = convert_to_tcfp(Llama(config), recipe, tokens)
     weights = find_weights(model)                 for error_feedback(weights) and store(params, weights)
 
-Where the tokens of a step are given, both are plain Flax, and those layers are converted that measured times say to be
-faster than BF16 (`include="measured"`).
+With the tokens of a step, both are plain Flax, and only layers are converted that measured times say are faster than
+BF16 (`include="measured"`).
 """
 
 import dataclasses
@@ -26,16 +26,13 @@ from models.llama import Llama, LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.layout import Weight
 
 ModelConfig = GPTConfig | LlamaConfig
-# A recipe was asked for, so it is every layer's at any size, as in a GPT; a head is left to BF16.
+# The caller chose a recipe, so every layer takes it at any size, as in a GPT; a head stays in BF16.
 INCLUDE: tuple[Include, ...] = ("linear", "small")
-# A GPT's lookup is a product with one-hot rows, and as exact as a lookup.
+# A GPT looks tokens up by a product with one-hot rows, which must stay exact.
 RULES = {"^embedding": None}
-
-
-Ends = tuple[int, int, Recipe]
 
 
 class Learner(NamedTuple):
@@ -50,31 +47,22 @@ class Family:
     """Models of one kind.
 
     Attributes:
-      config: the class of its sizes.
-      sizes: by name.
-      tokens: what its models can read: "bytes" alone, or "ids" up to their vocabulary, of which bytes are some.
-      plain: the model in plain Flax, of a size and a dtype.
-      learner: makes one of a size, a recipe and a dtype, with every layer as the recipe says, but for the ends: two
-        numbers and a recipe, which so many of the first and of the last blocks have; None of none.
+      config: Class of its sizes.
+      sizes: Sizes by name.
+      tokens: Tokens that its models can read: "bytes" alone, or "ids" up to their vocabulary, which include bytes.
+      plain: Function that makes the model in plain Flax of a size and a dtype.
+      learner: Function that makes the learner of a size, a recipe for every layer, and a dtype.
     """
 
     config: type[Any]
     sizes: Mapping[str, Any]
     tokens: Literal["bytes", "ids"]
     plain: Callable[[Any, ComputeDtype], nn.Module]
-    learner: Callable[[Any, Recipe, ComputeDtype, Ends | None], Learner]
+    learner: Callable[[Any, Recipe, ComputeDtype], Learner]
 
 
-def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype, ends: Ends | None) -> Learner:
-    model = GPT(config, recipe=recipe, dtype=dtype, ends=ends)
-    if ends is None:
-        return Learner(model, recipe)
-    kernel = Layout((0,), (1,))
-    return Learner(model, {
-        f"block_{layer}/{name}/kernel": Weight(gpt.recipe_of(layer, config.layers, recipe, ends), kernel)
-        for layer in range(config.layers)
-        for name in gpt.DENSE
-    })  # fmt: skip
+def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+    return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
 
 
 def _plain_gpt(config: GPTConfig, dtype: ComputeDtype) -> nn.Module:
@@ -85,12 +73,9 @@ def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
     return Llama(config, dtype=dtype)
 
 
-def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype, ends: Ends | None) -> Learner:
+def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    plain, rules = _plain_llama(config, dtype), None
-    if ends is not None:
-        plain, rules = Llama(config, dtype=dtype, ends=ends[:2]), {"^(first|last)_layers/": ends[2]}
-    model = convert_to_tcfp(plain, recipe, tokens, include=INCLUDE, rules=rules)
+    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=INCLUDE)
     return Learner(model, find_weights(model))
 
 
@@ -101,7 +86,7 @@ FAMILIES = {
 
 
 def model_names() -> list[str]:
-    """The names of all sizes.
+    """Return the names of all sizes.
 
     >>> model_names()[0], model_names()[-1]
     ('tiny', 'llama-8b')
@@ -110,7 +95,7 @@ def model_names() -> list[str]:
 
 
 def family_of(config: ModelConfig) -> str:
-    """The name of the family of a size.
+    """Return the name of the family of a size.
 
     >>> family_of(model_config("llama-8b"))
     'llama'
@@ -119,10 +104,10 @@ def family_of(config: ModelConfig) -> str:
 
 
 def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> ModelConfig:
-    """The size of a named model, or the size that it is given, with rows for so many ids of tokens at least.
+    """Return the size of a named model, or a given size, with at least `vocabulary` rows for token ids.
 
     Raises:
-      ValueError: an unknown name, or ids for a model that reads bytes.
+      ValueError: the name is unknown, or token ids are given to a model that reads bytes.
 
     >>> model_config("gpt2").layers
     12
@@ -144,26 +129,22 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
 
 
 @functools.lru_cache(maxsize=16)
-def learner(
-    config: ModelConfig,
-    recipe: Recipe,
-    dtype: ComputeDtype,
-    tokens: tuple[int, int] | None = None,
-    ends: Ends | None = None,
-) -> Learner:
-    """The model of a size, and its weights.
+def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype, tokens: tuple[int, int] | None = None) -> Learner:
+    """Return the model of a size, and its weights.
 
     Args:
-      tokens: batch and positions of a step, to convert what pays there, as `convert_to_tcfp` with "measured" finds it;
-        None converts every layer but a Llama's head.
-      ends: as of `Family.learner`, without tokens.
+      config: The size.
+      recipe: Recipe of the layers.
+      dtype: Dtype of activations.
+      tokens: Batch and positions of a step, to convert only layers that gain there (`include="measured"`); None
+        converts every layer except a Llama's head.
 
     Raises:
-      ValueError: nothing is to be converted, and not because measured times say so.
+      ValueError: no layer can be converted, for another reason than measured times.
     """
     family = FAMILIES[family_of(config)]
     if tokens is None:
-        return family.learner(config, recipe, dtype, ends)
+        return family.learner(config, recipe, dtype)
     shape = jax.ShapeDtypeStruct(tokens, jnp.int32)
     model = convert_to_tcfp(family.plain(config, dtype), recipe, shape, include="measured", rules=RULES)
     return Learner(model, find_weights(model))

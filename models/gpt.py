@@ -129,7 +129,6 @@ class GPT(nn.Module):
       config: the size.
       recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one, or None for Flax's layers.
       dtype: of activations, and of the embedding's and the head's products.
-      ends: how many of the first and how many of the last blocks have another recipe, and which.
 
     Raises:
       ValueError: more positions than `config.context`, or an unknown dtype.
@@ -138,7 +137,6 @@ class GPT(nn.Module):
     config: GPTConfig
     recipe: Recipe | str | None = "tcfp12"
     dtype: ComputeDtype = "bfloat16"
-    ends: tuple[int, int, Recipe | str] | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
@@ -157,23 +155,9 @@ class GPT(nn.Module):
         positions = self.param("positions", normal, (config.context, config.width), jnp.float32)
         x = split_batch(embedding(tokens)) + positions[: tokens.shape[-1]].astype(self.dtype)
         for layer in range(config.layers):
-            recipe = recipe_of(layer, config.layers, self.recipe, self.ends)
-            x = Block(config, recipe, self.dtype, name=f"block_{layer}")(x)
+            x = Block(config, self.recipe, self.dtype, name=f"block_{layer}")(x)
         logits = embedding.attend(_normalize("final_norm", x))
         return logits if targets is None else cross_entropy(logits, targets)
-
-
-# The dense layers of a block.
-DENSE = ("qkv", "projection", "mlp_in", "mlp_out")
-
-
-def recipe_of(layer: int, layers: int, recipe: Any, ends: tuple[int, int, Any] | None) -> Any:
-    """The recipe of one of so many blocks.
-
-    >>> [recipe_of(layer, 4, "tcfp12", (1, 1, "bf16")) for layer in range(4)]
-    ['bf16', 'tcfp12', 'tcfp12', 'bf16']
-    """
-    return recipe if ends is None or ends[0] <= layer < layers - ends[1] else ends[2]
 
 
 def initial_deviation(width: int) -> float:

@@ -178,7 +178,6 @@ class Llama(nn.Module):
     Attributes:
       config: the size, and how it runs.
       dtype: of activations and of what matrices multiply; logits are rounded to it once, too.
-      ends: so many of the first and of the last blocks have parameters apart, as `split_layers` gives them.
 
     Raises:
       ValueError: more positions than `config.context`, or an unknown dtype.
@@ -186,7 +185,6 @@ class Llama(nn.Module):
 
     config: LlamaConfig
     dtype: ComputeDtype = "bfloat16"
-    ends: tuple[int, int] = (0, 0)
 
     @nn.compact
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
@@ -204,8 +202,7 @@ class Llama(nn.Module):
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
         x = looked_up(embedding.embedding, tokens, dtype)
         rotation = rotations(positions, config.head_size, config.rope_theta)
-        for name, blocks in stacks(config.layers, self.ends).items():
-            x, _ = layers_of(config, self.dtype, name, len(blocks))(x, rotation)
+        x, _ = layers_of(config, self.dtype)(x, rotation)
         x = nn.RMSNorm(epsilon=config.norm_eps, dtype=dtype, name="final_norm")(x)
         if config.head == "tied":
             matrix = embedding.embedding.T
@@ -218,44 +215,13 @@ class Llama(nn.Module):
         return head(x).astype(jnp.float32)
 
 
-def layers_of(config: LlamaConfig, dtype: ComputeDtype, name: str = "layers", count: int | None = None) -> nn.Module:
-    """So many blocks, or all, one after the other, as one module whose parameters have an axis of layers in front."""
+def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
+    """Return all blocks in sequence as one module whose parameters have a leading axis of layers."""
     layers = nn.scan(
         _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
-        in_axes=nn.broadcast, length=config.layers if count is None else count,
+        in_axes=nn.broadcast, length=config.layers,
     )  # fmt: skip
-    return layers(config, dtype, name=name)
-
-
-def stacks(layers: int, ends: tuple[int, int]) -> dict[str, range]:
-    """The blocks of each stack, by the name of its module, in order.
-
-    >>> stacks(12, (0, 2))
-    {'layers': range(0, 10), 'last_layers': range(10, 12)}
-    """
-    first, last = ends[0], layers - ends[1]
-    found = {"first_layers": range(first), "layers": range(first, last), "last_layers": range(last, layers)}
-    return {name: blocks for name, blocks in found.items() if blocks}
-
-
-def split_layers(tree: Any, layers: int, ends: tuple[int, int]) -> Any:
-    """Parameters of a `Llama`, or states of theirs, as one with `ends` has them; what has no layers stays."""
-    has_layers = lambda node: isinstance(node, dict) and "layers" in node
-
-    def split(node: Any) -> Any:
-        if not has_layers(node):
-            return node
-        part = lambda blocks: jax.tree.map(lambda leaf: leaf[blocks.start : blocks.stop], node["layers"])
-        return {**node, **{name: part(blocks) for name, blocks in stacks(layers, ends).items()}}
-
-    return jax.tree.map(split, tree, is_leaf=has_layers)
-
-
-def join_layers(params: Any) -> Any:
-    """Float parameters of a `Llama` with `ends` as those of one without: the reverse of `split_layers`."""
-    parts = {name: params[name] for name in ("first_layers", "layers", "last_layers") if name in params}
-    others = {name: part for name, part in params.items() if name not in parts}
-    return {**others, "layers": jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts.values())}
+    return layers(config, dtype, name="layers")
 
 
 def rotations(positions: int, size: int, theta: float) -> jax.Array:

@@ -17,7 +17,6 @@ from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, expo
 from models.data import load_data
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
-from models.phases import phase_at, switched
 from models.processes import check_same, is_first, together
 from models.settings import TrainConfig
 from models.text import Corpus, load_corpus
@@ -117,8 +116,7 @@ def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
     with RunDirectory(out, config, corpus_of(config).digest, resume="allowed") as directory:
-        phase = phase_at(config, max(0, directory.newest_step - 1))
-        export(path, _restored(directory, phase, mesh)[0].params)
+        export(path, _restored(directory, config, mesh)[0].params)
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
@@ -144,21 +142,19 @@ def _corpus(data: tuple[str, ...], vocabulary: int | None, byte_limit: int) -> C
     return load_corpus(byte_limit=byte_limit)
 
 
-def _restored(directory: RunDirectory | None, phase: TrainConfig, mesh: Mesh | None) -> tuple[TrainState, list[float]]:
-    """The state to continue from and the losses before it: the newest checkpoint's, or the initial ones."""
+def _restored(directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | None) -> tuple[TrainState, list[float]]:
+    """Return the state to continue from and the losses before it: the newest checkpoint's, or the initial ones."""
     if directory is None:
-        return init(phase, mesh), []
-    # A state that is about to be replaced is not made: a model that just fits fits once.
-    return directory.restore(state_shapes(phase, mesh) if directory.holds_state else init(phase, mesh))
+        return init(config, mesh), []
+    # A checkpoint needs shapes alone: a model that just fits would not fit twice.
+    return directory.restore(state_shapes(config, mesh) if directory.holds_state else init(config, mesh))
 
 
 def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress,
     mesh: Mesh | None, board_folder: Path | None = None,
 ) -> RunResult:  # fmt: skip
-    done = 0 if directory is None else directory.newest_step
-    phase = phase_at(config, max(0, done - 1))  # a checkpoint is written before the recipe switches
-    state, losses = _restored(directory, phase, mesh)
+    state, losses = _restored(directory, config, mesh)
     reports: dict[int, Any] = {}
     if directory is not None and config.start is not None and not directory.holds_state:
         # From here on the run needs that file no longer: it may be moved, or written anew.
@@ -183,13 +179,10 @@ def _train(
         pending = None
         for step in range(begin, config.steps, config.steps_per_call):
             count = min(config.steps_per_call, config.steps - step)
-            if phase != phase_at(config, step):
-                phase, before = phase_at(config, step), phase
-                state = switched(before, phase, state, mesh)
             if config.monitor and (step + count) % config.monitor == 0:
-                state, *new = make_monitored_step(phase, count, mesh)(state, text, key)
+                state, *new = make_monitored_step(config, count, mesh)(state, text, key)
             else:
-                state, *new = *make_train_step(phase, count, mesh)(state, text, key), None
+                state, *new = *make_train_step(config, count, mesh)(state, text, key), None
             if pending is not None:
                 record(pending)
             pending = new
@@ -202,7 +195,7 @@ def _train(
     board.close()
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
-    heldout, in_bf16 = (evaluate(phase, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
+    heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
     return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, reports)
 

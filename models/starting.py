@@ -1,4 +1,4 @@
-"""Parameters from which a run starts: a float checkpoint, as `python -m models.train --export` writes it."""
+"""Float parameters from which a run starts, as `python -m models.train --export` writes them."""
 
 import zipfile
 import zlib
@@ -12,19 +12,14 @@ from tcfp_jax.paths import path_names
 
 
 def read_parameters(path: Path, shapes: Any) -> Any:
-    """The float parameters in an `.npz` of arrays named as "block_0/qkv/kernel", in the tree of these shapes.
-
-    Args:
-      path: of the file.
-      shapes: the parameters of the model that is to start from them, or their shapes.
+    """Return the float parameters in an `.npz` that `export` wrote, as a tree of these shapes.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no such file, or its parameters are those of another model; the message names the first that
-        differs.
+      ValueError: the file is of another kind, or of another model; the message names the first parameter that differs.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is to hold the parameters to start from, and there is no such file")
+        raise FileNotFoundError(f"there is no such file {path} with parameters to start from; correct the path")
     try:
         file = np.load(path, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
@@ -33,7 +28,7 @@ def read_parameters(path: Path, shapes: Any) -> Any:
             arrays = {name: np.asarray(file[name]) for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is no .npz of arrays by name ({error}); write one with python -m models.train --export"
+            f"{path} is not an .npz of arrays by name ({error}); write one with python -m models.train --export"
         ) from error
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
@@ -45,7 +40,7 @@ def read_parameters(path: Path, shapes: Any) -> Any:
             raise _another(path, f"{name!r} has shape {list(leaf.shape)} in this one, and {there} in the file")
         if found.dtype.kind != "f" or not np.isfinite(found).all():
             raise ValueError(
-                f"{path} has {name!r} with values that are no finite floats; start from a sound checkpoint"
+                f"{path} has {name!r} with values that are not finite floats; start from a sound checkpoint"
             )
     unknown = sorted(set(arrays) - set(wanted))
     if unknown:

@@ -6,8 +6,6 @@
     python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
     python -m models.train --start base.npz --weights stored  # fine-tune what --export wrote
-    python -m models.train --recipe-schedule 0.85=bf16        # the last 15 % of the steps in BF16
-    python -m models.train --recipe nvfp4_training --ends 0,1=bf16   # four bits, emulated, but for the last block
     python -m models.train --monitor 50                       # how well operands are rounded, by layer and step
     python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
@@ -133,14 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", metavar="NAME", help=f"{names} (default: tcfp12; of stored weights tcfp12_single)")
     parser.add_argument("--start", metavar="NPZ", help="float parameters of this model to start from, as of --export")
     parser.add_argument(
-        "--recipe-schedule", nargs="+", type=_part_and_recipe, metavar="PART=RECIPE",
-        help="recipes of later parts of the run, such as 0.85=bf16: the last 15 %% of the steps in BF16",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ends", type=_counts_and_recipe, metavar="FIRST,LAST=RECIPE",
-        help="of so many of the first and of the last blocks, such as 0,2=bf16",
-    )  # fmt: skip
-    parser.add_argument(
         "--include", choices=get_args(Included),
         help="every layer takes the recipe (default), or those that measured times say to be faster than BF16 here",
     )  # fmt: skip
@@ -206,38 +196,9 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `TrainConfig` that the command line names, but for the model."""
-    names = (
-        "recipe",
-        "recipe_schedule",
-        "ends",
-        "start",
-        "include",
-        "weights",
-        "moments",
-        "data",
-        "vocabulary",
-        *_OVERRIDES,
-    )
+    names = ("recipe", "start", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
-    several = ("data", "recipe_schedule")
-    return {name: tuple(value) if name in several else value for name, value in given.items()}
-
-
-def _part_and_recipe(text: str) -> tuple[float, str]:
-    try:
-        part, recipe = text.split("=")
-        return float(part), recipe
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write PART=RECIPE, such as 0.9=bf16") from None
-
-
-def _counts_and_recipe(text: str) -> tuple[int, int, str]:
-    try:
-        counts, recipe = text.split("=")
-        first, last = map(int, counts.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write FIRST,LAST=RECIPE, such as 0,2=bf16") from None
-    return first, last, recipe
+    return {**given, "data": tuple(given["data"])} if "data" in given else given
 
 
 def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None:

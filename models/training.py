@@ -28,13 +28,11 @@ from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.families import Learner, learner
-from models.llama import join_layers, split_layers
 from models.meshes import OnMesh, parameter_shardings, split_batch
 from models.settings import TrainConfig
 from models.starting import read_parameters
 from models.text import Corpus
 from tcfp_jax import optim
-from tcfp_jax.recipes import Recipe
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.training import is_stored
@@ -162,12 +160,11 @@ def check_text(name: str, text: Any, config: TrainConfig, more: str = "give more
 
 def float_parameters(params: Any) -> Any:
     """The parameters as Flax made them, float32: stored ones dequantized, for export and for BF16 products."""
-    if any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored))):
-        params = _dequantize(params)
-    return _join(params) if {"first_layers", "last_layers"} & set(params) else params
+    stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+    return _dequantize(params) if stored else params
 
 
-_dequantize, _join = jax.jit(tcfp_jax.dequantize), jax.jit(join_layers)
+_dequantize = jax.jit(tcfp_jax.dequantize)
 
 
 def make_optimizer(
@@ -196,15 +193,14 @@ def _optimizer(
     if config.weights == "stored":
         moments_key = None if config.moments == "float32" else jax.random.fold_in(seed_key, _MOMENTS)
         return optim.adamw(**adamw, moments=config.moments, max_norm=config.clip_norm, key=moments_key, quality=quality)
-    stochastic = any(recipe.stochastic for recipe in _recipes(config))
-    feedback = any(recipe.feedback for recipe in _recipes(config))
+    recipe = tcfp_jax.recipe(config.recipe)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(**adamw),
         tcfp_jax.error_feedback(
             _learner(config).weights,
-            key=jax.random.fold_in(seed_key, _ROUNDING) if stochastic else None,
-            error_dtype=config.error_dtype if feedback else "float32",  # a later part of a run may keep none
+            key=jax.random.fold_in(seed_key, _ROUNDING) if recipe.stochastic else None,
+            error_dtype=config.error_dtype if recipe.feedback else "float32",
         ),
     )
 
@@ -218,25 +214,12 @@ def program(config: TrainConfig) -> TrainConfig:
     return replace(
         config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
         heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, monitor=0, start=None,
-        recipe_schedule=(), ends=None if config.ends is None else (*config.ends[:2], tcfp_jax.recipe(config.ends[2])),
     )  # fmt: skip
 
 
-def _recipes(config: TrainConfig) -> list[Recipe]:
-    """The recipe of most blocks, and that of the ends."""
-    return [tcfp_jax.recipe(recipe) for recipe in (config.recipe, *(config.ends or ())[2:])]
-
-
 def _learner(config: TrainConfig) -> Learner:
-    recipe, *of_ends = _recipes(config)
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    ends = None if config.ends is None else (*config.ends[:2], *of_ends)
-    return learner(config.size, recipe, config.compute_dtype, tokens, ends)
-
-
-def in_stacks(config: TrainConfig, tree: Any) -> Any:
-    """Float parameters, or a state of theirs, as the model of a run has them: a Llama's ends are stacks apart."""
-    return tree if config.ends is None else split_layers(tree, config.size.layers, config.ends[:2])
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
 
 
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
@@ -253,7 +236,7 @@ def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
     key = jax.random.key(0)
-    params = jax.eval_shape(lambda key: in_stacks(config, _floats(config, key)), key)
+    params = jax.eval_shape(functools.partial(_floats, config), key)
     shaped = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         params, parameter_shardings(params, mesh),
@@ -272,7 +255,7 @@ def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[..., Trai
 
 def _initialize(config: TrainConfig, seed_key: jax.Array, start: Any = None, mesh: Mesh | None = None) -> TrainState:
     def floats() -> Any:
-        params = in_stacks(config, _floats(config, seed_key) if start is None else start)
+        params = _floats(config, seed_key) if start is None else start
         return params if mesh is None else jax.lax.with_sharding_constraint(params, parameter_shardings(params, mesh))
 
     params: Any = None
@@ -348,7 +331,7 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
 
 def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.Array | None:
     """What the products of the step that a state is about to take draw from; None where they draw nothing."""
-    if not any(recipe.draws for recipe in _recipes(config)):
+    if not tcfp_jax.recipe(config.recipe).draws:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
 

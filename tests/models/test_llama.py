@@ -14,7 +14,7 @@ from flax import linen as nn
 import tcfp_jax
 from models import families, losses
 from models.attention import causal_attention
-from models.llama import LLAMAS, Llama, LlamaConfig, join_layers, rotate, rotations, split_layers, stacks
+from models.llama import LLAMAS, Llama, LlamaConfig, rotate, rotations
 from tcfp_jax.conversion import survey
 from tcfp_jax.linen import TCFPDense
 from tests.helpers import filled, same_bits, variables_of
@@ -83,19 +83,6 @@ def test_forward_pass_is_that_of_numpy(config):
     expected = numpy_llama(config, variables["params"], TOKENS)
     assert logits.dtype == jnp.float32 and expected.std() > 0.5
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * expected.std())
-
-
-def test_ends_apart_compute_the_same():
-    model, variables = llama()
-    apart, split = Llama(MICRO, dtype="float32", ends=(1, 0)), split_layers(variables, 2, (1, 0))
-    assert (
-        list(stacks(2, (1, 0)))
-        == ["first_layers", "layers"]
-        == sorted(set(split["params"]) - {"embedding", "final_norm"})
-    )
-    assert same_bits(join_layers(split["params"]), variables["params"])
-    found, expected = (jax.jit(of.apply)(given, TOKENS) for of, given in ((apart, split), (model, variables)))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_rotations_are_complex_numbers():

@@ -1,0 +1,171 @@
+"""Runs that are observed, and runs that start from a checkpoint of floats."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import tcfp_jax
+from models import running
+from models.checkpoint import export
+from models.gpt import GPTConfig
+from models.monitoring import Board, read_reports
+from models.plotting import color_range, matrix_of, plot_reports
+from models.running import run
+from models.settings import TrainConfig
+from models.training import init
+from tests.helpers import same_bits
+
+MICRO = GPTConfig(layers=1, width=32, heads=2, context=32)
+CONFIG = TrainConfig(
+    model=MICRO, steps=20, batch=4, sequence=16, steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000,
+    learning_rate=1e-2, recipe="tcfp12_fast",
+)  # fmt: skip
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_a_run_is_observed(tmp_path):
+    # Moments of 8 bits are most of a step's program, and nothing here reads them.
+    config = dataclasses.replace(STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5, moments="float32")
+    result = run(config, out=tmp_path)
+    assert list(result.reports) == [1, 2] and result.reports == read_reports(tmp_path / "metrics.jsonl")
+    for step, report in result.reports.items():
+        assert {path.split("/")[0] for path in report} >= {"block_0"}
+        for weight in report.values():
+            assert 25 < weight["x"]["snr"] < 36
+            assert 0 <= weight["stale"] <= 1 and weight["g"]["amax"] > 0
+            if step > 1:  # the first rate is 0
+                assert 0 < weight["moved"] <= 1 and weight["edq"] == pytest.approx(1, abs=0.1)
+    plot_reports(tmp_path / "monitor.png", result.reports, title="micro")
+    assert (tmp_path / "monitor.png").stat().st_size > 10_000
+
+
+def test_colors_do_not_make_a_picture_of_noise():
+    names, values = matrix_of({5: {"up": {"x": {"snr": 31.5}}, "down": {"x": {"snr": None}}, "b": {}}}, ("x", "snr"))
+    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])  # what is not known has a place
+    low, high = color_range(values, (None, None), 10.0)
+    assert (low, high) == (26.5, 36.5)
+    assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(monitor=25), "monitor=25 of steps=20: no step would be observed; lower monitor"),
+        (dict(monitor=7), "not a multiple of steps_per_call=5.*use 5"),
+        (dict(start="base.npz", initial_jitter=0.1), "leave one of them out"),
+    ],
+)
+def test_wrong_settings_say_how_to_repair_them(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
+    config = STORED
+    floats = init(dataclasses.replace(CONFIG, seed=3)).params
+    base, written = tmp_path / "base.npz", tmp_path / "written.npz"
+    export(base, floats)
+    stored = init(dataclasses.replace(config, start=str(base))).params
+    kernel = lambda params: np.asarray(tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"])
+    np.testing.assert_allclose(kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max())
+    assert same_bits(stored["embedding"], floats["embedding"])
+    export(written, stored)
+    again = init(dataclasses.replace(CONFIG, start=str(written))).params
+    assert same_bits(again, tcfp_jax.dequantize(stored))
+
+    wider = dataclasses.replace(config, model=dataclasses.replace(MICRO, width=64), start=str(base))
+    with pytest.raises(ValueError, match="parameters of another model: 'block_0/attention_norm/bias' has shape"):
+        init(wider)
+    with pytest.raises(ValueError, match=r"another model: 'block_1/.* no such array"):
+        init(dataclasses.replace(config, model=dataclasses.replace(MICRO, layers=2), start=str(base)))
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        init(dataclasses.replace(config, start=str(tmp_path / "nothing.npz")))
+    written.write_text("no arrays")
+    with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
+        init(dataclasses.replace(config, start=str(written)))
+    with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
+        run(dataclasses.replace(config, start=str(written)), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()  # the right file may start a run there
+    np.save(tmp_path / "one.npy", np.ones(3))
+    (tmp_path / "empty.npz").touch()
+    (tmp_path / "cut.npz").write_bytes(base.read_bytes()[:-100])
+    for name in ("one.npy", "empty.npz", "cut.npz"):
+        with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
+            init(dataclasses.replace(config, start=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("until", ["first step", "end"])
+def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch, until):
+    base, out = tmp_path / "base.npz", tmp_path / "run"
+    export(base, init(dataclasses.replace(CONFIG, seed=3)).params)
+    config = dataclasses.replace(STORED, start=str(base), steps=10)
+    whole = run(config)
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if until == "first step":
+            patch.setattr(running, "make_train_step", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run(config, out=out)
+        else:
+            run(config, out=out)
+    export(base, init(dataclasses.replace(CONFIG, seed=4)).params)  # another of the same name
+    base.rename(tmp_path / "moved.npz")
+    # No second state is made beside the one that is read.
+    monkeypatch.setattr(running, "init", killed)
+    resumed = run(config, out=out, resume="allowed")
+    assert np.array_equal(resumed.train_loss, whole.train_loss)
+    running.export_run(out, base)
+
+
+class FakeWriter:
+    written: list = []  # noqa: RUF012
+
+    def __init__(self, folder, purge_step):
+        self.written.append((folder, purge_step))
+
+    def add_scalar(self, name, value, step):
+        self.written.append((name, value, step))
+
+    def close(self):
+        self.written.append("closed")
+
+
+def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
+    done = tmp_path / "metrics.jsonl"  # of a run that was killed: what its writer held back is written anew
+    done.write_text('{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up": {"moved": 0.25}}}\n')
+    board = Board(tmp_path, done)
+    board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))
+    board.close()
+    assert FakeWriter.written == [
+        (str(tmp_path), 1), ("loss", 3.0, 3), ("loss", 2.5, 4), ("layers/up/moved", 0.25, 4), ("loss", 2.0, 5),
+        ("loss", 1.0, 6), ("layers/up/x/snr/0", 31.5, 6), ("layers/up/moved", 0.5, 6), "closed",
+    ]  # fmt: skip
+
+
+def test_without_tensorboard_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[monitor\]'"):
+        run(CONFIG, out=tmp_path / "run", tensorboard="on")
+    with pytest.raises(ValueError, match="without out"):
+        run(CONFIG, tensorboard="on")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_too_short_has_no_picture(tmp_path):
+    with pytest.raises(ValueError, match="no step was observed"):
+        plot_reports(tmp_path / "monitor.png", {}, title="none")
