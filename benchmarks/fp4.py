@@ -32,7 +32,7 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 NAME = "fp4"
 COLD_BYTES = 240_000_000
 BASELINE = "bf16"
-# Of x, what an E4M3 activation with a scale for each row keeps.
+# An E4M3 activation with a scale for each row keeps about 31 dB of x.
 LEAST_SNR_DB = {"W4A16": 50.0, "W4A8": 28.0}
 CHECKED_ROWS = 64
 Part = Literal["decode", "prefill", "dgrad"]
@@ -58,7 +58,7 @@ class Row(timing.Timing):
     """One product.
 
     Attributes:
-      part, m, k, n: what was multiplied; `dgrad` contracts n.
+      part, m, k, n: the product and its sizes; `dgrad` contracts n.
       kind: "bf16", or how weights and activations are rounded, and the format.
       backend: what ran.
       speed_over_bf16: BF16's median over this one.
@@ -152,7 +152,7 @@ def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
 
 
 def _dequantized(weights: dict[str, list[Any]], scaling: Fp4) -> np.ndarray:
-    """What the weight of these scales stands for, in float64."""
+    """Return the dequantized weight in float64."""
     name = next(name for name in weights if name != BASELINE and KINDS[name].scaling == scaling)
     return np.asarray(weights[name][0].dequantize(), np.float64)
 

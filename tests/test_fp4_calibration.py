@@ -246,10 +246,10 @@ def test_a_hessian_that_is_not_finite_is_loud():
     ("call", "kind", "message"),
     [
         (lambda: search_scales(W[:, :39]), ValueError, "k=39 .* is odd"),
-        (lambda: search_scales(W[0]), ValueError, "no matrix"),
+        (lambda: search_scales(W[0]), ValueError, "not a matrix"),
         (lambda: search_scales(W.astype(jnp.int32)), TypeError, "int32"),
-        (lambda: search_scales(W, "nvfp4"), TypeError, r"scaling='nvfp4' is none of FP4; use Fp4"),
-        (lambda: gptq(W, H, Row()), TypeError, "is none of FP4; use Fp4"),
+        (lambda: search_scales(W, "nvfp4"), TypeError, r"scaling='nvfp4' is not FP4; use Fp4"),
+        (lambda: gptq(W, H, Row()), TypeError, "is not FP4; use Fp4"),
         (lambda: search_scales(W, importance=jnp.ones(3)), ValueError, r"importance\[3\] does not fit"),
         (lambda: gptq(W, H[:3]), ValueError, r"hessian\[3, 40\] does not fit"),
         (lambda: gptq(W, H, damping=0.0), ValueError, "damping=0.0 must be positive"),

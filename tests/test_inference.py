@@ -264,7 +264,7 @@ def test_bad_input():
     np.testing.assert_allclose(apply(served, X), apply({"params": params}, X), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="nothing is packed"):
         unpack(served, "tcfp12")
-    with pytest.raises(TypeError, match="applies the variables as they are"):
+    with pytest.raises(TypeError, match="applies the variables itself"):
         load_quantized(TCFPDense(4), served)
     make = lambda **options: flax_nnx.eval_shape(lambda: flax_nnx.Linear(32, 4, rngs=flax_nnx.Rngs(0), **options))
     with pytest.raises(ValueError, match="a stored weight has no low-precision layer here"):

@@ -1,9 +1,9 @@
-"""Weights for inference, in which the float kernels no longer exist, and how their FP4 codes are chosen.
+"""Weights for inference without their float kernels, and ways to choose their FP4 codes.
 
 served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
 model.apply(served, x)                                  # Linen
 load_quantized(model, served)                           # NNX, in place
-restored(loaded, find_weights(model))                   # what orbax loads without a template, as `served` was
+restored(loaded, find_weights(model))                   # variables that orbax loaded without a template
 
 operand = search_scales(w, Fp4())                       # FP4, w [n, k]: the best scales, without any data
 moments = hessians(model, params, batches)              # one pass over inputs
@@ -12,8 +12,7 @@ served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(
 """
 
 from tcfp_jax.inference.calibration import choose_codes, hessians
-from tcfp_jax.inference.compensation import gptq
-from tcfp_jax.inference.scale_search import search_scales
+from tcfp_jax.inference.choosing import gptq, search_scales
 from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
 
 __all__ = [

@@ -1,15 +1,15 @@
-"""Blocks of an FP4 matrix: the numbers that a scale gives them, and the scales that come into question.
+"""Blocks of an FP4 matrix: the numbers that a scale gives them, and the scales that may be chosen.
 
     number = E2M1 nearest to w / (scale * outer)           by the format library: ties to the even code
-    a rule's scales       as `tcfp_jax.formats.scale_rules` has them: one, or several of which the best is taken
+    a rule's scales       as in `tcfp_jax.formats.scale_rules`: one, or several of which the best is taken
     every useful scale    all that the format has within amax / (12 outer) ... amax / (3 outer)
 
 A scale above amax / 3 maps a block to 0, 0.5, 1, 1.5, 2 and 3 at most; half of it has the same values and more. One
-below amax / 12 cuts the largest value to less than half. So the useful ones are all that an exhaustive search needs.
+below amax / 12 cuts the largest value to less than half. So an exhaustive search needs no others.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,12 @@ from tcfp_jax.formats.float_bits import TINY
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.scale_rules import CLIPPED_FROM, IN_E4M3, LEAST_FOLDED, round_scale
 
-Scales = Literal["rule", "search"]
-LARGEST = 6.0  # of E2M1
+_LARGEST = 6.0  # E2M1 number
 _SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
 _E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 # Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
 _FOLDS = np.array([value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
-# By the byte of a scale, whether E4M3 holds its products with all codes; what is NaN stays NaN.
+# For each scale byte, whether E4M3 holds its products with all codes; a NaN stays NaN.
 _SCALES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _PRODUCTS = np.multiply.outer(_SCALES, E2M1) * np.float32(IN_E4M3)
 _HELD = (_PRODUCTS.astype(jnp.float8_e4m3fn).astype(np.float32) == _PRODUCTS).all(axis=1) | np.isnan(_SCALES)
@@ -49,12 +48,13 @@ class Blocks(NamedTuple):
 
 
 def split(w: jax.Array, scaling: Fp4) -> Blocks:
-    """The tiles of a matrix.
+    """Split a matrix into tiles.
 
     >>> split(jnp.ones((2, 20)), Fp4()).values.shape, split(jnp.ones((2, 20)), Fp4(tile="square")).values.shape
     ((2, 1, 2, 16), (1, 16, 2, 16))
     """
-    rows, block = rows_of(scaling), scaling.block
+    block = scaling.block
+    rows = block if scaling.tile == "square" else 1
     n, k = w.shape
     padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
     tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
@@ -62,13 +62,8 @@ def split(w: jax.Array, scaling: Fp4) -> Blocks:
     return Blocks(jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3)))
 
 
-def rows_of(scaling: Fp4) -> int:
-    """How many rows of a matrix share a scale."""
-    return scaling.block if scaling.tile == "square" else 1
-
-
 def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
-    """The E2M1 numbers of values under a factor that broadcasts to them: scale times outer; 0 where it is 0.
+    """Return the E2M1 numbers of values under a factor, scale times outer, that broadcasts; a factor of 0 gives 0.
 
     >>> rounded(jnp.array([3.0, -1.0, 0.125, 1.25]), jnp.float32(0.5)).tolist()
     [6.0, -2.0, 0.0, 2.0]
@@ -77,9 +72,9 @@ def rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def unit_of(amax: jax.Array) -> jax.Array:
-    """The power of two that brings a largest magnitude to 1 to 2, or to 4 where its own inverse is subnormal.
+    """Return the power of two that brings a largest magnitude to 1 to 2, or to 4 if its own inverse is subnormal.
 
-    What it multiplied has squares in float32's range, however large or small it was.
+    Squares of values times it lie in float32's range, however large or small the values are.
 
     >>> unit_of(jnp.array([3.0, 1e-30])).tolist() == [0.5, 2.0**100]
     True
@@ -89,7 +84,7 @@ def unit_of(amax: jax.Array) -> jax.Array:
 
 
 def table(scaling: Fp4) -> np.ndarray:
-    """The positive scales that a block may have, in order.
+    """Return the positive scales that a block may have, in order.
 
     >>> len(table(Fp4())), table(Fp4(rule="fold_exact"))[-3:].tolist()
     (126, [256.0, 320.0, 384.0])
@@ -100,22 +95,22 @@ def table(scaling: Fp4) -> np.ndarray:
 
 
 def check_rule(name: str, weight: Operand, repair: str) -> None:
-    """Raise where an operand names the rule "fold_exact", on which FP8 products rely, and its scales do not keep to it.
+    """Raise if an operand names the rule "fold_exact" and its scales do not keep to it: FP8 products rely on it.
 
-    Nothing that a product computes depends on the other rules. `gptq` and `search_scales` keep to it; what comes from
-    elsewhere is looked at, unless it is traced or other processes hold a part of it.
+    No product depends on the other rules. `gptq` and `search_scales` keep to it. Operands from elsewhere are looked at,
+    unless they are traced or other processes hold a part of them.
 
     Args:
       name: of the weight.
       weight: an operand.
-      repair: what to do.
+      repair: advice for the message.
 
     Raises:
-      ValueError: a scale of which a product with a code, over 2**3, is no E4M3 number.
+      ValueError: E4M3 does not hold the product of a scale and a code over 2**3.
 
     >>> check_rule("w", Operand(jnp.zeros((1, 8), jnp.uint8), jnp.ones((1, 1), jnp.float8_e4m3fn), scaling=Fp4()), "")
     """
-    scale: Any = weight.scale
+    scale = weight.scale
     unknown = isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True)
     if getattr(weight.scaling, "rule", None) != "fold_exact" or unknown:
         return
@@ -127,40 +122,32 @@ def check_rule(name: str, weight: Operand, repair: str) -> None:
         )
 
 
-def outers(amax: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
-    """The scales of the scales that come into question, float32 `[count]`; 1 where there is none.
+def outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
+    """Return the scales of the scales to try, float32 `[count]`; 1 if the format has none.
 
-    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, among which are those of all rules.
-
-    Args:
-      amax: of the matrix.
-      scaling: format and rule.
-      scales: one, or all for a search.
+    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, among which are those of all rules;
+    `amax` is the largest magnitude of the matrix.
     """
     if scaling.format == "mxfp4" or scaling.rule == "one_level":
         return jnp.ones(1, jnp.float32)
     most = table(scaling)
     largest = most[most >= 256.0]
-    if scales == "rule":
+    if not search:
         largest = largest[-1:] if scaling.rule == "amax" else largest[:1]
-    divided = amax / (LARGEST * jnp.asarray(largest))
+    divided = amax / (_LARGEST * jnp.asarray(largest))
     return jnp.where(amax > 0, jnp.maximum(divided, TINY), 1)
 
 
-def candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, scales: Scales) -> jax.Array:
-    """The scales of blocks that come into question, float32 `[count, ...]`, before `outer`.
+def candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
+    """Return the scales of blocks to try, float32 `[count, ...]`, before `outer` multiplies them.
 
-    Args:
-      amax: of the blocks, `[...]`.
-      outer: of the matrix.
-      scaling: format and rule.
-      scales: those of the rule, or all useful ones.
+    `amax` `[...]` has the largest magnitude of each block. A search tries all useful scales, otherwise the rule's.
     """
     allowed = table(scaling)
     values = jnp.asarray(allowed)
     wanted = lambda part: amax / (part * outer)
     at = lambda index: values[jnp.clip(index, 0, len(values) - 1)]
-    if scales == "search":
+    if search:
         octaves = math.log2(_SMALLEST_PART / _LARGEST_PART)
         count = round(octaves * np.count_nonzero((allowed >= 1) & (allowed < 2))) + 1
         first = jnp.searchsorted(values, wanted(_SMALLEST_PART))
@@ -170,14 +157,14 @@ def candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, scales: Scales) 
     if scaling.rule == "fold_exact":
         first = jnp.searchsorted(values, wanted(CLIPPED_FROM))
         return at(first + jnp.arange(3).reshape(-1, *[1] * amax.ndim))
-    parts = (LARGEST, 4.0) if scaling.rule == "four_over_six" else (LARGEST,)
+    parts = (_LARGEST, 4.0) if scaling.rule == "four_over_six" else (_LARGEST,)
     return jnp.stack([round_scale(wanted(part), number("e4m3fn")) for part in parts])
 
 
 def operand(
     numbers: jax.Array, scale: jax.Array, outer: jax.Array, lost: jax.Array, like: tuple[jax.Array, Fp4]
 ) -> Operand:
-    """What E2M1 numbers and scales are stored as.
+    """Store E2M1 numbers and their scales as an operand.
 
     Args:
       numbers: float32 in the tiles of `split`.

@@ -1,4 +1,4 @@
-"""`hessians`: what a model's own inputs say of each weight, in one pass; `choose_codes`: FP4 weights chosen with care.
+"""`hessians` collects the inputs of every weight of a model; `choose_codes` puts FP4 codes of your choice into it.
 
 moments = hessians(model, params, batches)
 served = quantize_params(params, find_weights(model))                # of recipe("nvfp4")
@@ -6,7 +6,6 @@ served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import linen as nn
@@ -18,27 +17,27 @@ from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.inference.probes import second_moments
 from tcfp_jax.inference.shared_scales import families, store_together
 from tcfp_jax.linen import switched_off
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 
 
-def hessians(model: Any, params: Any, batches: Iterable[Any]) -> dict[str, jax.Array]:
-    """The sum of x xᵀ over the inputs x of every converted weight, as the float model has them; by path.
+def hessians(model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]) -> dict[str, jax.Array]:
+    """Return the sum of x xᵀ over the inputs x of every converted weight, by path.
 
         H = sum over batches and rows of x xᵀ            float32 [*stack, k, k], a matrix for each layer of a loop
 
-    For `gptq`, and its diagonal for `search_scales`. The inputs are those of the float model, whatever the recipe.
+    `gptq` reads it, and `search_scales` its diagonal. The float model computes the inputs, whatever the recipe.
 
     Args:
-      model: from `transform`, or a Linen model of `convert_to_tcfp`; of an NNX model the function
-        `lambda state, x: nnx.merge(graph, state)(x)`, transformed.
+      model: from `transform`, or a Linen model of `convert_to_tcfp`. For an NNX model, transform the function
+        `lambda state, x: nnx.merge(graph, state)(x)`.
       params: its float parameters.
-      batches: what the model is called with after its parameters: an array, or a tuple of arguments. One shape is one
-        compilation.
+      batches: arguments of the model after its parameters: an array, or a tuple. Each shape is compiled once.
 
     Raises:
       TypeError: the model is neither.
-      ValueError: no batch, nothing is converted, or a weight whose products cannot be seen.
+      ValueError: there is no batch, nothing is converted, or the products of a weight cannot be seen.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.conversion.transform import transform
@@ -48,7 +47,7 @@ def hessians(model: Any, params: Any, batches: Iterable[Any]) -> dict[str, jax.A
     """
     run = _function_of(model)
     moments = jax.jit(lambda params, args: second_moments(run, params, *args))
-    total: Any = None
+    total: dict[str, jax.Array] | None = None
     for batch in batches:
         found = moments(params, batch if isinstance(batch, tuple) else (batch,))
         total = found if total is None else _added(total, found)
@@ -60,7 +59,7 @@ def hessians(model: Any, params: Any, batches: Iterable[Any]) -> dict[str, jax.A
 _added = jax.jit(lambda a, b: jax.tree.map(lambda x, y: x + y, a, b), donate_argnums=0)
 
 
-def _function_of(model: Any) -> Transformed:
+def _function_of(model: Transformed | nn.Module) -> Transformed:
     if isinstance(model, Transformed):
         return model
     conversion = linen_models.conversion_of(model) if isinstance(model, nn.Module) else None
@@ -71,7 +70,7 @@ def _function_of(model: Any) -> Transformed:
         )
     plain = linen_models.plain(model)
 
-    def call(params: Any, *args: Any) -> Any:
+    def call(params: PyTree, *args: object) -> PyTree:
         with switched_off(conversion.policy.off, conversion.policy.is_off):
             return plain.apply({"params": params}, *args)
 
@@ -79,30 +78,30 @@ def _function_of(model: Any) -> Transformed:
 
 
 def choose_codes(
-    served: Mapping[str, Any],
-    params: Any,
+    served: Mapping[str, PyTree],
+    params: PyTree,
     weights: Mapping[str, Weight],
     choose: Callable[[str, jax.Array], Operand],
     *,
     fused: Sequence[Sequence[str]] = (),
-) -> dict[str, Any]:
-    """Variables of `quantize_params` with the codes of every FP4 weight chosen by a function of one's own.
+) -> dict[str, PyTree]:
+    """Return variables of `quantize_params` in which your function has chosen the codes of every FP4 weight.
 
-    Nothing else changes: products read these codes and scales as they would read those of a rule.
+    Products read these codes and scales like those of a rule.
 
     Args:
       served: from `quantize_params(params, weights)`.
       params: the float parameters, nested dicts.
       weights: from `find_weights`.
-      choose: of a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
-        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`; the format and tile of the result are those
-        of the recipe. The rule may be another, and is kept: products go by that of the codes. A recipe of the rule
-        "fold_exact" has FP8 products that rely on it, so there it is the rule of the result, too.
+      choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
+        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The result has the format and tile of the
+        recipe. It keeps its own rule, because products follow the rule of the codes; but FP8 products of a recipe with
+        the rule "fold_exact" rely on it, so there the result must have it, too.
       fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
 
     Raises:
-      ValueError: no weight is FP4, k of one is odd, a chosen operand does not fit, has another rule than "fold_exact"
-        where that is the recipe's or scales that are not of it where it is named, or a group that is not there.
+      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen operand does not fit: its shape,
+        its format, a rule other than the recipe's "fold_exact", or scales that break that rule.
 
     >>> import jax.numpy as jnp
     >>> from tcfp_jax.inference import quantize_params, search_scales
@@ -118,8 +117,8 @@ def choose_codes(
     stored = paths.entries(served["tcfp"])
     packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
     if not packed:
-        raise ValueError('no stored weight is FP4; quantize_params(params, weights) of recipe("nvfp4") makes such')
-    chosen: dict[str, Any] = {}
+        raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
+    chosen: dict[str, PyTree] = {}
     made = dict(stored)
     for family in families(packed, fused):
         made |= store_together(family, leaves, weights, choose)

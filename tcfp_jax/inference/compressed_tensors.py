@@ -10,8 +10,8 @@ Tensors have the names of the torch modules. A weight `X.weight` `[n, k]` (out, 
     FP8                X.weight E4M3 [n, k], X.weight_scale float32: [1] (`Tensor`), [n, 1] (`Row`), one for each square
 
 Byte j of a row holds the codes 2j (low half) and 2j + 1. The global scale is a divisor, `value = code * scale /
-global`, where `Operand.outer` is a multiplier. Source: vllm-project/compressed-tensors 0.20, whose package decodes what
-is written here to the same bits (tests/inference/test_compressed_tensors.py).
+global`, whereas `Operand.outer` is a multiplier. Source: vllm-project/compressed-tensors 0.20, whose package decodes
+these files to the same bits (tests/inference/test_compressed_tensors.py).
 """
 
 import json
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,48 +29,43 @@ from tcfp_jax.inference.blocks import check_rule
 from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_global_scales, divisor_of, with_zeros
 from tcfp_jax.weights.stored import Stored
 
-Activations = Literal["bfloat16", "float8"]
-GlobalScale = Literal["divisor", "multiplier"]
-
-WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
-NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
-# In the file's metadata: the rule that found the scales of its NVFP4 weights, or in JSON that of each by its name.
+_WEIGHTS_FILE, _INDEX_FILE, _CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
+_NVFP4, _MXFP4, _FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
+# Metadata of the file: the rule that found the scales of its NVFP4 weights, or, in JSON, the rule of each by name.
 _RULE = "tcfp_jax.fp4_rule"
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _COPY = "copy all files"
-_INVERT = (
-    'store 1 / weight_global_scale, or, of a file that is not yours, load_compressed(folder, global_scale="{other}")'
-)
+_INVERT = 'store 1 / weight_global_scale, or, if the file is not yours, load_compressed(folder, global_scale="{other}")'
 
 
 def save_compressed(
     folder: str | Path,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, Operand | Stored | jax.Array | np.ndarray],
     *,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     ignore: Sequence[str] = ("lm_head",),
     fused: Sequence[Sequence[str]] = FUSED,
-    activations: Activations = "bfloat16",
+    activations: Literal["bfloat16", "float8"] = "bfloat16",
 ) -> None:
     """Write quantized weights and float tensors as a folder of the compressed-tensors format.
 
     Args:
       folder: made if missing; its `model.safetensors` and `config.json` are replaced.
       tensors: by torch's names, such as "model.layers.0.self_attn.q_proj.weight": `Operand`s `[n, k]` or `Stored`
-        weights `[k, n]`, whose names end in ".weight", and arrays. Of a split weight W_hi is written; scales of squares
-        are repeated, which engines cannot read otherwise. NVFP4 weights of zeros alone get the global scale of those
-        that they are fused with, or 1.
-      config: of the model, as Transformers has it; `quantization_config` is added.
-      ignore: modules that are linear and stay float. Matrices among `tensors` that are not quantized are added.
+        weights `[k, n]`, whose names end in ".weight", and arrays. A split weight is written as its W_hi. Scales of
+        squares are repeated, which engines cannot read otherwise. NVFP4 weights of zeros get the global scale of the
+        weights that they are fused with, or 1.
+      config: `config.json` of the model, as Transformers has it; `quantization_config` is added.
+      ignore: linear modules that stay float. Matrices among `tensors` that are not quantized are added.
       fused: groups of modules that an engine multiplies as one matrix. Their members must be stored alike, with one
         `outer`, as `quantize_params(..., fused=...)` and `quantize_together` make them.
-      activations: "float8" asks engines to round what FP8 weights multiply to E4M3, one scale for each token.
+      activations: "float8" asks engines to round the inputs of FP8 weights to E4M3, one scale for each token.
 
     Raises:
-      TypeError: a weight in a format that compressed-tensors does not have.
-      ValueError: nothing is quantized; a stack of weights; k that blocks do not divide; a name that is taken; scales
-        that are NaN, that readers would take for inverted, or that are not of the rule "fold_exact" where it is named;
-        fused weights that differ; "float8" without FP8 weights; an unknown choice.
+      TypeError: compressed-tensors does not have the format of a weight.
+      ValueError: nothing is quantized; a weight is a stack; blocks do not divide k; a name is taken; scales are NaN,
+        look inverted to readers, or break the rule "fold_exact" that they name; fused weights differ; "float8" without
+        FP8 weights; or a choice is unknown.
 
     >>> import tempfile
     >>> from tcfp_jax.weights.fp4_packing import quantize_fp4
@@ -82,14 +78,14 @@ def save_compressed(
         raise ValueError(f'activations={activations!r} is unknown; use "bfloat16" or "float8"')
     weights = {n.removesuffix(".weight"): _matrix(n, t) for n, t in tensors.items() if isinstance(t, Operand | Stored)}
     if not weights:
-        raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, as quantize_together makes them")
+        raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, such as quantize_together returns")
     if both := sorted(set(weights) & set(ignore)):
         raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
     weights = with_zeros(weights, fused)
     floats = {name: t for name, t in tensors.items() if not isinstance(t, Operand | Stored)}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
-    if activations == "float8" and not any(scheme["format"] == FLOAT8 for scheme in schemes.values()):
+    if activations == "float8" and not any(scheme["format"] == _FLOAT8 for scheme in schemes.values()):
         raise ValueError('activations="float8" is for FP8 weights, and none is here; leave it out')
     outers = {name: float(w.outer) for name, w in weights.items() if w.outer is not None}
     check_fused({n: json.dumps(s, sort_keys=True) for n, s in schemes.items()}, outers, matrices, fused)
@@ -103,61 +99,61 @@ def save_compressed(
     check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
     rules = {name: one.rule for name, one in scalings.items() if isinstance(one, Fp4) and one.has_outer}
-    noted = set(rules.values())
+    noted: set[str] = set(rules.values())
     ignored = list(dict.fromkeys([*ignore, *matrices]))
     full = {**(config or {}), "quantization_config": _quantization_config(schemes, ignored)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({_RULE: min(noted) if len(noted) == 1 else json.dumps(rules)} if noted else {})}
-    safetensors.write(folder / WEIGHTS_FILE, written, metadata)
-    (folder / CONFIG_FILE).write_text(json.dumps(full, indent=2) + "\n")
+    safetensors.write(folder / _WEIGHTS_FILE, written, metadata)
+    (folder / _CONFIG_FILE).write_text(json.dumps(full, indent=2) + "\n")
 
 
 def load_compressed(
-    folder: str | Path, *, global_scale: GlobalScale = "divisor"
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors by torch's names, `config.json`) of a folder of the compressed-tensors format.
+    folder: str | Path, *, global_scale: Literal["divisor", "multiplier"] = "divisor"
+) -> tuple[dict[str, Stored | jax.Array], dict[str, Any]]:
+    """Return (tensors by torch's names, `config.json`) of a folder of the compressed-tensors format.
 
     Args:
-      folder: with `config.json` and `model.safetensors`, or several files and their index.
-      global_scale: "multiplier" for a file that holds the inverse of what the format says.
+      folder: holds `config.json` and `model.safetensors`, or several files and their index.
+      global_scale: "multiplier" for a file that holds the inverse of the format's global scale.
 
     Returns:
       Quantized weights as `Stored` `[k, n]` under "X.weight", all else as arrays. An FP4 weight has
-      `scaling=Fp4(format)`, with the rule that `save_compressed` noted for it, or "amax"; scales of activations stay by
+      `scaling=Fp4(format)`, with the rule that `save_compressed` noted for it, or "amax"; scales of activations keep
       their names.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: another format, rotated or sparse weights, zero points, NaN or negative scales, scales that are not of
-        the rule "fold_exact" where it is noted, codes or scales that are missing, arrays of a weight that are not known
-        here, a global scale that is inverted or not one positive float32, or an unknown choice.
+      ValueError: the format is another; weights are rotated or sparse, have zero points, NaN or negative scales, or
+        break the rule "fold_exact" that the file notes; codes or scales are missing; a weight has unknown arrays; a
+        global scale is inverted or not one positive float32; or a choice is unknown.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
     folder = Path(folder)
-    config = json.loads((folder / CONFIG_FILE).read_text())
+    config = json.loads((folder / _CONFIG_FILE).read_text())
     _check_config(folder, config.get("quantization_config"))
     arrays: dict[str, np.ndarray] = {}
-    index = folder / INDEX_FILE
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS_FILE]
+    index = folder / _INDEX_FILE
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [_WEIGHTS_FILE]
     rules: dict[str, str] = {}
     for name in names:
         held, metadata = safetensors.read(folder / name)
         arrays |= held
         rules |= _rules(held, metadata)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Stored | jax.Array] = {}
     largest: dict[str, tuple[float, float]] = {}
     for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
-        operand = _operand(name, arrays, global_scale, rules.get(name, "amax"))
+        operand = _operand(name, arrays, global_scale == "divisor", rules.get(name, "amax"))
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
-    # What is left of a weight's own arrays was not read: an order of its columns, another scale, or the weight again.
+    # Arrays of a weight that are left over were not read: an order of its columns, another scale, or the weight again.
     if (unread := next((n for n in arrays if n[: n.rfind(".weight") + len(".weight")] in tensors), None)) is not None:
         raise ValueError(
-            f"{unread} is there beside the codes and scales of its weight, and what it does to them is unknown here; "
-            "save the model in one of the formats that are read here, without it"
+            f"{unread} comes with the codes and scales of its weight, and its meaning is unknown here; save the model "
+            "in one of the formats that are read here, without it"
         )
     alone = (n for n, a in arrays.items() if n.endswith(".weight_packed") or a.dtype == jnp.float8_e4m3fn)
     if (lone := next(alone, None)) is not None:
@@ -168,7 +164,7 @@ def load_compressed(
 
 
 def _rules(held: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The rules that a file notes, by the names of its weights; one word is that of all whose codes it holds."""
+    """Return the rules that a file notes, by the names of its weights; a single word holds for all of its codes."""
     noted = metadata.get(_RULE, "amax")
     if noted.startswith("{"):
         return json.loads(noted)
@@ -176,7 +172,7 @@ def _rules(held: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> dict[
 
 
 def _matrix(name: str, weight: Operand | Stored) -> Operand:
-    """The matrix `[n, k]` that a file holds."""
+    """Return the matrix `[n, k]` that a file holds."""
     operand = weight.for_forward("hi") if isinstance(weight, Stored) else weight
     operand = operand.settled() if isinstance(operand.scaling, Fp4) else operand.settled().drop_residual()
     if not name.endswith(".weight"):
@@ -188,7 +184,7 @@ def _matrix(name: str, weight: Operand | Stored) -> Operand:
         raise TypeError(f"{name} is {dtype}, which engines do not multiply; store weights in float8_e4m3fn")
     if isinstance(scaling, Block) and scaling.tile == "vector":
         raise TypeError(f'{name} has {scaling}, which compressed-tensors has no FP8 format for; use tile="square"')
-    # A code of zero that fills the last byte of an odd k is no value of the weight.
+    # The code of zero that fills the last byte of an odd k does not count as a value.
     k = operand.shape[-1] - (weight.padding if isinstance(weight, Stored) else 0)
     if isinstance(scaling, Fp4) and k % scaling.block:
         raise ValueError(
@@ -199,8 +195,8 @@ def _matrix(name: str, weight: Operand | Stored) -> Operand:
     return operand
 
 
-def _scheme(name: str, weight: Operand, activations: Activations) -> dict[str, Any]:
-    """A weight's config group, without its targets."""
+def _scheme(name: str, weight: Operand, activations: str) -> dict[str, Any]:
+    """Return a weight's config group, without its targets."""
     scaling = weight.scaling
     made: dict[str, Any] = dict(num_bits=8, type="float", symmetric=True, dynamic=False, group_size=None)
     made |= dict(block_structure=None, actorder=None, scale_dtype=None, zp_dtype=None)
@@ -210,9 +206,9 @@ def _scheme(name: str, weight: Operand, activations: Activations) -> dict[str, A
         dtype = "torch.float8_e4m3fn" if nvfp4 else "torch.uint8"
         made |= dict(num_bits=4, strategy="tensor_group" if nvfp4 else "group", group_size=scaling.block)
         made |= dict(scale_dtype=dtype, zp_dtype=dtype)
-        form = NVFP4 if nvfp4 else MXFP4
+        form = _NVFP4 if nvfp4 else _MXFP4
     else:
-        form = FLOAT8
+        form = _FLOAT8
         made["strategy"] = {Tensor: "tensor", Row: "channel", Block: "block"}[type(scaling)]
         if isinstance(scaling, Block):
             made["block_structure"] = [scaling.size, scaling.size]
@@ -226,7 +222,7 @@ def _quantization_config(schemes: Mapping[str, dict[str, Any]], ignore: list[str
     for name, scheme in schemes.items():
         groups.setdefault(json.dumps(scheme), []).append(name)
     formats = {json.loads(scheme)["format"] for scheme in groups}
-    # With one scheme all linear modules but `ignore` have it; with several, each names its modules.
+    # A single scheme is for all linear modules except `ignore`; each of several schemes names its modules.
     targets = [["Linear"]] if len(groups) == 1 else list(groups.values())
     return dict(
         quant_method="compressed-tensors",
@@ -243,11 +239,11 @@ def _quantization_config(schemes: Mapping[str, dict[str, Any]], ignore: list[str
 
 
 def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
-    """What a file holds of one weight."""
+    """Return the arrays of a weight in a file, by name."""
     scaling, scale = weight.scaling, np.asarray(weight.scale)
     values = np.asarray(weight.values)
     if not isinstance(scaling, Fp4):
-        numbers = np.asarray(scale, np.float32)  # exact, of E8M0 too
+        numbers = np.asarray(scale, np.float32)  # exact, also for E8M0
         numbers = numbers.reshape({Tensor: (1,), Row: (-1, 1), Block: numbers.shape}[type(scaling)])
         if not np.isfinite(numbers).all():
             raise ValueError(f"{name} has a scale that is not finite; quantize finite weights")
@@ -263,40 +259,40 @@ def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
 
 
 def _check_bytes(name: str, scale: np.ndarray) -> None:
-    """Raise where a scale is NaN or, in E4M3, negative: its byte is too large."""
+    """Raise if a scale is NaN or, in E4M3, negative: its byte is too large."""
     bad = _E8M0_NAN if scale.dtype in (np.uint8, SCALE_DTYPE) else _E4M3_NAN
     if scale.size and (top := int(scale.view(np.uint8).max())) >= bad:
         raise ValueError(f"{name} has the scale byte 0x{top:x}, a NaN or a negative scale; quantize finite weights")
 
 
-def _top(scale: Any) -> float:
-    """The largest block scale."""
+def _top(scale: jax.Array | np.ndarray) -> float:
     return float(np.asarray(scale).astype(np.float32).max(initial=0))
 
 
-def _check_config(folder: Path, found: Any) -> None:
-    """Raise where the weights are not what this module reads."""
+def _check_config(folder: Path, found: object) -> None:
+    """Raise if this module cannot read the weights that a `quantization_config` describes."""
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method != "compressed-tensors":
         raise ValueError(
-            f"{folder / CONFIG_FILE} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
+            f"{folder / _CONFIG_FILE} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
             "the model with llm-compressor, or load its float weights"
         )
+    assert isinstance(found, dict), "it has a method"
     groups = found.get("config_groups", {}).values()
     named = {group.get("format") or found.get("format") for group in groups if isinstance(group, dict)}
-    known = {NVFP4, MXFP4, FLOAT8, "naive-quantized"}
+    known = {_NVFP4, _MXFP4, _FLOAT8, "naive-quantized"}
     if unknown := named - known:
         raise ValueError(
-            f"{folder / CONFIG_FILE} has the format {min(map(str, unknown))!r}; use one of {sorted(known)}"
+            f"{folder / _CONFIG_FILE} has the format {min(map(str, unknown))!r}; use one of {sorted(known)}"
         )
     for entry in ("transform_config", "sparsity_config"):
         inner = found.get(entry) or {}
         if inner.get("config_groups") or inner.get("format", "dense") != "dense":
-            raise ValueError(f"{folder / CONFIG_FILE} has a {entry}, weights that are rotated or sparse; save without")
+            raise ValueError(f"{folder / _CONFIG_FILE} has a {entry}, weights that are rotated or sparse; save without")
 
 
-def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale, rule: Any) -> Operand:
-    """The weight "X.weight" of a file's arrays, which are taken out of them."""
+def _operand(name: str, arrays: dict[str, np.ndarray], divides: bool, rule: Any) -> Operand:
+    """Take the arrays of the weight "X.weight" out of a file's, and return it."""
     if f"{name}_zero_point" in arrays and np.any(arrays.pop(f"{name}_zero_point").astype(np.float32)):
         raise ValueError(f"{name} has zero points, and no format here has them; quantize it with symmetric=True")
     scale = arrays.pop(f"{name}_scale")
@@ -308,7 +304,7 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
     n, k = values.shape[0], 2 * values.shape[-1]
     held = arrays.pop(f"{name}_global_scale", None)
     if held is None and scale.dtype == jnp.float8_e4m3fn:
-        raise ValueError(f"{name}_scale is float8_e4m3fn, as NVFP4 has it, but {name}_global_scale is missing; {_COPY}")
+        raise ValueError(f"{name}_scale is float8_e4m3fn, as in NVFP4, but {name}_global_scale is missing; {_COPY}")
     scaling = Fp4("mxfp4") if held is None else Fp4("nvfp4", rule=rule)
     dtypes = (np.uint8, SCALE_DTYPE) if held is None else (jnp.float8_e4m3fn,)
     if values.dtype != np.uint8 or scale.dtype not in dtypes or scale.shape != scaling.scale_shape((n, k)):
@@ -321,32 +317,32 @@ def _operand(name: str, arrays: dict[str, np.ndarray], global_scale: GlobalScale
     packed, scales = jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype))
     if held is None:
         return Operand(packed, scales, scaling=scaling)
-    outer = _outer(f"{name}_global_scale", held, global_scale)
+    outer = _outer(f"{name}_global_scale", held, divides)
     operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
     check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
     return operand
 
 
-def _outer(name: str, held: np.ndarray, global_scale: GlobalScale) -> np.float32:
-    """What the scales of a weight are multiplied by, of the global scale that a file holds."""
+def _outer(name: str, held: np.ndarray, divides: bool) -> np.float32:
+    """Return `outer` from the global scale that a file holds."""
     if held.dtype != np.float32 or held.size != 1:
         raise ValueError(
-            f"{name} is {held.dtype}{list(held.shape)}, but a weight has one number of float32; store it as the "
-            "quantizer found it, and weights that were joined each under its own name, with its own"
+            f"{name} is {held.dtype}{list(held.shape)}, but a weight has one float32 number; store the quantizer's "
+            "number, and store weights that were joined under their own names, each with its own"
         )
     number = np.float32(held.item())
     with np.errstate(divide="ignore", over="ignore"):
-        outer = np.float32(1) / number if global_scale == "divisor" else number
+        outer = np.float32(1) / number if divides else number
     if not (np.isfinite(outer) and outer > 0):
         raise ValueError(
-            f"{name} is {number}, by which codes have no values: it must be positive and finite, and so must its "
-            "reciprocal; quantize the weight again, or store 1 if it is all zeros"
+            f"{name} is {number}, but it and its reciprocal must be positive and finite; quantize the weight again, or "
+            "store 1 if it is all zeros"
         )
     return outer
 
 
 def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
-    """An FP8 weight with one scale, with one for each row, or with one for each square."""
+    """Return an FP8 weight with one scale, one for each row, or one for each square."""
     if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
         raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; only matrices of float8_e4m3fn are read")
     if not (np.isfinite(scale) & (scale >= 0)).all():

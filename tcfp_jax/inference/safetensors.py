@@ -3,8 +3,8 @@
     write("model.safetensors", {"model.norm.weight": jnp.ones(4)})
     tensors, metadata = read("model.safetensors")
 
-The format is small enough to be written here: the numpy interface of the `safetensors` package knows neither bfloat16
-nor FP8, and this library then depends on nothing more. Source: the format's description in huggingface/safetensors.
+The format is small enough to be written here, and saves a dependency: the numpy interface of the `safetensors` package
+knows neither bfloat16 nor FP8. Source: the format's description in huggingface/safetensors.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -28,16 +29,18 @@ _LENGTH = 8  # bytes of the header's length, little endian
 _METADATA = "__metadata__"
 
 
-def write(path: str | os.PathLike, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+def write(
+    path: str | os.PathLike, tensors: Mapping[str, jax.Array | np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write arrays by name, whole or not at all: the file takes its name when it is complete.
 
     Args:
-      path: of the file.
-      tensors: JAX or NumPy arrays, fetched one after the other.
+      path: the file.
+      tensors: JAX or NumPy arrays, which are fetched one by one.
       metadata: strings by name.
 
     Raises:
-      ValueError: an array of a dtype that the format does not have.
+      ValueError: the format does not have the dtype of an array.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -68,10 +71,10 @@ def write(path: str | os.PathLike, tensors: Mapping[str, Any], metadata: Mapping
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """(arrays by name, metadata) of a file; the arrays are read from disk when they are used.
+    """Return (arrays by name, metadata) of a file; the arrays are read from disk when they are used.
 
     Raises:
-      ValueError: the file is no safetensors file, is cut short, or has a dtype that is unknown here.
+      ValueError: the file is not a safetensors file, is cut short, or has a dtype that is unknown here.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:

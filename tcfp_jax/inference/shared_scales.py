@@ -1,12 +1,12 @@
 """Scales that several weights share, and the traps of a global scale that is a divisor.
 
-Engines multiply q, k and v, or gate and up, as one matrix with one global scale. vLLM takes the largest of those that
-a file has and multiplies every part by it, in silence, so parts that were quantized apart come out wrong.
+Engines multiply q, k and v, or gate and up, as one matrix with one global scale. vLLM takes the largest of the scales
+that a file has and multiplies every part by it, without a warning, so parts that were quantized apart come out wrong.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,27 +22,31 @@ from tcfp_jax.weights.stored import Stored
 
 # Layers that engines multiply as one matrix, by the last part of the names of their modules.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Largest magnitude of a weight that is believed: the largest float16.
-LARGEST = float(np.finfo(np.float16).max)
+# A weight with larger values is suspect: this is the largest float16.
+_LARGEST_WEIGHT = float(np.finfo(np.float16).max)
 _LARGEST_CODE = 6.0
-_SIGNS = np.uint8(0x88)  # of the two codes in a byte; without them codes of zeros are 0
+_SIGNS = np.uint8(0x88)  # sign bits of the two codes in a byte
+
+# Weights of a model ---------------------------------------------------------------------------------------------------
 
 
 def quantize_together(
     weights: Mapping[str, jax.Array], scaling: Scaling, quantize: Callable[[jax.Array], Operand] | None = None
 ) -> dict[str, Operand]:
-    """Weights that are multiplied as one matrix, quantized as one, so that what a whole matrix shares is the same.
+    """Quantize weights as one matrix, so that they share the scale that a matrix has once.
+
+    Use this for layers that an engine multiplies as one matrix.
 
     Args:
       weights: real floats `[..., n, k]` of any n, contracted along k.
       scaling: `Fp4(...)`, or an FP8 scaling of `pallas_kernels.operands`.
-      quantize: of all rows, `[..., n, k]`, in place of the scaling's own rule.
+      quantize: quantizes all rows, `[..., n, k]`, instead of the scaling's own rule.
 
     Returns:
       Operands by the same names. NVFP4 operands have one `outer`, and FP8 operands of `Tensor()` one scale.
 
     Raises:
-      ValueError: no weights, weights that differ in more than n, or squares that would lie across two weights.
+      ValueError: there are no weights, they differ in more than n, or squares would lie across two weights.
 
     >>> both = quantize_together({"gate": jnp.ones((2, 16)), "up": jnp.full((3, 16), 8.0)}, Fp4())
     >>> both["gate"].shape, both["up"].shape, bool(both["gate"].outer == both["up"].outer)
@@ -52,7 +56,8 @@ def quantize_together(
     if len({(*shape[:-2], *shape[-1:]) for shape in shapes.values()}) != 1 or min(map(len, shapes.values())) < 2:
         raise ValueError(f"the weights are {shapes}; pass matrices [..., n, k] that differ in n alone")
     rows = [shape[-2] for shape in shapes.values()]
-    side = _side(scaling)
+    square = getattr(scaling, "tile", "vector") == "square"
+    side = (scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1)) if square else 1
     if any(n % side for n in rows[:-1]):
         raise ValueError(f"the weights are {shapes}, and {scaling} would lie across two of them; use vectors")
     whole = (
@@ -63,7 +68,7 @@ def quantize_together(
 
 
 def families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The paths of weights that are multiplied as one matrix, in lists; each of the others in a list of its own.
+    """Return the paths of weights in lists: those that are multiplied as one matrix together, each other one alone.
 
     Args:
       weights: paths such as "layers/query/kernel".
@@ -75,7 +80,7 @@ def families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[lis
     >>> families(["a/q/kernel", "a/k/kernel", "a/o/kernel", "b/q/kernel"], [("q", "k")])
     [['a/q/kernel', 'a/k/kernel'], ['a/o/kernel'], ['b/q/kernel']]
     """
-    found: dict[Any, list[str]] = {}
+    found: dict[Hashable, list[str]] = {}
     met = set()
     for path in weights:
         parts = path.split("/")
@@ -85,7 +90,7 @@ def families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[lis
         if places:
             group, at = places[0]
             met.add(group)
-            # Beside each other are those whose paths differ in this name alone.
+            # Paths of one family differ in this name alone.
             found.setdefault((group, *parts[:-at], "", *parts[len(parts) - at + 1 :]), []).append(path)
         else:
             found[path] = [path]
@@ -102,17 +107,17 @@ def store_together(
     weights: Mapping[str, Weight],
     choose: Callable[[str, jax.Array], Operand] | None = None,
 ) -> dict[str, Stored]:
-    """FP4 weights of a family, stored with one `outer`.
+    """Store FP4 weights with one `outer`.
 
     Args:
       family: their paths.
       leaves: float parameters, by path.
-      weights: what is known of each, by path.
-      choose: of the first path and a float32 matrix, or stack of matrices, of all rows; None is the recipe's rule.
+      weights: recipes and layouts, by path.
+      choose: takes the first path and a float32 matrix, or stack of matrices, of all rows; None is the recipe's rule.
 
     Raises:
-      ValueError: an odd k, recipes that differ, a chosen operand that does not fit or whose rule FP8 products could not
-        rely on, as the recipe does; what `quantize_together` raises.
+      ValueError: k is odd, recipes differ, a chosen operand does not fit, or FP8 products could not rely on its rule
+        as the recipe does; or `quantize_together` raises it.
     """
     first, scaling = family[0], weights[family[0]].recipe.scaling
     if other := [path for path in family if weights[path].recipe.scaling != scaling]:
@@ -122,7 +127,7 @@ def store_together(
     matrices = {path: w if turned[path] else w.swapaxes(-1, -2) for path, w in matrices.items()}
     k = matrices[first].shape[-1]
     if k % 2:
-        raise ValueError(f"{first} contracts k={k} values, which is odd; its codes are those of the rule alone")
+        raise ValueError(f"{first} contracts k={k} values, which is odd; its codes can only be chosen by the rule")
 
     def chosen(w: jax.Array) -> Operand:
         assert choose is not None, "the rule quantizes otherwise"
@@ -133,7 +138,7 @@ def store_together(
                 f"{first} is stored with {scaling}, but its codes were chosen with {made.scaling}; use one format"
             )
         if made.shape != w.shape:
-            raise ValueError(f"the codes chosen for {first} are of {list(made.shape)}, but it is {list(w.shape)}")
+            raise ValueError(f"the codes chosen for {first} are {list(made.shape)}, but it is {list(w.shape)}")
         asked, found = (getattr(one, "rule", None) for one in (scaling, made.scaling))
         if asked == "fold_exact" != found:
             raise ValueError(
@@ -142,22 +147,15 @@ def store_together(
                 f"{scaling}) do, or give the recipe rule={found!r}"
             )
         check_rule(first, made, "choose codes by the rule that the operand names")
-        return made  # with its own rule: products go by that of the codes, not by the recipe's
+        return made  # with its own rule, which products follow instead of the recipe's
 
     made = quantize_together(matrices, scaling, None if choose is None else chosen)
     return {path: Stored(None, one) if turned[path] else Stored(one, None) for path, one in made.items()}
 
 
-def _side(scaling: Scaling) -> int:
-    """How many rows share a scale, at least."""
-    if getattr(scaling, "tile", "vector") == "vector":
-        return 1
-    return scaling.block if isinstance(scaling, Fp4) else getattr(scaling, "size", 1)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
-    """One operand of all rows."""
+    """Return one operand of all rows."""
     w = jnp.concatenate(weights, axis=-2)
     if isinstance(scaling, Fp4):
         return quantize_fp4(w, scaling)
@@ -168,7 +166,7 @@ def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
 
 
 def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
-    """The rows start to end of a matrix or of a stack of them, with their scales."""
+    """Return the rows start to end of a matrix, or of a stack of them, with their scales."""
     scaling = whole.scaling
     values = whole.values[..., start:end, :]
     if isinstance(scaling, Tensor):
@@ -180,11 +178,14 @@ def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
     return Operand(values, scale, scaling=scaling, outer=whole.outer)
 
 
-def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
-    """The weights of a file, in which those of zeros alone have a global scale that it can hold.
+# Weights of a file ----------------------------------------------------------------------------------------------------
 
-    That of zeros may be any, and engines want the one of the weights that they multiply with them as one matrix.
-    Where there are none it is 1, as `quantize_fp4` and `generate_gparam` of the compressed-tensors package have it.
+
+def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
+    """Return the weights of a file; a weight of zeros gets a global scale that the file can hold.
+
+    Any scale serves zeros, and engines want that of the weights with which they multiply them as one matrix. Without
+    such weights it is 1, as in `quantize_fp4` and in `generate_gparam` of the compressed-tensors package.
 
     Args:
       weights: by the name of the module.
@@ -197,22 +198,22 @@ def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -
     empty = {name for name, weight in weights.items() if _is_zero(weight)}
     made = dict(weights)
     for name in sorted(empty):
-        beside = [weights[other].outer for _, other in _beside(name, fused) if other in weights.keys() - empty]
-        shared: Any = next((np.float32(outer) for outer in beside if outer is not None), np.float32(1))
-        signs: Any = np.asarray(weights[name].values) & _SIGNS
-        made[name] = dataclasses.replace(weights[name], values=signs, outer=shared)
+        partners = [weights[other].outer for _, other in _siblings(name, fused) if other in weights.keys() - empty]
+        shared = next((outer for outer in partners if outer is not None), 1)
+        changes: dict[str, Any] = dict(values=np.asarray(weights[name].values) & _SIGNS, outer=np.float32(shared))
+        made[name] = dataclasses.replace(weights[name], **changes)
     return made
 
 
 def _is_zero(weight: Operand) -> bool:
-    """Whether an operand with an `outer` stands for zeros alone, whatever its scales are; what is NaN does not."""
+    """Return whether all values of an operand with an `outer` are zero, whatever its scales are; NaN is not."""
     if weight.outer is None or not np.isfinite(weight.outer):
         return False
     return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
 
 
-def _beside(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
-    """(group, name of a member) of the modules that engines multiply with one as one matrix, itself among them."""
+def _siblings(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield (group, name of a member) of the modules that engines multiply as one matrix, `name` among them."""
     parent, _, last = name.rpartition(".")
     for group in fused:
         if last in group:
@@ -220,7 +221,7 @@ def _beside(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Sequenc
 
 
 def divisor_of(name: str, outer: np.float32) -> np.float32:
-    """The global scale of a file for an `outer`: 1 / outer, so that its reciprocal is `outer` where a float32 is.
+    """Return the global scale of a file, 1 / outer, whose reciprocal is `outer` again if any float32's is.
 
     Raises:
       ValueError: `outer` or its reciprocal is not a positive finite float32.
@@ -236,23 +237,23 @@ def divisor_of(name: str, outer: np.float32) -> np.float32:
             f"{name} has outer={outer} and needs the global scale {near} in a file, but both must be positive and "
             "finite; quantize finite weights whose largest is above 1e-30"
         )
-    # Where its reciprocal is another number, so are those of its neighbours: true of all 2**23 numbers of a binade.
+    # If its reciprocal differs from `outer`, so do its neighbours' reciprocals: checked for all numbers of a binade.
     return near
 
 
 def check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str) -> None:
-    """Raise where most NVFP4 weights have a global scale that looks inverted.
+    """Raise if most NVFP4 weights have a global scale that looks inverted.
 
     A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
     block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
-    7.2e6 / max |w|. A weight is suspect where `6 * s * outer` exceeds the largest float16, 65504, and a file is
-    inverted where more than half of the weights whose global scale is not 1 are suspect: never where half of the
-    weights fit float16, always where the largest values of most weights are below 110. "four_over_six" and "fold_exact"
-    have s from 256 on and a global scale of 6 * 256 / max |w|, so that there it is 36.
+    7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds the largest float16, 65504, and a file is inverted
+    if more than half of the weights whose global scale is not 1 are suspect. That never holds if half of the weights
+    fit float16, and always if the largest values of most weights are below 110 (below 36 for "four_over_six" and
+    "fold_exact", which have s from 256 on and a global scale of 6 * 256 / max |w|).
 
     Args:
-      largest: by name (largest block scale, `outer` as it was read).
-      repair: what to do.
+      largest: by name (largest block scale, `outer` as the file gives it).
+      repair: advice for the message.
 
     Raises:
       ValueError: most weights are suspect.
@@ -260,26 +261,26 @@ def check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str)
     >>> check_global_scales({"w": (448.0, 1e-4)}, "")
     """
     judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}
-    suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > LARGEST}
+    suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > _LARGEST_WEIGHT}
     if 2 * len(suspect) <= len(judged):
         return
     name, (scale, outer) = next(iter(suspect.items()))
     raise ValueError(
         f"{name} has block scales up to {scale:g} and the global scale {1 / outer:.6g}, so that its largest value is "
-        f"6 * {scale:g} / {1 / outer:.6g} = {_LARGEST_CODE * scale * outer:.3g}, beyond {LARGEST:g}; with the inverse "
-        f"it is {_LARGEST_CODE * scale / outer:.3g} ({len(suspect)} of {len(judged)} weights are like this): the "
-        f"global scale is inverted, a multiplier in the place of a divisor; {repair}"
+        f"6 * {scale:g} / {1 / outer:.6g} = {_LARGEST_CODE * scale * outer:.3g}, beyond {_LARGEST_WEIGHT:g}; with the "
+        f"inverse it is {_LARGEST_CODE * scale / outer:.3g} ({len(suspect)} of {len(judged)} weights are like this): "
+        f"the global scale is inverted, a multiplier instead of a divisor; {repair}"
     )
 
 
 def check_fused(
     schemes: Mapping[str, str], shared: Mapping[str, float], floats: Iterable[str], fused: Sequence[Sequence[str]]
 ) -> None:
-    """Raise where layers that engines multiply as one matrix differ in what that matrix has once.
+    """Raise if layers that engines multiply as one matrix are stored differently or have several global scales.
 
     Args:
-      schemes: how each quantized module is stored, by the name of the module.
-      shared: the `outer` of those that have one.
+      schemes: descriptions of how each quantized module is stored, by the name of the module.
+      shared: `outer` by name, if a module has one.
       floats: names of modules that stay float.
       fused: groups of last parts of names.
 
@@ -290,7 +291,7 @@ def check_fused(
     """
     known = {**dict.fromkeys(floats, "float"), **schemes}
     for name in schemes:
-        for group, sibling in _beside(name, fused):
+        for group, sibling in _siblings(name, fused):
             if known.get(sibling, schemes[name]) != schemes[name]:
                 raise ValueError(
                     f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "

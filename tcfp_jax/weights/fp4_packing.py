@@ -1,4 +1,4 @@
-"""`quantize_fp4`: a matrix as an FP4 operand; the format library rounds, and this module lays out what it found."""
+"""`quantize_fp4`: a matrix as an FP4 operand. The format library rounds, and this module lays out codes and scales."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from tcfp_jax.formats.packing import pack
 
 
 def datatype_of(scaling: Fp4) -> DataType:
-    """The format library's name of an FP4 scaling.
+    """Return the format library's data type of an FP4 scaling.
 
     >>> datatype_of(Fp4()).name, datatype_of(Fp4("mxfp4")).name
     ('e2m1f_e4m3fn_t16_float32', 'e2m1f_e8m0_t32')
@@ -27,18 +27,17 @@ def datatype_of(scaling: Fp4) -> DataType:
 
 
 def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
-    """A matrix, contracted along its last axis, as E2M1 codes in blocks with scales.
+    """Quantize a matrix, contracted along its last axis, to E2M1 codes in blocks with scales.
 
     Args:
-      w: real floats `[..., n, k]`; each matrix of a stack has an `outer` of its own. k is even; a last block may be
-        short.
+      w: real floats `[..., n, k]`; each matrix of a stack has its own `outer`. k is even; a last block may be short.
       scaling: format, tile and rule.
 
     Returns:
       An `Operand` whose `values` are uint8 `[..., n, k / 2]`. A NaN or inf makes its block NaN.
 
     Raises:
-      TypeError: w is not real floating point, or the scaling is no `Fp4`.
+      TypeError: w is not real floating point, or the scaling is not an `Fp4`.
       ValueError: w has fewer than two axes, or k is odd.
 
     >>> w = quantize_fp4(jnp.array([[6.0, -3.0, 0.5, 0.0], [6.0, 1.0, 0.0, 2.0]]))
@@ -53,20 +52,18 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
 
 
 def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
-    """`w` as an array, where it is a matrix, or a stack of them, that packs into bytes.
+    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into bytes.
 
     Raises:
-      TypeError: w is not real floating point, or the scaling is no `Fp4`.
+      TypeError: w is not real floating point, or the scaling is not an `Fp4`.
       ValueError: w has fewer than two axes, or k is odd.
     """
     w = jnp.asarray(w)
     check_real("w", w)
     if not isinstance(scaling, Fp4):
-        raise TypeError(
-            f'scaling={scaling!r} is none of FP4; use Fp4("nvfp4") or Fp4("mxfp4") of pallas_kernels.operands'
-        )
+        raise TypeError(f'scaling={scaling!r} is not FP4; use Fp4("nvfp4") or Fp4("mxfp4") of pallas_kernels.operands')
     if w.ndim < 2:
-        raise ValueError(f"w{list(w.shape)} is no matrix [n, k], of which products contract k; give it two axes")
+        raise ValueError(f"w{list(w.shape)} is not a matrix [n, k]; give it two axes, of which products contract k")
     if w.shape[-1] % 2:
         raise ValueError(f"k={w.shape[-1]} of w{list(w.shape)} is odd, but a byte holds two codes; pad k with zeros")
     return w
@@ -78,14 +75,14 @@ def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
         scale = jnp.zeros(scaling.scale_shape((n, k)), scaling.scale_dtype)
         outer = jnp.ones((), jnp.float32) if scaling.has_outer else None
         return Operand(jnp.zeros((n, k // 2), jnp.uint8), scale, scaling=scaling, outer=outer)
-    # A tile of the format library is no longer than its axis; zeros change no block's largest value.
+    # The format library wants axes as long as a tile; zeros do not change a block's largest value.
     short = (max(0, scaling.block - n) if scaling.tile == "square" else 0, max(0, scaling.block - k))
-    # Not saturated, as casts do: what is not finite must be seen.
+    # Casts saturate infinities; in a weight they must be seen.
     w = jnp.pad(jnp.where(jnp.isfinite(w), w, jnp.nan), [(0, size) for size in short])
     if scaling.format == "nvfp4" and scaling.tile == "vector" and scaling.rule != "one_level":
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
         return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
-    options: Any = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
+    options: dict[str, Any] = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
     packed = pack(w, datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
     scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
@@ -99,5 +96,5 @@ def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
 
 
 def _above_zero(outer: jax.Array) -> jax.Array:
-    """The scale of a weight's scales; of zeros alone 1, because files hold its reciprocal."""
+    """Return the scale of the scales, or 1 for a weight of zeros, because files hold its reciprocal."""
     return jnp.where(outer == 0, jnp.float32(1), outer)

@@ -389,14 +389,14 @@ def halved(arrays):
             for x in (0.0, np.nan, np.inf, -1.0)
         ],
         *[
-            (functools.partial(change, changed=global_scale(x)), rf"global_scale is {held}, but .* number of float32")
+            (functools.partial(change, changed=global_scale(x)), rf"global_scale is {held}, but .* one float32 number")
             for x, held in (
                 ([2.0, 4.0], r"float32\[2\]"), ([], r"float32\[0\]"), (np.int32([2]), r"int32\[1\]"),
                 (np.array([2], ml_dtypes.bfloat16), r"bfloat16\[1\]"), (np.float32([2]).view(np.uint8), r"uint8\[4\]"),
             )
         ],
         *[
-            (functools.partial(change, changed=functools.partial(beside, part)), rf"weight{part} is there beside")
+            (functools.partial(change, changed=functools.partial(beside, part)), rf"weight{part} comes with the codes")
             for part in ("", "_g_idx", "_scale_2")
         ],
     ],

@@ -364,7 +364,7 @@ def test_bad_input_says_what_to_do(change, message):
 def test_odd_k_and_other_bad_weights_are_refused():
     with pytest.raises(ValueError, match=r"k=7 of w\[4, 7\] is odd"):
         quantize_fp4(jnp.ones((4, 7)))
-    with pytest.raises(ValueError, match="is no matrix"):
+    with pytest.raises(ValueError, match="is not a matrix"):
         quantize_fp4(jnp.ones(8))
     with pytest.raises(ValueError, match="do not fill whole bytes"):
         fp4.pack(jnp.ones((2, 3), jnp.uint8))

@@ -1,0 +1,270 @@
+"""FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with inputs of the model.
+
+`search_scales` leaves the smallest squared error:
+
+    for every scale of the scales that is tried, for every block:
+        scale = argmin over every useful scale of  sum_j h_j (w_j - scale outer e2m1(w_j / (scale outer)))^2
+    the scale of the scales is the one whose blocks' errors have the smallest sum
+    it is then multiplied by  sum_j h_j w_j^2 / sum_j h_j w_j q_j  over the whole matrix, q being the result
+
+h is 1 or the diagonal of the Hessian of a calibration: how large the inputs of each column are. The search contains all
+choices of the rules of `Fp4`, so before the last line its error is never above theirs. The last line is there because
+the best q is orthogonal to its error and so shorter than w, by 0.7 % for a Gaussian, which makes every output too small
+by as much. That costs more than noise without a direction. It is the correction of Banner et al. 2019, "Post training
+4-bit quantization of convolutional networks", by one number for a matrix; the squared error e |w|^2 becomes e / (1 - e)
+|w|^2, 0.03 dB. MXFP4 and the rule "one_level" have no scale of the scales and stay shrunk.
+
+`gptq` chooses one column after another, so that later columns make up for the errors of earlier ones:
+
+    minimize tr((W - Q) H (W - Q)ᵀ)        H = sum of x xᵀ over the inputs x of a calibration
+    U: upper triangular, Uᵀ U = (H + damping mean(diag H) I)⁻¹
+    for j = 1 .. k:   q_j = nearest FP4 to w_j     e_j = (w_j - q_j) / U_jj     w_l <- w_l - e_j U_jl  for l > j
+
+Blocks that share a scale run along k, so the columns keep their order. The scale of a block is chosen when its first
+column is reached: the candidate with the smallest sum of e² over the block, which is the block's part of the minimized
+sum. Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
+"""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax.inference import blocks
+from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
+
+# Importance that every column has at least, in parts of the mean: a calibration may not have seen all inputs.
+_FLOOR = 0.01
+_EXACT = lax.Precision.HIGHEST
+_Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
+
+
+def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None) -> Operand:
+    """Return the FP4 operand whose scales leave the smallest squared error, without shrinking the matrix.
+
+    Use this instead of a rule when packing may take longer and there are no inputs for `gptq`.
+
+    Args:
+      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack is searched on its own.
+      scaling: format and tile. The rule "fold_exact" searches the scales that it allows, and "one_level" has no scale
+        of the scales; the others search all.
+      importance: weights of the columns, `[..., k]`, such as the diagonal of a Hessian; None weighs them alike.
+
+    Returns:
+      An `Operand` as `quantize_fp4` makes it. A NaN or inf makes its block NaN.
+
+    Raises:
+      TypeError: w is not real floating point, or the scaling is not an `Fp4`.
+      ValueError: w has fewer than two axes, k is odd, or the importance has another shape.
+
+    >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
+    >>> search_scales(w).dequantize().round(2).tolist()
+    [[6.429999828338623, 4.829999923706055, 4.829999923706055, -4.829999923706055]]
+    """
+    w = check_matrix(w, scaling)
+    if importance is not None and importance.shape != (*w.shape[:-2], w.shape[-1]):
+        raise ValueError(
+            f"importance{list(importance.shape)} does not fit w{list(w.shape)}; give one number for each column, "
+            f"{[*w.shape[:-2], w.shape[-1]]}"
+        )
+    weights = jnp.ones((*w.shape[:-2], w.shape[-1]), jnp.float32) if importance is None else importance
+    search = functools.partial(_search, scaling=scaling)
+    for _ in range(w.ndim - 2):
+        search = jax.vmap(search)
+    return search(w, weights)
+
+
+def gptq(
+    w: jax.Array,
+    hessian: jax.Array,
+    scaling: Fp4 = Fp4(),
+    *,
+    scales: Literal["rule", "search"] = "rule",
+    damping: float = 0.01,
+) -> Operand:
+    """Return the FP4 operand whose product with inputs like those of the Hessian is as near to w's as GPTQ brings it.
+
+    Args:
+      w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack has its own Hessian.
+      hessian: float32 `[..., k, k]`, from `tcfp_jax.inference.hessians`.
+      scaling: format, tile and rule.
+      scales: "rule" chooses each block's scale among the candidates of the scaling's rule (two for "four_over_six"),
+        "search" among all useful ones.
+      damping: part of the Hessian's mean diagonal that is added to its diagonal.
+
+    Returns:
+      An `Operand` as `quantize_fp4` makes it; if the Hessian is a multiple of the identity, the same, or the codes of
+      `search_scales`. A NaN or inf in w makes its block NaN, one in the Hessian the whole matrix.
+
+    Raises:
+      TypeError: w is not real floating point, or the scaling is not an `Fp4`.
+      ValueError: w has fewer than two axes, k is odd, the Hessian has another shape, damping is not positive, or
+        `scales` is unknown.
+
+    >>> w = jnp.array([[6.0, 5.0, 5.0, -5.0]])
+    >>> gptq(w, jnp.eye(4), scales="search").values.tolist() == search_scales(w).values.tolist()
+    True
+    """
+    w = check_matrix(w, scaling)
+    wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
+    if hessian.shape != wanted:
+        raise ValueError(f"hessian{list(hessian.shape)} does not fit w{list(w.shape)}; give one of {list(wanted)}")
+    if not damping > 0:
+        raise ValueError(f"damping={damping} must be positive: inputs that were never seen make a Hessian singular")
+    if scales not in ("rule", "search"):
+        raise ValueError(f"scales={scales!r} is unknown; use one of ['rule', 'search']")
+    if w.size == 0:
+        return quantize_fp4(w, scaling)
+    compensate = functools.partial(_compensate, scaling=scaling, search=scales == "search")
+    for _ in range(w.ndim - 2):
+        compensate = jax.vmap(compensate, in_axes=(0, 0, None))
+    return compensate(w, hessian, jnp.float32(damping))
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="scaling")
+def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
+    tiles = blocks.split(w, scaling)
+    scale, outer = _best_scales(tiles, importance, scaling)
+    factor = (scale * outer)[:, None, :, None]
+    numbers = blocks.rounded(tiles.values, factor)
+    if scaling.has_outer and scaling.rule != "one_level":
+        outer = outer * _lengthening(tiles.values, numbers * factor, _spread(importance, tiles.values.shape))
+    return blocks.operand(numbers, scale, outer, tiles.lost, (w, scaling))
+
+
+def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the factor f that rescales q so that `<w, f q> = <w, w>`."""
+    unit = blocks.unit_of(jnp.abs(w).max(initial=0))
+    wanted, made = (jnp.sum(w * unit * (other * unit) * weights) for other in (w, q))
+    return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
+
+
+def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the importance of each column of tiles of this shape, `[blocks along k, block]`, all above zero.
+
+    Its unit does not matter.
+    """
+    weights = importance.astype(jnp.float32)
+    amax = weights.max(initial=0)
+    weights = jnp.where(amax == 0, 1, weights * blocks.unit_of(amax))  # a calibration without inputs weighs all alike
+    weights = jnp.pad(weights + _FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights)))
+    return weights.reshape(shape[2:])
+
+
+def _best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+    """Return (scales of the tiles, scale of the scales) with the smallest error, float32."""
+    values = tiles.values
+    amax = jnp.abs(values).max(axis=(1, 3))
+    weights, unit = _spread(importance, values.shape), blocks.unit_of(amax)
+    # Each tile is searched in units of its own values; errors of all tiles are added in one unit.
+    shared = jnp.square(blocks.unit_of(amax.max(initial=0)) / unit)
+
+    def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
+        factor = (scale * outer)[:, None, :, None]
+        error = (values - blocks.rounded(values, factor) * factor) * unit[:, None, :, None]
+        return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
+
+    def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        error = of_scale(scale, outer)
+        return jnp.minimum(best[0], error), jnp.where(error < best[0], scale, best[1])
+
+    def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
+        tried = blocks.candidates(amax, outer, scaling, search=True)
+        first = jnp.full_like(amax, jnp.inf), tried[0]
+        error, scale = jax.lax.scan(lambda found, one: (better(found, one, outer), None), first, tried)[0]
+        total = jnp.sum(error * shared)
+        take = total < best[0]
+        return (jnp.minimum(total, best[0]), jnp.where(take, scale, best[1]), jnp.where(take, outer, best[2])), None
+
+    tried = blocks.outers(jnp.max(amax, initial=0), scaling, search=True)
+    start = jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0]
+    _, scale, outer = jax.lax.scan(of_outer, start, tried)[0]
+    return jnp.where(amax > 0, scale, 0), outer
+
+
+# GPTQ -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("scaling", "search"))
+def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: Fp4, search: bool) -> Operand:
+    tiles = blocks.split(w, scaling)
+    groups, rows, count, block = tiles.values.shape
+    factor = _inverse_factor(hessian.astype(jnp.float32), damping, count * block)
+    amax = jnp.abs(tiles.values).max(initial=0)
+    if search:
+        _, outer = _best_scales(tiles, jnp.diagonal(hessian), scaling)
+    else:
+        (outer,) = blocks.outers(amax, scaling, search=False)
+    matrix = tiles.values.reshape(groups * rows, count * block)
+
+    def step(matrix: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        at = number * block
+        mine = lax.dynamic_slice_in_dim(matrix, at, block, axis=1)
+        lines = lax.dynamic_slice_in_dim(factor, at, block, axis=0)
+        corner = lax.dynamic_slice_in_dim(lines, at, block, axis=1)
+        largest = jnp.abs(mine).reshape(groups, rows * block).max(axis=1)
+        tried = blocks.candidates(largest, outer, scaling, search=search)
+        tried = jnp.where(largest > 0, tried, 0)
+        numbers, errors = _propagate(mine, corner, jnp.repeat(tried, rows, axis=1) * outer)
+        # Tiles may lie anywhere in float32's range, so each one's errors are in units of its own values.
+        lifted = errors.reshape(len(tried), groups, rows * block) * blocks.unit_of(largest)[:, None]
+        losses = jnp.square(lifted).sum(axis=2)
+        best = jnp.argmin(losses, axis=0)
+        of_row = jnp.repeat(best, rows)[None, :, None]
+        pick = lambda of_all: jnp.take_along_axis(of_all, of_row, axis=0)[0]
+        # The lines are zero to the left of the block, and the block itself is not read again.
+        matrix = matrix - jnp.matmul(pick(errors), lines, precision=_EXACT)
+        return matrix, (pick(numbers), jnp.take_along_axis(tried, best[None], axis=0)[0])
+
+    _, (numbers, scale) = lax.scan(step, matrix, jnp.arange(count))
+    numbers = numbers.transpose(1, 0, 2).reshape(groups, rows, count, block)
+    lost = tiles.lost | ~jnp.isfinite(factor).all()
+    return blocks.operand(numbers, scale.T, outer, lost, (w, scaling))
+
+
+def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Array:
+    """Return the upper triangular U of which `Uᵀ U` is the inverse of the damped Hessian, filled up by the identity.
+
+    The Cholesky factor of the Hessian with its columns in reverse gives `H = V Vᵀ` with V upper triangular, so that
+    U = V⁻¹ and no inverse of H is ever formed. The unit of H does not matter.
+    """
+    k = len(hessian)
+    hessian = hessian * blocks.unit_of(jnp.diagonal(hessian).max(initial=0))
+    mean = jnp.mean(jnp.diagonal(hessian))
+    never = mean == 0  # no input reached it: all columns are alike
+    scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
+    filled = jnp.eye(size, dtype=jnp.float32).at[:k, :k].set(scaled)
+    reverse = jnp.linalg.cholesky(filled[::-1, ::-1])[::-1, ::-1]
+    return jax.scipy.linalg.solve_triangular(reverse, jnp.eye(size, dtype=jnp.float32), lower=False)
+
+
+def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (E2M1 numbers, errors over U_jj) of one block of columns, for each of several factors of its rows.
+
+    Args:
+      values: float32 `[n, block]`.
+      corner: the part `[block, block]` of U for these columns.
+      factors: scale times outer, float32 `[count, n]`.
+    """
+
+    def column(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        left, numbers, errors = state
+        mine = lax.dynamic_index_in_dim(left, j, axis=2, keepdims=False)
+        line = lax.dynamic_index_in_dim(corner, j, axis=0, keepdims=False)
+        number = blocks.rounded(mine, factors)
+        error = (mine - number * factors) / line[j]
+        left = left - error[..., None] * line
+        put = lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, j, axis=2)
+        return left, put(numbers, number), put(errors, error)
+
+    start = jnp.broadcast_to(values, (len(factors), *values.shape))
+    zeros = jnp.zeros_like(start)
+    _, numbers, errors = lax.fori_loop(0, values.shape[1], column, (start, zeros, zeros))
+    return numbers, errors
