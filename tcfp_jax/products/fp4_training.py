@@ -152,7 +152,7 @@ def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
     how = quantization(operand, words)
-    return squares(values) if how.axis is None else along(values, how.axis, how.rounding, how.key, how.signs)
+    return squares(values) if how.axis is None else along(values, how.axis, how.key, how.signs)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:
