@@ -1,4 +1,4 @@
-"""What happened in a step: how operands were rounded, and whether updates arrived; on request, free when off."""
+"""Readings of a training step: how operands were rounded, and whether updates arrived. It costs nothing when off."""
 
 from tcfp_jax.monitor.observation import Readings, value_and_grad
 from tcfp_jax.monitor.readings import OPERANDS, Reading

@@ -1,16 +1,16 @@
-"""`value_and_grad` with readings: what rounding made of x, weight and gradient in every low-precision product.
+"""`value_and_grad` with readings: the effect of rounding on x, weight and gradient in every low-precision product.
 
     (loss, gradients), readings = monitor.value_and_grad(loss_fn)(params, batch)
 
-The function is traced; its program says where a product is (`products.annotations`). It is evaluated again with a probe
-at each product: zeros of which nothing is read, whose gradient is what is known in the backward pass. The forward pass
-keeps a few numbers of x and w for it, and the gradient of the result is read where it arrives. In a loop a probe has an
-entry for each round, so that layers of a scanned stack are told apart. A step that asks for no readings is traced as it
-always was, by `tcfp_jax.value_and_grad`: nothing of this is in its program.
+The function is traced, and annotations in its program mark the products (`products.annotations`). The program is then
+evaluated with a probe at each product: an array of zeros that nothing reads, and whose gradient carries the readings
+out. The forward pass saves the readings of x and w, and the backward pass adds those of the gradient that arrives. In a
+loop a probe has an entry for each round, which tells layers of a scanned stack apart. A step without readings uses
+`tcfp_jax.value_and_grad` and contains none of this.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,38 +33,39 @@ from tcfp_jax.conversion.trace import (
     scan_options,
     trace,
 )
-from tcfp_jax.monitor.places import Found, Origin, Plan, Unread, check_read, find, products_of
+from tcfp_jax.monitor.places import Found, Origin, Plan, Step, Unread, check_read, find, products_of
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, places_of, slots_of
+from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import Site
 from tcfp_jax.products.fp4_training import OperandName
 from tcfp_jax.weights.training import is_stored
 
 Readings = dict[str, dict[OperandName, Reading]]
-_FIELDS = len(Reading._fields) + 1  # and that the product ran
+_FIELDS = len(Reading._fields) + 1  # the last one says that the product ran
 
 
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Readings]]:
-    """`tcfp_jax.value_and_grad` of a function, and beside its result the readings of its products.
+    """Return `tcfp_jax.value_and_grad` of a function together with the readings of its products.
 
-    Readings are by the path of the weight, then "x", "w" and "g", the gradient of the product's result, as the forward
-    product and dgrad read them; of FP4 training also "x_wgrad" and "g_wgrad", and "w_dgrad" where dgrad quantizes the
-    weight anew. A weight that is an argument itself is "argument 0". One that is multiplied again has its further
-    readings under its path and "#2", "#3". Products inside of `jax.shard_map`, a while loop or another custom
-    derivative have no probe: their readings are NaN.
+    Use it now and then during training, to see which layers lose their gradients or saturate. Readings are indexed by
+    the path of the weight, then by operand: "x" and "w" of the forward product, and "g", the gradient of its result, in
+    dgrad. FP4 training adds "x_wgrad" and "g_wgrad", and "w_dgrad" if dgrad quantizes the weight again. A weight that
+    is an argument itself is "argument 0". Further products of a weight have "#2", "#3" after its path. No probe reaches
+    products in `jax.shard_map`, a while loop or another custom derivative: their readings are NaN.
 
     Args:
       fun: a function with a scalar result.
-      argnums: the positional arguments to differentiate; they hold the weights.
-      has_aux: whether `fun` returns a pair of which the second is not differentiated.
+      argnums: positions of the arguments to differentiate; they hold the weights.
+      has_aux: whether `fun` returns a pair whose second part is not differentiated.
 
     Returns:
       A function of the same arguments that returns `((value, gradients), readings)`. It composes with jit and scan.
 
     Raises:
-      ValueError: no low-precision product was found, none of them can be read, or an argument that the call lacks.
+      ValueError: the function has no low-precision product, or none that can be read; or the call lacks an argument.
       NotImplementedError: a product under `jax.vmap` over an axis that is not the first, or one that the function
         differentiates itself.
 
@@ -80,7 +81,7 @@ def value_and_grad(
     def observed(*args: Any, **kwargs: Any) -> Any:
         chosen = places_of(argnums, args)
 
-        def given(slots: Any) -> tuple[Any, ...]:
+        def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
             own = dict(zip(chosen, slots, strict=True))
             return tuple(filled(arg, own[i]) if i in own else arg for i, arg in enumerate(args))
 
@@ -91,7 +92,7 @@ def value_and_grad(
         found = list(products_of(plan))
         check_read(getattr(fun, "__name__", "the function"), plan)
 
-        def of(slots: Any, probes: Any) -> Any:
+        def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
             return program.rebuild(_run(body, arrays_in((given(slots), kwargs)), plan, probes))
 
         result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(slots, _probes(plan))
@@ -101,13 +102,13 @@ def value_and_grad(
     return observed
 
 
-def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
-    """Of each array among the arguments its name; a stored weight is one thing."""
+def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> list[Origin]:
+    """Return the origin of each array among the arguments; a stored weight has one path."""
     found: list[Origin] = []
     for i, tree in enumerate([*args, kwargs]):
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
-            # What is an argument itself has no path.
+            # A leaf that is an argument itself has no path.
             found += [frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)]
     return found
 
@@ -115,7 +116,7 @@ def _origins(args: Any, kwargs: Any, chosen: Sequence[int]) -> list[Origin]:
 # Probes --------------------------------------------------------------------------------------------------------------
 
 
-def _probes(plan: Any) -> Any:
+def _probes(plan: Step) -> PyTree:
     if isinstance(plan, Found):
         return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
     if isinstance(plan, Unread):
@@ -124,7 +125,7 @@ def _probes(plan: Any) -> Any:
 
 
 def _named(found: Sequence[Found], probes: Sequence[jax.Array]) -> Readings:
-    """Readings by path, from what arrived at the probes."""
+    """Return readings by path, from the gradients of the probes."""
     readings: Readings = {}
     for product, probe in zip(found, probes, strict=True):
         ran = probe[..., -1:] > 0
@@ -140,16 +141,20 @@ def _named(found: Sequence[Found], probes: Sequence[jax.Array]) -> Readings:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(
     site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
-) -> Any:
-    """The outputs of a product; what is known of its operands is the gradient of the probe."""
+) -> tuple[jax.Array, ...]:
+    """Return the outputs of a product; the gradient of the probe is the readings of its operands."""
     return outputs
 
 
-def _watched_forward(site: Site, outputs: Any, probe: jax.Array, forward: jax.Array, words: Any) -> Any:
+def _watched_forward(
+    site: Site, outputs: tuple[jax.Array, ...], probe: jax.Array, forward: jax.Array, words: jax.Array | None
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array | None]]:
     return outputs, (forward, words)
 
 
-def _watched_backward(site: Site, saved: tuple[jax.Array, Any], gradients: Any) -> Any:
+def _watched_backward(
+    site: Site, saved: tuple[jax.Array, jax.Array | None], gradients: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, None]:
     forward, words = saved
 
     def of_one(g: jax.Array, words: jax.Array | None) -> jax.Array:
@@ -171,17 +176,17 @@ def _rows(readings: Sequence[Reading]) -> jax.Array:
 # The program again ---------------------------------------------------------------------------------------------------
 
 
-def _run(body: Body, inputs: Sequence[Any], plan: Plan, probes: Any) -> list[Any]:
+def _run(body: Body, inputs: Sequence[jax.Array], plan: Plan, probes: PyTree) -> list[jax.Array]:
     """Return the outputs of a program with a probe at each product of its plan."""
     jaxpr, consts = body
 
-    def rule(number: int, eqn: Equation, given: list[Any]) -> Sequence[Any]:
+    def rule(number: int, eqn: Equation, given: list[jax.Array]) -> Sequence[jax.Array]:
         return _evaluate(eqn, given, plan[number], probes[number]) if number in plan else bind(eqn, given)
 
     return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
 
-def _evaluate(eqn: Equation, inputs: list[Any], step: Any, probes: Any) -> Sequence[Any]:
+def _evaluate(eqn: Equation, inputs: list[jax.Array], step: Step, probes: PyTree) -> Sequence[jax.Array]:
     """Return the outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
     if isinstance(step, Found):
@@ -191,10 +196,12 @@ def _evaluate(eqn: Equation, inputs: list[Any], step: Any, probes: Any) -> Seque
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
-        branches = [
-            functools.partial(_branch, opened(closed), step.get(number, {}), number)
-            for number, closed in enumerate(params["branches"])
-        ]
+
+        def branch(number: int, inputs: list[jax.Array], probes: PyTree) -> list[jax.Array]:
+            body = opened(params["branches"][number])
+            return _run(body, inputs, step.get(number, {}), probes.get(number, {}))  # type: ignore[arg-type]
+
+        branches = [functools.partial(branch, number) for number in range(len(params["branches"]))]
         return lax.switch(inputs[0], branches, inputs[1:], probes)
     run = lambda inputs, probes: _run(body_of(eqn), inputs, step, probes)
     if name in CHECKPOINTS:
@@ -206,15 +213,11 @@ def _evaluate(eqn: Equation, inputs: list[Any], step: Any, probes: Any) -> Seque
     return run(inputs, probes)
 
 
-def _branch(body: Body, plan: Plan, number: int, inputs: list[Any], probes: Mapping[int, Any]) -> list[Any]:
-    return _run(body, inputs, plan, probes.get(number, {}))
-
-
-def _scan(eqn: Equation, inputs: list[Any], plan: Plan, probes: Any) -> list[Any]:
+def _scan(eqn: Equation, inputs: list[jax.Array], plan: Plan, probes: PyTree) -> list[jax.Array]:
     body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     fixed, xs = inputs[:first], inputs[first + count :]
 
-    def one(carry: list[Any], items: Any) -> tuple[list[Any], list[Any]]:
+    def one(carry: list[jax.Array], items: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         own, own_probes = items
         outputs = _run(body, [*fixed, *carry, *own], plan, own_probes)
         return outputs[:count], outputs[count:]
@@ -223,11 +226,11 @@ def _scan(eqn: Equation, inputs: list[Any], plan: Plan, probes: Any) -> list[Any
     return [*last, *ys]
 
 
-def _product(eqn: Any, inputs: list[Any], site: Site, probe: jax.Array) -> Sequence[jax.Array]:
-    """A product, and what is known of its operands."""
+def _product(eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Array) -> Sequence[jax.Array]:
+    """Return the outputs of a product, and send the readings of its operands to the probe."""
     leaves = [lax.stop_gradient(leaf) for leaf in inputs]
 
-    def of_one(*leaves: Any) -> jax.Array:
+    def of_one(*leaves: jax.Array) -> jax.Array:
         return _rows(read_product(site.recipe, *site.structure.unflatten(leaves)))
 
     in_axes = [0 if leaf.ndim > len(own) else None for leaf, own in zip(leaves, site.shapes, strict=True)]

@@ -1,12 +1,11 @@
-"""Where low-precision products are in a program: a plan of its equations, by which they can be observed.
+"""Places of low-precision products in a program: a plan of the equations that hold them.
 
-A product is found by its site (`products.annotations`), through jit, scan, cond, checkpoint and vmap. Of one that lies
-where no probe can be, in a while loop, in `jax.shard_map` or in another custom derivative, the plan says that it is
-there.
+Products are found by their annotations (`products.annotations`), through jit, scan, cond, checkpoint and vmap. The plan
+also lists products that no probe can reach: those in a while loop, `jax.shard_map` or another custom derivative.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -15,7 +14,7 @@ from tcfp_jax.monitor.readings import forward_operands, gradient_operands
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
 
-# Of which arguments a value was computed: pairs of 0 for parameters or 1 for others, and the path.
+# The arguments that a value was computed from: pairs of a kind (0 for parameters, 1 for others) and a path.
 Origin = frozenset[tuple[int, str]]
 
 
@@ -28,24 +27,25 @@ class Found(NamedTuple):
 
     @property
     def operands(self) -> tuple[OperandName, ...]:
-        """What the rows of its probe are of."""
+        """Operands of the rows of its probe."""
         return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
 
 
 class Unread(NamedTuple):
-    """Products in the body of an equation that no probe reaches. They have one, to which nothing arrives."""
+    """Products in the body of an equation that no probe can reach; their probes stay zero."""
 
     inside: str
     found: tuple[Found, ...]
 
 
-# What programs that hold products are called where users write them.
+# The functions that users call, by the primitive that they become.
 _BODIES = {
     "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
     "custom_jvp_call": "jax.custom_jvp",
 }  # fmt: skip
-# What to do at an equation, by its number: `Found`, `Unread`, or the plan of its body, of branches by their numbers.
-Plan = dict[int, Any]
+# By the number of an equation: its product, its unreachable products, or the plan of its body or of its branches.
+Plan: TypeAlias = dict[int, "Step"]
+Step: TypeAlias = Found | Unread | Plan
 
 
 def find(body: Body, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
@@ -56,7 +56,8 @@ def find(body: Body, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list
       origins: origins of its inputs.
       axes: lengths of the loops around it.
     """
-    (jaxpr, consts), plan = body, {}
+    jaxpr, consts = body
+    plan: Plan = {}
 
     def rule(number: int, eqn: Equation, inputs: list[Origin]) -> list[Origin]:
         outputs, step = _look(eqn, inputs, axes)
@@ -74,7 +75,7 @@ def find(body: Body, origins: list[Origin], axes: tuple[int, ...]) -> tuple[list
     return eval_jaxpr(jaxpr, [*(nothing for _ in consts), *origins], rule, literal=lambda _: nothing), plan
 
 
-def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Any]:
+def _look(eqn: Equation, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Step | None]:
     name, params = eqn.primitive.name, eqn.params
     if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
         found = Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
@@ -85,7 +86,7 @@ def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[O
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
         looked = [find(opened(closed), inputs[1:], axes) for closed in params["branches"]]
-        plans = {number: plan for number, (_, plan) in enumerate(looked) if plan}
+        plans: Plan = {number: plan for number, (_, plan) in enumerate(looked) if plan}
         return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
     whole: Origin = frozenset().union(*inputs)
     unread: list[Found] = []
@@ -97,10 +98,10 @@ def _look(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[O
     return [whole] * len(eqn.outvars), Unread(inside, tuple(unread)) if unread else None
 
 
-def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
+def _look_into_scan(eqn: Equation, inputs: list[Origin], axes: tuple[int, ...]) -> tuple[list[Origin], Plan]:
     body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     carry = inputs[first : first + count]
-    while True:  # what a loop carries may come from more in its second round; origins only grow
+    while True:  # a carry may have more origins in the second round; origins only grow
         given = [*inputs[:first], *carry, *inputs[first + count :]]
         outputs, plan = find(body, given, (*axes, eqn.params["length"]))
         grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
@@ -110,15 +111,15 @@ def _look_into_scan(eqn: Any, inputs: list[Origin], axes: tuple[int, ...]) -> tu
 
 
 def _path_of(site: Site, inputs: list[Origin]) -> str:
-    """The parameters that the weight of a product was computed from, or else the arguments that it came from."""
+    """Return the paths of the parameters that a weight was computed from, otherwise those of other arguments."""
     _, w, quantized, *_ = site.structure.unflatten(inputs)
     whole: Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
     kind = min((kind for kind, _ in whole), default=1)
     return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
 
 
-def _vmapped(eqn: Any, site: Site) -> tuple[int, ...]:
-    """The axes that `jax.vmap` has put in front of the operands of a product."""
+def _vmapped(eqn: Equation, site: Site) -> tuple[int, ...]:
+    """Return the axes that `jax.vmap` added in front of the operands of a product."""
     shapes = [var.aval.shape for var in eqn.invars]
     extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
     leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
@@ -154,8 +155,8 @@ def check_read(name: str, plan: Plan) -> None:
         )
 
 
-def products_of(plan: Any) -> Iterator[Found]:
-    """The products of a plan, in the order of `jax.tree.leaves` of its probes."""
+def products_of(plan: Step) -> Iterator[Found]:
+    """Yield the products of a plan, in the order of `jax.tree.leaves` of its probes."""
     if isinstance(plan, Found):
         yield plan
     elif isinstance(plan, Unread):
@@ -165,8 +166,8 @@ def products_of(plan: Any) -> Iterator[Found]:
             yield from products_of(plan[number])
 
 
-def _unread_of(plan: Any) -> Iterator[Unread]:
-    """What of a plan is not read."""
+def _unread_of(plan: Step) -> Iterator[Unread]:
+    """Yield the parts of a plan that cannot be read."""
     if isinstance(plan, Unread):
         yield plan
     elif not isinstance(plan, Found):
