@@ -60,6 +60,15 @@ def test_every_page_is_in_the_navigation():
     assert named == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
+def test_files_that_architecture_names_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"(?<![\w*<>])[\w/]+\.(?:py|json)\b", text))
+    folders = ("tcfp_jax", "pallas_kernels", "models", "benchmarks", "tests")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 # The API reference ----------------------------------------------------------------------------------------------------
 
 
