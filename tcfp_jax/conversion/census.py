@@ -15,19 +15,20 @@ from typing import Any
 
 from jax.extend import core
 
-from tcfp_jax.conversion.report import Product, product_by_hand, product_of
+from tcfp_jax.conversion.report import Product
 from tcfp_jax.conversion.trace import (
     CALLS,
     PRODUCTS,
     Body,
-    Equation,
     bodies_of,
     body_of,
     eval_jaxpr,
     opened,
+    product_by_hand,
+    product_of,
     scan_counts,
 )  # fmt: skip
-from tcfp_jax.conversion.views import View, move, operand_number
+from tcfp_jax.conversion.views import Equation, View, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
 # The numbers of the equations around an equation, outermost first, and its own.

@@ -24,7 +24,6 @@ from tcfp_jax.conversion.trace import (
     CHECKPOINTS,
     PRODUCTS,
     Body,
-    Equation,
     bind,
     bodies_of,
     body_of,
@@ -33,7 +32,7 @@ from tcfp_jax.conversion.trace import (
     scan_counts,
     scan_options,
 )
-from tcfp_jax.conversion.views import Factors, View, factors, layout_of, move, operand_number
+from tcfp_jax.conversion.views import Equation, Factors, View, factors, layout_of, move, operand_number
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe

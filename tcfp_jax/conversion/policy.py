@@ -283,7 +283,9 @@ class Examined:
 def judge(program: Program, found: Census, leaves: Mapping[str, Any], chosen: Policy, prefix: str = "") -> Examined:
     """Return the decisions of a policy about a program, from the census of the program."""
     # Rules know a parameter by its path in the whole model, also if a part of the model is called by itself.
-    named = {place: dataclasses.replace(p, path=paths.join(prefix, p.path)) for place, p in found.products.items()}
+    named = found.products
+    if prefix:
+        named = {place: dataclasses.replace(p, path=paths.join(prefix, p.path)) for place, p in named.items()}
     choices = {place: chosen.choose(product) for place, product in named.items()}
     on = chosen.switched(()) if chosen.off else chosen  # a layer that is switched off keeps its state
     recipes = {place: (on.choose(product) if chosen.off else choices[place]).recipe for place, product in named.items()}

@@ -1,17 +1,11 @@
 """`Report`: every product of a parameter, the recipe that it was given, and the reason where it was given none."""
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
-from tcfp_jax.conversion.trace import Equation
-from tcfp_jax.conversion.views import View, factors, layout_of
-from tcfp_jax.products.annotations import Mark
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.weights.layout import Layout
 
@@ -53,72 +47,6 @@ class Product:
     def __str__(self) -> str:
         """One line of a report."""
         return f"{self.path:40} {list(self.shape)!s:20} {self.equation or self.primitive:24}"
-
-
-def product_of(
-    eqn: Equation, side: int, path: str, reason: str, view: View | None = None, no_view: str = ""
-) -> Product:
-    """Return the product of operand `side`, over the axes of the parameter that it shows, or with a reason.
-
-    Args:
-      eqn: the equation of the product.
-      side: 0 or 1, the operand that is a weight.
-      path: path of the weight.
-      reason: why the product cannot be converted, if that is known already.
-      view: the view that the weight is, if it is one.
-      no_view: why the weight is not a view. The equation may have another reason, which comes first.
-    """
-    shapes = [tuple(var.aval.shape) for var in eqn.invars[:2]]
-    described = Product(
-        path, shapes[side] if view is None else view.shape, eqn.primitive.name, precision=_precision(eqn),
-        scope=str(eqn.source_info.name_stack), reason=reason or _refusal(eqn, side, view) or no_view,
-    )  # fmt: skip
-    if described.reason or view is None:
-        return described
-    found = factors(eqn.params["dimension_numbers"], shapes, side, view)
-    if isinstance(found, str):
-        return dataclasses.replace(described, reason=found)
-    sizes = {role: math.prod(s for s, r in zip(view.sizes, found.roles, strict=True) if r == role) for role in "io"}
-    return dataclasses.replace(
-        described, equation=found.equation(), k=sizes["i"], n=sizes["o"], rows=found.rows,
-        layout=layout_of(view, found.roles),
-    )  # fmt: skip
-
-
-def _refusal(eqn: Equation, side: int, view: View | None) -> str:
-    """Return why a product has no low-precision form, whatever its operands are, or ""."""
-    # A function that differentiates itself multiplies by parameters backward, too: not its forward products.
-    if {getattr(entry, "name", "") for entry in eqn.source_info.name_stack.stack} & {"jvp", "transpose"}:
-        return "inside jax.grad or jax.jvp; transform the function that is differentiated, and differentiate that"
-    if eqn.primitive.name != "dot_general":
-        return {"conv_general_dilated": "a convolution"}.get(eqn.primitive.name, f"a {eqn.primitive.name}")
-    types = [jnp.dtype(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars)]
-    if view is None or all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in types):
-        return ""
-    return f"a product of {types[1 - side]} by {types[side]}"
-
-
-def _precision(eqn: Equation) -> str:
-    """Return the precision that a product's author asked for beyond the default, or ""."""
-    asked = eqn.params.get("precision")
-    names = [getattr(one, "name", one) for one in (asked if isinstance(asked, tuple | list) else (asked,))]
-    return "" if all(name is None or str(name).upper() == "DEFAULT" for name in names) else str(names[0])
-
-
-def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product:
-    """Return the product that a layer of this library is about to compute with the kernel that it marked."""
-    shape = eqn.invars[0].aval.shape
-    layout = mark.layout.stacked(len(shape))
-    size = lambda axes: math.prod(shape[axis] for axis in axes)
-    # The mark has the layout of the array that the layer multiplies; the weight is stored by the parameter's layout.
-    roles = ["o"] * len(view.sizes)
-    for role, axes in (("i", layout.inputs), ("b", layout.stack)):
-        for atom in (atom for axis in axes for atom in view.axes[axis]):
-            roles[atom] = role
-    return Product(
-        path, view.shape, "dot_general", k=size(layout.inputs), n=size(layout.outputs), rows=mark.rows,
-        scope=str(eqn.source_info.name_stack), layout=layout_of(view, tuple(roles)), recipe=mark.recipe,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Tensor
 from pallas_kernels.specs import entries, regrouped, ungrouped
-from tcfp_jax.conversion.trace import Equation, has_values
-from tcfp_jax.conversion.views import Axes, Factors, Shape, View
+from tcfp_jax.conversion.trace import SHAPES
+from tcfp_jax.conversion.views import Axes, Equation, Factors, Shape, View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.quantization import quantize_weight
@@ -67,7 +67,7 @@ class Shown:
         if kept != stack:  # a stack of one layer: its axis has no atom
             sizes = tuple(leaf.shape[axis] for axis in kept)
             stored = jax.tree.map(lambda a: a.reshape(sizes + a.shape[len(stack) :]), stored)
-        root = leaf if has_values(leaf) else None
+        root = None if isinstance(leaf, SHAPES) else leaf
         if root is not None and view.sizes != leaf.shape:
             root = regrouped(root, _without_ones(leaf.shape))
         only_products = stored is not None and weight is not None and weight.float_reads == "none"

@@ -23,7 +23,7 @@ from tcfp_jax.conversion.evaluate import Machine, bare
 from tcfp_jax.conversion.policy import Examined, Include, Policy, Rules, judge, policy
 from tcfp_jax.conversion.report import check_state, check_strict, nothing_converted
 from tcfp_jax.conversion.shown import Shown
-from tcfp_jax.conversion.trace import arrays_in, has_values, is_array, trace
+from tcfp_jax.conversion.trace import SHAPES, arrays_in, is_array, trace
 from tcfp_jax.conversion.views import View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
@@ -119,7 +119,7 @@ class Transformed:
     ) -> Any:
         trained = self._trained(args)
         kept = {path: values_of(leaf) for path, leaf in trained.items()} | paths.entries(stored or {})
-        absent = [path for path, leaf in found.leaves.items() if not has_values(leaf)]
+        absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
         if kept or absent:
             check_state(kept, found.leaves, absent)
         own = []
@@ -167,7 +167,9 @@ class Transformed:
 def _parameter(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: Any, *, rounded: bool) -> Shown:
     """Return a parameter as an input of the program, with its stored form if that fits."""
     if isinstance(stored, PackedTCFP12):
-        if weight is not None and has_values(leaf):  # a table: its floats are looked up, and its codes multiplied
+        if weight is not None and not isinstance(
+            leaf, SHAPES
+        ):  # a table: its floats are looked up, and its codes multiplied
             stored = _quantized(stored.dequantize(leaf.dtype), weight)
         else:
             leaf, stored = stored.dequantize(leaf.dtype), None
@@ -175,7 +177,7 @@ def _parameter(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: An
         leaf = fake_quantize(leaf)
     if weight is None:
         return Shown.of(leaf, None, None, gradient_dtype)
-    if stored is not None and has_values(leaf):
+    if stored is not None and not isinstance(leaf, SHAPES):
         # A stage of a pipeline has its part of a stack of layers, which may be a single layer: its axis has no view.
         extra = len(stored.stack)
         if len(weight.layout.matrix_shape(leaf.shape)) == 2 and stored.stack == (1,) * extra:

@@ -13,14 +13,15 @@ views hold arrays, therefore moves by the same rules as the census.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 import jax.numpy as jnp
+from jax.extend import core
 from jax.typing import DTypeLike
 
-from tcfp_jax.conversion.trace import Equation
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.weights.layout import Layout
 
@@ -34,6 +35,17 @@ _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
+
+
+class Equation(Protocol):
+    """An equation of a jaxpr. Its variables are Any, because JAX's type of an abstract value has no shape."""
+
+    primitive: core.Primitive
+    params: dict[str, Any]
+    invars: list[Any]
+    outvars: list[Any]
+    source_info: Any
+    ctx: Any
 
 
 class _Movable(Protocol):
@@ -274,11 +286,11 @@ class Factors:
         'ca,ab->cb'
         """
         contraction, layout = self.contraction, self.contraction.layout
-        kernel, rest = _LETTERS[: len(self.roles)], iter(_LETTERS[len(self.roles) :])
+        kernel, free = _LETTERS[: len(self.roles)], iter(_LETTERS[len(self.roles) :])
         shared = dict(zip(contraction.inputs + contraction.stack, layout.inputs + layout.stack, strict=True))
-        x = [kernel[shared[axis]] if axis in shared else next(rest) for axis in range(contraction.ndim)]
-        result = [*(kernel[a] for a in layout.stack), *(x[a] for a in contraction.rest),
-                  *(kernel[a] for a in layout.outputs)]  # fmt: skip
+        x = [kernel[shared[axis]] if axis in shared else next(free) for axis in range(contraction.ndim)]
+        rest = [letter for axis, letter in enumerate(x) if axis not in shared]
+        result = [*(kernel[axis] for axis in layout.stack), *rest, *(kernel[axis] for axis in layout.outputs)]
         if contraction.order is not None:
             result = [result[place] for place in contraction.order]
         return f"{''.join(x)},{kernel}->{''.join(result)}"
@@ -334,7 +346,7 @@ def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size:
     contraction = Contraction(
         Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
     )
-    rows = contraction.tokens(tuple(size[label] for label in x))
+    rows = math.prod(size[label] for label in x if label >= len(roles))
     return Factors(contraction, sizes(x_groups), sizes(out_groups), tuple(roles), rows)
 
 

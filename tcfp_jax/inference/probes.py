@@ -21,9 +21,9 @@ from jax import lax
 from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion.evaluate import Machine, bare
 from tcfp_jax.conversion.shown import Shown
-from tcfp_jax.conversion.trace import Equation, bind
+from tcfp_jax.conversion.trace import bind
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.conversion.views import Factors, factors, layout_of
+from tcfp_jax.conversion.views import Equation, Factors, factors, layout_of
 from tcfp_jax.recipes import Recipe
 
 

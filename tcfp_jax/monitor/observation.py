@@ -23,7 +23,6 @@ from tcfp_jax.conversion.evaluate import placed
 from tcfp_jax.conversion.trace import (
     CHECKPOINTS,
     Body,
-    Equation,
     arrays_in,
     bind,
     body_of,
@@ -33,6 +32,7 @@ from tcfp_jax.conversion.trace import (
     scan_options,
     trace,
 )
+from tcfp_jax.conversion.views import Equation
 from tcfp_jax.monitor.places import Found, Origin, Plan, Step, Unread, check_read, find, products_of
 from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
 from tcfp_jax.optim.gradients import filled, places_of, slots_of

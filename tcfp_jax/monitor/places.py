@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 
-from tcfp_jax.conversion.trace import CALLS, Body, Equation, bodies_of, body_of, eval_jaxpr, opened, scan_counts
+from tcfp_jax.conversion.trace import CALLS, Body, bodies_of, body_of, eval_jaxpr, opened, scan_counts
+from tcfp_jax.conversion.views import Equation
 from tcfp_jax.monitor.readings import forward_operands, gradient_operands
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
