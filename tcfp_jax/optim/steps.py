@@ -28,8 +28,8 @@ class Quality(NamedTuple):
 
     Attributes:
       moved: share of its values that changed.
-      edq: effective descent, <applied, wanted> / |wanted|**2: 1 if rounding keeps the update in the mean, 0 if it loses
-        the update or if the update is zero.
+      edq: effective descent, `<applied, wanted> / |wanted|**2`: 1 if rounding keeps the update in the mean, 0 if it
+        loses the update or if the update is zero.
     """
 
     moved: jax.Array
