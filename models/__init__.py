@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-BYTES = 256  # the tokens of plain text
-ComputeDtype = Literal["float32", "bfloat16"]  # of activations
+BYTES = 256  # number of tokens of plain text
+ComputeDtype = Literal["float32", "bfloat16"]  # dtypes of activations

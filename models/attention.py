@@ -1,4 +1,4 @@
-"""Causal attention, as every model here calls it."""
+"""Causal attention of all models."""
 
 from typing import Literal
 
@@ -9,24 +9,24 @@ Attention = Literal["auto", "products", "xla", "cudnn"]
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, how: Attention) -> jax.Array:
-    """`softmax(q kᵀ / sqrt(d) + causal mask) v`, q `[batch, positions, heads, d]`, k and v of `kv_heads` heads.
+    """Return `softmax(q kᵀ / sqrt(d) + causal mask) v`; q is `[batch, positions, heads, d]`, k and v have `kv_heads`.
 
     Scores and softmax are float32. Query head i reads head `i // (heads / kv_heads)` of k and v.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
-      how: "products" writes all scores, and repeats bit for bit everywhere; "xla" and "cudnn" are those of
-        `jax.nn.dot_product_attention` (cuDNN: flash attention, of GPUs and bfloat16 alone, several times as fast, with
-        gradients that differ in their last bits each time), which raises under strict dtype promotion in bfloat16;
-        "auto" is cuDNN on GPUs with bfloat16, and XLA elsewhere.
+      q: Queries.
+      k: Keys.
+      v: Values.
+      how: "products" writes all scores, and repeats bit for bit everywhere. "xla" and "cudnn" are implementations of
+        `jax.nn.dot_product_attention`, which raises in bfloat16 under strict dtype promotion. cuDNN is flash attention
+        on GPUs in bfloat16: several times as fast, with gradients that differ in their last bits each time. "auto" is
+        cuDNN on GPUs with bfloat16, and XLA elsewhere.
     """
     if how == "auto":
         how = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
     if how in ("xla", "cudnn"):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
-    # Without groups there is no axis of them: XLA adds in another order where there is one, be it of size 1.
+    # Without groups there must be no axis of size 1 for them, with which XLA would add in another order.
     g, grouped = ("", q) if k.shape[2] == q.shape[2] else ("g", q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
     scores = jnp.einsum(f"bqh{g}d,bkhd->bh{g}qk", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))

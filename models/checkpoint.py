@@ -1,16 +1,16 @@
-"""The folder of one training run: what it is, what it has seen, and states to continue from.
+"""The folder of one training run: its settings, its losses, and states to continue from.
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
-    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, a line a step; "monitor" where it was observed
-    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete, the newest two kept
+    DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor"
+    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept
 
 A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
-disk before checkpoint s starts, so on resuming the file is cut back to the newest complete checkpoint, from which the
-run repeats the steps that were lost, bit for bit. Nothing of times is in `metrics.jsonl`, so that even
-the files of a killed and of an uninterrupted run are equal.
+disk before checkpoint s starts. On resuming, the file is cut back to the newest complete checkpoint, and the run
+repeats the lost steps bit for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted run
+are equal.
 
-A checkpoint says nothing of the mesh and the processes that wrote it: each process writes its part, and any mesh of any
-number of processes reads what it needs, bit for bit. The first process writes the other files.
+A checkpoint does not depend on the mesh that wrote it: each process writes its part, and any mesh of any number of
+processes reads its own. The first process writes the other files.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor,
 
 
 class RunDirectory:
-    """Opens `path` for one run; use it as a context manager.
+    """The folder of one run; use it as a context manager.
 
     Args:
-      path: folder, created if missing.
-      config: of the run; `dtype="auto"` is stored as what it stands for here.
+      path: The folder, created if it is missing.
+      config: Settings of the run; `dtype="auto"` is stored as the dtype on this machine.
       corpus_digest: `models.text.Corpus.digest`.
-      resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
-      option: of the command line, which chooses another folder.
+      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or starts one.
+      option: Option of the command line that chooses another folder, for messages.
 
     Raises:
       FileExistsError: the folder holds a run and `resume` is "never", or it holds parts of a run without its config.
@@ -60,7 +60,7 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path).absolute()
         wanted = describe(config, corpus_digest)
-        # Nobody writes before all have looked, and nobody goes on before it is written.
+        # All processes look before the first one writes, and wait until it has written.
         together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted, option))
         self._manager = ocp.CheckpointManager(
@@ -99,19 +99,19 @@ class RunDirectory:
 
     @property
     def newest_step(self) -> int:
-        """The steps before the newest complete checkpoint; 0 where there is none."""
+        """Number of steps before the newest complete checkpoint; 0 if there is none."""
         return self._manager.latest_step() or 0
 
     @property
     def holds_state(self) -> bool:
-        """Whether there is a complete checkpoint; of a run that started from parameters it may be that of step 0."""
+        """If there is a complete checkpoint; a run that started from parameters has one of step 0."""
         return self._manager.latest_step() is not None
 
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
-        """The newest complete state and the losses of the steps before it; `initial` and `[]` if there is none.
+        """Return the newest complete state and the losses before it, or `initial` and `[]` if there is none.
 
-        Its arrays lie as those of `initial`, whatever the mesh of the run that wrote them; where there is a checkpoint
-        the shapes of a state will do (`models.training.state_shapes`). Cuts `metrics.jsonl` back to that step.
+        The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If there is a checkpoint, the
+        shapes of a state are enough (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step.
 
         Raises:
           ValueError: the checkpoint cannot be read, or the metrics of a step before it are missing.
@@ -126,9 +126,9 @@ class RunDirectory:
         return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
 
     def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
-        """Add the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics.
+        """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics.
 
-        `report` is what the last of them says of its numerics (`models.monitoring.written`), or None.
+        `report` belongs to the last of them (`models.monitoring.written`), or is None.
         """
         if not is_first():
             return
@@ -140,19 +140,17 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Write a checkpoint after `step` steps; a no-op if that one exists. Returns when it is complete."""
+        """Write the checkpoint after `step` steps unless it exists; return when it is complete."""
         if self._manager.latest_step() != step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def _damaged(self, step: int, error: Exception) -> str:
-        """What to say of a checkpoint that is complete by its name, and cannot be read: a disk lost part of it."""
+        """Return the message on a checkpoint that has a name but lost files on disk."""
         before = [other for other in self._manager.all_steps() if other < step]
         repair = f"remove that folder to continue from step {max(before)}" if before else "start in another folder"
-        # The first line: tensorstore appends pages of its own settings.
+        # Only the first line, because tensorstore appends pages of its own settings.
         cause = str(error).partition(" [")[0].partition("\n")[0]
-        return (
-            f"{self.path / CHECKPOINTS / str(step)} is no checkpoint of this run that can be read ({cause}); {repair}"
-        )
+        return f"{self.path / CHECKPOINTS / str(step)} is not a readable checkpoint of this run ({cause}); {repair}"
 
     def _cut_metrics(self, steps: int) -> list[float]:
         path = self.path / METRICS_FILE
@@ -169,18 +167,18 @@ class RunDirectory:
                 f"{path} does not hold steps 1 to {steps} of the checkpoint, one line each; restore the file or start "
                 "in another folder"
             )
-        if is_first():  # the others find the same steps before and after
+        if is_first():  # the other processes read the same steps before and after
             replace_file(path, "".join(kept))
         return [math.nan if entry["loss"] is None else entry["loss"] for entry in entries]
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run was started in `path`."""
+    """Return whether a run was started in `path`."""
     return (path / CONFIG_FILE).is_file()
 
 
 def read_config(path: Path) -> TrainConfig:
-    """The configuration of the run in `path`."""
+    """Return the configuration of the run in `path`."""
     content = _stored(path)
     fields = {**content["config"], "data": tuple(content["config"]["data"])}
     if isinstance(fields["model"], dict):
@@ -190,7 +188,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def _read_recipe(described: Any) -> Any:
-    """A recipe, or the name of one, from how a folder describes it."""
+    """Return the recipe, or its name, that a folder describes."""
     if not isinstance(described, dict):
         return described
     parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)}
@@ -213,18 +211,18 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _metrics_line(step: int, loss: float, report: Any = None) -> str:
-    # JSON has no NaN; null says that the run diverged.
+    # JSON has no NaN, so null marks a run that diverged.
     entry = {"step": step, "loss": loss if math.isfinite(loss) else None}
     return json.dumps(entry if report is None else {**entry, "monitor": report}) + "\n"
 
 
 def export(path: Path, params: Any) -> None:
-    """Write float32 parameters, stored ones dequantized, as an `.npz` of arrays named as "block_0/qkv/kernel".
+    """Write float32 parameters as an `.npz` of arrays with names such as "block_0/qkv/kernel".
 
-    All processes call it, and the first one writes, into a folder that it makes where there is none.
+    All processes call it, and the first one writes. The folder is created if it is missing.
 
     Raises:
-      ValueError: the path does not end in ".npz", or no file can be there.
+      ValueError: the path does not end in ".npz", or no file can be written there.
     """
     check_export(path)
     leaves, _ = jax.tree_util.tree_flatten_with_path(float_parameters(params))
@@ -236,11 +234,11 @@ def export(path: Path, params: Any) -> None:
 
 
 def check_export(path: Path) -> None:
-    """Make the folder of this path, and raise `ValueError` where `export` cannot write to it."""
-    if path.suffix != ".npz":  # NumPy would append it
-        raise ValueError(f"{path} is to hold NumPy arrays by name; choose a name that ends in .npz")
+    """Create the folder of this path, and raise `ValueError` if `export` cannot write to it."""
+    if path.suffix != ".npz":  # NumPy would append it silently
+        raise ValueError(f"{path} must hold NumPy arrays by name; choose a name that ends in .npz")
     if path.is_dir():
-        raise ValueError(f"{path} is to be a file of NumPy arrays, and is a folder; choose another name")
+        raise ValueError(f"{path} must be a file of NumPy arrays, but is a folder; choose another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -262,7 +260,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
-    """What must be equal for a run to be continued; names are stored with what they stand for today."""
+    """Return the settings that must be equal to continue a run, with names and the values behind them."""
     fields = dataclasses.asdict(dataclasses.replace(config, dtype=config.compute_dtype))
     if isinstance(config.recipe, Recipe):
         fields["recipe"] = _describe_recipe(config.recipe)
@@ -277,7 +275,7 @@ def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:
 
 
 def _describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a recipe, and of the values in it, which say what they are: Tensor and Row have the same fields."""
+    """Return the fields of a recipe with the class of each nested value: Tensor and Row have the same fields."""
     fields = dataclasses.asdict(recipe)
     for name, part in _nested(fields):
         part["kind"] = type(getattr(recipe, name)).__name__
@@ -291,14 +289,14 @@ def _nested(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], option: str) -> None:
     old, new = flatten(stored), flatten(json.loads(json.dumps(wanted)))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    # What a text is called does not matter where it is the same.
+    # The name of a text does not matter if its digest is the same.
     if "text" not in names:
         names = [name for name in names if name != "config.data"]
-    # A different name explains the differences of what it stands for.
+    # A different name explains every difference behind it.
     for part in ("model", "recipe"):
         if f"config.{part}" in names:
             names = [name for name in names if not name.startswith(f"{part}.")]
-    # Of a model without a name the sizes are those of the config.
+    # A model without a name has its sizes in the config already.
     names = [name for name in names if f"config.{name}" not in names]
     if "config.model" in names:
         names = [name for name in names if name != "family"]
@@ -313,7 +311,7 @@ def _check_same(path: Path, stored: dict[str, Any], wanted: dict[str, Any], opti
         raise ValueError(f"{path} holds another run: {differences}; {repair}")
 
 
-# How parameters of one kind become those of the kind that was asked for.
+# Advice: how to convert parameters to the kind that was asked for.
 _CONVERSIONS = {
     "stored": " (tcfp_jax.store(params, recipe, key=key) makes stored parameters of float ones)",
     "float": " (tcfp_jax.dequantize(params) makes float parameters of stored ones)",
@@ -321,7 +319,7 @@ _CONVERSIONS = {
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts, named as "config.model".
+    """Return the leaves of nested dicts under names such as "config.model".
 
     >>> flatten({"config": {"model": "tiny"}, "text": 1})
     {'config.model': 'tiny', 'text': 1}

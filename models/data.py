@@ -1,10 +1,10 @@
-"""Text of one's own to train on: files and folders as bytes, or one NumPy file of token ids.
+"""Your own text to train on: files and folders as bytes, or one NumPy file of token ids.
 
     python -m models.train --data novels/ notes.txt                       any UTF-8 text, folders recursively, as bytes
     python -m models.train --model llama-tiny --data ids.npy --vocabulary 50257
 
-Files stand in the order of a hash of their names, and the last twentieth of the text is held out: of many files some
-are, and of one its end. Where a limit bites, the files that stay are a sample of all. Ids keep their order.
+Files are in the order of a hash of their names, and the last twentieth of the text is held out: some of many files, or
+the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,23 +16,21 @@ from models.text import SEPARATOR, Corpus, stable_hash
 
 HELDOUT_SHARE = 20
 IDS_SUFFIX = ".npy"
-MOST_TOKENS = 2**31 - 1  # where windows begin is an int32
+MOST_TOKENS = 2**31 - 1  # the start of a window is an int32
 
 
 def check_names(data: Sequence[str], vocabulary: int | None) -> None:
-    """Raise `ValueError` where names of files and a vocabulary do not go together; nothing is read.
+    """Raise `ValueError` if names of files and a vocabulary do not fit together; nothing is read.
 
     >>> check_names(("ids.npy",), 50257)
     """
     if isinstance(data, str) or not all(isinstance(path, str) for path in data):
-        raise ValueError(f"data={data!r} is no sequence of paths as strings; write data=({str(data)!r},)")
+        raise ValueError(f"data={data!r} is not a sequence of paths as strings; write data=({str(data)!r},)")
     ids = [path for path in data if path.endswith(IDS_SUFFIX)]
     if ids and len(data) > 1:
         raise ValueError(f"data={list(data)} is more than {ids[0]}; give one {IDS_SUFFIX} of token ids, or text alone")
     if ids and vocabulary is None:
-        raise ValueError(
-            f"{ids[0]} holds token ids, but no vocabulary is given; say how many ids there are by vocabulary"
-        )
+        raise ValueError(f"{ids[0]} holds token ids, but no vocabulary is given; set vocabulary to their number")
     if vocabulary is not None and not ids:
         raise ValueError(
             f"vocabulary={vocabulary} is for token ids, and text is bytes; leave it, or give one {IDS_SUFFIX} as data"
@@ -42,18 +40,18 @@ def check_names(data: Sequence[str], vocabulary: int | None) -> None:
 
 
 def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit: int = 2**63 - 1) -> Corpus:
-    """Read text, or map ids of tokens, and hold the last twentieth out.
+    """Read text, or map token ids, and hold the last twentieth out.
 
     Args:
-      data: files and folders of UTF-8 text, of which hidden files and folders and files that are no text are left out;
-        or one `.npy` of integers, which is mapped and not read at once.
-      vocabulary: every id of an `.npy` is below it.
-      byte_limit: at most about so many bytes of text, or of the array.
+      data: Files and folders of UTF-8 text, without hidden files and files that are not text; or one `.npy` of
+        integers, which is mapped and not read at once.
+      vocabulary: Number of token ids of an `.npy`.
+      byte_limit: Largest size in bytes of the text or of the array, about.
 
     Raises:
-      FileNotFoundError: a path that does not exist, or a folder without text.
-      ValueError: names that do not go together, a file that is named and is no text, an array that is not a row of
-        integers, an id that is negative or not below the vocabulary, or more tokens than can be counted in an int32.
+      FileNotFoundError: a path does not exist, or a folder holds no text.
+      ValueError: names do not fit together, a named file is not text, an array is not a row of integers, an id is out
+        of range, or there are more tokens than an int32 can count.
     """
     check_names(data, vocabulary)
     for path in map(Path, data):
@@ -81,10 +79,10 @@ def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
     try:
         ids = np.load(path, mmap_mode="r")
     except ValueError as error:
-        raise ValueError(f"{path} is no array of numbers ({error}); write one with numpy.save") from error
+        raise ValueError(f"{path} is not an array of numbers ({error}); write one with numpy.save") from error
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise ValueError(
-            f"{path} holds {ids.dtype} {list(ids.shape)}, and token ids are a row of integers; save them as uint16 or "
+            f"{path} holds {ids.dtype} {list(ids.shape)}, but token ids are a row of integers; save them as uint16 or "
             "uint32, flattened"
         )
     ids = ids[: byte_limit // ids.dtype.itemsize]
@@ -99,7 +97,7 @@ def _ids(path: Path, vocabulary: int, byte_limit: int) -> np.ndarray:
 
 
 def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]]:
-    """(names, texts) in order, as many as the limit allows."""
+    """Return (names, texts) in order, up to the limit."""
     found: dict[Path, str] = {}
     for root in map(Path, data):
         if root.is_dir():
@@ -117,7 +115,9 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
         text = path.read_bytes()
         if not _is_text(text):
             if path.resolve() in named:
-                raise ValueError(f"{path} is no text: not UTF-8, or with zero bytes; give text, or {IDS_SUFFIX} of ids")
+                raise ValueError(
+                    f"{path} is not text: not UTF-8, or with zero bytes; give text, or {IDS_SUFFIX} of ids"
+                )
             continue
         texts[path.resolve()] = text[: byte_limit - total] + SEPARATOR
         total += len(text) + 1

@@ -4,11 +4,11 @@
     x = x + attention(LN(x));  x = x + W_2 gelu(W_1 LN(x))      (layers times)
     logits = LN(x) Eᵀ
 
-Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, so its recipe decides how it multiplies;
-with the recipe None it is Flax's own `Dense`, of the same parameters, for a conversion to choose among. Embeddings,
-LayerNorm, attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8
-recipe. The tokens are bytes: of `gpt2`'s 50304 embedding rows only the first 256 are ever a token or a target. The
-other rows are there so that `gpt2` has GPT-2's 124M parameters and its head GPT-2's cost.
+Every dense layer (qkv, projection and the two of the MLP) is a `TCFPDense`, whose recipe decides how it multiplies.
+With the recipe None it is Flax's `Dense` with the same parameters, which can be converted. Embeddings, LayerNorm,
+attention and the tied head stay in `dtype` (LayerNorm and softmax in float32), as in every published FP8 recipe. Tokens
+are bytes, so only 256 of `gpt2`'s 50304 embedding rows are used. The others give it GPT-2's 124M parameters and the
+cost of its head.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
@@ -33,14 +33,15 @@ class GPTConfig:
     """Size of a `GPT`.
 
     Attributes:
-      layers, width, heads: blocks, model dimension d, attention heads (d / heads values each).
-      context: the most positions a sequence may have.
-      vocabulary: rows of the embedding table, at least 256.
-      attention: as `models.attention.causal_attention` takes it: "products" repeats bit for bit everywhere, flash
+      layers, width, heads: Number of blocks, model dimension d, attention heads (d / heads values each).
+      context: Longest sequence.
+      vocabulary: Rows of the embedding table, at least 256.
+      attention: Argument of `models.attention.causal_attention`: "products" repeats bit for bit everywhere, flash
         attention is faster.
 
     Raises:
-      ValueError: a size below 1, heads that do not divide the width, a vocabulary below 256, or an unknown attention.
+      ValueError: a size is below 1, heads do not divide the width, the vocabulary is below 256, or the attention is
+        unknown.
     """
 
     layers: int
@@ -69,11 +70,12 @@ MODELS = {
 
 
 class ByteEmbedding(nn.Embed):
-    """`nn.Embed` whose lookup and head are products, with the same parameter.
+    """`nn.Embed` with the same parameter, whose lookup and head are products.
 
-    The lookup multiplies by one-hot rows: exact forward, and in the backward pass a product where `nn.Embed` has a
-    scatter-add, whose float atomics on a GPU add in another order each time and would break bit-for-bit resuming. It
-    reads the first 256 rows only, so tokens must be bytes. `attend` multiplies in `dtype` and keeps the float32 sums.
+    The lookup multiplies by one-hot rows, which is exact. Its backward pass is a product, too. `nn.Embed` has a
+    scatter-add there, whose float atomics on a GPU add in a different order each time and would break bit-for-bit
+    resuming. It reads only the first 256 rows, so tokens must be bytes. `attend` multiplies in `dtype` and keeps the
+    float32 sums.
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -82,7 +84,7 @@ class ByteEmbedding(nn.Embed):
         return jnp.dot(jax.nn.one_hot(inputs, BYTES, dtype=table.dtype), table)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """Logits `[..., num_embeddings]`, float32, of `[..., features]`."""
+        """Return logits `[..., num_embeddings]`, float32, of `[..., features]`."""
         table = jnp.asarray(self.embedding, self.dtype)
         return jnp.dot(query.astype(table.dtype), table.T, preferred_element_type=jnp.float32)
 
@@ -104,7 +106,7 @@ class Block(nn.Module):
         attended = causal_attention(q, k, v, config.attention).reshape(x.shape)
         x = x + self._dense("projection", width, scaled="residual")(attended)
         hidden = self._dense("mlp_in", 4 * width)(_normalize("mlp_norm", x))
-        # Recomputed in the backward pass: one pass over memory there, where its tanh, kept, would take three.
+        # Recomputed in the backward pass, which takes one pass over memory; a kept tanh would take three.
         hidden = jax.checkpoint(jax.nn.gelu)(hidden)
         return x + self._dense("mlp_out", width, scaled="residual")(hidden)
 
@@ -123,15 +125,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
-    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`.
+    With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
+    positions]`.
 
     Attributes:
-      config: the size.
-      recipe: of every dense layer; a `tcfp_jax.Recipe` or the name of one, or None for Flax's layers.
-      dtype: of activations, and of the embedding's and the head's products.
+      config: The size.
+      recipe: Recipe of every dense layer, or its name; None for Flax's layers.
+      dtype: Dtype of activations, and of the products of embedding and head.
 
     Raises:
-      ValueError: more positions than `config.context`, or an unknown dtype.
+      ValueError: the sequence is longer than `config.context`, or the dtype is unknown.
     """
 
     config: GPTConfig
@@ -140,7 +143,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-        """Predict the byte after each position, or say how well it was predicted."""
+        """Predict the byte after each position, or return the loss of the prediction."""
         config = self.config
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -161,7 +164,7 @@ class GPT(nn.Module):
 
 
 def initial_deviation(width: int) -> float:
-    """Standard deviation of initial weights: GPT-2's 0.02 at its width 768, and as 1/sqrt(width) elsewhere.
+    """Return the standard deviation of initial weights: GPT-2's 0.02 at width 768, and as 1/sqrt(width).
 
     >>> initial_deviation(768)
     0.02
@@ -170,5 +173,5 @@ def initial_deviation(width: int) -> float:
 
 
 def _normalize(name: str, x: jax.Array) -> jax.Array:
-    """LayerNorm computed in float32 and returned in the dtype of x."""
+    """Apply LayerNorm in float32, and return the dtype of x."""
     return nn.LayerNorm(epsilon=1e-5, dtype=jnp.float32, name=name)(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,12 +1,12 @@
-"""Llamas as Transformers has them: names of tensors and the configuration, in both directions.
+"""Llamas in the form of Transformers: names of tensors and the configuration, in both directions.
 
     tensors = to_huggingface(params, config, Fp4())                   # float parameters, or variables that serve
     save_compressed("folder", tensors, config=llama_dict(config))
     tensors, found = load_compressed("folder")
     variables = from_huggingface(tensors, llama_config(found))        # of Llama(llama_config(found))
 
-Torch's matrices are `[out, in]` and have a layer each; ours are `[in, out]` in a stack of all layers. Rotary positions
-turn the same pairs in both.
+Torch's matrices are `[out, in]`, one per layer; ours are `[in, out]` in a stack of all layers. Rotary positions turn
+the same pairs in both.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,15 @@ PROJECTIONS = {
     **{ours: f"mlp.{theirs}" for ours, theirs in _MLP.items()},
 }
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-# Multiplied as one matrix by engines, so quantized as one, here and by `quantize_params(..., fused=FUSED)`.
+# Engines multiply these as one matrix, so they share scales, as in `quantize_params(..., fused=FUSED)`.
 FUSED = (("query", "key", "value"), ("gate", "up"))
 _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Scales by which an engine may round activations and its cache, which stay bfloat16 here.
+# Scales of activations and cache that an engine may round; both stay bfloat16 here.
 _OF_ACTIVATIONS = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 def llama_dict(config: LlamaConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """`config.json` of Transformers' LlamaForCausalLM for a size.
+    """Return the `config.json` of Transformers' LlamaForCausalLM for a size.
 
     >>> from models.llama import LLAMAS
     >>> llama_dict(LLAMAS["llama-tiny"])["intermediate_size"]
@@ -55,10 +55,10 @@ def llama_dict(config: LlamaConfig, dtype: str = "bfloat16") -> dict[str, Any]:
 
 
 def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
-    """The size that a `config.json` describes.
+    """Return the size that a `config.json` describes.
 
     Raises:
-      ValueError: another model, or a Llama with what `models.llama` does not compute.
+      ValueError: it describes another model, or a Llama with an option that `models.llama` does not have.
 
     >>> from models.llama import LLAMAS
     >>> llama_config(llama_dict(LLAMAS["llama-tiny"])) == LLAMAS["llama-tiny"]
@@ -87,19 +87,19 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
 def to_huggingface(
     variables: Mapping[str, Any], config: LlamaConfig, scaling: Scaling | None = None, dtype: DTypeLike = jnp.bfloat16
 ) -> dict[str, Any]:
-    """The tensors of a Llama by the names that Transformers gives them.
+    """Return the tensors of a Llama by Transformers' names.
 
     Args:
-      variables: float parameters, or `{"params": ..., "tcfp": ...}` of `quantize_params(..., fused=FUSED)`.
-      config: of the model.
-      scaling: quantizes the float matrices of the layers, q with k and v, gate with up.
-      dtype: of what stays float.
+      variables: Float parameters, or `{"params": ..., "tcfp": ...}` of `quantize_params(..., fused=FUSED)`.
+      config: Size of the model.
+      scaling: Quantizes the float matrices of the layers, q with k and v, gate with up.
+      dtype: Dtype of tensors that stay float.
 
     Returns:
-      NumPy's arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
+      NumPy arrays, and `Operand`s `[n, k]` of them for weights that are quantized.
 
     Raises:
-      ValueError: `scaling` for weights that are quantized.
+      ValueError: `scaling` is given for weights that are quantized already.
     """
     params, stored = variables.get("params", variables), variables.get("tcfp", {})
     layers = params["layers"]
@@ -115,7 +115,7 @@ def to_huggingface(
             raise ValueError(f"scaling={scaling}, but {group} are quantized already; leave it out")
         matrices |= {name: _stack(weight.for_forward("hi")) for name, weight in held.items() if weight is not None}
         matrices |= floats if scaling is None else quantize_together(floats, scaling)
-    # On the host, where they go: a slice of a layer on a device would be a program of its own.
+    # On the host, because each slice of a layer on a device would compile a program of its own.
     matrices, layers = jax.device_get((matrices, layers))
     for layer in range(config.layers):
         one = lambda stack, layer=layer: jax.tree.map(lambda leaf: leaf[layer, ...], stack)
@@ -126,21 +126,20 @@ def to_huggingface(
 
 
 def _stack(weight: Operand) -> Operand:
-    """A stack of matrices; of a stack of one layer `find_weights` makes a matrix."""
+    """Return a stack of matrices; `find_weights` makes a matrix of a stack of one layer."""
     return weight if weight.values.ndim == 3 else jax.tree.map(lambda leaf: leaf[None, ...], weight)
 
 
 def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
-    """The variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with what is quantized.
+    """Return the variables of a `Llama`: `{"params": ...}`, and `"tcfp"` with quantized weights.
 
     Args:
-      tensors: by Transformers' names, arrays and `Stored` weights, as `load_compressed` gives them. Scales of
-        activations and of the cache are left out: both stay float here.
-      config: of the model, `llama_config` of its `config.json`.
+      tensors: Arrays and `Stored` weights by Transformers' names, as `load_compressed` returns them. Scales of
+        activations and of the cache are left out, because both stay float here.
+      config: Size of the model, `llama_config` of its `config.json`.
 
     Raises:
-      ValueError: a tensor that the model does not have, or one that it has and is missing; layers of which one stores a
-        weight otherwise than another.
+      ValueError: a tensor is unknown or missing, or layers store a weight in different ways.
     """
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_OF_ACTIVATIONS)}
     variables: dict[str, Any] = {"params": {}, "tcfp": {}}
@@ -158,7 +157,7 @@ def from_huggingface(tensors: Mapping[str, Any], config: LlamaConfig) -> dict[st
             put(variables["params"], names, value)
         elif names[-1] == "kernel":
             put(variables["tcfp"], names, value)
-            put(variables["params"], names[:-1], {})  # Flax tells by its parameters that a layer is there
+            put(variables["params"], names[:-1], {})  # Flax knows a layer by its parameters
         else:
             raise ValueError(f"{'/'.join(names)} is quantized, but no product reads it; keep it float")
 

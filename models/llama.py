@@ -3,12 +3,11 @@
     x = E[token]
     x = x + W_o attention(rotate(W_q n), rotate(W_k n), W_v n)                  n = RMSNorm(x)
     x = x + W_down (silu(W_gate n) * W_up n)                                    n = RMSNorm(x)      (layers times)
-    logits = W_head RMSNorm(x)                                                  W_head = Eᵀ where the head is tied
+    logits = W_head RMSNorm(x)                                                  W_head = Eᵀ if the head is tied
 
-It is written in plain Flax, as a model of anybody's would be, and knows nothing of low precision: `models.families`
-converts it. Layers are scanned, so that a program has one block whatever the depth, and `remat` says what a block
-keeps for its backward pass. Matrices have no bias. Parameters are float32 and activations `dtype`; norms, rotations
-and softmax compute in float32.
+It is plain Flax, like anybody's model, without low precision: `models.families` converts it. Layers are scanned, so
+that a program has one block at any depth. `remat` chooses the values that a block keeps for its backward pass. Matrices
+have no bias. Parameters are float32 and activations `dtype`; norms, rotations and softmax compute in float32.
 
 Sources: Touvron et al. 2023, "Llama 2"; Grattafiori et al. 2024, "The Llama 3 Herd of Models" (sizes; without the
 stretched frequencies by which Llama 3.1 and 3.2 reach a context of 131072).
@@ -32,10 +31,9 @@ Head = Literal["tied", "untied"]
 Remat = Literal["none", "block", "products"]
 INITIAL_DEVIATION = 0.02
 
-# What remat="products" keeps of a block: the inputs of its backward pass that only a product could make again.
+# Values that remat="products" keeps: inputs of the backward pass that only a product could make again.
 KEPT_NAMES = ("query", "key", "value", "attended", "attention_residual", "gate", "up")
-# The forward pass of flash attention gives sums that its backward pass needs; they have no name, so it is known by its
-# own.
+# Flash attention returns sums without a name that its backward pass needs, so it is known by its primitive.
 FLASH_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
@@ -44,21 +42,22 @@ class LlamaConfig:
     """Size of a `Llama`, and how it runs.
 
     Attributes:
-      layers, width, heads: blocks, model dimension d, query heads (d / heads values each).
-      kv_heads: heads of keys and values; each serves heads / kv_heads query heads.
-      hidden: values between the matrices of a SwiGLU.
-      context: the most positions a sequence may have: rows of the table of rotations.
-      vocabulary: rows of the embedding table, at least 256.
-      head: "tied" multiplies by the embedding table, "untied" has a matrix of its own.
-      rope_theta: base of the wavelengths of rotary positions.
-      norm_eps: added to mean squares.
-      attention: as `models.attention.causal_attention` takes it; "auto" is flash attention where there is one.
-      remat: what a block keeps for its backward pass: "none" recomputes nothing; "products" recomputes all but
-        products and attention; "block" keeps the block's input alone, and of a loss the head's.
+      layers, width, heads: Number of blocks, model dimension d, query heads (d / heads values each).
+      kv_heads: Heads of keys and values; each serves heads / kv_heads query heads.
+      hidden: Values between the matrices of a SwiGLU.
+      context: Longest sequence, and rows of the table of rotations.
+      vocabulary: Rows of the embedding table, at least 256.
+      head: "tied" multiplies by the embedding table; "untied" has a matrix of its own.
+      rope_theta: Base of the wavelengths of rotary positions.
+      norm_eps: Constant added to mean squares.
+      attention: Argument of `models.attention.causal_attention`; "auto" is flash attention if the device has it.
+      remat: Values that a block keeps for its backward pass. "none" recomputes nothing. "products" recomputes
+        everything except products and attention. "block" keeps only the block's input, and of the loss only the head's
+        input.
 
     Raises:
-      ValueError: a size below 1, heads that do not divide the width, an odd size of heads, kv_heads that do not divide
-        heads, a vocabulary below 256, a theta or an epsilon that is not positive, or an unknown choice.
+      ValueError: a size is below 1, heads do not divide the width or have an odd size, kv_heads do not divide heads,
+        the vocabulary is below 256, theta or epsilon is not positive, or a choice is unknown.
     """
 
     layers: int
@@ -81,7 +80,7 @@ class LlamaConfig:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
         if self.head_size % 2:
             raise ValueError(
-                f"heads={self.heads} of width={self.width} have {self.head_size} values each, and rotary positions "
+                f"heads={self.heads} of width={self.width} have {self.head_size} values each, but rotary positions "
                 "turn pairs; choose heads of an even size"
             )
         if self.heads % self.kv_heads:
@@ -118,9 +117,9 @@ LLAMAS = {
 
 
 class Block(nn.Module):
-    """One block, `[batch, positions, width]` to the same; called as `nn.scan` calls.
+    """One block, `[batch, positions, width]` to the same, with the signature that `nn.scan` needs.
 
-    `dot_general_cls` is `nn.Dense`'s: how its dense layers multiply.
+    `dot_general_cls` is passed to its `nn.Dense` layers.
     """
 
     config: LlamaConfig
@@ -159,28 +158,28 @@ class Block(nn.Module):
 
 
 class Matrix(nn.Module):
-    """The parameter `kernel`, for a product that is written where it is needed."""
+    """The parameter `kernel` of a product that the caller writes."""
 
     shape: tuple[int, int]
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        """The kernel, float32."""
+        """Return the kernel, float32."""
         return self.param("kernel", nn.initializers.normal(INITIAL_DEVIATION), self.shape, jnp.float32)
 
 
 class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
-    With `targets`, integers `[batch, positions]`, to the cross-entropy of each, float32 `[batch, positions]`: the
-    logits of all tokens are then never float32, and with remat="block" they never exist.
+    With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
+    positions]`. The logits of all tokens are then never float32, and with remat="block" they never exist together.
 
     Attributes:
-      config: the size, and how it runs.
-      dtype: of activations and of what matrices multiply; logits are rounded to it once, too.
+      config: The size, and how it runs.
+      dtype: Dtype of activations and operands; logits are rounded to it once, too.
 
     Raises:
-      ValueError: more positions than `config.context`, or an unknown dtype.
+      ValueError: the sequence is longer than `config.context`, or the dtype is unknown.
     """
 
     config: LlamaConfig
@@ -188,7 +187,7 @@ class Llama(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-        """Predict the token after each position, or say how well it was predicted."""
+        """Predict the token after each position, or return the loss of the prediction."""
         config, positions = self.config, tokens.shape[-1]
         if self.dtype not in get_args(ComputeDtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; use one of {list(get_args(ComputeDtype))}")
@@ -198,7 +197,7 @@ class Llama(nn.Module):
                 "rotations; shorten the sequence"
             )
         normal, dtype = nn.initializers.normal(INITIAL_DEVIATION), jnp.dtype(self.dtype)
-        # Looked up in float32 and rounded afterwards: gradients of a token that comes often are added in float32.
+        # Rounded after the lookup, so that the gradients of a frequent token are added in float32.
         embedding = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="embedding")
         x = looked_up(embedding.embedding, tokens, dtype)
         rotation = rotations(positions, config.head_size, config.rope_theta)
@@ -208,7 +207,7 @@ class Llama(nn.Module):
             matrix = embedding.embedding.T
         else:
             matrix = Matrix((config.width, config.vocabulary), name="head")()
-        # Rounded where it multiplies: gradients of some tokens at a time are then added in float32.
+        # Rounded within the product, so that the gradients of chunks of tokens are added in float32.
         head = lambda x: x @ matrix.astype(dtype)
         if targets is not None:
             return head_losses(head, x, targets, kept="inputs" if config.remat == "block" else "logits")
@@ -225,7 +224,7 @@ def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
 
 
 def rotations(positions: int, size: int, theta: float) -> jax.Array:
-    """Cosines and sines of the angles `position * theta**(-2 i / size)`, float32 `[2, positions, size / 2]`.
+    """Return cosines and sines of the angles `position * theta**(-2 i / size)`, float32 `[2, positions, size / 2]`.
 
     >>> bool(jnp.allclose(rotations(2, 4, 100.0)[0, 1], jnp.cos(jnp.array([1.0, 0.1]))))
     True
@@ -238,7 +237,7 @@ def rotations(positions: int, size: int, theta: float) -> jax.Array:
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     """Turn the pairs `(x[i], x[i + d/2])` by the angles of their positions; `[..., positions, heads, d]`.
 
-    The pairs are those of Llama's checkpoints in Transformers. Computed in float32, returned in the dtype of x.
+    The pairs match Llama's checkpoints in Transformers. The sum is float32, the result has the dtype of x.
     """
     cos, sin = rotation[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -246,15 +245,15 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
 
 
 def _rematerialised(remat: Remat) -> Any:
-    """`Block`, with its backward pass recomputing what the choice says."""
+    """Return `Block` with a backward pass that recomputes as `remat` says."""
     if remat == "none":
         return Block
-    # A loop's body needs no guard against common subexpressions: forward and backward pass are two loops.
+    # XLA cannot merge the recomputation with the forward pass, because each is a loop of its own.
     return nn.remat(Block, policy=_keeps_products() if remat == "products" else None, prevent_cse=False)
 
 
 def _keeps_products() -> Callable[..., bool]:
-    """The policy of remat="products": what is named in `KEPT_NAMES`, and the whole result of flash attention."""
+    """Return the policy of remat="products", which keeps `KEPT_NAMES` and the result of flash attention."""
     named = jax.checkpoint_policies.save_only_these_names(*KEPT_NAMES)
 
     def keeps(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -2,9 +2,9 @@
 
     loss[token] = logsumexp(logits[token]) - logits[token, target]
 
-With a vocabulary of 128256 the float32 logits of 16384 tokens have 8.4 GB, and a backward pass as usually written holds
-several arrays of that size. `head_losses` keeps the logits once, in the dtype of the head's product, or not at all:
-then the head's product is computed again in the backward pass, for some tokens at a time.
+With a vocabulary of 128256, the float32 logits of 16384 tokens take 8.4 GB, and the usual backward pass holds several
+arrays of that size. `head_losses` keeps the logits once, in the dtype of the head's product. Or it keeps none of them,
+and computes the product again in the backward pass, for some tokens at a time.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from jax import lax
 from models.meshes import batch_parts
 
 Kept = Literal["logits", "inputs"]
-# Of kept="inputs": 1 GB of float32 logits with 128256 ids, and a product that fills a GPU.
+# For kept="inputs": 1 GB of float32 logits with 128256 ids, and a product that fills a GPU.
 TOKENS_AT_ONCE = 2048
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """`logsumexp(logits) - logits[target]`, float32 `[...]`, of logits `[..., vocabulary]` and integers `[...]`.
+    """Return `logsumexp(logits) - logits[target]`, float32 `[...]`, of logits `[..., vocabulary]` and integers `[...]`.
 
     >>> cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).tolist() == [jnp.log(4.0)] * 2
     True
@@ -34,14 +34,14 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def head_losses(
     head: Callable[[jax.Array], jax.Array], x: jax.Array, targets: jax.Array, *, kept: Kept = "inputs"
 ) -> jax.Array:
-    """`cross_entropy(head(x), targets)`, float32 `[...]`, with less for the backward pass to hold.
+    """Return `cross_entropy(head(x), targets)`, float32 `[...]`, with a backward pass that holds less.
 
     Args:
-      head: `[..., width]` to logits `[..., vocabulary]`, each row by itself.
-      x: `[..., positions, width]`.
-      targets: integers `[..., positions]`.
-      kept: "logits" keeps those that `head` returns, and computes its product once; "inputs" keeps x, computes
-        `TOKENS_AT_ONCE` tokens of a device at a time and their product again in the backward pass.
+      head: Function of `[..., width]` that returns logits `[..., vocabulary]`, each row by itself.
+      x: Activations `[..., positions, width]`.
+      targets: Integers `[..., positions]`.
+      kept: "logits" keeps the logits of `head` and multiplies once. "inputs" keeps x, computes `TOKENS_AT_ONCE` tokens
+        of a device at a time, and multiplies again in the backward pass.
 
     >>> x, targets = jnp.ones((2, 3, 4)), jnp.zeros((2, 3), int)
     >>> head_losses(lambda x: x @ jnp.eye(4), x, targets).shape
@@ -49,7 +49,7 @@ def head_losses(
     """
     if kept == "logits":
         return _lean(head(x), targets)
-    # Some positions of every sequence, and not some sequences: each device of a mesh then has its share of them.
+    # Chunks are positions of every sequence, so that each device of a mesh has its share of them.
     by_position = jnp.moveaxis(x, -2, 0), jnp.moveaxis(targets, -1, 0)
     at_once = max(1, TOKENS_AT_ONCE * batch_parts() // max(1, targets[..., 0].size))
     of_position = jax.checkpoint(lambda row: _lean(head(row[0]), row[1]))
@@ -57,9 +57,9 @@ def head_losses(
 
 
 def _parts(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(logsumexp, the target's logit), float32."""
+    """Return (logsumexp, the target's logit), float32."""
     logits = logits.astype(jnp.float32)
-    # A masked sum instead of take_along_axis: its gradient is no scatter, so it is deterministic on GPUs and fuses.
+    # The gradient of a masked sum is not a scatter, as that of take_along_axis: it is deterministic and fuses.
     picked = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1), picked
 
@@ -70,7 +70,7 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _lean(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """`cross_entropy`, of which the logits themselves are all that is kept, where autodiff keeps float32 exponentials.
+    """Return `cross_entropy`, and keep only the logits, of which autodiff would keep float32 exponentials.
 
     Their gradient, `(exp(logits - logsumexp) - is_target) g`, has their dtype and is made in one pass.
     """
@@ -78,8 +78,8 @@ def _lean(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _lean_forward(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
-    # Both before anything goes on: XLA would leave the second, which no gradient needs, to the end of the step, and
-    # keep the logits until then.
+    # Without the barrier XLA computes `picked`, which no gradient needs, at the end of the step, and keeps the
+    # logits until then.
     total, picked = lax.optimization_barrier(_parts(logits, targets))
     return total - picked, (logits, targets, total)
 

@@ -1,13 +1,13 @@
-"""Where the parameters of a model and the windows of a batch lie on a mesh of devices.
+"""Placement of a model's parameters and of the windows of a batch on a mesh of devices.
 
     python -m models.train --mesh data=2,fsdp=2,tensor=2        eight devices, of any number of processes
 
-    data      splits the batch; weights are there as often as the axis is long
+    data      splits the batch, and repeats weights
     fsdp      splits the batch, and every kernel along its first axis: blocks of 8-bit moments lie along the last one
-    tensor    splits heads and hidden values: the columns of query, key, value, gate and up, the rows of output and down
+    tensor    splits heads and hidden values: columns of query, key, value, gate and up, rows of output and down
 
-A mesh has all three axes; one that is not named has the size 1. Axes are automatic: XLA's partitioner finds where
-everything lies that is not said here.
+A mesh has all three axes; an axis without a name has the size 1. Axes are automatic: XLA's partitioner places every
+array that has no rule here.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tcfp_jax.paths import path_names
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
 
-# By the end of a parameter's path; what a spec says is of its last axes, and those before them, of a scan, are whole.
+# By the end of a parameter's path. A spec is of the last axes; leading axes, of a scan, are not split.
 RULES = {
     "(query|key|value|gate|up)/kernel": P("fsdp", "tensor"),
     "(output|down)/kernel": P(("tensor", "fsdp"), None),
@@ -38,7 +38,7 @@ RULES = {
     "(projection|mlp_out)/kernel": P(("tensor", "fsdp"), None),
     "(qkv|mlp_in)/bias": P("tensor"),
     "(projection|mlp_out)/bias": P(),
-    # Split along its rows, a table that is also the head would be multiplied in parts, by all devices' activations.
+    # Not along its rows: a table that is also the head would need the activations of all devices.
     "embedding/embedding": P("tensor", "fsdp"),
     "head/kernel": P("fsdp", "tensor"),
     "positions": P(None, "fsdp"),
@@ -47,10 +47,10 @@ RULES = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The sizes of axes, of "data=2,fsdp=4".
+    """Return the sizes of axes in a text such as "data=2,fsdp=4".
 
     Raises:
-      ValueError: what is no such list, an unknown axis, one that is named twice, or a size below 1.
+      ValueError: the text is not such a list, an axis is unknown or named twice, or a size is below 1.
 
     >>> parse_mesh("data=2,fsdp=4")
     {'data': 2, 'fsdp': 4}
@@ -69,10 +69,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """A mesh of all devices of all processes, whose axes are `AXES`; `tensor` runs over neighbours.
+    """Return a mesh of all devices of all processes with the axes `AXES`; `tensor` runs over neighbours.
 
     Raises:
-      ValueError: an unknown axis, a size below 1, or sizes whose product is not the number of devices.
+      ValueError: an axis is unknown, a size is below 1, or the product of sizes is not the number of devices.
 
     >>> make_mesh({"fsdp": jax.device_count()}).axis_names
     ('data', 'fsdp', 'tensor')
@@ -98,7 +98,7 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def check_mesh(mesh: Mesh, *, batch: int, heads: Mapping[str, int]) -> None:
-    """Raise `ValueError` where a mesh lacks an axis, or where an axis does not divide the batch or heads, by name."""
+    """Raise `ValueError` if a mesh lacks an axis, or if an axis does not divide the batch or heads."""
     missing = [name for name in AXES if name not in mesh.axis_names]
     if missing:
         raise ValueError(
@@ -117,15 +117,15 @@ def check_mesh(mesh: Mesh, *, batch: int, heads: Mapping[str, int]) -> None:
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """The same activations, `[batch, ...]`, their batch split by the current mesh, if that is one of `make_mesh`.
+    """Return the same activations, `[batch, ...]`, with their batch split by the current mesh of `make_mesh`.
 
-    Without a word on activations XLA may split their width, as that of a matrix, and keep the whole batch everywhere.
+    Without this constraint XLA may split their width instead, and keep the whole batch on every device.
     """
     return _constrained(x, P(("data", "fsdp"), *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def batch_parts() -> int:
-    """Into how many parts the current mesh splits a batch: 1 where it is none of `make_mesh`.
+    """Return the number of parts into which the current mesh splits a batch; 1 without a mesh of `make_mesh`.
 
     >>> batch_parts()
     1
@@ -135,18 +135,18 @@ def batch_parts() -> int:
 
 
 def looked_up(table: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows of a table `[rows, width]`, `[*tokens, width]` of a dtype, their batch split by the current mesh.
+    """Return rows of a table `[rows, width]` as `[*tokens, width]`, with the batch split by the current mesh.
 
-    Each device looks up its part of the width for the tokens of all along `fsdp`, and what travels is the values that
-    were looked up, not the table: an all-to-all in `dtype`. Its gradient goes the same way back, and is added in the
-    table's dtype where the table lies.
+    Each device looks up its part of the width for all tokens along `fsdp`. An all-to-all in `dtype` then moves the
+    values, not the table. The gradient goes the same way back, and is added in the table's dtype on the device of the
+    table.
     """
     rows = jnp.take(table, _constrained(tokens, P("data")), axis=0).astype(dtype)
     return split_batch(_constrained(rows, P("data", *[None] * (tokens.ndim - 1), "fsdp")))
 
 
 def everywhere(array: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """An array of the host on every device of a mesh, of which every process has the same; None is JAX's own device."""
+    """Return an array of the host on every device of a mesh; None is JAX's own device."""
     if mesh is None:
         return jnp.asarray(array)
     given = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
@@ -166,12 +166,12 @@ class OnMesh:
     mesh: Mesh | None
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Call the function."""
         with self._current():
             return self.function(*args)
 
     def lower(self, *args: Any) -> Any:
-        """The function, lowered for arguments of these shapes."""
+        """Return the function, lowered for arguments of these shapes."""
         with self._current():
             return self.function.lower(*args)
 
@@ -180,10 +180,10 @@ class OnMesh:
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
-    """The sharding of each parameter of a Llama or a GPT, by `RULES`; of arrays or of shapes.
+    """Return the sharding of each parameter of a Llama or a GPT by `RULES`, for arrays or shapes.
 
     Raises:
-      ValueError: a parameter that no rule names, or a size that an axis does not divide.
+      ValueError: no rule names a parameter, or an axis does not divide a size.
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
@@ -201,7 +201,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def parameter_spec(path: str, rank: int) -> P:
-    """The spec of a parameter of a rank, by `RULES`.
+    """Return the spec of a parameter of a rank by `RULES`.
 
     >>> parameter_spec("layers/gate/kernel", 3) == P(None, "fsdp", "tensor")
     True

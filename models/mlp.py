@@ -15,18 +15,18 @@ Activation = Literal["gelu", "relu"]
 class MLP(nn.Module):
     """`y = W_L gelu(... gelu(W_1 x))`: `[..., k]` to `[..., features[-1]]`.
 
-    `features=(d_ff, d)` is a Transformer's MLP block, the shape that training-step benchmarks use; `features=(256, 256,
-    10)` classifies scikit-learn's 8 x 8 digits.
+    `features=(d_ff, d)` is a Transformer's MLP block, which benchmarks of training steps use; `features=(256, 256, 10)`
+    classifies scikit-learn's 8 x 8 digits.
 
     Attributes:
-      features: outputs of each layer.
-      recipe: of every layer; a `tcfp_jax.Recipe` or the name of one.
-      dtype: of activations; parameters are float32.
-      use_bias: as in `nn.Dense`.
+      features: Outputs of each layer.
+      recipe: Recipe of every layer, or its name.
+      dtype: Dtype of activations; parameters are float32.
+      use_bias: If layers add a bias, as in `nn.Dense`.
       activation: "gelu" (its approximation by tanh) or "relu".
 
     Raises:
-      ValueError: no features, or an unknown activation.
+      ValueError: there are no features, or the activation is unknown.
 
     >>> model = MLP(features=(32, 10), recipe="bf16", dtype=jnp.float32)
     >>> variables = model.init(jax.random.key(0), jnp.ones((2, 64)))
@@ -50,7 +50,7 @@ class MLP(nn.Module):
         x = x.astype(self.dtype)
         for index, features in enumerate(self.features):
             if index:
-                # Recomputed in the backward pass: one pass over memory there, where its tanh, kept, would take three.
+                # Recomputed in the backward pass, which takes one pass over memory; a kept tanh would take three.
                 x = jax.checkpoint(jax.nn.gelu if self.activation == "gelu" else jax.nn.relu)(x)
             x = TCFPDense(
                 features, use_bias=self.use_bias, recipe=self.recipe, dtype=self.dtype, name=f"dense_{index}"

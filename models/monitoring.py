@@ -1,12 +1,12 @@
-"""What a run says of its own numerics every `config.monitor` steps: in its metrics, in TensorBoard, and as a picture.
+"""Observation of a run's numerics every `config.monitor` steps: metrics, TensorBoard, and a report to draw.
 
     {"step": 100, "loss": 4.2, "monitor": {"block_0/qkv/kernel": {
         "x": {"amax": ..., "underflow": ..., "saturation": ..., "snr": ...}, "w": ..., "g": ...,
         "moved": ..., "edq": ..., "stale": ...}, ...}}
 
-x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`), of FP4 training those of its backward
-pass, too; `moved` and `edq` are what became of the weight's update (`tcfp_jax.monitor.Quality`), and `stale` is the
-share of its second moments that stood still. Of layers that run as one stack there are lists, an entry for each.
+x, w and g are the operands of a layer's products (`tcfp_jax.monitor.Reading`). `moved` and `edq` describe the weight's
+update (`tcfp_jax.monitor.Quality`). `stale` is the share of second moments that did not change. Layers that run as one
+stack have lists with one entry per layer.
 """
 
 import functools
@@ -39,14 +39,14 @@ from models.training import (
 from tcfp_jax import monitor, paths
 from tcfp_jax.optim import AdamWState
 
-# By weight: by operand a reading, and what became of the update.
+# For each weight: a reading for each operand, and numbers of the update.
 Report = dict[str, dict[str, Any]]
 
 
 def make_monitored_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> Any:
-    """`models.training.make_train_step`, of which the last step is observed: `(state, losses, report)`.
+    """Return `make_train_step` with its last step observed: `(state, losses, report)`.
 
-    The other steps are those of the plain function.
+    The other steps do not change.
     """
     return _monitored_function(program(config), config.steps_per_call if count is None else count, mesh)
 
@@ -86,7 +86,7 @@ def _monitored_function(config: TrainConfig, count: int, mesh: Mesh | None) -> A
 
 
 def _merged(readings: Any, qualities: Mapping[str, monitor.Quality], stale: Mapping[str, jax.Array]) -> Report:
-    """One entry for each weight that a product reads."""
+    """Return one entry for each weight that a product reads."""
     report: Report = {path: {name: reading._asdict() for name, reading in of.items()} for path, of in readings.items()}
     for path, of in report.items():
         if path in qualities:
@@ -97,7 +97,7 @@ def _merged(readings: Any, qualities: Mapping[str, monitor.Quality], stale: Mapp
 
 
 def written(report: Any) -> Any:
-    """A report as JSON has it: what is not finite is None.
+    """Return a report as JSON stores it: None for a value that is not finite.
 
     >>> written({"w": {"x": {"snr": jnp.asarray([1.5, jnp.nan])}}})
     {'w': {'x': {'snr': [1.5, None]}}}
@@ -107,18 +107,18 @@ def written(report: Any) -> Any:
     values = np.asarray(report, np.float64)
     if values.ndim:
         return [written(value) for value in values]
-    # Six digits: a reading is no state.
+    # Six digits are enough to read, and keep the file small.
     return float(f"{float(values):.6g}") if math.isfinite(float(values)) else None
 
 
 def read_reports(metrics: Path) -> dict[int, Any]:
-    """The reports in a file of metrics, by step."""
+    """Return the reports in a file of metrics, by step."""
     entries = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     return {entry["step"]: entry["monitor"] for entry in entries if "monitor" in entry}
 
 
 def scalars(report: Any) -> Iterator[tuple[str, float]]:
-    """The numbers of a written report, by name; layers of a stack are numbered, and what is None is left out.
+    """Yield the numbers of a written report by name, without None; layers of a stack are numbered.
 
     >>> list(scalars({"layers/up": {"x": {"snr": [1.5, None]}, "moved": 0.5}}))
     [('layers/up/x/snr/0', 1.5), ('layers/up/moved', 0.5)]
@@ -136,12 +136,12 @@ def scalars(report: Any) -> Iterator[tuple[str, float]]:
 
 
 class Board:
-    """TensorBoard's file of a run, with losses and reports; or nothing, where none is asked for.
+    """TensorBoard's file of a run, with losses and reports; without a folder it writes nothing.
 
     Args:
-      folder: of event files, or None.
-      metrics: the file of the steps that are done already, which are written anew: a run that was killed lost what its
-        writer held back, and wrote steps that are repeated now. What earlier files have is hidden.
+      folder: Folder of event files, or None.
+      metrics: File of the finished steps. They are written anew, because a killed run lost the steps that its writer
+        held back, and wrote steps that are repeated now. TensorBoard hides the earlier files.
 
     Raises:
       ValueError: tensorboardX is not installed.
@@ -155,7 +155,7 @@ class Board:
                 self.add(entry["step"], np.array([loss]), entry.get("monitor"))
 
     def add(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
-        """The losses of steps from this one on, and the written report of the last."""
+        """Write the losses of steps from this one on, and the written report of the last."""
         if self._writer is None:
             return
         for i, loss in enumerate(losses):
@@ -164,13 +164,13 @@ class Board:
             self._writer.add_scalar(name, value, first_step + len(losses) - 1)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close the file."""
         if self._writer is not None:
             self._writer.close()
 
 
 def check_board() -> None:
-    """Raise unless TensorBoard's files can be written.
+    """Raise if TensorBoard's files cannot be written.
 
     Raises:
       ValueError: tensorboardX is not installed.

@@ -1,21 +1,21 @@
-"""A Llama whose layers are split over devices: stages that work on microbatches one after the other (GPipe).
+"""A Llama whose layers are split over devices, in stages that work on microbatches in turn (GPipe).
 
     python -m models.pipeline              # on CPU devices: two stages, each with a batch split over two devices
 
-Parameters are those of `models.llama.Llama`. Kernels of all layers have an axis of layers in front, and
-`PartitionSpec("stage")` gives each stage its own: float or stored, with their moments, they never leave it. In round t
-stage s runs its layers on microbatch t - s and hands the result to the next stage:
+It has the parameters of `models.llama.Llama`. Kernels have a leading axis of layers, and `PartitionSpec("stage")` gives
+each stage its own: float or stored, with their moments, they never leave it. In round t stage s runs its layers on
+microbatch t - s and hands the result to the next stage:
 
-    round       0    1    2    3    4                  stages - 1 rounds of each are idle: of
-    stage 0     m0   m1   m2   m3                      microbatches + stages - 1 in all
+    round       0    1    2    3    4                  each stage is idle in stages - 1 rounds
+    stage 0     m0   m1   m2   m3                      of microbatches + stages - 1
     stage 1          m0   m1   m2   m3
 
-Stages that are idle compute as well, on numbers that nobody reads: the program is one for all, and the gradient of
-what is not read is zero. The backward pass is jax's own: `ppermute` the other way round. Embedding and head are shared:
-each stage does them for its part of the positions, so none has more work than the others.
+An idle stage computes on numbers that nothing reads, because all stages share one program; the gradient of unread
+numbers is zero. The backward pass is JAX's own: `ppermute` in the other direction. Embedding and head are shared: each
+stage computes them for its part of the positions, so no stage has more work than the others.
 
-Quantization sees what a device has of a microbatch: its scales are those of the unsplit model on the same rows, and so
-are loss and gradients, which are sums over all of them.
+Quantization sees a device's part of a microbatch, so its scales equal the scales of the unsplit model on the same rows.
+Loss and gradients are equal, too, as sums over all rows.
 
 Source: Huang et al. 2019, "GPipe".
 """
@@ -57,7 +57,7 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, rotation: jax.Array) -> jax.Array:
-        """Apply them."""
+        """Apply the layers."""
         layers: Any = layers_of(self.config, self.dtype)
         return layers(x, rotation)[0]
 
@@ -67,15 +67,15 @@ class Pipeline:
     """A Llama over the axis `stage` of a mesh; other axes, such as `data`, split the rows of each microbatch.
 
     Attributes:
-      config: the whole model.
-      recipe: how layers multiply; embedding and head stay in `dtype`.
-      mesh: with an axis `stage`, on which every device has `layers / stages` layers.
-      microbatches: into how many a batch is cut. Microbatch i has the rows i, i + microbatches, ...: of a batch that
-        is split over other devices, each has its share, and no row moves.
-      dtype: of activations.
+      config: Size of the whole model.
+      recipe: Recipe of the layers; embedding and head stay in `dtype`.
+      mesh: Mesh with an axis `stage`, on which every device has `layers / stages` layers.
+      microbatches: Number of parts of a batch. Microbatch i has the rows i, i + microbatches, ..., so that each device
+        of a batch axis has its share and no row moves.
+      dtype: Dtype of activations.
 
     Raises:
-      ValueError: a mesh without the axis, stages that do not divide the layers, or no microbatch.
+      ValueError: the mesh lacks the axis, stages do not divide the layers, or there is no microbatch.
     """
 
     config: LlamaConfig
@@ -100,7 +100,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """How many devices the layers are split over."""
+        """Number of stages."""
         return int(self.mesh.shape[STAGE])
 
     @property
@@ -109,11 +109,11 @@ class Pipeline:
 
     @property
     def weights(self) -> Recipe | Mapping[str, Weight]:
-        """The weights of the whole model, for `store` and `error_feedback`."""
+        """Weights of the whole model, for `store` and `error_feedback`."""
         return learner(self.config, self.recipe, self.dtype).weights
 
     def shardings(self, state: Any) -> Any:
-        """Where parameters and states of optimizers live: what is of layers on their stage, the rest on all of them."""
+        """Return the sharding of each parameter or state: layers on their stage, the rest on all devices."""
         init = functools.partial(Llama(self.config, self.dtype).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
 
         def of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -124,16 +124,16 @@ class Pipeline:
         return state_shardings(jax.tree_util.tree_map_with_path(of, params), state)
 
     def apply(self, variables: Mapping[str, Any], tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """The cross-entropy of each target, float32 `[batch, positions]`, as `Llama.apply` returns it.
+        """Return the cross-entropy of each target, float32 `[batch, positions]`, as `Llama.apply` does.
 
         Args:
-          variables: "params" of a `Llama`, float or stored, and of `error_feedback` the "tcfp" of `layer_state`.
-          tokens: integers `[batch, positions]`.
-          targets: the same.
+          variables: "params" of a `Llama`, float or stored, and with `error_feedback` the "tcfp" of `layer_state`.
+          tokens: Integers `[batch, positions]`.
+          targets: Integers `[batch, positions]`.
 
         Raises:
           ValueError: microbatches do not divide the batch, other axes a microbatch, or stages the positions, or the
-            context is exceeded.
+            sequence is longer than the context.
         """
         batch, positions = tokens.shape
         self._check(batch, positions)
@@ -141,20 +141,20 @@ class Pipeline:
         layers = {name: {"layers": tree["layers"]} for name, tree in variables.items() if "layers" in tree}
         shared = {name: tree for name, tree in variables["params"].items() if name != "layers"}
         part = P(None, self._others, STAGE)
-        # Gradients of what is shared are added over stages where it comes in, and those of layers over the other axes.
-        # Kernels of a GPU do not say over which axes their results vary, so nothing checks it.
+        # Gradients of shared parameters are added over stages at their input, and gradients of layers over other axes.
+        # GPU kernels do not declare the axes over which their results vary, so the check is off.
         run = jax.shard_map(
             self._on_a_stage, mesh=self.mesh, in_specs=(P(STAGE), P(), part, part), out_specs=part, check_vma=False
         )
         return run(layers, shared, cut(tokens), cut(targets)).swapaxes(0, 1).reshape(batch, positions)
 
     def _on_a_stage(self, layers: Any, shared: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """What each stage does: with its own layers, and its part of the positions, `[microbatches, rows, part]`."""
+        """Run a stage: its own layers, and its part of the positions, `[microbatches, rows, part]`."""
         count, dtype = self.microbatches, jnp.dtype(self.dtype)
         table = shared["embedding"]["embedding"]
         x = lax.all_gather(table[tokens].astype(dtype), STAGE, axis=2, tiled=True)
         y = self._rounds(layers, x)
-        # The last stage hands out positions to all.
+        # The last stage sends each stage its positions.
         y = lax.all_to_all(y, STAGE, split_axis=2, concat_axis=0, tiled=True)[-count:]
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
         normed: Any = norm.apply({"params": shared["final_norm"]}, y)
@@ -163,7 +163,7 @@ class Pipeline:
         return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept)
 
     def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
-        """The schedule: `[microbatches, rows, positions, width]` through all stages; right on the last one alone."""
+        """Send `[microbatches, rows, positions, width]` through all stages; only the last one has the result."""
         count, stage, model = self.microbatches, lax.axis_index(STAGE), self._stage
         rotation = rotations(x.shape[2], self.config.head_size, self.config.rope_theta)
         onwards = [(i, i + 1) for i in range(self.stages - 1)]
@@ -210,7 +210,7 @@ def _converted_stage(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -
 
 
 def main() -> None:
-    """Train a small Llama without float weights over two stages, and say where its weights are."""
+    """Train a small Llama without float weights over two stages, and print where its weights are."""
     jax.config.update("jax_num_cpu_devices", 4)
     data = 2 if len(jax.devices()) >= 4 else 1
     mesh = jax.make_mesh((2, data), (STAGE, "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

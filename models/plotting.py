@@ -1,4 +1,4 @@
-"""Loss curves of runs, and what their observed steps said, as PNGs."""
+"""Plots of a run as PNGs: loss curves, and heat maps of its observed numerics."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ _ABSENT = object()
 
 
 def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> None:
-    """Write a plot of training losses (nats per byte, by step) to `path`: each curve faint, its running mean on top.
+    """Write a plot of training losses (nats per byte, by step): each curve faint, with its running mean on top.
 
-    Of two curves, which usually lie on each other, a second panel shows the first minus the second, step by step: both
-    saw the same batches, so what the batches do cancels.
+    Two curves usually coincide, so a second panel shows the first minus the second. Both saw the same batches, whose
+    effect cancels in the difference.
     """
-    # Imported here: it costs a second, which training without a plot need not pay.
+    # Imported here, because it takes a second that training without a plot can save.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5.2 if len(curves) == 2 else 4.2), layout="constrained")
@@ -36,7 +36,7 @@ def plot_losses(path: Path, curves: dict[str, np.ndarray], *, title: str) -> Non
 
 
 def running_mean(losses: np.ndarray) -> tuple[np.ndarray, int]:
-    """(mean over the last `width` steps of every step from `width` on, `width`): a fiftieth of the run.
+    """Return (mean of the last `width` steps, from step `width` on, and `width`), a fiftieth of the run.
 
     >>> [float(value) for value in running_mean(np.arange(3.0))[0]]
     [0.0, 1.0, 2.0]
@@ -56,7 +56,7 @@ def _draw(axes: Any, losses: np.ndarray, *, color: str, style: str, label: str) 
     axes.grid(alpha=0.3)
 
 
-# What of an operand is drawn: its title, and the range of its colors, which is left open where it is None.
+# Numbers of an operand that are drawn: title, and limits of the colors, of which None is open.
 _OF_OPERANDS: dict[str, tuple[str, tuple[float | None, float | None]]] = {
     "snr": ("SNR of {} (dB)", (None, None)),
     "underflow": ("underflow of {}", (0.0, None)),
@@ -67,15 +67,14 @@ _OF_UPDATES: dict[str, tuple[str, tuple[float | None, float | None]]] = {
     "edq": ("effective descent", (0.0, 1.0)),
     "stale": ("second moments at rest", (0.0, 1.0)),
 }
-# Colors span at least this much: of less they would make a picture of noise.
+# Colors span at least this much, so that noise does not look like a pattern.
 _LEAST = {"snr": 10.0, "underflow": 0.01, "saturation": 0.01}
 
 
 def plot_reports(path: Path, reports: dict[int, Any], *, title: str) -> None:
-    """Write heat maps over weights and steps of what steps said of their numerics, by step, to `path`.
+    """Write heat maps of the reports of a run over weights and steps.
 
-    A column for each operand has its SNR, underflow and saturation; the last line is of updates. What is not known is
-    white.
+    Each operand has a column of SNR, underflow and saturation. The last line is of updates. Unknown values are white.
 
     Raises:
       ValueError: there are no reports.
@@ -118,7 +117,7 @@ def _draw_map(figure: Any, axes: Any, steps: list[int], names: list[str], values
 
 
 def color_range(values: np.ndarray, limits: tuple[float | None, float | None], least: float) -> tuple[float, float]:
-    """The range of colors: of the values where limits are open, and there at least so wide.
+    """Return the range of colors: limits if given, otherwise the range of the values, at least `least` wide.
 
     >>> color_range(np.array([31.5, 31.7, np.nan]), (None, None), 10.0)
     (26.6, 36.6)
@@ -135,9 +134,9 @@ def color_range(values: np.ndarray, limits: tuple[float | None, float | None], l
 
 
 def matrix_of(reports: dict[int, Any], place: tuple[str, ...]) -> tuple[list[str], np.ndarray]:
-    """(names of rows, `[rows, steps]`) of one number of reports; a stack of layers has a row for each.
+    """Return (names of rows, `[rows, steps]`) of one number of the reports; a stack has one row per layer.
 
-    A weight whose reports do not have the number has no row; where it is not known, the row is NaN.
+    A weight without the number has no row. A value that is not known is NaN.
 
     >>> matrix_of({10: {"up": {"x": {"snr": [1.0, 2.0]}}}}, ("x", "snr"))
     (['up 0', 'up 1'], array([[1.],

@@ -1,12 +1,12 @@
-"""Several processes that train together: how they start, how they agree, and how they end when one is lost.
+"""Several processes that train together: how they start, how they agree, and how they end if one is lost.
 
-    srun python -m models.train --mesh fsdp=16                                   SLURM, as `jax.distributed` finds it
+    srun python -m models.train --mesh fsdp=16                                   SLURM, found by `jax.distributed`
     mpirun python -m models.train --mesh fsdp=16                                 Open MPI, likewise
     python -m models.train --coordinator host:1234 --processes 2 --process 0     anywhere, once for each process
 
-All of them run the same command. What one process alone finds wrong, a file that is missing or a setting that differs,
-ends all of them before the first step, with a message that names the process. The folder of a run lies where all
-see it; the first process writes config, metrics and results into it, and checkpoints are written by all.
+All of them run the same command. An error that only one process finds, such as a missing file, ends all of them before
+the first step, with a message that names the process. All see the folder of the run. The first process writes config,
+metrics and results into it; all write checkpoints.
 """
 
 import json
@@ -21,8 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 T = TypeVar("T")
-HEARTBEAT_TIMEOUT = 100  # seconds, jax's own
-# What `jax.distributed` looks for before it takes all else from a launcher, and how many processes that has.
+HEARTBEAT_TIMEOUT = 100  # seconds, JAX's default
+# Variables by which `jax.distributed` knows a launcher, and the variable with its number of processes.
 _LAUNCHERS = {
     "SLURM": (
         ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -39,17 +39,17 @@ def start(
     *,
     heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT,
 ) -> None:
-    """Connect this process with the others, before JAX is asked for devices; of one process there is nothing to do.
+    """Connect this process with the others, before JAX asks for devices; a single process does nothing.
 
     Args:
-      coordinator_address: host and port of the first process; None with SLURM and Open MPI, which tell it.
-      num_processes: how many there are; None likewise.
-      process_id: which of them this is, from 0; None likewise.
-      heartbeat_timeout_seconds: a process that is silent for so long is lost, and the others end.
+      coordinator_address: Host and port of the first process; None with SLURM and Open MPI, which know it.
+      num_processes: Number of processes; None likewise.
+      process_id: Index of this process, from 0; None likewise.
+      heartbeat_timeout_seconds: Silence after which a process is lost, and the others end.
 
     Raises:
       ValueError: some of the three are given without the others and outside of SLURM and Open MPI, a number is out of
-        its range, or Open MPI says nothing of its first process.
+        its range, or Open MPI does not name its first process.
     """
     given = {"--coordinator": coordinator_address, "--processes": num_processes, "--process": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -78,7 +78,7 @@ def start(
 
 
 def _launcher() -> str | None:
-    """Who started several processes, of which this is one."""
+    """Return the launcher that started several processes, including this one."""
     for name, (variables, count) in _LAUNCHERS.items():
         if all(variable in os.environ for variable in variables) and int(os.environ.get(count, "1")) > 1:
             return name
@@ -86,12 +86,12 @@ def _launcher() -> str | None:
 
 
 def is_first() -> bool:
-    """Whether this process writes and prints for all."""
+    """Return whether this process writes and prints for all."""
     return jax.process_index() == 0
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, in each of them."""
+    """Return the texts of all processes, in each of them."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
@@ -103,11 +103,11 @@ def gather(text: str) -> list[str]:
 
 
 def together(act: Callable[[], T]) -> T:
-    """What `act` returns, once it has returned in every process.
+    """Return the result of `act`, after it has returned in every process.
 
     Raises:
-      ValueError: it failed in another process; the message names the first of them, and what is wrong there.
-      Exception: what `act` raised here.
+      ValueError: it failed in another process; the message names the first such process and its error.
+      Exception: `act` raised it here.
     """
     if jax.process_count() == 1:
         return act()
@@ -121,16 +121,16 @@ def together(act: Callable[[], T]) -> T:
     for process, message in enumerate(found):
         if message:
             raise ValueError(f"process {process} of {len(found)} cannot go on: {message}")
-    return value  # type: ignore[return-value]  # no error, so it is act's
+    return value  # type: ignore[return-value]  # no error, so it is the result of `act`
 
 
 def of_first(find: Callable[[], str]) -> str:
-    """The text that the first process finds, in every process."""
+    """Return the text of the first process, in every process."""
     return gather(together(lambda: find() if is_first() else ""))[0]
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-    """Raise `ValueError` in every process where their settings differ, and name which."""
+    """Raise `ValueError` in every process if their settings differ; the message names the differences."""
     texts = gather(json.dumps(settings, default=str, sort_keys=True))
     first = json.loads(texts[0])
     for process, text in enumerate(texts):
@@ -145,16 +145,16 @@ def check_same(settings: Mapping[str, Any]) -> None:
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """An array that lies on devices of several processes, in each of them: all call this together."""
+    """Return an array that lies on devices of several processes, in each of them; all call this together."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def end_after(error: BaseException, advice: str) -> NoReturn:
-    """End this process at once, status 1, as what it met, or another process did, does not let the others go on.
+    """End this process at once with status 1, because an error keeps the others from continuing.
 
-    JAX would wait at the end for all processes, and the others wait for this one.
+    JAX would wait for all processes at the end, and the others would wait for this one.
     """
     traceback.print_exception(error)
     print(

@@ -1,4 +1,4 @@
-"""One training run from its config to its result: in memory, or in a folder from which it continues after a kill."""
+"""A training run from its config to its result: in memory, or in a folder from which it continues after a kill."""
 
 import functools
 import math
@@ -32,20 +32,21 @@ from models.training import (
 )
 
 Progress = Literal["none", "bar"]
-BOARD = "tensorboard"  # the folder of its files in that of a run
+BOARD = "tensorboard"  # name of its folder within the folder of a run
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run found.
+    """Losses and speed of a run.
 
     Attributes:
-      train_loss: nats per token of every step, float64 `[steps]`; of a resumed run, from the first step on.
-      heldout_loss: nats per token over the held-out windows, after the last step.
+      train_loss: Nats per token of every step, float64 `[steps]`; a resumed run has those from the first step on.
+      heldout_loss: Nats per token over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per token.
-      heldout_loss_bf16: of the same trained parameters with BF16 products.
-      tokens_per_second: trained on by this process, compilation included; NaN if it had no step to do.
-      reports: of the steps that this process observed (`config.monitor`), by step, as `models.monitoring.written`.
+      heldout_loss_bf16: Held-out loss of the same trained parameters with BF16 products.
+      tokens_per_second: Tokens that this process trained on in a second, compilation included; NaN without a step.
+      reports: Reports of the steps that this process observed (`config.monitor`), by step, in the form of
+        `models.monitoring.written`.
     """
 
     train_loss: np.ndarray
@@ -69,23 +70,21 @@ def run(
     """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
 
     Args:
-      config: the run; equal configs give equal results, bit for bit on one machine and mesh.
-      out: folder for config, metrics and checkpoints; None keeps everything in memory.
-      resume: "never" refuses a folder that holds a run, "allowed" continues it and starts where there is none.
-      checkpoint_every: steps, a multiple of `config.steps_per_call`; None is about ten checkpoints a run.
-      progress: "bar" draws a progress bar on standard error, of the first process.
-      mesh: of `models.meshes.make_mesh`; None is one device, or where several processes train, `fsdp` over all of
-        theirs. It is no part of the run: one that began on another mesh is continued, from the same bits.
-
+      config: The run. Equal configs give equal results, bit for bit on one machine and mesh.
+      out: Folder for config, metrics and checkpoints; None keeps everything in memory.
+      resume: "never" refuses a folder that holds a run; "allowed" continues the run, or starts one.
+      checkpoint_every: Steps between checkpoints, a multiple of `config.steps_per_call`; None writes about ten.
+      progress: "bar" draws a progress bar on standard error, in the first process.
+      mesh: Mesh of `models.meshes.make_mesh`. None is one device, or `fsdp` over all devices of several processes. The
+        mesh is not part of the run: a run continues from the same bits on another mesh.
       tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which needs tensorboardX.
 
     Raises:
-      ValueError: `checkpoint_every` as above; TensorBoard without a folder, or without tensorboardX; too little
-        text, or none that can be read (see `models.data.load_data`); the run in `out` is another one; the mesh lacks an
-        axis, or has one that does not divide what it splits; or processes have different settings, or one of them
-        cannot read the text; or `config.start` is no checkpoint of this model.
+      ValueError: `checkpoint_every` does not fit; TensorBoard has no folder or no tensorboardX; the text is too short
+        or not readable; `out` holds another run; the mesh does not divide what it splits; processes have different
+        settings; or `config.start` is a checkpoint of another model.
       FileExistsError: `out` holds a run and `resume` is "never".
-      FileNotFoundError: `config.data` or `config.start` does not exist, or the former holds no text.
+      FileNotFoundError: `config.data` or `config.start` does not exist, or the data holds no text.
     """
     every = _checkpoint_interval(config, checkpoint_every)
     if mesh is None and jax.process_count() > 1:
@@ -95,7 +94,7 @@ def run(
         check_mesh(mesh, batch=config.batch, heads=heads)
     corpus = together(lambda: checked_corpus(config))
     if config.start is not None and not (out is not None and holds_run(out)):
-        # Before there is a folder: with the right checkpoint it would be another run's.
+        # Checked before the folder exists: with the right checkpoint it would be the folder of another run.
         together(lambda: read_start(config))
     settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
     check_same({**settings, **flatten(describe(config, corpus.digest))})
@@ -111,7 +110,7 @@ def run(
 
 
 def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
-    """Write the parameters of the newest checkpoint in `out` in float32, see `models.checkpoint.export`."""
+    """Write the parameters of the newest checkpoint in `out` in float32; see `models.checkpoint.export`."""
     config = read_config(out)
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
@@ -120,15 +119,15 @@ def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
 
 
 def corpus_of(config: TrainConfig) -> Corpus:
-    """The text of a run; read once per process."""
+    """Return the text of a run, which is read once per process."""
     return _corpus(config.data, config.vocabulary, config.corpus_bytes)
 
 
 def checked_corpus(config: TrainConfig) -> Corpus:
-    """The text of a run, of which both parts hold a window.
+    """Return the text of a run, after a check that both parts hold a window.
 
     Raises:
-      ValueError: one does not; the message says how to repair it.
+      ValueError: a part does not; the message says how to repair it.
     """
     corpus = corpus_of(config)
     check_corpus(corpus, config)
@@ -157,7 +156,7 @@ def _train(
     state, losses = _restored(directory, config, mesh)
     reports: dict[int, Any] = {}
     if directory is not None and config.start is not None and not directory.holds_state:
-        # From here on the run needs that file no longer: it may be moved, or written anew.
+        # From here on the run does not need the file of `start`, which may move or change.
         directory.save(state, 0)
     board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
     begin, started = len(losses), time.perf_counter()
@@ -220,10 +219,10 @@ def _bar(config: TrainConfig, begin: int, progress: Progress) -> tqdm:
 
 
 def keep_programs(out: Path) -> None:
-    """Keep compiled programs in a folder, and load those that are there.
+    """Keep compiled programs in a folder, and load programs from it.
 
-    On GPUs compilation times candidate kernels and takes the fastest, so two processes may multiply with different
-    ones, and differ in the last bit. A resumed run loads the programs of the process that began it instead.
+    On GPUs, compilation times candidate kernels and takes the fastest. Two processes may take different ones and differ
+    in the last bit, so a resumed run loads the programs of the process that began it.
     """
     jax.config.update("jax_compilation_cache_dir", str(out.absolute() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -35,7 +35,7 @@ class TrainConfig:
       final_fraction: Part of the peak at which the cosine ends.
       weight_decay, clip_norm: AdamW's decay of matrices, and the largest global norm of a gradient.
       dtype: Dtype of activations. "auto" is bfloat16 on accelerators and float32 on CPUs, which emulate BF16. The
-        operands of dense layers are those of the recipe on both.
+        recipe decides the operands of dense layers on both.
       error_dtype: Dtype of the error-feedback buffers.
       weights: "float" keeps float32 parameters next to the quantized weights of the recipe. "stored" has `W_hi + W_lo`
         as the only copy of each kernel, rounded stochastically (`tcfp_jax.store`).

@@ -15,7 +15,7 @@ def read_parameters(path: Path, shapes: Any) -> Any:
     """Return the float parameters in an `.npz` that `export` wrote, as a tree of these shapes.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: the file is of another kind, or of another model; the message names the first parameter that differs.
     """
     if not path.is_file():

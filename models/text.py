@@ -1,8 +1,8 @@
-"""Real text that every machine has: the source files of Python's own standard library, and more, as bytes.
+"""Real text that every machine has, as bytes: the source files of Python's standard library and of packages.
 
-The split is by file, because windows of one file resemble each other: a held-out loss over windows of training files
-would measure memory. Which part a file belongs to is decided by a hash of its relative path alone, so that adding or
-removing files moves no other file, and the two parts never share one.
+The split is by file, because windows of one file resemble each other: a held-out loss on windows of training files
+would measure memory. A hash of the relative path alone decides the part of a file. So adding or removing a file moves
+no other file, and the two parts never share one.
 
     part(path) = held out   if sha256(path) mod 10 = 0   else training
 """
@@ -21,19 +21,19 @@ EXCLUDED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site
 GENERATED_PREFIX = "_sysconfigdata"  # written at build time, full of the builder's own paths
 HELDOUT_PARTS = 10
 LARGEST_FILE = 131_072
-LARGEST_INSTALLED = 2**20  # what is longer was generated
+LARGEST_INSTALLED = 2**20  # longer files are generated
 SHORTEST_INSTALLED = 200
 SEPARATOR = b"\0"  # never in source text, so a model can learn that a file ends
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to learn from and tokens to be judged on.
+    """Tokens to learn from and tokens to evaluate on.
 
     Attributes:
       train, heldout: uint8 `[bytes]`, each file followed by one zero byte; or integers `[tokens]`.
-      train_files, heldout_files: relative POSIX paths in the order of their bytes. Of `models.data.load_data` the file
-        that the border cuts is in both.
+      train_files, heldout_files: Relative POSIX paths in the order of their bytes. `models.data.load_data` cuts one
+        file at the border, which is in both.
     """
 
     train: np.ndarray
@@ -51,13 +51,13 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Corpus:
-    """Read the `**/*.py` files under `root` (None: the standard library), at most about `byte_limit` bytes of them.
+    """Read the `**/*.py` files under `root` (None: the standard library), at most about `byte_limit` bytes.
 
-    Test folders and installed packages are left out, files are cut after 128 KiB, and where the limit bites the files
-    with the smallest hashes stay, so that a smaller corpus is a sample of the larger one rather than its first letters.
+    Test folders and installed packages are left out, and files are cut after 128 KiB. If the limit is reached, the
+    files with the smallest hashes stay, so that a smaller corpus is a sample of the larger one.
 
     Raises:
-      FileNotFoundError: no source file, or one of the two parts is empty.
+      FileNotFoundError: there is no source file, or one of the two parts is empty.
       ValueError: `byte_limit` is not positive.
 
     >>> corpus = load_corpus(byte_limit=200_000)
@@ -79,15 +79,15 @@ def load_corpus(root: Path | None = None, *, byte_limit: int = 16 * 2**20) -> Co
 
 
 def load_installed(roots: Sequence[Path] | None = None, *, byte_limit: int = 200_000_000) -> Corpus:
-    """Read the Python files of all installed packages and of the standard library, tests too: hundreds of megabytes.
+    """Read the Python files of all installed packages and of the standard library: hundreds of megabytes.
 
     A text that several packages ship is read once, so that no copy of a training file is held out. Files below 200
-    bytes are left out and files are cut after 1 MiB; the limit is that of `load_corpus`. Names begin with the last
+    bytes are left out, and files are cut after 1 MiB. The limit works as in `load_corpus`. Names begin with the last
     folder of their root.
 
     Args:
-      roots: folders; None for this Python's `site-packages` and standard library.
-      byte_limit: at most about so many bytes.
+      roots: Folders; None for this Python's `site-packages` and standard library.
+      byte_limit: Largest size in bytes, about.
 
     Raises:
       FileNotFoundError: one of the two parts is empty.
@@ -98,7 +98,7 @@ def load_installed(roots: Sequence[Path] | None = None, *, byte_limit: int = 200
     found: dict[str, Path] = {}
     for root in roots:
         for folder, folders, files in os.walk(root):
-            # The packages of one root may lie within another.
+            # One root may lie within another.
             folders[:] = [name for name in folders if name != "__pycache__" and Path(folder, name) not in roots]
             for path in (Path(folder, name) for name in files if name.endswith(".py")):
                 found[f"{root.name}/{path.relative_to(root).as_posix()}"] = path
@@ -123,7 +123,7 @@ def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(LARGEST_INSTALLED)
-    except OSError:  # a link to nothing, or not ours to read
+    except OSError:  # a dangling link, or no permission
         return b""
 
 
@@ -140,13 +140,13 @@ def _split(chosen: dict[str, bytes], where: str, byte_limit: int) -> Corpus:
 
 
 def source_files(root: Path) -> list[str]:
-    """Relative POSIX paths of the source files under `root`, sorted."""
+    """Return the relative POSIX paths of the source files under `root`, sorted."""
     names = (path.relative_to(root).as_posix() for path in root.rglob("*.py") if path.is_file())
     return sorted(name for name in names if _is_source(PurePosixPath(name)))
 
 
 def is_heldout(name: str) -> bool:
-    """Whether the file of this relative POSIX path is held out.
+    """Return whether the file of this relative POSIX path is held out.
 
     >>> [name for name in ("ast.py", "enum.py", "json/decoder.py", "typing.py") if is_heldout(name)]
     []
@@ -159,7 +159,7 @@ def _is_source(path: PurePosixPath) -> bool:
 
 
 def stable_hash(name: str) -> int:
-    """64 bits of sha256 of a name: an order of files in which neighbours have nothing in common."""
+    """Return 64 bits of the sha256 of a name; in this order neighbours have nothing in common."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
 
 

@@ -1,25 +1,25 @@
-"""Train a language model on text beside BF16, from the same initial weights and batches.
+"""Train a language model on text next to BF16, from the same initial weights and batches.
 
     python -m models.train                                    # a GPT on two CPU cores: under three minutes
     python -m models.train --model llama-tiny                 # a Llama, which is plain Flax and converted
     python -m models.train --model small --recipe tcfp12_fast --out runs/small
     python -m models.train --weights stored                   # W_hi + W_lo alone: no float32 weights
     python -m models.train --model llama-124m --data ids.npy --vocabulary 50257
-    python -m models.train --start base.npz --weights stored  # fine-tune what --export wrote
-    python -m models.train --monitor 50                       # how well operands are rounded, by layer and step
-    python -m models.train --out runs/small --resume          # after any interruption, bit for bit (of a Llama on CPUs)
+    python -m models.train --start base.npz --weights stored  # fine-tune a file that --export wrote
+    python -m models.train --monitor 50                       # measure how operands are rounded, by layer and step
+    python -m models.train --out runs/small --resume          # after any interruption, bit for bit (a Llama on CPUs)
     python -m models.train --model llama-1b --mesh fsdp=8     # all GPUs of a machine
     srun python -m models.train --model llama-8b --batch 64 --mesh data=2,fsdp=8,tensor=4 --out /shared/run
 
-The axes of a mesh are those of `models.meshes`: `data` splits batches, `fsdp` batches and weights, `tensor` heads and
-hidden values. Of several processes the command is that of one, started by SLURM or Open MPI, or anywhere by
-`--coordinator host:port --processes N --process I`; all see the run's folder, and the first writes and prints. A run
-may be resumed on any mesh of any number of processes.
+A mesh has the axes of `models.meshes`: `data` splits batches, `fsdp` batches and weights, `tensor` heads and
+hidden values. Several processes run the same command, started by SLURM or Open MPI, or anywhere with `--coordinator
+host:port --processes N --process I`. All of them see the folder of the run; the first one writes and prints. A run may
+be resumed on any mesh of any number of processes.
 
 Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
-`metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the run's folder, with --monitor `monitor.png`, too,
-and with the BF16 run in `compare_bf16/` below it, and prints the held-out loss and perplexity of both, and their ratio.
-`run` is the same without a command line, and without files unless asked.
+`metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the folder of the run, and with --monitor
+`monitor.png`. The BF16 run is in `compare_bf16/` below it. The command prints the held-out loss and perplexity of both
+and their ratio. Call `run` for the same without a command line, and without files unless you ask for them.
 """
 
 import argparse
@@ -74,26 +74,26 @@ RUNS, BASELINE_FOLDER = Path("runs"), "compare_bf16"
 
 _OVERRIDES = {
     "steps": (int, "optimizer steps"),
-    "seed": (int, "of initial weights, batches and stochastic rounding (default: 0)"),
+    "seed": (int, "seed of initial weights, batches and stochastic rounding (default: 0)"),
     "batch": (int, "windows per step"),
     "sequence": (int, "tokens predicted per window"),
     "learning_rate": (float, "peak learning rate"),
-    "final_fraction": (float, "of the peak learning rate, where its cosine ends (default: 0)"),
-    "weight_decay": (float, "AdamW's"),
+    "final_fraction": (float, "part of the peak learning rate at which its cosine ends (default: 0)"),
+    "weight_decay": (float, "of AdamW"),
     "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
     "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
     "steps_per_call": (int, "steps in one dispatch (default: 10)"),
-    "monitor": (int, "every so many steps, say how operands were rounded and whether updates arrived (default: never)"),
+    "monitor": (int, "steps between two observed ones, which measure rounding and updates (default: never)"),
     "heldout_windows": (int, "windows of the held-out evaluation"),
     "corpus_bytes": (int, "at most this much text (default: 16 MiB of the standard library, all of --data)"),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
+    """Run the command; return its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
     options = _parser().parse_args(arguments)
     out: Path | None = None
-    # What is no setting of the run, such as --compare or --mesh, is in no folder, and has to be said again.
+    # Options that are not settings of the run, such as --mesh, are in no folder, so the user must repeat them.
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = lambda: [*(() if options.resume else ("--resume",)), *(() if options.out else ("--out", str(out)))]
     again = lambda: f"continue with: {shlex.join(['python', '-m', 'models.train', *given, *missing()])}"
@@ -126,20 +126,24 @@ def _parser() -> argparse.ArgumentParser:
         "--data", nargs="+", metavar="PATH",
         help="files and folders of UTF-8 text, read as bytes, or one .npy of token ids (default: the standard library)",
     )  # fmt: skip
-    parser.add_argument("--vocabulary", type=int, help="of token ids, how many there are")
+    parser.add_argument("--vocabulary", type=int, help="number of token ids")
     names = ", ".join(NAMES)
     parser.add_argument("--recipe", metavar="NAME", help=f"{names} (default: tcfp12; of stored weights tcfp12_single)")
-    parser.add_argument("--start", metavar="NPZ", help="float parameters of this model to start from, as of --export")
+    parser.add_argument(
+        "--start", metavar="NPZ", help="float parameters of this model to start from, as --export writes them"
+    )
     parser.add_argument(
         "--include", choices=get_args(Included),
-        help="every layer takes the recipe (default), or those that measured times say to be faster than BF16 here",
+        help="layers with the recipe: every one (default), or those measured to be faster than BF16",
     )  # fmt: skip
     parser.add_argument(
         "--weights", choices=get_args(Weights),
-        help="float32 parameters beside what the recipe stores (default), or W_hi + W_lo alone",
+        help="float32 parameters next to the quantized weights (default), or W_hi + W_lo alone",
     )  # fmt: skip
     parser.add_argument(
-        "--moments", choices=get_args(Moments), help="AdamW's, of stored weights (default: 8bit; of others float32)"
+        "--moments",
+        choices=get_args(Moments),
+        help="AdamW's moments of stored weights (default: 8bit; float weights have float32)",
     )
     parser.add_argument(
         "--compare", choices=["bf16", "none"], help="baseline to train too (default: bf16; none with --recipe bf16)"
@@ -150,23 +154,23 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh", type=str, default=None, metavar="AXIS=SIZE,...",
         help=f"of all devices, axes {', '.join(AXES)} (default: one device; of several processes fsdp over all)",
     )  # fmt: skip
-    parser.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="of the first process, to find it")
-    parser.add_argument("--processes", type=int, default=None, help="how many train together")
-    parser.add_argument("--process", type=int, default=None, help="which of them this is, from 0")
+    parser.add_argument("--coordinator", default=None, metavar="HOST:PORT", help="address of the first process")
+    parser.add_argument("--processes", type=int, default=None, help="number of processes that train together")
+    parser.add_argument("--process", type=int, default=None, help="index of this process, from 0")
     parser.add_argument(
         "--heartbeat-timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
-        help=f"after which a silent process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
+        help=f"silence after which a process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
     )  # fmt: skip
     parser.add_argument(
         "--tensorboard", action="store_const", const="on", default="off",
-        help="write losses, and what --monitor finds, for TensorBoard, too (needs pip install -e '.[monitor]')",
+        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
     )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
     parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--resume", action="store_true", default=False,
-        help="continue the run in --out, or the newest under runs/; settings not given are the run's own",
+        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
     )  # fmt: skip
     return parser
 
@@ -195,7 +199,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `TrainConfig` that the command line names, but for the model."""
+    """Return the fields of `TrainConfig` that the command line names, without the model."""
     names = ("recipe", "start", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given
@@ -254,7 +258,7 @@ def _heading(config: TrainConfig, out: Path, mesh: Mesh | None) -> str:
 
 
 def _source(config: TrainConfig) -> str:
-    """What a run reads, in words."""
+    """Describe the text of a run."""
     names = ", ".join(config.data) if config.data else "Python's standard library"
     return f"{'bytes' if config.vocabulary is None else 'token ids'} of {names}"
 

@@ -1,14 +1,13 @@
 """Training of a language model as pure functions: initial state, a jitted train step, held-out evaluation.
 
-Everything that a run does is a function of its `TrainConfig`: initial weights come from `seed`, and the windows of step
-t from `fold_in(seed, t)`, computed on the device inside the jitted step. So a checkpoint needs no data-loader state,
-two recipes with one seed see identical initial weights and batches, and a resumed run is the uninterrupted one bit for
-bit.
+A run is a function of its `TrainConfig`. Initial weights come from `seed`, and the windows of step t from
+`fold_in(seed, t)`, which the jitted step computes on the device. So a checkpoint needs no data-loader state, two
+recipes with one seed see identical weights and batches, and a resumed run equals the uninterrupted one bit for bit.
 
     train_step : (state, text, key) -> (state, losses of the next `count` steps)        one `lax.scan`, one dispatch
 
-On a mesh of `models.meshes` the same functions run on all its devices, of all processes. The text is whole everywhere,
-and each device reads the windows of its own part of a batch from it, so no window is sent.
+On a mesh of `models.meshes` the same functions run on all its devices, of all processes. Every device holds the whole
+text and reads the windows of its part of a batch, so no window is sent.
 """
 
 import functools
@@ -42,9 +41,9 @@ _WEIGHTS, _BATCHES, _ROUNDING, _JITTER, _MOMENTS, _PRODUCTS = range(6)
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds: parameters, float32 or stored, the optimizer's state, and the next step.
+    """Everything that a checkpoint holds: parameters, the optimizer's state, and the next step.
 
-    Beside float parameters the optimizer's state has the quantized weights.
+    Parameters are float32 or stored. Next to float parameters, the optimizer's state holds the quantized weights.
     """
 
     params: Any
@@ -52,19 +51,19 @@ class TrainState(NamedTuple):
     step: jax.Array
 
 
-B1, B2 = 0.9, 0.95  # of AdamW's moments
+B1, B2 = 0.9, 0.95  # decay of AdamW's moments
 StepFunction = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 
 
 def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
-    """The state before the first step. Parameters depend on the model and the seed alone, not on recipe or mesh.
+    """Return the state before the first step. Parameters depend on the model and the seed, not on recipe or mesh.
 
-    Stored weights are made of the same parameters one after another, so that no float copy of all of them exists. On a
-    mesh, each device makes its own part. With `config.start` the parameters are those of a checkpoint.
+    Stored weights are made one after another, so that no float copy of all of them exists. On a mesh, each device makes
+    its own part. With `config.start` the parameters come from a checkpoint.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      ValueError: it is one of another model.
+      FileNotFoundError: the checkpoint does not exist.
+      ValueError: the checkpoint is of another model.
     """
     own, key = program(config), jax.random.key(config.seed)
     if config.start is None:
@@ -73,28 +72,28 @@ def init(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 
 
 def read_start(config: TrainConfig) -> Any:
-    """The float parameters in `config.start`.
+    """Return the float parameters in `config.start`.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
-      ValueError: it is one of another model.
+      FileNotFoundError: the checkpoint does not exist.
+      ValueError: the checkpoint is of another model.
     """
     shapes = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(config.seed))
     return read_parameters(Path(str(config.start)), shapes)
 
 
 def make_train_step(config: TrainConfig, count: int | None = None, mesh: Mesh | None = None) -> StepFunction:
-    """A jitted function that runs `count` steps (default `config.steps_per_call`) in one dispatch.
+    """Return a jitted function that runs `count` steps (default `config.steps_per_call`) in one dispatch.
 
-    Its arguments are the state (donated: do not use it again), the training text as integers `[tokens]`, bytes or ids,
-    and `batch_key(config)`; it returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
-    differ in the seed alone share one compiled function.
+    Its arguments are the state (donated: do not use it again), the training text as integers `[tokens]`, and
+    `batch_key(config)`. It returns the new state and the losses, float32 `[count]`, in nats per token. Configs that
+    differ only in the seed share one compiled function.
     """
     return _step_function(program(config), config.steps_per_call if count is None else count, mesh)
 
 
 def batch_key(config: TrainConfig) -> jax.Array:
-    """The random key from which `make_train_step` derives the windows of every step."""
+    """Return the random key from which `make_train_step` derives the windows of every step."""
     return jax.random.fold_in(jax.random.key(config.seed), _BATCHES)
 
 
@@ -105,12 +104,11 @@ def evaluate(
     products: Literal["trained", "bf16"] = "trained",
     mesh: Mesh | None = None,
 ) -> float:
-    """Mean loss in nats per token over `config.heldout_windows` evenly spaced windows of `heldout`, `[tokens]`.
+    """Return the mean loss in nats per token over `config.heldout_windows` evenly spaced windows of `heldout`.
 
-    With `products="trained"` layers multiply as in training, with the same quantized weights, stored parameters as they
-    are; "bf16" multiplies float32 parameters, stored ones dequantized, in BF16, which tells what training has learned
-    from what FP8 products cost afterwards. Losses of tokens are float32, and summed in float32 within a window and in
-    float64 over windows.
+    With `products="trained"` layers multiply as in training, with the same quantized weights. "bf16" multiplies float32
+    parameters in BF16, which leaves out the error of FP8 products. Losses are float32; they are
+    summed in float32 within a window and in float64 over windows.
 
     Raises:
       ValueError: the text is shorter than one window.
@@ -119,30 +117,23 @@ def evaluate(
     offsets = _heldout_offsets(config, len(heldout))
     params, quantized = state.params, tcfp_jax.layer_state(state.opt_state)
     if products == "bf16":
-        # Dequantized by a program of its own: that of the evaluation is then the same for every kind of weights.
+        # A separate program dequantizes, so that all kinds of weights share one program of the evaluation.
         config, params, quantized = config.in_bf16, float_parameters(params), {}
     losses = _evaluate_function(program(config), mesh)(params, quantized, jnp.asarray(heldout), offsets)
     return float(np.asarray(losses, np.float64).reshape(-1)[: config.heldout_windows].mean())
 
 
-def lower_evaluation(config: TrainConfig, state: TrainState, heldout_bytes: int) -> Any:
-    """What `evaluate` runs with the trained products, from the shapes of a state: once compiled, JAX keeps it."""
-    text = jax.ShapeDtypeStruct((heldout_bytes,), jnp.uint8)
-    quantized, offsets = tcfp_jax.layer_state(state.opt_state), _heldout_offsets(config, heldout_bytes)
-    return _evaluate_function(program(config), None).lower(state.params, quantized, text, offsets)
-
-
 def _heldout_offsets(config: TrainConfig, length: int) -> jax.Array:
-    """Where windows begin, int32 `[batches, batch]`; the last batch is filled up with zeros."""
+    """Return the first token of every window, int32 `[batches, batch]`; zeros fill up the last batch."""
     offsets = np.linspace(0, length - config.sequence - 1, config.heldout_windows).astype(np.int32)
     padding = -len(offsets) % config.batch
     return jnp.asarray(np.concatenate([offsets, np.zeros(padding, np.int32)]).reshape(-1, config.batch))
 
 
 def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
-    """Raise `ValueError` where the training or the held-out text does not hold one window."""
+    """Raise `ValueError` if the training or the held-out text is shorter than one window."""
     read = corpus.train.nbytes + corpus.heldout.nbytes
-    # Ids are cut at a whole one.
+    # A file of ids is cut at a whole id, so up to one id fewer than asked for may be read.
     cut = read + corpus.train.itemsize > config.corpus_bytes
     more = f"raise corpus_bytes (now {config.corpus_bytes})" if cut else "give more text"
     for name, text in (("training", corpus.train), ("held-out", corpus.heldout)):
@@ -150,7 +141,7 @@ def check_corpus(corpus: Corpus, config: TrainConfig) -> None:
 
 
 def check_text(name: str, text: Any, config: TrainConfig, more: str = "give more text") -> None:
-    """Raise `ValueError`, which says how to get more, where `text` does not hold one window."""
+    """Raise `ValueError`, which says how to get more, if `text` is shorter than one window."""
     if len(text) <= config.sequence:
         raise ValueError(
             f"the {name} text has {len(text)} tokens, but one window needs {config.sequence + 1}; {more}, or shorten "
@@ -159,7 +150,7 @@ def check_text(name: str, text: Any, config: TrainConfig, more: str = "give more
 
 
 def float_parameters(params: Any) -> Any:
-    """The parameters as Flax made them, float32: stored ones dequantized, for export and for BF16 products."""
+    """Return float32 parameters in Flax's own tree, for export and for BF16 products."""
     stored = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
     return _dequantize(params) if stored else params
 
@@ -170,10 +161,10 @@ _dequantize = jax.jit(tcfp_jax.dequantize)
 def make_optimizer(
     config: TrainConfig, schedule: optax.Schedule | None = None, quality: Literal["off", "on"] = "off"
 ) -> optax.GradientTransformation:
-    """Clipped AdamW: of stored weights, or with the quantized weights of the recipe last in the chain.
+    """Return clipped AdamW: one for stored weights, or a chain whose last state holds the quantized weights.
 
     Without a `schedule`, the rate warms up over a tenth of the steps and falls as a cosine over the others. `quality`
-    is that of the optimizer of stored weights.
+    is passed to the optimizer of stored weights.
     """
     return _optimizer(config, jax.random.key(config.seed), schedule, quality)
 
@@ -210,7 +201,7 @@ def _is_matrix(params: Any) -> Any:
 
 
 def program(config: TrainConfig) -> TrainConfig:
-    """The config with names resolved and without what is data to the compiled functions, so that runs share them."""
+    """Return the config that the compiled functions depend on, so that runs with other data share them."""
     return replace(
         config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
         heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, monitor=0, start=None,
@@ -223,7 +214,7 @@ def _learner(config: TrainConfig) -> Learner:
 
 
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
-    """What `init` makes, as shapes with the places of their arrays: what a checkpoint is read into."""
+    """Return the shapes of a state with the placement of its arrays, into which a checkpoint is read."""
     own = program(config)
     shapes = jax.eval_shape(functools.partial(_initialize, own), jax.random.key(0))
     alone = SingleDeviceSharding(jax.devices()[0])
@@ -234,7 +225,7 @@ def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:
 
 @functools.lru_cache(maxsize=16)
 def state_places(config: TrainConfig, mesh: Mesh) -> Any:
-    """Where every array of the state lies on a mesh: it follows from where the parameters lie."""
+    """Return the placement of every array of the state on a mesh, which follows from the parameters."""
     key = jax.random.key(0)
     params = jax.eval_shape(functools.partial(_floats, config), key)
     shaped = jax.tree.map(
@@ -268,9 +259,9 @@ def _initialize(config: TrainConfig, seed_key: jax.Array, start: Any = None, mes
 
 
 def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
-    """The initial parameters, float32."""
+    """Return the initial parameters, float32."""
     tokens = jnp.zeros((1, config.sequence), jnp.int32)
-    # Initialized with the BF16 recipe: the parameters are the same, and no weight is quantized for tracing.
+    # The BF16 recipe gives the same parameters, and no weight is quantized for tracing.
     model = _learner(config.in_bf16).model
     params = model.init(jax.random.fold_in(seed_key, _WEIGHTS), tokens)["params"]
     if not config.initial_jitter:
@@ -279,13 +270,13 @@ def _floats(config: TrainConfig, seed_key: jax.Array) -> Any:
 
 
 def count_parameters(config: TrainConfig) -> int:
-    """How many parameters the model has as floats, whatever a run stores of them."""
+    """Return the number of parameters of the model as floats."""
     params = jax.eval_shape(functools.partial(_floats, program(config)), jax.random.key(0))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def jittered(params: Any, key: jax.Array, size: float) -> Any:
-    """Float parameters times `1 + size * normal`, to see how far differences of rounding grow."""
+    """Return float parameters times `1 + size * normal`, to see how far differences of rounding grow."""
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.tree.unflatten(treedef, list(jax.random.split(key, len(leaves))))
     return jax.tree.map(lambda leaf, k: leaf * (1 + size * jax.random.normal(k, leaf.shape, leaf.dtype)), params, keys)
@@ -302,7 +293,7 @@ def _step_function(config: TrainConfig, count: int, mesh: Mesh | None) -> StepFu
 
 
 def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, count: int) -> StepFunction:
-    """The function that `make_train_step` jits, with an optimizer of one's own."""
+    """Return the function that `make_train_step` jits, with an optimizer of your own."""
     loss_of = loss_function(config)
 
     def one_step(state: TrainState, text: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -320,7 +311,7 @@ def make_steps(config: TrainConfig, optimizer: optax.GradientTransformation, cou
 
 
 def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
-    """The mean loss of windows, of parameters and quantized weights, with the `product_key` of recipes that draw."""
+    """Return the mean loss as a function of parameters, quantized weights, windows, and a `product_key`."""
     model = _learner(config).model
 
     def loss_of(params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -330,21 +321,21 @@ def loss_function(config: TrainConfig) -> Callable[..., jax.Array]:
 
 
 def product_key(config: TrainConfig, state: TrainState, key: jax.Array) -> jax.Array | None:
-    """What the products of the step that a state is about to take draw from; None where they draw nothing."""
+    """Return the key of the random bits in the products of the next step; None if the recipe draws none."""
     if not tcfp_jax.recipe(config.recipe).draws:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, state.step), _PRODUCTS)
 
 
 def windows(config: TrainConfig, state: TrainState, text: jax.Array, key: jax.Array) -> jax.Array:
-    """The windows of the step that a state is about to take."""
+    """Return the windows of the next step."""
     step_key = jax.random.fold_in(key, state.step)
     offsets = jax.random.randint(step_key, (config.batch,), 0, text.shape[0] - config.sequence)
     return _windows(text, offsets, config)
 
 
 def layouts(config: TrainConfig) -> Mapping[str, Weight] | None:
-    """Which axes of a weight are contracted, by path; None where all kernels are `[..., k, n]`."""
+    """Return the contracted axes of each weight by path; None if all kernels are `[..., k, n]`."""
     weights = _learner(config).weights
     return weights if isinstance(weights, Mapping) else None
 
@@ -363,14 +354,14 @@ def _evaluate_function(config: TrainConfig, mesh: Mesh | None) -> Any:
 
 
 def _windows(text: jax.Array, offsets: jax.Array, config: TrainConfig) -> jax.Array:
-    """int32 `[batch, sequence + 1]`: inputs are all but the last token of a window, targets all but the first."""
+    """Return int32 `[batch, sequence + 1]`: inputs without the last token, targets without the first."""
     return split_batch(text[split_batch(offsets)[:, None] + jnp.arange(config.sequence + 1)].astype(jnp.int32))
 
 
 def _window_losses(
     model: nn.Module, params: Any, quantized: Any, windows: jax.Array, key: jax.Array | None = None
 ) -> jax.Array:
-    """Cross-entropy of every predicted token, float32 `[batch, sequence]`; products draw random bits from the key."""
+    """Return the cross-entropy of every predicted token, float32 `[batch, sequence]`."""
     rngs = None if key is None else {"tcfp": key}
     of_tokens: Any = model.apply({"params": params, "tcfp": quantized}, windows[:, :-1], windows[:, 1:], rngs=rngs)
     return of_tokens

@@ -96,10 +96,10 @@ def test_ids_are_mapped_and_keep_their_order(ids):
         ([0, 7, 50_256], "uint16", r"ids up to 50256, but vocabulary=50000 .* use vocabulary=50257"),
         ([0, 50_000], "int64", "ids up to 50000, but vocabulary=50000"),
         ([3, -1], "int32", "has the id -1; token ids are not negative"),
-        ([1.0, 2.0], "float32", r"holds float32 \[2\], and token ids are a row of integers"),
+        ([1.0, 2.0], "float32", r"holds float32 \[2\], but token ids are a row of integers"),
         ([[1, 2], [3, 4]], "int32", r"holds int32 \[2, 2\]"),
         ([True], "bool", "holds bool"),
-        ([None], "object", "is no array of numbers"),
+        ([None], "object", "is not an array of numbers"),
     ],
 )
 def test_ids_that_are_refused(ids, values, dtype, message):
@@ -130,7 +130,7 @@ def test_paths_that_are_refused(folder, tmp_path):
     (folder / "image.png").rename(tmp_path / "binary" / "image.png")
     with pytest.raises(FileNotFoundError, match="binary holds no text: looked recursively at 1 files"):
         load_data([str(tmp_path / "binary")])
-    with pytest.raises(ValueError, match=r"image\.png is no text: not UTF-8"):
+    with pytest.raises(ValueError, match=r"image\.png is not text: not UTF-8"):
         load_data([str(folder), str(tmp_path / "binary" / "image.png")])
 
 

@@ -256,7 +256,7 @@ def test_a_checkpoint_that_lost_a_file_is_named(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted[0], out)
     for step, repair in ((60, "remove that folder to continue from step 55"), (55, "start in another folder")):
         (out / f"checkpoints/{step}/default/manifest.ocdbt").unlink()
-        with pytest.raises(ValueError, match=rf"checkpoints/{step} is no checkpoint .*; {repair}$"):
+        with pytest.raises(ValueError, match=rf"checkpoints/{step} is not a readable checkpoint .*; {repair}$"):
             run(CONFIG, out=out, resume="allowed", checkpoint_every=5)
         if step == 60:
             kept = tmp_path / "kept"
