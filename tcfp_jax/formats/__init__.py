@@ -1,8 +1,8 @@
 """Number formats: numbers, scales and datatypes as pure data, casts and packed storage on them, and a catalog.
 
-`datatype(number, scale)` describes a format, `cast(x, datatype)` gives x the values that the format can hold, and
-`pack(x, datatype)` stores x in the format's bits; `quantize_nvfp4(x)` in arrays that products read. Every name of the
-catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The package imports nothing of the training side, so its
+`datatype(number, scale)` describes a format. `cast(x, datatype)` gives x the values that the format can hold, and
+`pack(x, datatype)` stores x in the format's bits. `quantize_nvfp4(x)` stores it in arrays that products read. Every
+name of the catalog is an attribute: `formats.mxfp4e2`, `formats.nvfp4`. The package imports nothing of training, so its
 casts and the quantizers of `pallas_kernels` check each other in tests.
 
 The modules have plural names (`numbers`, `scales`, `datatypes`) because `number`, `scale` and `datatype` are functions.
@@ -12,9 +12,7 @@ The modules have plural names (`numbers`, `scales`, `datatypes`) because `number
 [1.0, -0.25, 0.125]
 """
 
-from typing import Any
-
-from tcfp_jax.formats.casting import cast, defaults
+from tcfp_jax.formats.casting import cast
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
@@ -36,7 +34,6 @@ __all__ = [
     "cast",
     "codebook",
     "datatype",
-    "defaults",
     "exact_share",
     "number",
     "pack",
@@ -48,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> DataType:
     if name in CATALOG:
         return CATALOG[name]
     raise AttributeError(f"tcfp_jax.formats has no {name!r}; `python -m tcfp_jax.formats` lists the catalog")

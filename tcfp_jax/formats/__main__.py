@@ -23,12 +23,12 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.datatypes import DataType, datatype
 
 _SHAPE = (128, 1024)
-TABLE: tuple[str, ...] = (  # what docs/formats.md shows, by bits per value
+TABLE: tuple[str, ...] = (  # the rows of docs/formats.md, by bits per value
     "mx4", "mxint4", "mxfp4e2", "nvfp4", "nf4", "icb44fi4_e32s8", "mx6", "mxfp6e3", "mxfp6e2", "e4m3fn", "mxfp8e5",
     "mxfp8e4", "mxint8", "mx9", "tcfp12",
 )  # fmt: skip
-# Where the label of a point stands: its offset from the point, in points, and which of its sides is the near one.
-# A thin line leads there, because most points lie so close together that a label beside one would cover another.
+# The offset of a label from its point, in points, and the side of the label that is near the point. A thin line joins
+# them, because most points lie so close together that a label next to one would cover another.
 _LABELS: dict[str, tuple[int, int, str]] = {
     "mxfp4e2": (14, -24, "left"), "nvfp4": (36, -13, "left"), "nf4": (-16, 21, "right"), "mx6": (-8, 6, "right"),
     "mxfp6e2": (4, 13, "left"), "mxfp8e4": (20, -13, "left"), "mxint8": (12, -10, "left"), "mx9": (4, 11, "left"),
@@ -38,7 +38,7 @@ _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
 def snr_db(made: DataType) -> float:
-    """10 log10(sum x^2 / sum (x - cast(x))^2) of 128 x 1024 values from N(0, 1), or inf where nothing is lost.
+    """Return 10 log10(sum x^2 / sum (x - cast(x))^2) for 128 x 1024 values from N(0, 1), or inf if nothing is lost.
 
     >>> 31 < snr_db(datatype("e4m3fn")) < 32
     True
@@ -50,7 +50,7 @@ def snr_db(made: DataType) -> float:
 
 
 def describe(made: DataType) -> str:
-    """One row of the table.
+    """Return one row of the list.
 
     >>> describe(CATALOG["mxfp4e2"]).split()[:3]
     ['mxfp4e2', 'e2m1f_e8m0_t32', '4.25']
@@ -63,7 +63,7 @@ def describe(made: DataType) -> str:
 
 
 def table(names: Sequence[str] = TABLE) -> str:
-    """The named datatypes of the catalog as a Markdown table.
+    """Return the named datatypes of the catalog as a Markdown table.
 
     >>> print(table(["mxfp4e2"]).splitlines()[-1])
     | `mxfp4e2` | e2m1f_e8m0_t32 | 4.25 | 18.8 |
@@ -81,7 +81,7 @@ def _content(made: DataType) -> str:
 
 
 def show(made: DataType) -> str:
-    """A datatype in words, and its number line where that is short.
+    """Describe a datatype in words, with its number line if that is short.
 
     >>> print(show(CATALOG["mxfp4e2"]).splitlines()[-1])
     -6 -4 -3 -2 -1.5 -1 -0.5 0 0.5 1 1.5 2 3 4 6
@@ -101,7 +101,7 @@ def show(made: DataType) -> str:
 
 
 def plot(path: Path) -> None:
-    """SNR on N(0, 1) against bits per value, for the whole catalog, as a PNG."""
+    """Write a PNG with the SNR on N(0, 1) against bits per value, for the whole catalog."""
     import matplotlib
 
     matplotlib.use("agg")

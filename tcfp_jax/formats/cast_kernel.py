@@ -1,8 +1,8 @@
 """The common casts in one pass on NVIDIA GPUs: tiles with power-of-two scales, rounded to nearest even, saturating.
 
-The time of such a cast is that of its memory traffic. XLA compiles it to three kernels, which read x twice and write an
-int32 array of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and
-the result is written once.
+Memory traffic decides the time of a cast. XLA compiles it to three kernels, which read x twice and write an int32 array
+of its size in between. A Pallas-Triton program holds a block of tiles in registers, so x is read once and the result is
+written once.
 
 The kernel has the bits of `quantization.quantize` and `quantization.assemble`, with fewer operations: a GPU does not
 flush subnormals, so a product by a power of two is a float multiplication there. `serves` says which arrays the kernel
@@ -10,6 +10,7 @@ takes. All other casts and devices take the definition. You never choose, becaus
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,18 +27,18 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.rounding import SIGN, Modes
 from tcfp_jax.formats.scales import ScaleMode
 
-# 16 values a thread, as the quantizers of `pallas_kernels.tiled` have.
+# 16 values per thread, as in the quantizers of `pallas_kernels.tiled`.
 VALUES = 4096
 WARPS = 8
 _LEAST_VALUES = 256
 
 
-def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes) -> bool:
-    """Whether the kernel computes this cast on an NVIDIA GPU.
+def serves(shape: tuple[int, ...], dtype: jnp.dtype, datatype: DataType, modes: Modes) -> bool:
+    """Return True if the kernel computes this cast on an NVIDIA GPU.
 
     The scale must be a power of two for tiles with one side, without subtiles, that run along the last axis and divide
-    it; its rule must depend on the largest value of a tile alone. The smallest result must be a float32 and the
-    largest a `dtype`, so that no multiplication rounds.
+    it. Its rule may depend only on the largest value of a tile. The smallest result must be a float32 and the largest a
+    `dtype`, so that no multiplication rounds.
 
     >>> from tcfp_jax.formats.catalog import CATALOG
     >>> [serves((8, 64), jnp.dtype("bfloat16"), CATALOG[name], Modes()) for name in ("mxfp8e4", "nvfp4")]
@@ -59,16 +60,17 @@ def serves(shape: tuple[int, ...], dtype: Any, datatype: DataType, modes: Modes)
 
 
 def wanted() -> bool:
-    """Whether programs are traced for an NVIDIA GPU."""
+    """Return True if programs are traced for an NVIDIA GPU."""
     return device_kind().startswith("NVIDIA")
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:
-    """The cast of an array that `serves` accepts, in its shape and dtype.
+    """Cast an array that `serves` accepts.
 
     Args:
       x: float32 or bfloat16.
-      interpret: run in Pallas's interpreter, on CPUs, where subnormals are flushed.
+      datatype, scalemode: as for `cast`.
+      interpret: run in Pallas's interpreter, which works on CPUs and flushes subnormals there.
     """
     scale = datatype.scale
     assert scale is not None
@@ -78,13 +80,13 @@ def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interp
 
 
 @functools.cache
-def _by_tiles(datatype: DataType, scalemode: ScaleMode, interpret: bool) -> Any:
-    """The kernel on `[..., tile]`: whole tiles stay on one device, and vmap adds one more leading axis."""
+def _by_tiles(datatype: DataType, scalemode: ScaleMode, interpret: bool) -> Callable[[jax.Array], jax.Array]:
+    """Return the kernel on `[..., tile]`: whole tiles stay on one device, and vmap adds a leading axis."""
 
     def local(tiles: jax.Array, *, summed_over: tuple[str, ...]) -> jax.Array:
         rows = tiles.reshape(-1, tiles.shape[-1])
-        if _block(tiles.shape, tiles.shape[-1]) is None:  # a device's part that no block divides
-            return cast_block(rows, datatype, scalemode).reshape(tiles.shape)
+        if _block(tiles.shape, tiles.shape[-1]) is None:  # no block divides the part of a device
+            return _cast_block(rows, datatype, scalemode).reshape(tiles.shape)
         return _call(rows, datatype, scalemode, interpret).reshape(tiles.shape)
 
     @custom_vmap
@@ -100,7 +102,7 @@ def _by_tiles(datatype: DataType, scalemode: ScaleMode, interpret: bool) -> Any:
 
 
 def _block(shape: tuple[int, ...], size: int) -> int | None:
-    """How many tiles a program takes: the largest power of two up to 4096 values that divides them all, or None."""
+    """Return the tiles of a program: the largest power of two, up to 4096 values, that divides their count, or None."""
     count = functools.reduce(lambda a, b: a * b, shape, 1) // size
     tiles = max(1, VALUES // size)
     while tiles and count % tiles:
@@ -117,7 +119,7 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
     assert tiles is not None, "the caller checked"
 
     def kernel(x: Any, out: Any) -> None:
-        out[...] = cast_block(x[...], datatype, scalemode)
+        out[...] = _cast_block(x[...], datatype, scalemode)
 
     spec = pl.BlockSpec((tiles, size), lambda i: (i, 0))
     return pl.pallas_call(
@@ -132,15 +134,15 @@ def _call(rows: jax.Array, datatype: DataType, scalemode: ScaleMode, interpret: 
     )(rows)
 
 
-def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
-    """The cast of `[tiles, size]`, one scale per row, in arithmetic that keeps subnormals.
+def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Array:
+    """Cast `[tiles, size]`, with one scale per row, in arithmetic that keeps subnormals.
 
-    |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps: what is left of float32's
-    digits beside m is exactly the number's. Both sides of it are multiplied by a power of two in two factors, since
-    one may lie outside float32.
+    |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps, because the digits of
+    float32 next to m are exactly the digits of the number. The powers of two come in two factors, because one factor
+    may lie outside float32.
 
     >>> from tcfp_jax.formats.catalog import CATALOG
-    >>> cast_block(jnp.array([[500.0, -1.06, 0.0, 3e-4]]), CATALOG["mxfp8e4"], "max").tolist()
+    >>> _cast_block(jnp.array([[500.0, -1.06, 0.0, 3e-4]]), CATALOG["mxfp8e4"], "max").tolist()
     [[448.0, -1.0, 0.0, 0.0]]
     """
     number, scale = datatype.number, datatype.scale
@@ -150,7 +152,7 @@ def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Ar
     amax = jnp.max(scale_rules.finite_magnitude(magnitude), axis=1, keepdims=True)
     exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, scalemode)
     grid = scale_rules.grid_of(number)
-    # Integers are counted in ones, and an exponent scale means them in steps of 2**-(mbits - 1).
+    # Integers count in ones here, while an exponent scale counts them in steps of 2**-(mbits - 1).
     exponent = exponent - (number.mbits - 1) if number.is_integer else exponent
     half = exponent >> 1
     down, down_again = float_bits.power_of_two(-half), float_bits.power_of_two(half - exponent)
@@ -167,5 +169,5 @@ def cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.Ar
     if not number.has_negative_zero:
         sign = jnp.where(rounded == 0, 0, sign)
     result = lax.bitcast_convert_type(rounded | sign, jnp.float32) * up * up_again
-    # A NaN has lost its sign bit or gained one on the way; what the definition writes is one NaN.
+    # The sign of a NaN may have changed on the way; the definition writes one NaN.
     return jnp.where(magnitude > INFINITY, jnp.float32(jnp.nan), result).astype(x.dtype)

@@ -1,13 +1,13 @@
-"""Datatypes by name: TensorCast's, OCP's MX, NVFP4, TCFP-12, NF4. `CATALOG[name]`, or `formats.<name>`.
+"""The catalog: datatypes of TensorCast, OCP's MX, NVFP4, TCFP-12 and NF4 by name, `CATALOG[name]` or `formats.<name>`.
 
 A name begins with a number (`int8`, `e4m3`, `fp8` for e4m3fn, `bf8` for e5m2; a trailing `n` or `z` stands for fnuz).
-After an underscore, one letter each says what the scale and the zero point are stored as: `F` float32, `f` float16 (or
-e5m3, where it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after them are the
-size of a tile, `c` is a channel, and a final `s` makes tiles square.
+After an underscore, one letter is the number format of the scale and one is the format of the zero point: `F` float32,
+`f` float16 (or e5m3, if it scales tiles of signed numbers), `b` bfloat16, `e` e8m0, `n` e4m3, `i` int8. Digits after
+them are the size of a tile, `c` is a channel, and a final `s` makes tiles square.
 
-Names that TensorCast gives to something else than they say mean here what they say: `uint8_*` are 8 bits (16 there),
-`bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` a scale of e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2
-have -0 and no NaN (`f`; `fnuz` there). The IEEE numbers of its float8 names are the dtypes'.
+Some names of TensorCast contradict its definitions; here the name is right. `uint8_*` have 8 bits (16 there),
+`bf8nb32s` has tiles of 32 (16 there), `icb44fi4_f32` has a scale in e5m3 (e5m0 there), and OCP's e2m1, e2m3 and e3m2
+have -0 and no NaN (`f`; `fnuz` there). Its float8 names mean the dtypes, not IEEE numbers.
 """
 
 from tcfp_jax.formats.datatypes import DataType, datatype

@@ -1,10 +1,10 @@
-"""Numbers that are looked up in tables: NF4, linear4, tables that a user gives, and TensorCast's implicit codebooks.
+"""Codebooks, numbers that are looked up in tables: NF4, linear4, your own tables, TensorCast's implicit codebooks.
 
-A codebook has one table, or several, of 2**index_bits values. Where there are several, each tile (or subtile) selects
-the table that fits it best, and stores which one that is.
+A codebook has one or several tables of 2**index_bits values. If there are several, each tile (or subtile) selects the
+table that fits it best, and stores its index.
 
-`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8 to 7, which the residual of
-TCFP-12 uses: int4 leaves -8 unused, and a scale maps the largest magnitude to 7 in both.
+`nf4` holds QLoRA's quantiles of a normal distribution. `linear4` holds the integers -8 to 7, for the residual of
+TCFP-12: int4 does not use -8, and a scale maps the largest magnitude to 7 in both.
 """
 
 import functools
@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +32,10 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class CodebookSpec:
-    """A number whose codes index a table; made by `codebook`. Frozen and hashable.
+    """A number whose codes index a table, made by `codebook`: frozen and hashable.
 
     Attributes:
-      name: of the codebook; equality is by tables.
+      name: the name of the codebook.
       tables: ascending float32 values, all of one length, a power of two.
       maxfloat: the value that a scale maps the largest magnitude of a tile to.
     """
@@ -52,12 +51,12 @@ class CodebookSpec:
 
     @property
     def bits(self) -> int:
-        """Bits of an index."""
+        """The bits of an index."""
         return (len(self.tables[0]) - 1).bit_length()
 
     @property
     def selector_bits(self) -> int:
-        """Bits with which a tile or subtile selects its table, 0 where there is only one table."""
+        """The bits with which a tile or subtile selects its table; 0 if there is one table."""
         return (len(self.tables) - 1).bit_length()
 
     @property
@@ -77,37 +76,36 @@ class CodebookSpec:
 
     @property
     def midmax(self) -> float:
-        """Equal to maxfloat, since everything above rounds to it."""
+        """`maxfloat`, because everything above rounds to it."""
         return self.maxfloat
 
     @property
     def eps(self) -> float:
-        """The smallest distance between two neighbours of a table, over maxfloat."""
+        """The smallest distance between two neighbours of a table, divided by `maxfloat`."""
         return min(b - a for table in self.tables for a, b in itertools.pairwise(table) if b > a) / self.maxfloat
 
     @property
     def dtype(self) -> None:
-        """No dtype is a codebook."""
+        """None, because no dtype is a codebook."""
         return
 
     def number_line(self) -> tuple[float, ...]:
-        """All values of all tables, ascending, each once."""
+        """Return all values of all tables, ascending, each once."""
         return tuple(sorted({value for table in self.tables for value in table}))
 
 
 def codebook(
     tables: str | Sequence[float] | Sequence[Sequence[float]] | np.ndarray, name: str | None = None
 ) -> CodebookSpec:
-    """A codebook by its code, or of the values given.
+    """Return the codebook with this code, or make one of these tables.
 
     Args:
       tables: "nf4", "linear4", an implicit code such as "icb44fi_e4m3fn", the values of one table, or several tables;
         also as arrays, `[values]` or `[tables, values]`.
-      name: of a codebook of one's own; "codebook" without it.
+      name: the name of your own codebook.
 
     Raises:
-      ValueError: an unknown code, tables that are not of real numbers, ascending, finite, float32, or not 2**k values
-        long each.
+      ValueError: an unknown code, or tables that do not hold 2**k ascending, finite float32 values each.
 
     Source: Dettmers et al. 2023, "QLoRA", appendix E (NF4); TensorCast (implicit codebooks).
 
@@ -129,8 +127,8 @@ def codebook(
     return CodebookSpec(name or "codebook", values, largest)
 
 
-def _values(tables: Any) -> tuple[tuple[float, ...], ...]:
-    """The values of each table, of lists or arrays."""
+def _values(tables: object) -> tuple[tuple[float, ...], ...]:
+    """Return the values of each table, from lists or arrays."""
     plain = lambda values: values.tolist() if hasattr(values, "tolist") else values
     try:
         rows = [plain(row) for row in plain(tables)]
@@ -161,11 +159,11 @@ def _by_code(code: str) -> CodebookSpec:
 
 
 def _shifted(pattern: NumberSpec, compute: NumberSpec, shifts: int) -> list[tuple[float, ...]]:
-    """The positive values of a 4-bit number, moved down the number line of `compute` from its top, code by code.
+    """Return tables with the positive values of a 4-bit number, moved down the number line of `compute` code by code.
 
-    Mirrored, with 0 in the middle twice, so that a table has 16 entries.
+    Tables are mirrored, with 0 in the middle twice, so that they have 16 entries.
     """
-    # Codes of `compute` for the pattern's values, at the top binade; what is below is kept by distance from the top.
+    # Codes of `compute` for the pattern's values at the top binade. Every table keeps their distances from the top.
     widened = [_code_of(value, pattern, compute) for value in pattern.number_line() if value > 0]
     top = compute.largest_code
     codes = [top - (widened[-1] - code) for code in widened]
@@ -185,11 +183,12 @@ def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
 def nearest_index(
     value: jax.Array, book: CodebookSpec, table: int | jax.Array, mode: RoundMode, bits: jax.Array | None
 ) -> jax.Array:
-    """Index of the entry that `value` rounds to; what lies beyond the ends rounds to them.
+    """Return the index of the entry that `value` rounds to; values beyond the ends round to the ends.
 
     Args:
       value: float32, already divided by its scale.
-      table: the index of the table, or one index for all values.
+      book: the codebook.
+      table: the index of its table.
       mode: "even" sends ties to the even index, "nearest" away from zero.
       bits: uniform uint32 of the shape of `value`, for "stochastic" only.
 
@@ -199,7 +198,7 @@ def nearest_index(
     """
     levels = _tables(book)[table]
     target = jnp.clip(value, levels[0], levels[-1])
-    # One comparison after the other: with an axis of levels, XLA would compute the target once for each.
+    # One comparison at a time: with an axis of levels, XLA would compute the target once for each level.
     lower = jnp.zeros_like(target, jnp.int32)
     for i in range(1, levels.shape[0] - 1):
         lower = lower + (target >= levels[i]).astype(jnp.int32)
@@ -218,7 +217,7 @@ def nearest_index(
 
 
 def look_up(index: jax.Array, book: CodebookSpec, selector: jax.Array | None) -> jax.Array:
-    """float32 entries, of the first table or of those selected."""
+    """Return the float32 entries of the first table, or of the selected tables."""
     tables = _tables(book)
     if selector is None:
         return tables[0][index]
@@ -228,10 +227,10 @@ def look_up(index: jax.Array, book: CodebookSpec, selector: jax.Array | None) ->
 def search(
     value: jax.Array, book: CodebookSpec, axes: tuple[int, ...], mode: RoundMode, bits: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(indices, the index of each tile's table, or None where there is only one table).
+    """Return (indices, the index of each tile's table, or None if there is one table).
 
-    A tile gets the table with the least squared error, and the first of equals. Errors are summed over `axes` as
-    integers, so that the choice is the same in any order of summation.
+    A tile gets the table with the least squared error, the first one among equals. Errors are summed over `axes` as
+    integers, so the choice does not depend on the order of the sum.
     """
     if not book.selector_bits:
         return nearest_index(value, book, 0, mode, bits), None

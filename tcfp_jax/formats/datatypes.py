@@ -1,4 +1,4 @@
-"""A datatype is a number and how its values share scales: `datatype(number, scale)`; bits are counted exactly."""
+"""Datatypes: `datatype(number, scale)` is a number format and the rule by which its values share scales."""
 
 import math
 import numbers
@@ -16,14 +16,14 @@ from tcfp_jax.formats.scales import scale as parse_scale
 
 @dataclass(frozen=True)
 class DataType:
-    """What an array can be cast to and packed as; made by `datatype`. Frozen, hashable, equal by content.
+    """A format that arrays are cast to and packed in, made by `datatype`: frozen, hashable, equal by content.
 
     Attributes:
-      number: what a value is.
-      scale: how values share scales, or None.
-      residual: the datatype of what rounding leaves, which is stored too and added, or None. It is in units of the
-        value's exponent scale where there is one: (value + residual) * scale.
-      name: for people; two datatypes with different names may be equal.
+      number: the format of a value.
+      scale: the rule by which values share scales, or None.
+      residual: the datatype of the remainder of rounding, which is stored too and added, or None. Under an exponent
+        scale it counts in units of that scale: (value + residual) * scale.
+      name: a name for people; datatypes with different names may be equal.
     """
 
     number: NumberSpec | CodebookSpec
@@ -33,16 +33,16 @@ class DataType:
 
     @property
     def is_unscaled(self) -> bool:
-        """Whether values stand alone."""
+        """True if there is no scale."""
         return self.scale is None
 
     def bits_per_value(self, shape: Sequence[int] | None = None) -> float:
-        """Bits stored per value, scales and all: exact for an array of `shape`, and the limit of large arrays without.
+        """Return the stored bits per value, with scales: exact for a `shape`, otherwise the limit of large arrays.
 
-        Scales of a tensor or a channel count only where the shape is known. Tables of a codebook never count.
+        Scales of a tensor or a channel count only if the shape is known. Tables of a codebook never count.
 
         Raises:
-          ValueError: the shape is one that `stored_bits` refuses.
+          ValueError: `stored_bits` refuses the shape.
 
         >>> datatype("e2m1f", "e8m0_t32").bits_per_value(), datatype("int8", "float32").bits_per_value((4, 4))
         (4.25, 10.0)
@@ -63,10 +63,10 @@ class DataType:
         return self.number.selector_bits if isinstance(self.number, CodebookSpec) else 0
 
     def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
-        """Bits of each part of an array of this shape: values, scales, zeros, offsets, selectors, outer, residual.
+        """Return the bits of each part: values, scales, zeros, offsets, selectors, outer, residual.
 
         Raises:
-          ValueError: it is no shape, or one of arrays that `cast` and `pack` refuse: a tile does not fit.
+          ValueError: this is not a shape, or a tile does not fit it.
 
         >>> datatype("e2m1f", "e8m0_t32").stored_bits((2, 40))
         {'values': 320, 'scales': 32}
@@ -100,14 +100,14 @@ def datatype(
     *,
     residual: DataType | None = None,
 ) -> DataType:
-    """A number and, with `scale`, how its values share scales.
+    """Make a datatype of a number format and, optionally, a rule by which its values share scales.
 
     Args:
-      number: a number's code or spec, a codebook or its code.
-      scale: a scale's code or spec; None leaves the number unscaled.
-      name: for people; the codes joined by an underscore without it.
-      residual: the datatype of what rounding leaves, `x / scale - value` for exponent scales and `x - value * scale`
-        else, which is stored too and added.
+      number: the code or spec of a number, or a codebook or its code.
+      scale: the code or spec of a scale; None leaves the number unscaled.
+      name: a name for people; the default joins the codes by an underscore.
+      residual: the datatype of the remainder, which is stored too and added: `x / scale - value` for exponent scales,
+        `x - value * scale` otherwise.
 
     Raises:
       ValueError: a bad code, a number and a scale that contradict each other, or a residual with a residual.

@@ -1,6 +1,6 @@
-"""Values as the codes that store them, codes as bytes, and back.
+"""Values as codes, codes as bytes, and back.
 
-Codes are uint32 with the layout that ml_dtypes has: sign, exponent and mantissa from the top, and integers in two's
+Codes are uint32 with the layout of ml_dtypes: sign, exponent and mantissa from the top, and integers in two's
 complement. Bytes hold codes without gaps, the first code in the lowest bits: a byte holds two 4-bit codes, and three
 bytes hold four 6-bit codes. Only the last byte of an array is filled up, with zeros.
 """
@@ -17,9 +17,9 @@ from tcfp_jax.formats.scale_rules import is_wide
 
 
 def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
-    """uint32 codes of float32 values that a number holds; NaN without a code of its own is stored as 0.
+    """Return the uint32 codes of float32 values that a number holds; NaN becomes 0 if it has no code.
 
-    A signed integer's lowest code, which no value has, stands for NaN.
+    The lowest code of a signed integer, which no value has, stands for NaN.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> [int(encode(jnp.float32(v), number("e4m3fn"))) for v in (1.0, -448.0)]
@@ -51,7 +51,7 @@ def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
 
 
 def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
-    """float32 values of uint32 codes.
+    """Return the float32 values of uint32 codes.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> decode(jnp.array([56, 254], jnp.uint32), number("e4m3fn")).tolist()
@@ -93,7 +93,7 @@ def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
 
 
 def _special_codes(number: NumberSpec) -> tuple[int, int]:
-    """(the code of inf, of NaN); 0 where there is none."""
+    """Return (the code of inf, the code of NaN); 0 if there is none."""
     ones = (1 << (number.bits - 1)) - 1
     if number.infnan == "ieee":
         infinity = ((1 << number.ebits) - 1) << number.mbits
@@ -106,7 +106,7 @@ def _special_codes(number: NumberSpec) -> tuple[int, int]:
 
 
 def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
-    """uint8 of the codes of any shape, without gaps.
+    """Return the codes of any shape as uint8, without gaps.
 
     >>> to_bytes(jnp.array([1, 2, 3], jnp.uint32), 4).tolist()
     [33, 3]
@@ -123,7 +123,7 @@ def to_bytes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def from_bytes(data: jax.Array, bits: int, count: int) -> jax.Array:
-    """The uint32 codes that `to_bytes` wrote, `[count]`.
+    """Return the uint32 codes that `to_bytes` wrote, `[count]`.
 
     >>> from_bytes(jnp.array([33, 3], jnp.uint8), 4, 3).tolist()
     [1, 2, 3]
@@ -144,5 +144,5 @@ _WHOLE = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
 def _piece(bits: int) -> int:
-    """Bits of what is put into bytes at once: a code, or a bit of one where codes straddle bytes."""
+    """Return the bits that enter a byte at once: a whole code, or one bit if codes straddle bytes."""
     return bits if 8 % bits == 0 else 1

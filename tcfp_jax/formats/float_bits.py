@@ -1,11 +1,11 @@
-"""float32 taken apart: powers of two from integer bits, exact division, and rounding to any grid.
+"""Arithmetic on the bits of float32: powers of two, exact division, and rounding to any grid.
 
-The casts of `tcfp_jax.formats.casting` are made of these functions. They share no code with `pallas_kernels.numerics`
-on purpose: each of the two is the other's oracle. Magnitudes are int32 with the bits of |x|, ordered as the values.
+Casts are made of these functions. They share no code with `pallas_kernels.numerics` on purpose: each is the other's
+oracle in tests. Magnitudes are int32 with the bits of |x|, which are ordered as the values are.
 
 XLA:CPU reads and writes subnormal float32 as zero, and XLA:GPU does not. So no float operation here meets a subnormal:
-it is taken apart as an integer, and made as one. Products and quotients by powers of two are integer additions to the
-exponent, which are exact and the same on every backend, with and without jit.
+integers take it apart and make it. Products and quotients by powers of two are integer additions to the exponent, which
+are exact and the same on every backend, with and without jit.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 RoundMode = Literal["nearest", "even", "zero", "stochastic"]
-# What is rounded up are scales that must cover, which no cast asks for by name.
+# "up" is for scales that must cover; no cast offers it.
 Rounding = RoundMode | Literal["up"]
 
 MANTISSA_BITS = 23
@@ -37,19 +37,19 @@ class Grid(NamedTuple):
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """int32 bits of float32(x), for any float dtype: exact, except that float64 is rounded to float32 first.
+    """Return the int32 bits of float32(x) for any float dtype; only float64 is rounded.
 
     >>> hex(int(to_bits(jnp.bfloat16(1.0))))
     '0x3f800000'
     """
-    if x.dtype == jnp.bfloat16:  # by integers: a subnormal would be flushed in a conversion
+    if x.dtype == jnp.bfloat16:  # by integers: a conversion flushes subnormals on a CPU
         half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return lax.bitcast_convert_type(half << 16, jnp.int32)
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32 bits as an array of `dtype`, rounded to nearest even; a finite value stays finite.
+    """Return float32 bits as an array of `dtype`, rounded to nearest even; a finite value stays finite.
 
     >>> float(from_bits(jnp.int32(0x3f800000), jnp.dtype("float16")))
     1.0
@@ -69,7 +69,7 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above 127.
+    """Return 2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above 127.
 
     >>> float(power_of_two(jnp.int32(-3)))
     0.125
@@ -79,7 +79,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero.
+    """Return (floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero.
 
     >>> [int(v) for v in normalize(jnp.int32(1))]
     [-149, 0]
@@ -92,17 +92,17 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
-    """|x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from 2**128 on the largest float32.
+    """Return |x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from 2**128 on the largest float32.
 
     >>> float(scale_down(jnp.int32(1), jnp.int32(-149)))
     1.0
     """
     shifted = magnitude - (exponent << MANTISSA_BITS)
     shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
-    # By the exponent alone, as the difference may leave int32: a narrow scale may lie far below x.
+    # The exponent alone decides, because the difference may leave int32: a narrow scale may lie far below x.
     shifted = jnp.where((magnitude >> MANTISSA_BITS) - exponent > 254, INFINITY - 1, shifted)
-    # A subnormal is so many steps of 2**-149, by integers: XLA multiplies the factors of a product first, which may be
-    # subnormal themselves. The difference fits int32 wherever the exponent does, though its terms may not.
+    # A subnormal counts in steps of 2**-149, as an integer: XLA multiplies the factors of a product first, which may be
+    # subnormal as well. The difference fits int32 if the exponent does, though its terms may not.
     steps = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
     subnormal = steps - ((149 + exponent) << MANTISSA_BITS)
     subnormal = jnp.where((steps >> MANTISSA_BITS) - (149 + exponent) < 1, jnp.zeros_like(subnormal), subnormal)
@@ -110,7 +110,7 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Magnitude bits of value * 2**exponent, for a value >= 0: exact, or a subnormal rounded to nearest even.
+    """Return the bits of value * 2**exponent, for a value >= 0: exact, or a subnormal rounded to nearest even.
 
     >>> int(scale_up(jnp.float32(1.0), jnp.int32(-149)))
     1
@@ -124,11 +124,11 @@ def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
-    """|x| / |y| in float32 with `digits` mantissa bits, and the last bit set where that is not exact.
+    """Return |x| / |y| in float32 with `digits` mantissa bits, and the last bit set if that is not exact.
 
-    A value that is rounded so ("to odd") and then rounded to fewer bits is the quotient rounded once. It is a long
-    division in integers, 12 bits at a time, because a GPU's float32 division is not correctly rounded. Subnormal x and
-    y count as zero, as does x / 0.
+    A quotient that is rounded so ("to odd"), and then to fewer bits, is rounded once. This is a long division in
+    integers, 12 bits at a time, because the float32 division of a GPU is not correctly rounded. Subnormal x and y count
+    as zero, as does x / 0.
 
     Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
     to odd".
@@ -142,13 +142,13 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
 
 
 def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
-    """|x| / |y| in float32, rounded to nearest; see `divide_to_odd`.
+    """Return |x| / |y| in float32, rounded to nearest; see `divide_to_odd`.
 
     >>> float(divide(to_bits(jnp.float32(1)), to_bits(jnp.float32(3)))) == float(np.float32(1) / np.float32(3))
     True
     """
     exponent, quotient, remainder, denominator = _divide(magnitude, divisor, MANTISSA_BITS)
-    # Two floats of 24 bits never have a quotient halfway between two of 24 bits: there is no tie.
+    # The quotient of two floats of 24 bits never lies halfway between two others, so ties cannot occur.
     quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
     return _quotient(magnitude, divisor, exponent, quotient)
 
@@ -162,7 +162,7 @@ def _divide(magnitude: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.
     inverse = 1 / denominator.astype(jnp.float32)
     for place in range(0, digits, _DIGITS_AT_ONCE):
         count = min(digits - place, _DIGITS_AT_ONCE)
-        # The guess may be off by one, anywhere; products that wrap around leave their small difference right.
+        # The guess may be off by one. Products may wrap around; their small difference is right.
         guess = (remainder.astype(jnp.float32) * inverse * jnp.float32(2.0**count)).astype(jnp.int32)
         rest = (remainder << count) - guess * denominator
         change = (rest >= denominator).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
@@ -180,7 +180,7 @@ def _quotient(magnitude: jax.Array, divisor: jax.Array, exponent: jax.Array, quo
 
 
 def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array | None) -> jax.Array:
-    """Values >= 0 rounded to a grid whose steps are normal float32; the grid goes on beyond `largest`.
+    """Round values >= 0 to a grid whose steps are normal float32; the grid continues beyond `largest`.
 
     `bits` are uniform uint32 for "stochastic", which takes the upper neighbour with probability (value - lower) / step,
     exact to 2**-24.
@@ -189,7 +189,7 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array 
     [2.0, 3.0, 2.0]
     """
     emax = int(np.frexp(grid.largest)[1]) - 1
-    # A value of twice the largest binade or more is beyond the grid whatever its digits; capped, its step stays finite.
+    # A value of twice the largest binade is beyond the grid whatever its digits are; the cap keeps its step finite.
     capped = jnp.minimum(value, jnp.float32(2.0 ** min(emax + 1, 127)))
     exponent = lax.bitcast_convert_type(capped, jnp.int32) & INFINITY
     step_bits = jnp.maximum(exponent, (grid.emin + 127) << MANTISSA_BITS) - (grid.mbits << MANTISSA_BITS)
@@ -210,7 +210,7 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array 
 
 
 def round_bits(magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None) -> jax.Array:
-    """Magnitudes rounded to `mbits` bits of mantissa, for numbers with float32's own exponents.
+    """Round magnitudes to `mbits` bits of mantissa, for numbers with the exponents of float32.
 
     >>> hex(int(round_bits(jnp.int32(0x3f808000), 7, "even", None)))
     '0x3f800000'

@@ -1,4 +1,4 @@
-"""What one number is: `number(code)` describes a float, an integer or an exponent by its bits; no arrays, no casts.
+"""Numbers: `number(code)` describes a float, an integer or an exponent by its bits, without arrays and casts.
 
 Grammar of codes:
 
@@ -9,8 +9,8 @@ Grammar of codes:
     binary8pP                  IEEE P3109 with precision P in 1..7
     a jax or numpy dtype, or its name
 
-The bias defaults to 2**(X-1) - 1, also after `fnuz`; a *dtype's* name has the bias that the dtype has, so
-`float8_e4m3fnuz` is `e4m3b8fnuz`. What a suffix says of the codes that are no finite numbers:
+The bias defaults to 2**(X-1) - 1, also after `fnuz`. The name of a *dtype* has the bias of the dtype, so
+`float8_e4m3fnuz` is `e4m3b8fnuz`. The suffix names the codes that are not finite numbers:
 
     (none)  ieee: the largest exponent holds inf (mantissa 0) and NaN
     fn      no inf; the one code with all ones is NaN
@@ -59,14 +59,14 @@ _CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 
 @dataclass(frozen=True)
 class NumberSpec:
-    """A number format; made by `number`. Frozen and hashable, equal where the bits mean the same.
+    """A number format, made by `number`: frozen and hashable, equal if the bits mean the same.
 
     Attributes:
       name: the canonical code, such as "e4m3fn".
       kind: "float", "int", "uint" or "exponent".
       ebits, mbits: widths of exponent and mantissa; for integers 0 and the bits without the sign.
-      bias: of the exponent; 0 for integers.
-      infnan: which codes are not finite: "ieee", "fn", "fnuz", "inuz" or "f"; integers are "f".
+      bias: the exponent's bias; 0 for integers.
+      infnan: the suffix, which names the codes that are not finite: "ieee", "fn", "fnuz", "inuz" or "f" (integers).
     """
 
     name: str
@@ -78,32 +78,32 @@ class NumberSpec:
 
     @property
     def signed(self) -> bool:
-        """Whether it has a sign bit."""
+        """True if it has a sign bit."""
         return self.kind in ("float", "int")
 
     @property
     def bits(self) -> int:
-        """Bits of storage."""
+        """The number of stored bits."""
         return self.ebits + self.mbits + self.signed
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is intK or uintK."""
+        """True for intK and uintK."""
         return self.kind in ("int", "uint")
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code is NaN."""
+        """True if a code is NaN."""
         return self.infnan != "f"
 
     @property
     def has_inf(self) -> bool:
-        """Whether a code is infinite."""
+        """True if a code is infinite."""
         return self.kind == "float" and self.infnan in ("ieee", "inuz")
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether -0 is a number of its own."""
+        """True if -0 has a code."""
         return self.kind == "float" and self.infnan in ("ieee", "fn", "f")
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class NumberSpec:
         return codes - 1 - (self.infnan in ("fn", "inuz"))
 
     def magnitude(self, code: int) -> float:
-        """The value of a code without its sign bit, exact.
+        """Return the exact value of a code without its sign bit.
 
         >>> number("e4m3fn").magnitude(1) == 2.0**-9
         True
@@ -143,7 +143,7 @@ class NumberSpec:
 
     @functools.cached_property
     def maxfloat(self) -> float:
-        """Max, for integers in fixed point: below 2, as a shared power of two scales them (127/64 for int8)."""
+        """`max`, but for integers in fixed point: below 2, as a shared power of two scales them (127/64 for int8)."""
         return math.ldexp(self.max, -self._fixed_point)
 
     @property
@@ -164,7 +164,7 @@ class NumberSpec:
 
     @property
     def eps(self) -> float:
-        """The distance from 1 to the next value above: 2**-mbits; of fixed point for integers."""
+        """The distance from 1 to the next value above, 2**-mbits; integers count in fixed point."""
         return math.ldexp(1.0, -self._precision)
 
     @property
@@ -173,7 +173,7 @@ class NumberSpec:
 
     @property
     def midmax(self) -> float:
-        """Maxfloat and half a step: what is above it would not round to maxfloat."""
+        """`maxfloat` plus half a step: values above it would not round to `maxfloat`."""
         return self.maxfloat + math.ldexp(1.0, self.emax - self._precision - 1)
 
     @property
@@ -183,22 +183,22 @@ class NumberSpec:
 
     @property
     def tiny(self) -> float:
-        """smallest_normal, by the name that finfo has for it."""
+        """`smallest_normal`, by its name in finfo."""
         return self.smallest_normal
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive value; of fixed point for integers."""
+        """The smallest positive value; integers count in fixed point."""
         return math.ldexp(1.0, self.emin - (0 if self.kind == "exponent" else self._precision))
 
     @property
     def dtype(self) -> np.dtype | None:
-        """The jax or ml_dtypes dtype with exactly these values and codes, or None; integers leave the lowest unused."""
+        """The jax or ml_dtypes dtype with these values and codes, or None; integers do not use the lowest code."""
         name = _CODE_DTYPES.get(self.name)
         return None if name is None else np.dtype(getattr(ml_dtypes, name, name))
 
     def number_line(self) -> tuple[float, ...]:
-        """All finite values, ascending, zero once; for up to 16 bits.
+        """Return all finite values of a number of up to 16 bits, ascending, with one zero.
 
         Raises:
           ValueError: it has more than 16 bits.
@@ -213,13 +213,13 @@ class NumberSpec:
 
 
 def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
-    """The number that a code describes; see the module's docstring for the grammar.
+    """Return the number that a code describes; the module's docstring has the grammar.
 
     Args:
       code: a code such as "e4m3fn", a jax or numpy dtype or its name, or a NumberSpec, which is returned.
 
     Raises:
-      ValueError: the code is outside the grammar, or describes no number, or one that float32 does not contain.
+      ValueError: the code is outside the grammar, or describes a number that float32 does not contain.
 
     Source: TensorCast (AMD); IEEE P3109; OCP Microscaling Formats 1.0; ml_dtypes.
 
@@ -232,7 +232,7 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
         name = code.lower()
     else:
         try:
-            if code is None:  # which NumPy takes for float64
+            if code is None:  # np.dtype(None) is float64
                 raise TypeError
             name = np.dtype(code).name
         except TypeError as error:

@@ -22,8 +22,8 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_kernel import Place
-from tcfp_jax.formats.nvfp4_registers import SIDE, Options
-from tcfp_jax.formats.nvfp4_xla import Blocks, Key
+from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options
+from tcfp_jax.formats.nvfp4_xla import Blocks
 from tcfp_jax.formats.quantization import layout_of, quantize
 from tcfp_jax.formats.rotation import rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
@@ -33,7 +33,7 @@ Rule = Literal["amax", "four_over_six", "fold_exact"]
 Shape = Literal["vector", "square"]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
 _MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
-_LARGEST = 6.0  # of E2M1
+_LARGEST = 6.0  # E2M1's largest value
 _E4M3, _FLOAT32 = number("e4m3fn"), number("float32")
 
 

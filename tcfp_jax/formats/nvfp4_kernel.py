@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.partition import partitioned, varying
 from pallas_kernels.specs import device_count
@@ -35,12 +36,12 @@ from tcfp_jax.formats.rotation import rotate_arrays
 TILES = 128
 Output = Literal["codes", "bfloat16", "amax"]
 Place = Literal["last", "first"]
-# Neighbours down the first axis lie apart: a thread takes two columns, for words of 4 bytes.
+# Down the first axis the values of a tile lie apart, so a thread takes two columns to load words of 4 bytes.
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
 
 class _Job(NamedTuple):
-    """What a pass does to an array whose tiles have this shape, without the axis of their values."""
+    """A pass over an array; `shape` counts its tiles, without the axis of their values."""
 
     options: Options
     output: Output
@@ -49,8 +50,8 @@ class _Job(NamedTuple):
     interpret: bool
 
 
-def serves(shape: tuple[int, ...], dtype: Any, place: Place = "last") -> bool:
-    """Whether the kernel takes arrays of this shape and dtype: whole tiles, 128 in all or, side by side, more.
+def serves(shape: tuple[int, ...], dtype: DTypeLike, place: Place = "last") -> bool:
+    """Return True if the kernel takes arrays of this shape and dtype: whole tiles, in groups of 128.
 
     >>> serves((128, 64), jnp.bfloat16), serves((128, 60), jnp.bfloat16), serves((64, 128), jnp.bfloat16, "first")
     (True, False, True)
@@ -65,12 +66,13 @@ def serves(shape: tuple[int, ...], dtype: Any, place: Place = "last") -> bool:
 def quantize_tiles(
     x: jax.Array, words: jax.Array, options: Options, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """(codes uint8 `[..., k / 2]`, scales `[..., k / 16]`) of an array that `serves` accepts.
+    """Return (codes uint8 `[..., k / 2]`, scales `[..., k / 16]`) of an array that `serves` accepts.
 
     Args:
       x: `[..., k]`, float32 or bfloat16.
-      words: of `nvfp4_registers.words`.
-      interpret: run in Pallas's interpreter, on CPUs.
+      words: made by `nvfp4_registers.words`.
+      options: the options from which the words were made.
+      interpret: run in Pallas's interpreter, which works on CPUs.
     """
     codes, scales = _run(x, words, options, "codes", "last", interpret)
     return codes.reshape(*x.shape[:-1], x.shape[-1] // 2), scales
@@ -79,7 +81,7 @@ def quantize_tiles(
 def quantize_values(
     x: jax.Array, words: jax.Array, options: Options, place: Place, *, interpret: bool = False
 ) -> jax.Array:
-    """Return code times scale of every value, bfloat16, of tiles along the last or down the first axis."""
+    """Return code times scale of every value as bfloat16, for tiles along the last or down the first axis."""
     (values,) = _run(x, words, options, "bfloat16", place, interpret)
     return values.reshape(x.shape)
 
@@ -87,12 +89,14 @@ def quantize_values(
 def rotated_amax(
     x: jax.Array, words: jax.Array, options: Options, place: Place = "last", *, interpret: bool = False
 ) -> jax.Array:
-    """The largest finite magnitude of x after its rotation, float32 `[]`."""
+    """Return the largest finite magnitude of x after its rotation, float32 `[]`."""
     (found,) = _run(x, words, options, "amax", place, interpret)
     return lax.bitcast_convert_type(found[0], jnp.float32)
 
 
-def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place, interpret: bool) -> Any:
+def _run(
+    x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place, interpret: bool
+) -> list[jax.Array]:
     if place == "last":
         tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)
         shape = tiles.shape[:-1]
@@ -114,7 +118,7 @@ def _run(x: jax.Array, words: jax.Array, options: Options, output: Output, place
 def _local(
     job: _Job, words: jax.Array, tiles: jax.Array, *places: jax.Array, summed_over: tuple[str, ...]
 ) -> list[jax.Array]:
-    """The results of a device's part."""
+    """Return the results for the part of a device."""
     own = tiles.shape[:-1] if job.place == "last" else tiles.shape[::2]
     starts = jnp.stack([place[0] for place in places]) if places and own != job.shape else None
     fits = (math.prod(own) if job.place == "last" else own[-1]) % TILES == 0
@@ -130,7 +134,7 @@ def _local(
 def _by_arrays(
     job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
 ) -> list[jax.Array]:
-    """The same without a kernel, for a part that its programs do not divide."""
+    """Return the same without a kernel, for a part that is not made of whole groups."""
     scalars = Scalars.of(job.options, Portable(), lambda at: words[at])
     whole = tiles.reshape(-1, SIDE) if job.place == "last" else jnp.moveaxis(tiles, 1, 2)
     values = [whole[..., i].astype(jnp.float32) for i in range(SIDE)]
@@ -143,10 +147,10 @@ def _by_arrays(
 
 
 def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
-    """The results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
+    """Return the results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
 
-    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers in bfloat16 are two arrays
-    `[tiles, 8]` of the former, and one for each row of the latter.
+    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers are two arrays `[tiles, 8]`
+    along the last axis, and one array per row down the first.
     """
     if job.options.rotated:
         x = rotate_arrays(x, scalars.signs, do.flushed)
@@ -160,7 +164,7 @@ def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], rand
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
-    """`[..., n]` of n = 2**j arrays `[...]`: neighbours are joined last, part 4 a + 2 b + c of 8 lies at [a, b, c]."""
+    """Return `[..., n]` from n = 2**j arrays `[...]`, by joins of pairs, which Triton can compile."""
     shape = (*parts[0].shape, len(parts))
     while len(parts) > 1:
         half = len(parts) // 2
@@ -169,7 +173,7 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """The index in the whole array of the first value of each tile, modulo 2**32, from the tile's index in a part."""
+    """Return the index in the whole array of the first value of each tile, modulo 2**32, from its index in a part."""
     if starts is None:
         return tile * jnp.uint32(SIDE)
     own, whole = shapes
@@ -194,7 +198,7 @@ def _call(
         arithmetic = Portable() if job.interpret else Device()
         scalars = Scalars.of(job.options, arithmetic, lambda at: words_ref[at])
         if along:
-            # Two loads of 16 bytes: in one, two threads would share a tile.
+            # Two loads of 16 bytes: with one load, two threads would share a tile.
             halves = [x_ref[:, start : start + 8] for start in (0, 8)]
             values = [part.reshape(TILES) for half in halves for part in lax.split(half, (1,) * 8, axis=1)]
             place = pl.program_id(0) * TILES
@@ -223,7 +227,7 @@ def _call(
 
 
 def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> tuple[Any, Any]:
-    """Shapes and blocks of what the programs write."""
+    """Return the shapes and blocks of the results."""
     if job.output == "bfloat16":
         return [jax.ShapeDtypeStruct(shape, job.output)], [block]
     if job.output == "amax":
@@ -235,7 +239,7 @@ def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], 
 
 
 def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
-    """What `_compute` returned, in the blocks of a program."""
+    """Write the results of `_compute` to the blocks of a program."""
     if job.output == "amax":
         refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
     elif job.output == "codes":

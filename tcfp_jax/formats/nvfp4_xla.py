@@ -1,7 +1,7 @@
 """NVFP4 by comparisons, as XLA computes it on matrices: nothing is divided, so one pass finds scales and one rounds.
 
 E2M1's magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A difference of two floats within a factor of two of each other is
-exact, and every other difference has the right sign, so each comparison here equals that of the real numbers.
+exact, and every other difference has the right sign, so each comparison here is right for the real numbers.
 """
 
 import functools
@@ -16,8 +16,8 @@ from pallas_kernels.counter import bits_of
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_registers import Key
 
-Key = tuple[jax.Array, jax.Array]
 Blocks = Callable[[jax.Array], list[jax.Array]]
 
 
@@ -38,8 +38,8 @@ def quantize(x: jax.Array, axes: tuple[int, ...], blocks: Blocks = lambda x: [x]
       axes: the axes along which a block extends.
       blocks: a function that gives the blocks of x, in parts along the first of `axes`. It is computed twice, because a
         pass over x that computes it costs less than one over its result.
-      key: of the random bits for stochastic rounding. The bits of a value depend on its index, which counts the values
-        of a block first.
+      key: the key of random bits for stochastic rounding. The bits of a value depend on its index, which counts the
+        values within a block first.
 
     Returns:
       `Coded` of the shape of all blocks. A NaN or inf in x makes the scale of its block NaN.

@@ -1,7 +1,7 @@
-"""Real storage: `pack` keeps an array in the bits that its datatype says, and `unpack` gives the virtual cast back.
+"""Real storage: `pack` keeps an array in the bits of its datatype, and `unpack` gives the virtual cast back.
 
-unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit, but for what `unpack` names
-pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      where each part fills whole bytes
+unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit, except for NaN without a code (see `unpack`)
+pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      if each part fills whole bytes
 """
 
 import functools
@@ -32,17 +32,17 @@ from tcfp_jax.formats.sparsity import largest_mask
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedArray:
-    """An array in the bits of its datatype; made by `pack`. A pytree of uint8 vectors.
+    """An array in the bits of its datatype, made by `pack`: a pytree of uint8 vectors.
 
     Attributes:
-      values: codes, in the order of the array; with `sparsity` those that were kept.
+      values: codes in the order of the array; with `sparsity` only the kept ones.
       scales, zeros: one code per tile, or None.
       offsets, selectors: one code per subtile, or None.
       outer: the code of the tensor's scale, or None.
-      mask: one bit per value, set where the value was kept, or None.
-      residual: what the first rounding left, packed, or None.
-      datatype, shape, dtype: of the array it stands for.
-      sparsity: (n, m), of which every n values along the last axis m were kept, or None.
+      mask: one bit per value, 1 if the value was kept, or None.
+      residual: the packed remainder of the first rounding, or None.
+      datatype, shape, dtype: properties of the array that this stands for.
+      sparsity: (n, m) if m of every n values along the last axis were kept, or None.
     """
 
     values: jax.Array
@@ -60,7 +60,7 @@ class PackedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored."""
+        """The number of stored bytes."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self))
 
 
@@ -68,23 +68,23 @@ def pack(
     x: ArrayLike,
     datatype: DataType,
     *,
-    roundmode: RoundMode | None = None,
+    roundmode: RoundMode = "even",
     scalemode: ScaleMode | None = None,
     key: jax.Array | None = None,
-    saturate: bool | None = None,
+    saturate: bool = True,
     sparsity: tuple[int, int] | None = None,
 ) -> PackedArray:
-    """`x` rounded as `cast` rounds it, in the bits of the datatype.
+    """Round `x` as `cast` does, and store it in the bits of the datatype.
 
     Args:
-      x, datatype, roundmode, scalemode, key, saturate: those of `formats.cast`.
+      x, datatype, roundmode, scalemode, key, saturate: as for `formats.cast`.
       sparsity: (n, m) keeps the m largest of every n values along the last axis, as `formats.sparse` does, and stores
-        those and one bit per value.
+        them and one bit per value.
 
     Raises:
-      TypeError, ValueError: those of `formats.cast`; `sparsity` that does not divide the last axis, or with a zero
-        point, a codebook, an exponent or a residual; a NaN for an unscaled number without a code for it, where it can
-        be seen (under `jit` it is stored as 0, or as the value of a codebook that is nearest to 0).
+      TypeError, ValueError: as `formats.cast`; also for `sparsity` that does not divide the last axis, or with a zero
+        point, a codebook, an exponent or a residual; and for a NaN if an unscaled number has no code for it. A traced
+        NaN cannot be seen: it is stored as 0, or as the codebook value nearest to 0.
 
     >>> from tcfp_jax import formats
     >>> packed = pack(jnp.linspace(-1.0, 1.0, 64), formats.mxfp4e2)
@@ -94,7 +94,7 @@ def pack(
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     _check(array, datatype, sparsity)
     packed = functools.partial(_packed, datatype, modes, sparsity)
-    # Bytes of the whole array follow each other: with explicit axes they come out whole.
+    # The bytes of the whole array follow each other, so with explicit axes the result is not sharded.
     return with_automatic_axes(packed, lambda _: PartitionSpec(), array, key)
 
 
@@ -111,11 +111,10 @@ def _packed(
 
 
 def unpack(packed: PackedArray) -> jax.Array:
-    """What was packed of an array, in its shape and dtype: `cast` of it with the arguments of `pack`, bit for bit.
+    """Return the packed array in its shape and dtype: the bits of `cast` with the arguments of `pack`.
 
-    With `sparsity` it is the cast of `formats.sparse(x, n, m)`. NaN for an unscaled number without a code for it, which
-    `pack` refuses where it sees it and `cast` keeps, comes back of a jitted `pack` as what it stored: 0, or the value
-    of a codebook that is nearest to 0.
+    With `sparsity` it is the cast of `formats.sparse(x, n, m)`. The one exception: a jitted `pack` stores NaN as 0, or
+    as the codebook value nearest to 0, if an unscaled number has no code for it. `cast` keeps such a NaN.
 
     Raises:
       TypeError: `packed` is not a PackedArray.
@@ -152,7 +151,7 @@ def _pack_parts(
     dtype: np.dtype,
     sparsity: tuple[int, int] | None,
 ) -> PackedArray:
-    """What `quantize` found, in bits; a residual is an array of float32 of its own."""
+    """Return the parts in bits; the residual is packed as a float32 array of its own."""
     residual = None
     if datatype.residual is not None:
         assert parts.residual is not None
@@ -187,9 +186,9 @@ def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None
         fields["scales"] = to_bytes(encode(parts.scale, scale.number), scale.number.bits)
     if parts.zero is not None:
         assert scale.zero is not None and isinstance(datatype.number, NumberSpec)
-        # An integer zero point is one of the number's codes; less half of them, it fits a signed integer.
+        # An integer zero point is a code of the number, so it fits a signed integer once half the codes are subtracted.
         middle = jnp.float32(1 << (datatype.number.bits - 1)) if scale.zero.is_integer else jnp.float32(0)
-        # The lowest code would read as NaN, so an integer is written as such.
+        # `encode` reads the lowest signed code as NaN, so an integer is written directly.
         shifted = parts.zero - middle
         whole = lax.bitcast_convert_type(shifted.astype(jnp.int32), jnp.uint32) & jnp.uint32((1 << scale.zero.bits) - 1)
         fields["zeros"] = to_bytes(whole if scale.zero.is_integer else encode(shifted, scale.zero), scale.zero.bits)
@@ -265,14 +264,14 @@ def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], su
 
 
 def _compress(codes: jax.Array, kept: jax.Array, n: int, m: int) -> jax.Array:
-    """The m kept codes of every n, in their order."""
+    """Return the m kept codes of every n, in their order."""
     groups, mask = codes.reshape(-1, n), kept.reshape(-1, n)
     order = jnp.argsort(~mask, axis=-1, stable=True)[:, :m]
     return jnp.take_along_axis(groups, order, axis=-1)
 
 
 def _expand(packed: PackedArray, n: int, m: int) -> jax.Array:
-    """Codes of the whole array, 0 where nothing was kept."""
+    """Return the codes of the whole array, with 0 for dropped values."""
     assert packed.mask is not None
     count = math.prod(packed.shape)
     mask = from_bytes(packed.mask, 1, count).reshape(-1, n) == 1

@@ -1,8 +1,7 @@
-"""What a quantized array is made of: values on their number's grid, the scales of its tiles, and what rounding leaves.
+"""The parts of a quantized array: values on the grid of their number, the scales of tiles, and the remainder.
 
-`quantize` finds the parts and `assemble` puts them together; `tcfp_jax.formats.casting` joins the two, and
-`tcfp_jax.formats.packing` stores what is between them. What happens to subnormals, NaN and inf is said in
-`tcfp_jax.formats.casting`.
+`quantize` finds the parts and `assemble` puts them together. `casting` does both at once, and `packing` stores the
+parts. `casting` also documents subnormals, NaN and inf.
 """
 
 import functools
@@ -38,18 +37,18 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Parts(NamedTuple):
-    """A quantized array, split into tiles: what a datatype stores, before it is written as bits.
+    """A quantized array, split into tiles, before it is written as bits.
 
     Attributes:
       value: float32 values of the number in its own units; int32 indices for a codebook.
-      exponent: int32, the exponent scales, one per tile.
-      scale: float32, the float scales, one per tile.
-      nan: bool, whether a tile with an exponent scale is NaN, or a value of a codebook without a scale.
-      zero: float32, the zero points, one per tile.
+      exponent: int32 exponent scales, one per tile.
+      scale: float32 scales, one per tile.
+      nan: True for a NaN tile with an exponent scale, and for a NaN value of a codebook without a scale.
+      zero: float32 zero points, one per tile.
       offset: int32, one per subtile.
-      selector: int32, the index of the table, one per subtile.
-      outer: float32, the scale of the tensor above those of its tiles.
-      residual: the parts of what rounding left, or None.
+      selector: int32 index of the table, one per subtile.
+      outer: float32 scale of the tensor, above the scales of its tiles.
+      residual: the parts of the remainder, or None.
     """
 
     value: jax.Array
@@ -64,12 +63,12 @@ class Parts(NamedTuple):
 
 
 def random_bits(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """Uniform uint32 for stochastic rounding, or None without a key."""
+    """Return uniform uint32 for stochastic rounding, or None without a key."""
     return None if key is None else jax.random.bits(key, shape, jnp.uint32)
 
 
 def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
-    """How an array is split for a datatype."""
+    """Return how an array is split for a datatype."""
     if datatype.scale is None:
         return Tiling(shape, shape, shape, (), ())
     return tiling(shape, datatype.scale)
@@ -81,13 +80,14 @@ def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
 def quantize(
     bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Array | None, amax: jax.Array | None = None
 ) -> Parts:
-    """The parts of an array given by its float32 bits.
+    """Return the parts of an array that is given by its float32 bits.
 
     Args:
       bits: int32 of any shape.
-      random: uniform uint32 of that shape, for stochastic rounding: of the residual alone where there is one, because
-        that makes the sum unbiased.
-      amax: int32 bits of the largest magnitude of the tensor that the array is of, for two levels; None finds it.
+      datatype, modes: the datatype, and how to round to it.
+      random: uniform uint32 of that shape, for stochastic rounding. If there is a residual, only the residual is
+        rounded stochastically, which makes the sum unbiased.
+      amax: int32 bits of the largest magnitude of the whole tensor, for two levels; None computes it from `bits`.
     """
     layout = layout_of(bits.shape, datatype)
     if datatype.residual is None:
@@ -106,14 +106,14 @@ def _quantize_value(
     random: jax.Array | None,
     amax_tensor: jax.Array | None = None,
 ) -> Parts:
-    """The parts of an array but for its residual."""
+    """Return the parts of an array without its residual."""
     bits = layout.split(bits)
     random = None if random is None else layout.split(random)
     magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
     number, scale = datatype.number, datatype.scale
     if scale is None:
         if isinstance(number, CodebookSpec):
-            nan = magnitude > INFINITY  # no index is NaN; what is packed in its place is what 0 would be
+            nan = magnitude > INFINITY  # no index means NaN; `pack` stores the index of 0
             value = jnp.where(nan, jnp.float32(0), flushed(bits))
             return Parts(codebooks.nearest_index(value, number, 0, modes.roundmode, random), nan=nan)
         return Parts(round_unscaled(magnitude, sign, number, modes, random))
@@ -156,7 +156,7 @@ def _round_scaled(
     modes: Modes,
     random: jax.Array | None,
 ) -> Parts:
-    """`parts` with the values: |x| / scale, rounded, with the sign of x."""
+    """Return `parts` with values: |x| / scale, rounded, with the sign of x."""
     if isinstance(number, CodebookSpec):
         signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
         signed = jnp.where(sign < 0, -signed, signed)
@@ -168,7 +168,7 @@ def _round_scaled(
 def _exponent_scales(
     magnitude: jax.Array, amax: jax.Array, datatype: DataType, layout: Tiling, mode: ScaleMode
 ) -> Parts:
-    """Parts with the exponents of the tiles and the offsets of their subtiles; the values are yet to be rounded."""
+    """Return parts with the exponents of tiles and the offsets of subtiles, but without rounded values."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
     exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, mode)
@@ -181,7 +181,7 @@ def _exponent_scales(
 
 
 def _exponent_of(parts: Parts) -> jax.Array:
-    """The exponent that a value is scaled by: its tile's, less its subtile's offset."""
+    """Return the exponent of a value's scale: the exponent of its tile minus the offset of its subtile."""
     assert parts.exponent is not None
     return parts.exponent if parts.offset is None else parts.exponent - parts.offset
 
@@ -194,7 +194,7 @@ def _better_half(
     datatype: DataType,
     layout: Tiling,
 ) -> Parts:
-    """What `at` rounds with each tile's exponent, or with one less where that leaves the smaller squared error."""
+    """Return `at` with each tile's exponent, or with one less if that leaves the smaller squared error."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None and parts.exponent is not None
     covering, finite = parts.exponent, magnitude < INFINITY
@@ -207,21 +207,21 @@ def _better_half(
         return scale_rules.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
 
     wide = at(parts)
-    # The smallest exponent stays what says that a tile is zero.
+    # Only tiles of zeros have the smallest exponent.
     narrow = at(parts._replace(exponent=jnp.maximum(covering - 1, scale.number.emin + 1)))
     better = error(narrow) < error(wide)
     return jax.tree.map(lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide)
 
 
 def _unit(parts: Parts) -> jax.Array:
-    """The power of two that a residual is counted in: the exponent scale of its tile, or 1 where there is none."""
+    """Return log2 of the unit of a residual: the exponent scale of its tile, or 0 if there is none."""
     return jnp.int32(0) if parts.exponent is None else parts.exponent
 
 
 def _float_scales(
     magnitude: jax.Array, amax: jax.Array, amax_tensor: jax.Array | None, datatype: DataType, modes: Modes
 ) -> list[Parts]:
-    """Parts with each of the scales among which tiles choose; the values are yet to be rounded."""
+    """Return parts with each of the scales among which tiles choose, without rounded values."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.max
@@ -238,13 +238,13 @@ def _float_scales(
 
 
 def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Parts) -> Parts:
-    """Of each tile the parts with the smaller squared error, `best` where they are equal."""
+    """Return the parts with the smaller squared error for each tile, `best` if both are equal."""
     one, finite = float_bits.to_bits(jnp.float32(1)), magnitude < INFINITY
     x = flushed(jnp.where(finite, magnitude, 0))
 
     def error(parts: Parts) -> jax.Array:
         assert parts.scale is not None
-        # A quotient as a GPU's registers have it, rounded twice: here it only has to be the same everywhere.
+        # The kernel rounds this quotient twice; here it only has to be the same on every backend.
         inverse = float_bits.divide(one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32))
         value = jnp.where(finite, jnp.abs(parts.value), 0)
         return scale_rules.score(x * inverse, value, parts.scale, layout.tile_axes)
@@ -255,7 +255,7 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
 
 
 def _factor_of(parts: Parts) -> jax.Array:
-    """What a value of each tile is multiplied by."""
+    """Return the factor of the values of each tile."""
     assert parts.scale is not None
     return _two_level(parts.scale, parts.outer)
 
@@ -265,7 +265,7 @@ def _two_level(factor: jax.Array, outer: jax.Array | None) -> jax.Array:
 
 
 def _settled(values: jax.Array) -> jax.Array:
-    """Products with subnormals as zero and inf as the largest float32; NaN stays. The sign of zero is kept."""
+    """Return products with subnormals as zero and inf as the largest float32; NaN and the sign of zero stay."""
     small = jnp.abs(values) < TINY
     clipped = jnp.clip(values, -_LARGEST_FLOAT, _LARGEST_FLOAT)
     return jnp.where(small, jnp.copysign(jnp.float32(0), values), clipped)
@@ -274,7 +274,7 @@ def _settled(values: jax.Array) -> jax.Array:
 def _quantize_asymmetric(
     bits: jax.Array, number: NumberSpec, datatype: DataType, layout: Tiling, modes: Modes, random: jax.Array | None
 ) -> Parts:
-    """Unsigned integers: `round((x + zero) / scale)` with a float zero, `round(x / scale) + zero` with an integer."""
+    """Return unsigned integers: `round((x + zero) / scale)` with a float zero, `round(x / scale) + zero` otherwise."""
     scale = datatype.scale
     assert scale is not None and scale.zero is not None
     magnitude = bits & ~jnp.int32(SIGN)
@@ -308,7 +308,7 @@ def _quantize_asymmetric(
 
 
 def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Array:
-    """float32 bits of the array of `shape` that parts stand for."""
+    """Return the float32 bits of the array of `shape` that parts stand for."""
     layout = layout_of(shape, datatype)
     bits = _assemble_value(parts, datatype)
     if datatype.residual is not None:
@@ -319,14 +319,14 @@ def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Ar
 
 
 def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
-    """float32 values of a number in its own units."""
+    """Return the float32 values of a number in its own units."""
     if isinstance(number, CodebookSpec):
         return codebooks.look_up(parts.value, number, parts.selector)
     return parts.value
 
 
 def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
-    """float32 bits of the values without their residual, still split into tiles."""
+    """Return the float32 bits of values without their residual, still split into tiles."""
     number, scale = datatype.number, datatype.scale
     value = _look_up(parts, number)
     if scale is None:
@@ -338,7 +338,7 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:
-        # An inf stays inf, whatever its scale: of a tile without other values it is 0.
+        # An inf stays inf under every scale, even 0, which is the scale of a tile without other values.
         result = jnp.where(jnp.isinf(value), value, _settled(value * _factor_of(parts)))
     elif scale.zero is not None and scale.zero.is_integer:
         result = _settled((value - parts.zero) * parts.scale)

@@ -1,6 +1,6 @@
-"""Hadamard rotations: an orthonormal mix of neighbours that spreads outliers before a cast and can be undone.
+"""Hadamard rotations: an orthonormal mix of neighbours, which spreads outliers before a cast and can be undone.
 
-`rotate` defines them; `rotate_arrays` has the same sums in the same order for values in arrays of their own.
+`rotate` defines them. `rotate_arrays` computes the same sums in the same order, with one array for each value.
 """
 
 import math
@@ -19,19 +19,19 @@ Direction = Literal["forward", "inverse"]
 def rotate(
     x: ArrayLike, size: int = 16, *, signs: ArrayLike | None = None, dim: int = -1, direction: Direction = "forward"
 ) -> jax.Array:
-    """Every `size` values along `dim` times a Hadamard matrix over sqrt(size), with random signs where given.
+    """Multiply every `size` values along `dim` by a Hadamard matrix over sqrt(size), optionally with random signs.
 
         forward: y = (x * signs) H / sqrt(size)        inverse: x = (y H / sqrt(size)) * signs
 
-    H is Sylvester's, symmetric, with entries 1 and -1. A product of two operands that are both rotated along the
-    contraction stays what it was; that is how training in NVFP4 rotates the operands of its weight gradients.
+    H is Sylvester's matrix, symmetric, with entries 1 and -1. If both operands of a product are rotated along the
+    contraction, the product does not change: NVFP4 training rotates both operands of weight gradients.
 
     Args:
       x: real floats of any shape; arithmetic is float32, where subnormal numbers count as zero.
       size: a power of two from 2 to 1024 that divides the axis. For powers of four, 1 / sqrt(size) is exact.
       signs: `[size]` of 1 and -1, or None for all ones.
       dim: the axis, negative or not.
-      direction: "forward" or "inverse".
+      direction: "inverse" undoes "forward".
 
     Returns:
       The shape and dtype of `x`.
@@ -65,14 +65,14 @@ def rotate(
 
 
 def flushed(x: jax.Array) -> jax.Array:
-    """Float32 whose subnormals are zeros of one sign: CPUs drop some that GPUs keep, and signs of zeros are codes."""
+    """Return float32 with +0 for subnormals: CPUs drop some that GPUs keep, and a code has the sign of its zero."""
     return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
 
 
 def rotate_arrays(
     values: list[jax.Array], signs: list[jax.Array], flush: Callable[[jax.Array], jax.Array] = flushed
 ) -> list[jax.Array]:
-    """`rotate` of as many values, each in an array of its own, float32: the same bits. A device has its own `flushed`.
+    """Return the bits of `rotate` for values in float32 arrays of their own; a kernel passes its own `flushed`.
 
     >>> [float(value) for value in rotate_arrays([jnp.float32(4), *[jnp.float32(0)] * 3], [jnp.float32(1)] * 4)]
     [2.0, 2.0, 2.0, 2.0]
@@ -96,7 +96,7 @@ def _signs(signs: ArrayLike | None, size: int) -> jax.Array:
 
 
 def _hadamard(x: jax.Array, size: int) -> jax.Array:
-    """Butterflies along the last axis: log2(size) sums and differences in a fixed order, then the norm."""
+    """Compute butterflies along the last axis: log2(size) sums and differences in a fixed order, then the norm."""
     half = 1
     while half < size:
         pairs = x.reshape(*x.shape[:-1], size // (2 * half), 2, half)

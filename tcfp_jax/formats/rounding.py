@@ -1,7 +1,7 @@
-"""How values are rounded to a number's grid, and what becomes of values that lie beyond it.
+"""Rounding of values to the grid of a number, and the remainder that it leaves.
 
-`round_unscaled` takes magnitudes of x, and `round_units` takes those that a scale has divided. Magnitudes and signs are
-int32 with the bits of |x| and the sign bit alone, because integer operations mean the same on every backend, also for
+`round_unscaled` takes magnitudes of x, and `round_units` takes magnitudes that a scale has divided. Magnitudes and
+signs are int32 with the bits of |x| and the sign bit alone. Integer operations mean the same on every backend, also for
 subnormals, which float operations of XLA:CPU read as zero.
 """
 
@@ -23,29 +23,29 @@ SIGN = -(2**31)
 
 @dataclass(frozen=True)
 class Modes:
-    """How a cast rounds, chooses exponent scales, and treats what is too large; see `formats.cast`."""
+    """Modes of a cast: how it rounds, chooses scales, and treats values that are too large; see `formats.cast`."""
 
     roundmode: RoundMode = "even"
     scalemode: ScaleMode = "max"
     saturate: bool = True
 
     def of_scale(self, scale: ScaleSpec) -> ScaleMode:
-        """The rule for a scale: its own where it names one, and "max" where this one is for other scales."""
+        """Return the rule for a scale: its own if it names one, and "max" if `scalemode` is for other scales."""
         fits = scale.number.kind == "exponent" if self.scalemode not in TWO_LEVEL_MODES[1:] else scale.is_nvfp4
         return scale.mode or (self.scalemode if fits else "max")
 
 
 def fixed_point(number: NumberSpec | CodebookSpec) -> int:
-    """The exponent of an integer's step under an exponent scale: -(bits - 2), where values are kept in steps of one.
+    """Return the exponent of an integer's step under an exponent scale: -(bits - 2), for values kept in steps of one.
 
-    OCP's MXINT8 is a fixed-point number below 2, so that a scale has the magnitude of the tile's largest value. For
-    floats and codebooks, which are kept in their own units, it is 0.
+    OCP's MXINT8 is a fixed-point number below 2, so that a scale has the magnitude of the tile's largest value. Floats
+    and codebooks are kept in their own units, so for them the exponent is 0.
     """
     return 1 - number.mbits if isinstance(number, NumberSpec) and number.is_integer else 0
 
 
 def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
-    """How many mantissa bits a quotient needs so that rounding it to the number is rounding it once."""
+    """Return the mantissa bits that a quotient needs, so that rounding it to the number rounds it only once."""
     if isinstance(number, CodebookSpec) or modes.roundmode == "stochastic":
         return float_bits.MANTISSA_BITS
     # One digit to round by, and the sticky one below it.
@@ -55,7 +55,7 @@ def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
 def round_unscaled(
     magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
 ) -> jax.Array:
-    """float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
+    """Return float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
     if number.kind == "exponent":
         return _round_exponent(magnitude, sign, number, modes, random)
     if scale_rules.is_wide(number):
@@ -66,21 +66,21 @@ def round_unscaled(
     if shift == 0:
         units = lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, 0, magnitude), jnp.float32)
     else:
-        # Capped so that moving the exponent up cannot leave float32.
+        # The cap keeps the exponent within float32 when it moves up.
         units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
     rounded = round_units(units, magnitude, sign, number, modes, random, shift)
     return scaled_up(rounded, jnp.int32(shift)) if shift else rounded
 
 
 def unit_shift(number: NumberSpec) -> int:
-    """The power of two, 1 or less, that an unscaled number is counted in, so that its smallest values are normal."""
+    """Return log2 of the unit of an unscaled number, at most 0, in which its smallest values are normal float32."""
     return 0 if number.is_integer else min(0, number.emin - number.mbits + 100)
 
 
 def _round_exponent(
     magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
 ) -> jax.Array:
-    """Powers of two; NaN for what is not positive. Ties go up, since a significand of 1 is odd."""
+    """Return powers of two; NaN for values that are not positive. Ties go up, because a significand of 1 is odd."""
     exponent, mantissa = float_bits.normalize(magnitude)
     significand = lax.bitcast_convert_type(mantissa + (127 << 23), jnp.float32)
     rounded = float_bits.round_to_grid(significand, Grid(0, 0, 2.0), modes.roundmode, random)
@@ -102,12 +102,14 @@ def round_units(
     random: jax.Array | None,
     shift: int = 0,
 ) -> jax.Array:
-    """float32 values of a number in its own units, times 2**-shift.
+    """Return float32 values of a number in its own units, times 2**-shift.
 
     Args:
       units: float32 |x| / scale, or |x| * 2**-shift for an unscaled number.
       magnitude, sign: the bits of |x| and the sign bit of x, for NaN, inf and the sign of the result.
+      number, modes: the number, and how to round to it.
       random: uniform uint32, for stochastic rounding only.
+      shift: log2 of the unit.
     """
     assert isinstance(number, NumberSpec)
     grid = scale_rules.grid_of(number)
@@ -128,7 +130,7 @@ def _finish(
     number: NumberSpec,
     modes: Modes,
 ) -> jax.Array:
-    """Signed values from magnitudes that may lie beyond the largest, and from where `x` was not finite."""
+    """Return signed values: clip magnitudes `over` the largest, and treat inf and NaN of x."""
     infinite = magnitude == INFINITY
     value = jnp.where(over | infinite, largest, rounded)
     if not modes.saturate and (number.has_inf or number.has_nan):
@@ -143,7 +145,7 @@ def _finish(
 
 
 def scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Signed float32 value * 2**exponent; what is not finite and the sign of zero stay."""
+    """Return float32 value * 2**exponent; inf, NaN and the sign of zero stay."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
     scaled = float_bits.scale_up(lax.bitcast_convert_type(magnitude, jnp.float32), exponent)
@@ -151,12 +153,12 @@ def scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def flushed(bits: jax.Array) -> jax.Array:
-    """float32 values of bits, subnormals as zero."""
+    """Return the float32 values of bits, subnormals as zero."""
     return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)
 
 
-# What rounding leaves. The rest is counted in units of the value's exponent scale 2**unit, as the packed TCFP-12 format
-# counts it; without an exponent scale, unit is 0:
+# The remainder of rounding counts in units of the value's exponent scale 2**unit, as in the packed TCFP-12 format;
+# without an exponent scale, unit is 0:
 #
 #     rest = x / 2**unit - value             result = (value + round(rest)) * 2**unit
 #
@@ -164,7 +166,7 @@ def flushed(bits: jax.Array) -> jax.Array:
 
 
 def rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
-    """Bits of (x - rounded) / 2**unit; 0 for a subnormal, and where `x` or `rounded` is not finite.
+    """Return the bits of (x - rounded) / 2**unit; 0 for a subnormal, and if `x` or `rounded` is not finite.
 
     >>> bits = rest_of(*map(float_bits.to_bits, jnp.float32([[17], [16]])), jnp.int32(2))
     >>> lax.bitcast_convert_type(bits, jnp.float32)
@@ -177,7 +179,7 @@ def rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
 
 
 def add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
-    """Bits of rounded + rest * 2**unit, at most the largest float32; `rounded` alone where it is not finite.
+    """Return the bits of rounded + rest * 2**unit, at most the largest float32; only `rounded` if it is not finite.
 
     >>> bits = add_rest(*map(float_bits.to_bits, jnp.float32([[16], [0.25]])), jnp.int32(2))
     >>> lax.bitcast_convert_type(bits, jnp.float32)
@@ -192,7 +194,7 @@ def add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
 
 
 def _in_units(bits: jax.Array, unit: jax.Array) -> jax.Array:
-    """Signed float32 values of bits over 2**unit."""
+    """Return the signed float32 values of bits, divided by 2**unit."""
     magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
     units = lax.bitcast_convert_type(float_bits.scale_down(magnitude, unit), jnp.int32)
     return lax.bitcast_convert_type(units | sign, jnp.float32)

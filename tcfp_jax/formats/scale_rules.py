@@ -1,37 +1,37 @@
-"""Which scale a tile gets: powers of two from the bits of max |x|, float scales by exact division.
+"""The rules that choose the scale of a tile: powers of two from the bits of max |x|, float scales by exact division.
 
 For an exponent scale s = 2**e, with amax = max |x| over the finite values of the tile and a number's emax and maxfloat:
 
     "max"       e = floor(log2(amax)) - emax                         OCP; the largest values of a tile may saturate
-    "midmax"    the same, + 1 where amax / s > midmax                only what would round beyond maxfloat is avoided
+    "midmax"    the same, + 1 if amax / s > midmax                   avoids only values that round beyond maxfloat
     "auto"      "midmax", as in TensorCast
     "ceil"      the smallest e with amax / 2**e <= maxfloat          nothing saturates; JAX, TE, DeepGEMM
-    "mse"       that e, or e - 1 where this leaves a smaller sum of squared errors in the tile
+    "mse"       that e, or e - 1 if that leaves a smaller sum of squared errors in the tile
 
-e is clipped to what the scale's number holds, and above so that no value of the number leaves float32. A tile of zeros
-gets the smallest e, which "mse" gives to no other tile. A float scale is `amax / max` rounded to the scale's number,
-at least its smallest positive value.
+e is clipped to the range of the scale's number, and from above so that every value of the number is a float32. A tile
+of zeros gets the smallest e, which "mse" gives to no other tile. A float scale is `amax / max` rounded to the scale's
+number, at least its smallest positive value.
 
-NVFP4's two levels, float scales of tiles below one of the tensor, have two more rules. `a` is amax / tensor; of several
-candidates each tile takes the one that leaves the smallest sum of squared errors, the first where they are equal:
+NVFP4 has two levels, float scales of tiles below one of the tensor, and two more rules. `a` is amax / tensor. Among
+several candidates each tile takes the one with the smallest sum of squared errors, the first one among equals:
 
     "max"            tensor = amax / (6 * 448)    a / 6
-    "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so that a tile of large values may
-                                                  gain by ending at 4 (Cook et al. 2025, "Four Over Six")
-    "fold_exact"     tensor = amax / (6 * 256)    of the scales 1, 1.25 and 1.5 times a power of two, from 2**-3 on, the
-                                                  smallest that is not below a / 6.375, and the next two: products
-                                                  with E2M1, over 2**3, are E4M3 numbers, see `exact_share`; nothing is
-                                                  clipped by more than "max" may clip
+    "four_over_six"  tensor = amax / (6 * 256)    a / 6 or a / 4: E2M1 has no 5, so a tile with large values may gain
+                                                  by ending at 4 (Cook et al. 2025, "Four Over Six")
+    "fold_exact"     tensor = amax / (6 * 256)    the scales are 1, 1.25 and 1.5 times a power of two, from 2**-3 on:
+                                                  the smallest that is not below a / 6.375, and the next two. Their
+                                                  products with E2M1, over 2**3, are E4M3 numbers (`exact_share`), and
+                                                  they clip no more than "max" does
 
-256 leaves room above the tile of the largest value for amax / 4, whose scale is 384, and for the candidates above 256;
-448 would not. FP8 tensor cores have one factor for a whole operand, so its products must lie within E4M3's range
+The 256 leaves room above the tile with the largest value: its amax / 4 needs the scale 384, and "fold_exact" needs its
+candidates above 256. FP8 tensor cores have one factor for a whole operand, so its products must lie within E4M3's range
 together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11 below the largest gets 2**-3.
 
-"mse" pays where most values of a tile lie far below its largest one, as what rounding to a float leaves does: half the
-step for all of them is worth more than what clipping the few costs. Stochastic rounding takes its covering e, because
-clipping would bias it; so are float scales rounded up, never down, and the first of several candidates is taken. By
-"max" and "midmax" it is clipped as other rounding is. Errors are summed as integers (`squared_error`), so the choice
-is the same in any order of summation.
+Use "mse" if most values of a tile lie far below its largest one, as in the remainder of rounding to a float. Half the
+step for all of them then gains more than clipping a few loses. Stochastic rounding takes the covering e of "mse",
+because clipping would bias it. For the same reason it rounds float scales up and takes the first candidate. By "max"
+and "midmax" it clips as other rounding does. Errors are summed as integers (`squared_error`), so the choice does not
+depend on the order of the sum.
 """
 
 import math
@@ -49,24 +49,24 @@ from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
 _STEPS_OF_ERROR = 256.0
-# Of E4M3: the largest scale whose candidates for "four_over_six" and "fold_exact" are scales, too.
+# The largest E4M3 scale for which the candidates of "four_over_six" and "fold_exact" are E4M3 numbers as well.
 _LARGEST_BELOW = 256.0
 LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
-# Brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its last digit.
+# This factor brings 6 * LARGEST_FOLDED into E4M3's range, and 0.5 * LEAST_FOLDED to its last digit.
 IN_E4M3 = 2.0**-3
-# The largest quotient that a scale rounded to the nearest E4M3 leaves: 6 times 1 + 1/16.
+# Rounding a scale to the nearest E4M3 leaves quotients of at most 6 times 1 + 1/16.
 CLIPPED_FROM = 6.375
-# What a tile's scale is below this, before it is rounded, is zero: no value of the tile is anything else.
+# A smaller scale, before it is rounded, is zero: all values of its tile round to zero.
 NEGLIGIBLE = 2.0**-100
 
 
 def is_wide(number: NumberSpec) -> bool:
-    """Whether a number has float32's own exponents, so that rounding to it is dropping bits of the mantissa."""
+    """Return True if a number has the exponents of float32, so that rounding to it drops bits of the mantissa."""
     return number.kind == "float" and number.emin == -126
 
 
 def grid_of(number: NumberSpec) -> Grid:
-    """The values of a number as a grid: integers in steps of one, floats in their own units."""
+    """Return the values of a number as a grid: integers in steps of one, floats in their own units."""
     if number.is_integer:
         # One binade that begins below the largest value: every step is 1.
         return Grid(number.mbits - 1, number.mbits - 1, number.max)
@@ -74,16 +74,16 @@ def grid_of(number: NumberSpec) -> Grid:
 
 
 def finite_magnitude(magnitude: jax.Array) -> jax.Array:
-    """Magnitudes with 0 for inf and NaN, which have no part in a scale."""
+    """Return magnitudes with 0 for inf and NaN, which do not influence a scale."""
     return jnp.where(magnitude < INFINITY, magnitude, 0)
 
 
 def choose_exponent(
     amax: jax.Array, number: NumberSpec | CodebookSpec, scale: NumberSpec, mode: ScaleMode
 ) -> tuple[jax.Array, jax.Array]:
-    """(e, e before it is clipped) of the scale 2**e that covers magnitudes `amax`; the module has the formulas.
+    """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`; the module has the formulas.
 
-    For "mse" it is the larger of the two candidates, which only the values of a tile can decide between.
+    For "mse" it is the larger candidate; only the values of a tile can decide between the two.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> amax = float_bits.to_bits(jnp.float32(500.0))
@@ -96,14 +96,14 @@ def choose_exponent(
         limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
         wanted = wanted + (mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)).astype(jnp.int32)
     smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1) if mode == "mse" else scale.emin
-    return jnp.clip(wanted, smallest, largest_exponent(number, scale)), wanted
+    return jnp.clip(wanted, smallest, _largest_exponent(number, scale)), wanted
 
 
 def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> jax.Array:
-    """The sum of squared errors over `axes`, which are kept, as int32 in a fixed step: exact in any order.
+    """Return the sum of squared errors over `axes`, which are kept, as int32 in a fixed step: exact in any order.
 
-    The step is 1/256 of the unit of `error`, or the power of two above it that keeps the sum below 2**31 while
-    errors are at most largest / 2, as they are with a scale of half the size; a larger error counts as the largest.
+    The step is 1/256 of the unit of `error`, or the power of two above it that keeps the sum below 2**31. That holds
+    for errors of at most largest / 2, as half the scale makes them; a larger error counts as the limit.
 
     >>> squared_error(jnp.array([1.0, -0.5]), 7.0, (0,)).tolist()
     [81920]
@@ -115,13 +115,13 @@ def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> ja
     return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=axes, keepdims=True)
 
 
-def largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> int:
-    """The largest e such that 2**e is a scale and 2**e * maxfloat a float32."""
+def _largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> int:
+    """Return the largest e for which 2**e is a scale and 2**e * maxfloat a float32."""
     return min(scale.emax, 127 - number.emax)
 
 
 def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
-    """A scale >= 0 in float32, rounded to its number: 0 stays 0, and a positive one stays positive."""
+    """Round a float32 scale >= 0 to its number: 0 stays 0, and a positive scale stays positive."""
     if is_wide(scale):
         bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None)
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
@@ -132,7 +132,7 @@ def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even")
 
 
 def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
-    """`amax / largest` as the scale's number holds it, for magnitudes `amax`; 0 where amax is 0 or subnormal.
+    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0 if amax is 0 or subnormal.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> float(choose_scale(float_bits.to_bits(jnp.float32(12.0)), 6.0, number("e4m3fn")))
@@ -140,7 +140,7 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Round
     """
     divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
     quotient = float_bits.divide(amax, divisor)
-    # `divide` gives 0 for a quotient below the smallest normal, but a tile that is not zero needs a positive scale.
+    # `divide` gives 0 for a quotient below the smallest normal, but a nonzero tile needs a positive scale.
     quotient = jnp.where((amax >= HIDDEN) & (quotient == 0), jnp.float32(TINY), quotient)
     return round_scale(quotient, scale, mode)
 
@@ -148,7 +148,7 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Round
 def choose_outer(
     amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode
 ) -> jax.Array:
-    """The scale of a tensor above those of its tiles, by the rule of these, for the bits of its largest magnitude.
+    """Return the scale of a tensor above the scales of its tiles, for the bits of its largest magnitude.
 
     >>> from tcfp_jax.formats.numbers import number
     >>> bits = float_bits.to_bits(jnp.float32(2688.0))
@@ -159,9 +159,9 @@ def choose_outer(
 
 
 def lift_of(outer: jax.Array) -> jax.Array:
-    """The power of two that brings the scale of a tensor into the binade of 2**-9; of zero 1.
+    """Return the power of two that brings the scale of a tensor into the binade of 2**-9; 1 for zero.
 
-    Values that it multiplied have squares, products and rests in float32's range, however small or large they were.
+    Values times this factor have squares, products and remainders in float32's range.
 
     >>> float(lift_of(jnp.float32(3.0)))
     0.0009765625
@@ -173,11 +173,15 @@ def lift_of(outer: jax.Array) -> jax.Array:
 def tile_scales(
     amax: jax.Array, whole: jax.Array, largest: float, scale: NumberSpec, rule: ScaleMode, covers: bool
 ) -> list[jax.Array]:
-    """The scales among which each tile chooses, below the scale `whole` of the tensor; the module has the rules.
+    """Return the scales among which each tile chooses, below the scale `whole` of the tensor.
 
     Args:
       amax: int32 bits of the largest magnitude of each tile.
-      covers: every value must lie below the largest number, as stochastic rounding wants it; one candidate then.
+      whole: the scale of the tensor.
+      largest: the largest value of the number.
+      scale: the number format of the scales.
+      rule: a rule of the module's docstring.
+      covers: True for stochastic rounding: there is one candidate, which clips nothing.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C; Cook et al. 2025, "Four Over Six".
     """
@@ -196,7 +200,7 @@ def tile_scales(
 
 
 def _folded(value: jax.Array) -> jax.Array:
-    """The smallest scale of "fold_exact" that is not below `value`; 0 stays 0, and what is above all is the largest."""
+    """Return the smallest scale of "fold_exact" that is not below `value`, at most the largest; 0 stays 0."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     mantissa, quarter = bits & _MANTISSA, HIDDEN >> 2
     up = jnp.where(mantissa > 2 * quarter, HIDDEN, jnp.where(mantissa > 0, -(-mantissa // quarter) * quarter, 0))
@@ -205,26 +209,26 @@ def _folded(value: jax.Array) -> jax.Array:
 
 
 def _next_folded(value: jax.Array) -> jax.Array:
-    """The one above it; 0 stays 0, and the largest stays the largest."""
+    """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the largest."""
     binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
     return _folded(value + binade * jnp.float32(0.125))
 
 
 def score(units: jax.Array, value: jax.Array, factor: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The squared error of tiles under a scale, to compare it with another's: the same bits on every backend.
+    """Return the squared error of tiles under a scale, for comparisons: the same bits on every backend.
 
         score = sum of (round(256 * units) - 256 * value)**2, an integer, times factor**2
 
     Args:
-      units: float32 |x| / scale in the units of the number; 0 where x is not finite and has no part in it.
-      value: float32 magnitudes that they were rounded to.
+      units: float32 |x| / scale in the units of the number; 0 if x is not finite.
+      value: the float32 magnitudes to which they were rounded.
       factor: the stored scale.
-      axes: of a tile; they are kept.
+      axes: the axes of a tile, which are kept.
 
     >>> float(score(jnp.array([1.1, 5.0]), jnp.array([1.0, 4.0]), jnp.float32(0.5), (0,))[0])
     16553.0
     """
-    # Beyond 8, under an amax that is too small, all errors are alike; 256 squares then still fit int32.
+    # Units beyond 8, under an amax that is too small, count as 8: then 256 squares fit int32.
     steps = lax.round(jnp.minimum(units * jnp.float32(_STEPS_OF_ERROR), 2048.0), lax.RoundingMethod.TO_NEAREST_EVEN)
     errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
     total = jnp.sum(jnp.square(errors), axis=axes, keepdims=True)

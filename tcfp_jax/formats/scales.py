@@ -1,18 +1,18 @@
-"""How numbers share scales: `scale(code)` describes tiles, the number that a scale is, zero points and two levels.
+"""Scales: `scale(code)` describes which values share a scale, and its number; `tiling` splits an array accordingly.
 
 Grammar: segments joined by underscores, in this order.
 
     NUMBER              the scale: an exponent (powers of two) or a float
     [NUMBER]            a zero point, an integer or a float: asymmetric, for unsigned integers
     [tX[sS][oO][dY]]    a tile of X values, X = 2, 4, ... 1024, or 0 for a whole channel, along axis Y (-1 without it)
-    [tX...]             the other side of a 2-D block; the two are the axes -2 and -1 unless they say otherwise
-    [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' (two levels)
-    [MODE]              how an exponent is chosen: "max", "midmax", "ceil" or "mse"
+    [tX...]             the other side of a 2-D block; without dY the two are the axes -2 and -1
+    [NUMBER]            after the tiles: a float scale of the whole tensor above the tiles' scales (two levels)
+    [MODE]              the rule that chooses an exponent: "max", "midmax", "ceil" or "mse"
 
 Without a tile one scale serves the whole tensor. `sS` are subtiles of S values, and `oO` gives each an offset of O bits
 by which its power of two is smaller than the tile's. A channel `t0dY` is a tile as long as axis Y: one scale for
-every index of the other axes. A scale that names its mode is always chosen so, and the `scalemode` of a cast does not
-concern it; `tcfp_jax.formats.scale_rules` has the formulas of the modes.
+every index of the other axes. A scale that names its mode ignores the `scalemode` of a cast.
+`tcfp_jax.formats.scale_rules` has the formulas of the modes.
 """
 
 import functools
@@ -31,7 +31,7 @@ SCALE_GRAMMAR = (
 )
 ScaleMode = Literal["max", "midmax", "ceil", "mse", "auto", "four_over_six", "fold_exact"]
 
-_MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")  # "auto" is a cast's name for one of them
+_MODES: tuple[ScaleMode, ...] = ("max", "midmax", "ceil", "mse")  # "auto" means one of them
 TWO_LEVEL_MODES: tuple[ScaleMode, ...] = ("max", "four_over_six", "fold_exact")
 _TILES = (0, *(1 << power for power in range(1, 11)))
 
@@ -47,16 +47,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """How values share scales; made by `scale`. Frozen and hashable.
+    """The rule by which values share scales, made by `scale`: frozen and hashable.
 
     Attributes:
       name: the code.
-      number: what a scale is stored as.
-      zero: what a zero point is stored as, or None.
-      tiles: the sides of a block, one or two; none for one scale a tensor.
-      offset: bits of a subtile's offset, 0 for none.
-      outer: what the tensor's scale above the tiles' is stored as, or None.
-      mode: the rule by which an exponent is always chosen, or None where each cast says it.
+      number: the number format of a scale.
+      zero: the number format of a zero point, or None.
+      tiles: the sides of a block, one or two; none for one scale per tensor.
+      offset: the bits of a subtile's offset, 0 for none.
+      outer: the number format of the tensor's scale above the tiles' scales, or None.
+      mode: the rule that always chooses an exponent, or None if each cast names it.
     """
 
     name: str
@@ -69,38 +69,38 @@ class ScaleSpec:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the whole tensor shares one scale."""
+        """True if the whole tensor shares one scale."""
         return not self.tiles
 
     @property
     def is_channel(self) -> bool:
-        """Whether every tile is a whole axis."""
+        """True if every tile is a whole axis."""
         return bool(self.tiles) and all(tile.size == 0 for tile in self.tiles)
 
     @property
     def is_tile(self) -> bool:
-        """Whether a tile has a size."""
+        """True if a tile has a size."""
         return any(tile.size for tile in self.tiles)
 
     @property
     def is_subtile(self) -> bool:
-        """Whether tiles have subtiles."""
+        """True if tiles have subtiles."""
         return any(tile.subtile for tile in self.tiles)
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether tiles have scales of NVFP4's number, e4m3fn, and the tensor has one above them."""
+        """True if tiles have e4m3fn scales, as in NVFP4, and the tensor has a scale above them."""
         return self.outer is not None and self.number.name == "e4m3fn"
 
     @property
     def is_2d(self) -> bool:
-        """Whether a block has two sides."""
+        """True if a block has two sides."""
         return len(self.tiles) == 2
 
 
 @functools.cache
 def scale(code: str) -> ScaleSpec:
-    """The scale that a code describes; see the module's docstring for the grammar.
+    """Return the scale that a code describes; the module's docstring has the grammar.
 
     Raises:
       ValueError: the code is outside the grammar, or its parts contradict each other.
@@ -199,14 +199,14 @@ def _check(spec: ScaleSpec) -> None:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an array of `shape` splits; made by `tiling`.
+    """The split of an array into tiles, made by `tiling`.
 
     Attributes:
       shape: the shape of the array.
-      padded: that shape with its last tiles full.
-      split_shape: `padded` with three axes in place of each tiled axis.
-      tile_axes: axes of `split_shape` within a tile.
-      subtile_axes: axes of `split_shape` within a subtile.
+      padded: that shape with full last tiles.
+      split_shape: `padded` with three axes instead of each tiled axis.
+      tile_axes: the axes of `split_shape` within a tile.
+      subtile_axes: the axes of `split_shape` within a subtile.
     """
 
     shape: tuple[int, ...]
@@ -216,13 +216,13 @@ class Tiling:
     subtile_axes: tuple[int, ...]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """`x` in `split_shape`, its last tiles filled with zeros."""
+        """Return `x` in `split_shape`, with its last tiles filled with zeros."""
         if self.padded != self.shape:
             x = jnp.pad(x, [(0, full - size) for full, size in zip(self.padded, self.shape, strict=True)])
         return x.reshape(self.split_shape)
 
     def join(self, x: jax.Array) -> jax.Array:
-        """The array of `shape` that was split."""
+        """Return the array of `shape` that was split."""
         x = x.reshape(self.padded)
         return x[tuple(slice(size) for size in self.shape)] if self.padded != self.shape else x
 
@@ -238,10 +238,10 @@ class Tiling:
 
 
 def tiling(shape: tuple[int, ...], spec: ScaleSpec) -> Tiling:
-    """How a scale divides an array.
+    """Return how a scale splits an array.
 
     Raises:
-      ValueError: a tile's axis is not there, or shorter than the tile, or the axis of the other one.
+      ValueError: the axis of a tile does not exist, is shorter than the tile, or is the axis of the other tile.
 
     >>> tiling((3, 40), scale("e8m0_t32")).split_shape
     (3, 2, 1, 32)

@@ -1,4 +1,4 @@
-"""Structured sparsity: the m largest of every n values."""
+"""Structured sparsity: keep the m largest of every n values."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ from tcfp_jax.formats import float_bits
 
 
 def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
-    """`x` with all but the m largest magnitudes of every n values along `dim` set to zero; ties keep the lower index.
+    """Set all but the m largest magnitudes of every n values along `dim` to zero; ties keep the lower index.
 
     Args:
       x: real floats of any shape.
-      n: how many values a group has, a divisor of the axis.
-      m: how many of them are kept, 1 to n - 1.
+      n: the number of values of a group, a divisor of the axis.
+      m: the number of values to keep, 1 to n - 1.
       dim: the axis, negative or not.
 
     Returns:
-      The shape and dtype of `x`; kept values have their signs. NaN counts as larger than everything. The gradient
-      reaches the values that were kept.
+      The shape and dtype of `x`; kept values keep their signs. NaN counts as the largest magnitude. Only kept values
+      have a gradient.
 
     Raises:
       TypeError: `x` is not real floating point.
-      ValueError: n does not divide the axis, m is not between 1 and n - 1, or there is no such axis.
+      ValueError: n does not divide the axis, m is not between 1 and n - 1, or the axis does not exist.
 
     Source: TensorCast (AMD), `sparse`, whose result loses the signs.
 
@@ -34,7 +34,7 @@ def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
 
 
 def largest_mask(x: jax.Array, n: int, m: int, dim: int) -> jax.Array:
-    """Where `sparse` keeps a value: exactly m of every n.
+    """Return where `sparse` keeps a value: m of every n.
 
     >>> largest_mask(jnp.ones(4), 4, 2, -1).tolist()
     [True, True, False, False]

@@ -82,7 +82,7 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
         backward pass draws.
 
     Raises:
-      ValueError: there is no key, and a gradient is asked for.
+      ValueError: a gradient is computed without a key.
 
     >>> from tcfp_jax.recipes import recipe
     >>> multiply = jax.jit(functools.partial(product, recipe("nvfp4_training")))
@@ -97,7 +97,7 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
 # Not a check in the rule of `_product`: see `tcfp_jax.products.matmul._constant`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _keyless(recipe: Recipe, operand: jax.Array) -> jax.Array:
-    """Return the operand, and raise if somebody asks for its gradient."""
+    """Return the operand; asking for its gradient raises."""
     return operand
 
 
@@ -151,8 +151,8 @@ def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
 
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
-    how = quantization(operand, words)
-    return squares(values) if how.axis is None else along(values, how.axis, how.key, how.signs)
+    axis, key, turn = quantization(operand, words)
+    return squares(values) if axis is None else along(values, axis, key, turn)
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:

@@ -35,7 +35,7 @@ def test_blocks_are_the_definition(name):
     made, x = getattr(formats, name), awkward((-60, 60), dtype)
     scalemode = ("max", "ceil", "midmax")[SERVED.index(name) % 3]
     assert serves(x.shape, x.dtype, made, Modes())
-    got = jax.jit(cast_kernel.cast_block, static_argnums=(1, 2))(
+    got = jax.jit(cast_kernel._cast_block, static_argnums=(1, 2))(
         x.reshape(-1, made.scale.tiles[0].size), made, scalemode
     )
     assert same(got.reshape(x.shape), cast(x, made, scalemode=scalemode))

@@ -449,22 +449,6 @@ def test_op_by_op_is_the_same():
             assert same(cast(x, getattr(formats, name)), compiled)
 
 
-def test_defaults_are_scoped():
-    x = jnp.array([1.9, 2.5])
-    int8 = datatype("int8")
-    with formats.defaults(roundmode="zero"):
-        assert cast(x, int8).tolist() == [1.0, 2.0]
-        with formats.defaults(saturate=False):
-            assert cast(x, int8).tolist() == [1.0, 2.0]
-        assert cast(x, int8, roundmode="even").tolist() == [2.0, 2.0]
-    assert cast(x, int8).tolist() == [2.0, 2.0]
-    with formats.defaults(scalemode="ceil"):
-        assert cast(jnp.full(32, 7.0), formats.mxfp4e2)[0] == 8.0
-        assert cast(x, int8).tolist() == [2.0, 2.0]
-    with pytest.raises(ValueError, match="roundmode"), formats.defaults(roundmode="up"):
-        pass
-
-
 @pytest.mark.parametrize(
     ("change", "error", "why"),
     [

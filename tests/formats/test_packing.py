@@ -160,8 +160,6 @@ def test_modes_reach_packing():
         _, unpacked, expected = packed_and_cast(x, made, **modes)
         assert same_bits(unpacked, expected)
         assert not same_bits(expected, quick(x, made))
-    with formats.defaults(roundmode="zero"):
-        assert same_bits(unpack(pack(x, formats.nvfp4)), cast(x, formats.nvfp4))
 
 
 @pytest.mark.parametrize("name", ["mxfp4e2", "int8_f", "e4m3fn"])
