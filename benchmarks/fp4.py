@@ -2,12 +2,12 @@
 
     python -m benchmarks.fp4 --json
 
-A call multiplies x by copies of the weight one after the other, together above `COLD_BYTES`, which is several times the
-L2 cache of an H200, so that every product reads its weight from memory; BF16's product does the same with its own.
-Times are a product's. "W4A16" multiplies codes times scales by BF16 activations, exactly; "W4A8" by E4M3 activations
-with a scale for each row, which are found in the time that counts, on FP8 tensor cores where the rule of the scales is
-"fold_exact": by XLA, which unpacks the weight, and by the kernel that decodes it in registers. Every product is checked
-against the float64 product of dequantized operands before it is timed.
+A call multiplies x by copies of the weight in turn. Together they take more than `COLD_BYTES`, several times the L2
+cache of an H200, so that every product reads its weight from memory; the BF16 baseline does the same. Times are per
+product. "W4A16" multiplies codes times scales by BF16 activations, exactly. "W4A8" multiplies by E4M3 activations with
+a scale for each row, which is found within the time. With the rule "fold_exact" it runs on FP8 tensor cores, by XLA,
+which unpacks the weight, or by the kernel that decodes it in registers. Every product is checked against the float64
+product of dequantized operands before it is timed.
 """
 
 import argparse
@@ -60,10 +60,10 @@ class Row(timing.Timing):
     Attributes:
       part, m, k, n: the product and its sizes; `dgrad` contracts n.
       kind: "bf16", or how weights and activations are rounded, and the format.
-      backend: what ran.
+      backend: the backend that ran.
       speed_over_bf16: BF16's median over this one.
       weight_bits: bits a value of the weight's arrays.
-      terabytes_per_second: of the weight's bytes.
+      terabytes_per_second: rate at which the weight's bytes are read.
       snr_db: against the float64 product of the dequantized weight; None for BF16.
       copies: weights that a call reads in turn.
     """
@@ -83,11 +83,11 @@ class Row(timing.Timing):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a weight and activations are rounded, and by what they are multiplied.
+    """Formats of a weight and activations, and the backend that multiplies them.
 
     Attributes:
-      scaling, activation: of the product.
-      backend: None for the one that is chosen.
+      scaling, activation: options of the product.
+      backend: None lets dispatch choose.
     """
 
     scaling: Fp4
@@ -95,7 +95,7 @@ class Kind:
     backend: Backend | None = None
 
     def runs(self, part: Part, m: int) -> bool:
-        """Whether it is measured: XLA's product of E4M3 where rows are many, a named kernel where it takes them."""
+        """Return whether it is measured: XLA's E4M3 product for many rows, a named kernel for rows that it takes."""
         if self.backend == "mosaic":
             return self.decodes(part, m)
         if part == "dgrad":
@@ -103,11 +103,11 @@ class Kind:
         return self.activation == "bfloat16" or m > 256
 
     def ran(self, part: Part, m: int) -> Backend:
-        """The backend that multiplies."""
+        """Return the backend that multiplies."""
         return self.backend or ("mosaic" if self.decodes(part, m) else "xla")
 
     def decodes(self, part: Part, m: int) -> bool:
-        """Return whether the Hopper kernel takes so many rows."""
+        """Return whether the Hopper kernel takes m rows."""
         most = limits(self.activation).most_rows
         return part != "dgrad" and (most is None or m <= most) and jax.default_backend() == "gpu"
 
@@ -124,14 +124,14 @@ def measure(config: Config) -> Iterator[Row]:
     """Check and time every product of every part."""
     for part, (k, n), rows in config.cases:
         weights = _weights(part, (k, n), rows, config)
-        # Gigabytes, which every m is checked with.
+        # Every m is checked with these gigabytes.
         wide = functools.cache(functools.partial(_dequantized, weights))
         for m in rows:
             yield from _products(part, (m, k, n), weights, wide, config)
 
 
 def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: Config) -> dict[str, list[Any]]:
-    """Copies of a weight in BF16 and in each form that some of these rows multiply."""
+    """Return copies of a weight in BF16 and in each format that some of these rows multiply."""
     (k, n), key = shape, jax.random.key(config.seed)
     first = jax.random.normal(key, (n, k), jnp.bfloat16)
 
@@ -146,7 +146,7 @@ def _weights(part: Part, shape: tuple[int, int], rows: tuple[int, ...], config: 
 
 
 def cold_copies(w: Any, cold_bytes: int) -> list[Any]:
-    """The weight and copies of it, together so many bytes at least."""
+    """Return the weight and copies of it, together at least `cold_bytes`."""
     count = max(1, math.ceil(cold_bytes / sum(leaf.nbytes for leaf in jax.tree.leaves(w))))
     return [w, *(jax.tree.map(jnp.copy, w) for _ in range(count - 1))]
 
@@ -200,7 +200,7 @@ def _products(
 
 
 def _checked(name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.ndarray], part: Part) -> float:
-    """The SNR of some rows; `ArithmeticError` where it is too low."""
+    """Return the SNR of some rows; raise `ArithmeticError` if it is too low."""
     few, w = slice(None, CHECKED_ROWS), wide(KINDS[name].scaling)
     expected = np.asarray(x[few], np.float64) @ (w if part == "dgrad" else w.T)
     snr, _ = common.compare(expected, y[few])
@@ -213,11 +213,11 @@ def _checked(name: str, y: jax.Array, x: jax.Array, wide: Callable[[Fp4], np.nda
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Add no options."""
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """Shapes of a Llama on a GPU."""
+    """Return the shapes of a Llama on a GPU, and tiny ones elsewhere."""
     if jax.default_backend() == "gpu" and not options.smoke:
         large = (8192, 28672)
         return Config(
@@ -239,7 +239,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a product."""
+    """Return a table with a line for each product."""
     lines = [
         [
             row["part"], str(row["m"]), f"{row['k']} × {row['n']}", row["kind"], f"`{row['backend']}`",

@@ -6,7 +6,7 @@
 Byte j of a row holds code 2j in its low half and code 2j + 1 in its high half, as in files of compressed-tensors.
 E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) times an E4M3 scale has at most 6 significant bits, so `code *
 scale` is a bfloat16 number, and so is a code times a power of two. Products of these weights lose nothing beyond the
-quantization. The format library finds the scales; there is no other FP4 quantizer here.
+quantization. The format library finds the scales.
 """
 
 import jax

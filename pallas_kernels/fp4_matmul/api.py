@@ -1,4 +1,4 @@
-"""`fp4_matmul`: activations times an FP4 weight, whose codes are read as they are stored."""
+"""`fp4_matmul`: activations times an FP4 weight, whose codes are read without a copy in another format."""
 
 import functools
 from typing import Any, Literal, get_args

@@ -172,7 +172,7 @@ def decoder(
 
     Args:
       form: the format of the weight; "nvfp4" for E4M3.
-      dtype: that of the operand, `[64, CHUNK[dtype]]` in registers.
+      dtype: dtype of the operand, `[64, CHUNK[dtype]]` in registers.
       where: the thread's `places`.
       codes: uint8 `[64, step / 2]` in shared memory, as `CODES` says.
       scales: uint8 `[64, BLOCKS]` in shared memory.
@@ -239,7 +239,7 @@ def scale_words(place: ir.Value, scales: ir.Value) -> list[ir.Value]:
 
 
 def code_words(form: Fp4Format, unit: int, place: ir.Value, codes: ir.Value) -> list[ir.Value]:
-    """Return 32 codes of row r, four words, and of row r + 8: those of a unit of 16 bytes."""
+    """Return the 32 codes of a unit of 16 bytes: four words of row r, and four of row r + 8."""
     text = _LOAD_CODES.format(below=_TILE_BYTES * (1 if form == "nvfp4" else 2))
     return words(8, [codes, place, constant(16 * unit)], text, effects=True)
 

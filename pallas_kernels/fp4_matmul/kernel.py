@@ -141,7 +141,7 @@ def call(
 
 
 def _rows_of(config: Config, x: jax.Array | jax.Ref) -> int:
-    """Return the rows of x with those of zeros that blocks add."""
+    """Return the number of rows that are multiplied: those of x, and zeros that blocks add."""
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
 
@@ -183,7 +183,7 @@ class _Block:
     """A block at work.
 
     Attributes:
-      config, form: of the kernel.
+      config, form: sizes and format of the kernel.
       steps: number of steps of k of a block.
       stages: number of buffers of a step.
       gmem: references to global memory: x, codes, scales, table, and perhaps factors.
@@ -271,7 +271,7 @@ class _Block:
                 # One product runs while the next operand is decoded; the one before has read its registers.
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
-                    # Before the first step, too: with a branch here ptxas gives up running products beside the rest.
+                    # Also before the first step: with a branch here ptxas waits for every product.
                     self._release(k - 1)
 
         plgpu.wgmma_wait(0)

@@ -1,4 +1,4 @@
-"""`fp4_matmul` on Hopper: the shapes that the kernel takes, its sizes, and what surrounds it.
+"""`fp4_matmul` on Hopper: the shapes that the kernel takes, its sizes, and the steps before and after it.
 
 `tuned.json` has the limits that timing found (`Limits`); the sizes of a product follow from them and from its shape.
 """
@@ -36,10 +36,10 @@ class Limits:
       most_rows: rows of x from which on XLA, which unpacks the weight once, is as fast; None if it never is. On an H200
         with 28672 x 8192 the kernel in BF16 takes 118, 232 and 401 us at m = 128, 256 and 512, and XLA 317, 373, 504.
         In E4M3 the kernel is as fast as a product of a weight that is unpacked already.
-      warpgroups: of a block, the fastest first: the more outputs share the rows of x that it reads the better.
+      warpgroups: numbers of warpgroups of a block to try, the fastest first. More of them share the rows of x.
       stages: steps of k in flight at most.
-      band_rows: rows of x that a block takes at most. E4M3 takes as many as `wgmma` does, or half of them; beside the
-        codes of four warpgroups BF16 has room for a quarter.
+      band_rows: rows of x that a block takes at most. E4M3 takes as many as `wgmma` does, or half of them. In BF16
+        the codes of four warpgroups leave room for a quarter.
       decoding_rows: the time that a block takes to decode, in rows of x that it would multiply meanwhile. With 28672 x
         8192 in E4M3, bands of 256 rows take 223 us at m = 512 and 741 at 2048, and bands of 128 take 210 and 811.
       rounded_rows: rows of x at most that every block rounds itself.
@@ -107,7 +107,7 @@ def choose(options: Options, scaling: Fp4, m: int, k: int, n: int) -> "Config | 
 
 
 def _sized(options: Options, found: Limits, m: int, steps: int, n: int, step: int, warpgroups: int) -> "Config | None":
-    """Return the sizes with so many warpgroups, or None if registers or shared memory do not suffice."""
+    """Return the sizes for a number of warpgroups, or None if registers or shared memory do not suffice."""
     from pallas_kernels.fp4_matmul import kernel
 
     places, tiles = max(1, device_cores(132)), n // (kernel.OUTPUTS * warpgroups)
@@ -124,7 +124,7 @@ def _sized(options: Options, found: Limits, m: int, steps: int, n: int, step: in
 
 
 def _bands(m: int, most: int) -> tuple[int, int]:
-    """Return how many bands of at most so many rows hold m, and their rows, a multiple of 8.
+    """Return how many bands of at most `most` rows hold m, and their rows, a multiple of 8.
 
     Rows of several bands are a multiple of 32: their sums are written side by side in whole cache lines.
     """
@@ -186,7 +186,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | 
 
 
 def _padded(m: int, config: "Config") -> int:
-    """Return the rows of x with those of zeros that its blocks read."""
+    """Return the number of rows that blocks read: those of x, and zeros after them."""
     rows = config.rows or 8
     return -(-m // rows) * rows
 
@@ -228,5 +228,5 @@ def _in_fp8(config: "Config", options: Options, x: jax.Array | Operand, w: Opera
 
 
 def _added(sums: jax.Array) -> jax.Array:
-    """Add parts one after the other, so that a row has the same bits whatever is multiplied beside it."""
+    """Add parts in order, so that a row has the same bits whichever rows are multiplied with it."""
     return sum(sums[1:], sums[0])

@@ -124,7 +124,7 @@ def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Arra
 
 
 def scale_sum(out: jax.Array, of_rows: jax.Array | None, outer: jax.Array | None) -> jax.Array:
-    """Multiply a float32 sum by the scale of the weight and by those of the rows of x."""
+    """Multiply a float32 sum by the scales of the weight and of the rows of x."""
     out = out if outer is None else out * outer
     return out if of_rows is None else out * of_rows[..., None]
 

@@ -1,6 +1,6 @@
 """The rows of x in E4M3, rounded before the Hopper kernel or inside it, in the order that decoded codes meet.
 
-Values and scales are those of `reference.quantize_rows`, bit for bit.
+Values and scales equal those of `reference.quantize_rows`, bit for bit.
 
 `ordered` is a kernel of its own: a program rounds a row, and writes it in the order of `decode.permuted`. XLA would
 take three kernels for it, which with 64 rows cost a tenth of the product.
@@ -40,7 +40,7 @@ ROWS = 8
 _STEP = decode.step_of("nvfp4")
 _UNIT = 2 * _STEP
 _FOURS = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
-_WARPS = 4  # of a warpgroup
+_WARPS = 4  # a warpgroup has 4
 
 _LARGEST = 448.0
 _FLOOR = np.float32(numerics.FLOAT32_SCALE_FLOOR)
@@ -176,7 +176,7 @@ def word_at(place: jax.Array) -> jax.Array:
 
 
 def serves(k: int) -> bool:
-    """Return whether so many values of a row are units, the last of which may overlap the one before."""
+    """Return whether k values of a row split into units; the last one may overlap the one before."""
     return k >= _UNIT and k % _STEP == 0
 
 
@@ -185,7 +185,7 @@ def round_rows(x: jax.Ref, first_step: jax.Array, smem: dict[str, jax.Ref], meet
 
     Args:
       x: bfloat16 `[m, k]` in global memory, at most `ROWS` rows.
-      first_step: of the block's part.
+      first_step: number of the first step of the block's part.
       smem: "x", E4M3 `[steps of the part, ROWS, step]`; "largest", uint32 `[ROWS, warps]`; and "scales_of_rows",
         float32 `[ROWS]`.
       meet: lets a warpgroup wait for the others, for the first and the second time.

@@ -169,7 +169,7 @@ def unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: b
     from jax.experimental.pallas import triton as plgpu
 
     n, k = w.shape
-    # The largest powers of two that divide the sizes, up to those of `_SIDES`.
+    # The largest powers of two that divide the sizes, and at most `_SIDES`.
     rows, count = (min(most, size & -size) for most, size in zip(_SIDES[turned], (n, k // 16), strict=True))
     scales = reference.scale_bytes(w)
     codes = w.values.reshape(n, k // 16, _BLOCK_BYTES)

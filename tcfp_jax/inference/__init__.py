@@ -11,8 +11,8 @@ operand = gptq(w, moments[path], Fp4(rule="four_over_six"))
 served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
 """
 
-from tcfp_jax.inference.calibration import choose_codes, hessians
-from tcfp_jax.inference.choosing import gptq, search_scales
+from tcfp_jax.inference.calibration import hessians
+from tcfp_jax.inference.choosing import choose_codes, gptq, search_scales
 from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
 
 __all__ = [

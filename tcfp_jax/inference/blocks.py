@@ -101,7 +101,7 @@ def check_rule(name: str, weight: Operand, repair: str) -> None:
     unless they are traced or other processes hold a part of them.
 
     Args:
-      name: of the weight.
+      name: name of the weight, for the message.
       weight: an operand.
       repair: advice for the message.
 
@@ -125,7 +125,7 @@ def check_rule(name: str, weight: Operand, repair: str) -> None:
 def outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
     """Return the scales of the scales to try, float32 `[count]`; 1 if the format has none.
 
-    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, among which are those of all rules;
+    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, which includes all rules' scales.
     `amax` is the largest magnitude of the matrix.
     """
     if scaling.format == "mxfp4" or scaling.rule == "one_level":

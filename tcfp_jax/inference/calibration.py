@@ -1,25 +1,35 @@
-"""`hessians` collects the inputs of every weight of a model; `choose_codes` puts FP4 codes of your choice into it.
+"""`hessians`: the inputs of every weight of a model, summed up in one pass over calibration data.
 
-moments = hessians(model, params, batches)
-served = quantize_params(params, find_weights(model))                # of recipe("nvfp4")
-served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
+The program runs unchanged, and every planned product shows its inputs to the parameter that it multiplies:
+
+    y = observe(x w, x, probe)      forward: x w      backward: the gradient of the probe is sum over rows of x xᵀ
+
+A probe stands in place of a stored weight. It reaches the product as stored weights do, through loops over layers,
+branches and `jax.checkpoint`, and its gradient comes back stacked like the parameter. Nothing else of the backward pass
+is read, so XLA drops the rest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
-from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax import paths
+from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion import linen_models
+from tcfp_jax.conversion.evaluate import Machine, bare
+from tcfp_jax.conversion.shown import Shown
+from tcfp_jax.conversion.trace import bind
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.inference.probes import second_moments
-from tcfp_jax.inference.shared_scales import families, store_together
+from tcfp_jax.conversion.views import Equation, Factors, factors, layout_of
 from tcfp_jax.linen import switched_off
 from tcfp_jax.paths import PyTree
-from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.recipes import Recipe
 
 
 def hessians(model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]) -> dict[str, jax.Array]:
@@ -46,7 +56,7 @@ def hessians(model: Transformed | nn.Module, params: PyTree, batches: Iterable[o
     [[2.0, 2.0], [2.0, 4.0]]
     """
     run = _function_of(model)
-    moments = jax.jit(lambda params, args: second_moments(run, params, *args))
+    moments = jax.jit(lambda params, args: _second_moments(run, params, *args))
     total: dict[str, jax.Array] | None = None
     for batch in batches:
         found = moments(params, batch if isinstance(batch, tuple) else (batch,))
@@ -77,51 +87,85 @@ def _function_of(model: Transformed | nn.Module) -> Transformed:
     return Transformed(call, conversion.policy, 0, name=type(plain).__name__)
 
 
-def choose_codes(
-    served: Mapping[str, PyTree],
-    params: PyTree,
-    weights: Mapping[str, Weight],
-    choose: Callable[[str, jax.Array], Operand],
-    *,
-    fused: Sequence[Sequence[str]] = (),
-) -> dict[str, PyTree]:
-    """Return variables of `quantize_params` in which your function has chosen the codes of every FP4 weight.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Probe:
+    """Zeros instead of a stored weight, whose gradient carries the moments."""
 
-    Products read these codes and scales like those of a rule.
+    zeros: jax.Array
+    path: str = field(metadata=dict(static=True))
 
-    Args:
-      served: from `quantize_params(params, weights)`.
-      params: the float parameters, nested dicts.
-      weights: from `find_weights`.
-      choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
-        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The result has the format and tile of the
-        recipe. It keeps its own rule, because products follow the rule of the codes; but FP8 products of a recipe with
-        the rule "fold_exact" rely on it, so there the result must have it, too.
-      fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
+
+def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
+    """Return the sum of x xᵀ over the rows x that each converted weight multiplies in a call, `[*stack, k, k]`.
+
+    `args` hold float parameters. The result of `run` is differentiated, so a loop of unknown length has no moments.
 
     Raises:
-      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen operand does not fit: its shape,
-        its format, a rule other than the recipe's "fold_exact", or scales that break that rule.
-
-    >>> import jax.numpy as jnp
-    >>> from tcfp_jax.inference import quantize_params, search_scales
-    >>> from tcfp_jax.recipes import recipe
-    >>> from tcfp_jax.weights.layout import Layout
-    >>> params, weights = {"w": jnp.ones((32, 4))}, {"w": Weight(recipe("nvfp4"), Layout((0,), (1,)))}
-    >>> served = quantize_params(params, weights)
-    >>> chosen = choose_codes(served, params, weights, lambda path, w: search_scales(w))
-    >>> chosen["tcfp"]["w"].shape
-    (32, 4)
+      ValueError: no product of a weight is seen: none is converted, or it lies where probes do not reach, such as
+        inside `jax.shard_map` or a layer that multiplies by itself.
     """
-    leaves = paths.leaves(params)
-    stored = paths.entries(served["tcfp"])
-    packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
-    if not packed:
-        raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
-    chosen: dict[str, PyTree] = {}
-    made = dict(stored)
-    for family in families(packed, fused):
-        made |= store_together(family, leaves, weights, choose)
-    for path, one in made.items():
-        paths.put(chosen, path.split("/"), one)
-    return {**served, "tcfp": chosen}
+    found = run.examine(*args)
+
+    def zeros(path: str) -> jax.Array:
+        layout, shape = found.weights[path].layout, found.leaves[path].shape
+        k = math.prod(shape[axis] for axis in layout.inputs)
+        return jnp.zeros((*(shape[axis] for axis in layout.stack), k, k), jnp.float32)
+
+    def outputs(probes: dict[str, jax.Array]) -> list[jax.Array]:
+        seen: set[str] = set()
+        machine = Machine(functools.partial(_observed, seen))
+        made = run.run_on(machine, found, args, {path: _Probe(probe, path) for path, probe in probes.items()})
+        if missing := sorted(set(probes) - seen):
+            raise ValueError(
+                f"no product of {missing[0]} is seen; write the layer in Flax's own code and convert it, outside of "
+                "jax.shard_map"
+            )
+        return [value for value in made if jnp.issubdtype(value.dtype, jnp.floating)]
+
+    if not found.weights:
+        raise ValueError(f"{run.name} has no converted weight that can be stored; survey(model) says why")
+    made, back = jax.vjp(outputs, {path: zeros(path) for path in found.weights})
+    return back([jnp.zeros_like(value) for value in made])[0]
+
+
+def _observed(
+    seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, drawn: jax.Array | None = None
+) -> jax.Array:
+    """Return the result of a planned product, and show its rows of x to the probe of its weight."""
+    del drawn  # nothing is rounded here
+    (y,) = bind(eqn, bare(inputs, eqn.invars))
+    side = 0 if isinstance(inputs[0], Shown) else 1
+    weight = inputs[side]
+    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, weight.view)
+    assert isinstance(found, Factors), "the census plans no other product"
+    how, probe = weight.weight, weight.stored
+    if how is None or probe is None or (how.recipe, how.layout) != (recipe, layout_of(weight.view, found.roles)):
+        return y  # it reads the weight in another form than the stored one
+    seen.add(probe.path)
+    contraction = found.contraction
+    x = ungrouped(lax.stop_gradient(inputs[1 - side]), found.x_groups)
+    x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
+    k = math.prod(x.shape[x.ndim - len(contraction.inputs) :])
+    return _observe(y, x.reshape(*x.shape[: len(contraction.stack)], -1, k), probe.zeros)
+
+
+@jax.custom_vjp
+def _observe(y: jax.Array, x: jax.Array, moments: jax.Array) -> jax.Array:
+    """Return y. Its backward pass gives the moments of x `[..., rows, k]` as the gradient of `moments`."""
+    del x, moments
+    return y
+
+
+def _observe_forward(y: jax.Array, x: jax.Array, moments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del moments
+    return y, x
+
+
+def _observe_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    moments = jnp.einsum("...mi,...mj->...ij", x, x, precision=precision, preferred_element_type=jnp.float32)
+    return gradient, jnp.zeros_like(x), moments
+
+
+_observe.defvjp(_observe_forward, _observe_backward)

@@ -1,5 +1,9 @@
 """FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with inputs of the model.
 
+moments = hessians(model, params, batches)
+served = quantize_params(params, find_weights(model))                # with recipe("nvfp4")
+served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
+
 `search_scales` leaves the smallest squared error:
 
     for every scale of the scales that is tried, for every block:
@@ -27,6 +31,7 @@ sum. Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for
 
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -34,8 +39,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import paths
 from tcfp_jax.inference import blocks
+from tcfp_jax.inference.shared_scales import families, store_together
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
+from tcfp_jax.weights.layout import Weight
+from tcfp_jax.weights.stored import Stored
 
 # Importance that every column has at least, in parts of the mean: a calibration may not have seen all inputs.
 _FLOOR = 0.01
@@ -123,6 +133,56 @@ def gptq(
     for _ in range(w.ndim - 2):
         compensate = jax.vmap(compensate, in_axes=(0, 0, None))
     return compensate(w, hessian, jnp.float32(damping))
+
+
+def choose_codes(
+    served: Mapping[str, PyTree],
+    params: PyTree,
+    weights: Mapping[str, Weight],
+    choose: Callable[[str, jax.Array], Operand],
+    *,
+    fused: Sequence[Sequence[str]] = (),
+) -> dict[str, PyTree]:
+    """Return variables of `quantize_params` in which your function has chosen the codes of every FP4 weight.
+
+    Products read these codes and scales like any others.
+
+    Args:
+      served: from `quantize_params(params, weights)`.
+      params: the float parameters, nested dicts.
+      weights: from `find_weights`.
+      choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
+        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The result has the format and tile of the
+        recipe. It keeps its own rule, because products follow the rule of the codes; but FP8 products of a recipe with
+        the rule "fold_exact" rely on it, so there the result must have it, too.
+      fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
+
+    Raises:
+      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen operand does not fit: its shape,
+        its format, a rule other than the recipe's "fold_exact", or scales that break that rule.
+
+    >>> import jax.numpy as jnp
+    >>> from tcfp_jax.inference import quantize_params, search_scales
+    >>> from tcfp_jax.recipes import recipe
+    >>> from tcfp_jax.weights.layout import Layout
+    >>> params, weights = {"w": jnp.ones((32, 4))}, {"w": Weight(recipe("nvfp4"), Layout((0,), (1,)))}
+    >>> served = quantize_params(params, weights)
+    >>> chosen = choose_codes(served, params, weights, lambda path, w: search_scales(w))
+    >>> chosen["tcfp"]["w"].shape
+    (32, 4)
+    """
+    leaves = paths.leaves(params)
+    stored = paths.entries(served["tcfp"])
+    packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
+    if not packed:
+        raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
+    chosen: dict[str, PyTree] = {}
+    made = dict(stored)
+    for family in families(packed, fused):
+        made |= store_together(family, leaves, weights, choose)
+    for path, one in made.items():
+        paths.put(chosen, path.split("/"), one)
+    return {**served, "tcfp": chosen}
 
 
 # The search -----------------------------------------------------------------------------------------------------------

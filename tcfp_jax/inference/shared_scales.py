@@ -184,8 +184,8 @@ def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
 def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
     """Return the weights of a file; a weight of zeros gets a global scale that the file can hold.
 
-    Any scale serves zeros, and engines want that of the weights with which they multiply them as one matrix. Without
-    such weights it is 1, as in `quantize_fp4` and in `generate_gparam` of the compressed-tensors package.
+    Any scale serves zeros, and engines want one scale for all weights that they multiply as one matrix. Without other
+    weights it is 1, as in `quantize_fp4` and in `generate_gparam` of the compressed-tensors package.
 
     Args:
       weights: by the name of the module.

@@ -65,7 +65,7 @@ def fp4_matmul(
       `[..., n]` in the dtype of x. dx reads the same codes; dw is a BF16 product, or FP8 if the recipe says so. A NaN
       or inf in w makes every output NaN that reads its block. One in x makes its row NaN, or inf with BF16 activations.
       Sums are float32 before NVFP4's `outer` multiplies them, so results from 2**128 outer on are inf. In W4A8 the
-      scale of a row is at least that of 1e-12, as in recipes with scale="float32".
+      scale of a row is at least 1e-12 / 448, as in recipes with scale="float32".
 
     Raises:
       TypeError: x or w is not real floating point, or a gradient with respect to packed codes is asked for.

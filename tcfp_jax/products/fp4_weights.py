@@ -55,7 +55,7 @@ def forward(x: jax.Array, w: Stored, recipe: Recipe, out_sharding: Sharding) -> 
 
 
 def dgrad(g: jax.Array, w: Stored, recipe: Recipe, k: int, dtype: DTypeLike, sharding: Sharding) -> jax.Array:
-    """Return the gradient of x `[..., k]` in `dtype` from that of the result, `[..., n]`."""
+    """Return the gradient of x `[..., k]` in `dtype` from the gradient g `[..., n]` of the result."""
     codes = _codes(w)
     odd = codes.shape[-1] != k
     asked = with_entries(sharding, (*entries(sharding, g.ndim)[:-1], None)) if odd else sharding

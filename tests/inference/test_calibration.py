@@ -408,3 +408,33 @@ def test_one_scale_that_breaks_the_rule_is_enough():
     broken = Operand(jnp.zeros((4, 32), jnp.uint8), scale.at[2, 1].set(1.125), scaling=folded)
     with pytest.raises(ValueError, match=r"only 93\.8%"):
         check_rule("w", broken, "")
+
+
+# Moments of stacks and of kernels of three axes ----------------------------------------------------------------------
+
+STACKED = {
+    "stack": jnp.asarray(RNG.standard_normal((2, 4, 4)), jnp.float32),
+    "heads": jnp.asarray(RNG.standard_normal((4, 2, 3)), jnp.float32),
+}
+ROWS = jnp.asarray(RNG.standard_normal((5, 4)), jnp.float32)
+LOW = dict(recipe="tensorwise", include=("linear", "small", "head"))
+
+
+def model(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
+    return jnp.einsum("bk,khd->hbd", x, params["heads"])
+
+
+def test_moments_are_those_of_the_float_models_inputs():
+    found = hessians(transform(model, **LOW), STACKED, [ROWS])
+    inputs = [ROWS]
+    for w in STACKED["stack"]:
+        inputs.append(jnp.tanh(inputs[-1] @ w))
+    wanted = [x.T @ x for x in inputs]
+    np.testing.assert_allclose(found["stack"], np.stack(wanted[:2]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["heads"], wanted[2], rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_without_converted_weights_says_so():
+    with pytest.raises(ValueError, match="has no converted weight"):
+        hessians(transform(lambda p, x: jnp.sum(x * p["w"][0]), **LOW), {"w": STACKED["stack"][0]}, [ROWS])
