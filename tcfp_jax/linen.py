@@ -229,10 +229,12 @@ class TCFPDense(nn.Dense):
 
 
 class Fp4Dense(TCFPDense):
-    """`TCFPDense` with a weight of four bits, recipe "nvfp4" unless another that packs is given.
+    """`TCFPDense` with a weight of four bits, by the recipe "nvfp4" unless you give another one that packs.
 
-    Its parameter is `nn.Dense`'s, packed at each use; `tcfp_jax.inference.quantize_params` packs it once. A recipe that
-    packs no weight raises a ValueError, and what `TCFPDense` refuses is refused.
+    The layer packs the parameter of `nn.Dense` at each use; `tcfp_jax.inference.quantize_params` packs it once.
+
+    Raises:
+      ValueError: the recipe packs no weight, or `TCFPDense` raises it.
     """
 
     recipe: Recipe | str = "nvfp4"

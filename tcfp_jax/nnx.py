@@ -235,13 +235,13 @@ class TCFPLinear(nnx.Linear, LowPrecision):
 
 
 class Fp4Dense(TCFPLinear):
-    """`TCFPLinear` with a weight of four bits, recipe "nvfp4" unless another that packs is given.
+    """`TCFPLinear` with a weight of four bits, by the recipe "nvfp4" unless you give another one that packs.
 
-    Its parameter is `nnx.Linear`'s, packed at each use; `tcfp_jax.inference.load_quantized` puts packed codes in its
-    place. The base of an `nnx.LoRA`, whose adapters train beside frozen codes.
+    The layer packs the parameter of `nnx.Linear` at each use; `tcfp_jax.inference.load_quantized` replaces it by packed
+    codes. Use it as the base of an `nnx.LoRA` to train adapters next to frozen codes.
 
     Raises:
-      ValueError: a recipe that packs no weight; and what `TCFPLinear` raises.
+      ValueError: the recipe packs no weight, or `TCFPLinear` raises it.
 
     >>> jax.eval_shape(lambda: Fp4Dense(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 3)))).shape
     (2, 4)

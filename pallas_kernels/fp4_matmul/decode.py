@@ -161,7 +161,7 @@ def permuted(x: jax.Array, form: Fp4Format) -> jax.Array:
 
 def places(form: Fp4Format) -> tuple[jax.Array, jax.Array]:
     """Return the places of a thread's codes and of its scales in a buffer of 64 rows, once for all steps."""
-    find = lambda text: in_registers(lambda _: together(words(1, [mgpu.utils.thread_idx()], text)), layout=SINGLE)()
+    find = lambda text: _in_registers(lambda _: _together(words(1, [mgpu.utils.thread_idx()], text)), layout=SINGLE)()
     return find(PLACES[form]), find(SCALE_PLACE)
 
 
@@ -178,8 +178,8 @@ def decoder(
       scales: uint8 `[64, BLOCKS]` in shared memory.
       table: `table_of(form, dtype)` in shared memory.
     """
-    load = lambda context, scales, place: together(scale_words(apart(place)[0], address(scales)))
-    of_blocks = in_registers(load, plgpu.RefType(), SINGLE)(scales, where[1])
+    load = lambda context, scales, place: _together(_scale_words(_apart(place)[0], address(scales)))
+    of_blocks = _in_registers(load, plgpu.RefType(), SINGLE)(scales, where[1])
     in_bf16 = dtype == "bfloat16"
     layout = plgpu.Layout.WGMMA if in_bf16 else plgpu.Layout.WGMMA_8BIT
     made = plgpu.ShapeDtypeStruct((64, CHUNK[dtype]), jnp.dtype(dtype), layout)
@@ -188,7 +188,7 @@ def decoder(
     def bf16_operand(chunk: int) -> jax.Array:
         unit = chunk // 2  # 32 codes of each row, of which a chunk takes 16
         if unit not in loaded:
-            loaded[unit] = in_registers(functools.partial(_load_codes, form, unit), CODES, SINGLE, layout=EIGHTS)(
+            loaded[unit] = _in_registers(functools.partial(_load_codes, form, unit), CODES, SINGLE, layout=EIGHTS)(
                 codes, where[0]
             )
         run = plgpu.inline_mgpu(arg_types=(EIGHTS, plgpu.RefType(), PAIRS), return_type=made)
@@ -202,21 +202,21 @@ def decoder(
 
 
 def _load_codes(form: Fp4Format, unit: int, _: object, codes: ir.Value, place: mgpu.FragmentedArray) -> object:
-    return together(code_words(form, unit, apart(place)[0], address(codes)))
+    return _together(_code_words(form, unit, _apart(place)[0], address(codes)))
 
 
 def _decode_bf16(
     form: Fp4Format, chunk: int, _: object, codes: mgpu.FragmentedArray, table: ir.Value, scales: mgpu.FragmentedArray
 ) -> mgpu.FragmentedArray:
-    values = bf16_words(form, chunk, apart(codes), address(table), apart(scales))
+    values = _bf16_words(form, chunk, _apart(codes), address(table), _apart(scales))
     return _operand_of(values, ir.VectorType.get((2,), ir.BF16Type.get()), mgpu.WGMMA_LAYOUT, CHUNK["bfloat16"])
 
 
 def _decode_e4m3(
     chunk: int, _: object, codes: ir.Value, table: ir.Value, scales: mgpu.FragmentedArray, place: mgpu.FragmentedArray
 ) -> mgpu.FragmentedArray:
-    loaded = code_words("nvfp4", chunk, apart(place)[0], address(codes))
-    values = e4m3_words(chunk, loaded, address(table), apart(scales))
+    loaded = _code_words("nvfp4", chunk, _apart(place)[0], address(codes))
+    values = _e4m3_words(chunk, loaded, address(table), _apart(scales))
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
     return _operand_of(values, four, mgpu.WGMMA_LAYOUT_8BIT, CHUNK["float8_e4m3fn"])
 
@@ -233,23 +233,23 @@ def _operand_of(values: np.ndarray, kind: ir.Type, layout: mgpu.TiledLayout, chu
 # The words of a thread ------------------------------------------------------------------------------------------------
 
 
-def scale_words(place: ir.Value, scales: ir.Value) -> list[ir.Value]:
+def _scale_words(place: ir.Value, scales: ir.Value) -> list[ir.Value]:
     """Return the scales of a thread's four blocks in a step: a word for its row r and one for r + 8."""
     return words(2, [scales, place], _LOAD_SCALES, effects=True)
 
 
-def code_words(form: Fp4Format, unit: int, place: ir.Value, codes: ir.Value) -> list[ir.Value]:
+def _code_words(form: Fp4Format, unit: int, place: ir.Value, codes: ir.Value) -> list[ir.Value]:
     """Return the 32 codes of a unit of 16 bytes: four words of row r, and four of row r + 8."""
     text = _LOAD_CODES.format(below=_TILE_BYTES * (1 if form == "nvfp4" else 2))
     return words(8, [codes, place, constant(16 * unit)], text, effects=True)
 
 
-def bf16_words(
+def _bf16_words(
     form: Fp4Format, chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[ir.Value]
 ) -> np.ndarray:
     """Return a thread's values of a chunk, words of two: `[8, 2]`, one for each 8 values of k and each of its rows.
 
-    `codes` are the `code_words` of the unit that the chunk is half of, and `table` is an address in shared memory.
+    `codes` are the `_code_words` of the unit that the chunk is half of, and `table` is an address in shared memory.
     """
     block = chunk if form == "nvfp4" else chunk // 2
     values = np.empty((8, 2), object)
@@ -261,10 +261,10 @@ def bf16_words(
     return values
 
 
-def e4m3_words(chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[ir.Value]) -> np.ndarray:
+def _e4m3_words(chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[ir.Value]) -> np.ndarray:
     """Return a thread's values of a chunk, words of four: `[8, 2]`, one for each 16 values of k and each of its rows.
 
-    `codes` are the `code_words` of the unit `chunk`, and `table` is an address in shared memory.
+    `codes` are the `_code_words` of the unit `chunk`, and `table` is an address in shared memory.
     """
     values = np.empty((8, 2), object)
     for half in range(2):
@@ -278,7 +278,7 @@ def e4m3_words(chunk: int, codes: list[ir.Value], table: ir.Value, scales: list[
 # PTX in Mosaic --------------------------------------------------------------------------------------------------------
 
 
-def in_registers(
+def _in_registers(
     function: Callable[..., object], *arguments: object, layout: object = PAIRS
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays and references, made of PTX, whose result is words of each thread."""
@@ -301,7 +301,7 @@ def effect(operands: list[ir.Value], text: str) -> None:
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, asm_dialect=0, has_side_effects=True)
 
 
-def together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
+def _together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
     """Return words as an array in registers."""
     count = len(separate)
     whole = llvm.mlir_undef(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
@@ -311,7 +311,7 @@ def together(separate: list[ir.Value]) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=np.array([whole], object), _layout=layout, _is_signed=False)
 
 
-def apart(array: mgpu.FragmentedArray) -> list[ir.Value]:
+def _apart(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """Return the words of an array in registers."""
     (whole,) = array.registers.reshape(-1)
     return [vector.extract(whole, [], [i]) for i in range(whole.type.shape[0])]

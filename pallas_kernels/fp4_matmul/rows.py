@@ -139,7 +139,7 @@ def _ordered(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> t
         row, word, value = pl.program_id(0), *(lax.broadcasted_iota(jnp.int32, sides, axis) for axis in range(2))
         mask = None if k == width else word < k // 4
         # Rows behind the last one of x read it again.
-        at = jnp.minimum(row, m - 1), 4 * word_at(word) + value
+        at = jnp.minimum(row, m - 1), 4 * _word_at(word) + value
         found = pltriton.load(x_ref.at[at], mask=mask, other=None if mask is None else 0).astype(jnp.float32)
         wide = jnp.where(row < m, found, 0)
         amax = numerics.amax_by_bits(numerics.amax_by_bits(wide, 1), 0, keepdims=True)
@@ -163,10 +163,10 @@ def _ordered(rows: int, x: jax.Array, outer: jax.Array, *, interpret: bool) -> t
     return values, factors
 
 
-def word_at(place: jax.Array) -> jax.Array:
+def _word_at(place: jax.Array) -> jax.Array:
     """Return which four values of k stand at a place of E4M3's order, both in fours: 16 q + 2 t + h at 8 t + 4 h + q.
 
-    >>> word_at(jnp.arange(9)).tolist()
+    >>> _word_at(jnp.arange(9)).tolist()
     [0, 16, 32, 48, 1, 17, 33, 49, 2]
     """
     return (place & ~0x3F) | (place & 0x3) << 4 | (place & 0x38) >> 2 | (place & 0x4) >> 2
@@ -193,12 +193,12 @@ def round_rows(x: jax.Ref, first_step: jax.Array, smem: dict[str, jax.Ref], meet
     (m, k), warps = x.shape, smem["largest"].shape[1]
     load = lambda row, step: plgpu.load(x.at[row, pl.ds(step * _STEP, _UNIT)], layout=_FOURS, optimized=False)
     for row in range(m):
-        found = [load(row, step) for step in share_of(k // _STEP, warps // _WARPS)]
+        found = [load(row, step) for step in _share_of(k // _STEP, warps // _WARPS)]
         run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_FOURS] * len(found)))
         run(functools.partial(_write_largest, row))(smem["largest"], *found)
     meet(0)
     for row in range(ROWS):
-        share = share_of(smem["x"].shape[0], warps // _WARPS)
+        share = _share_of(smem["x"].shape[0], warps // _WARPS)
         found = [load(row, first_step + step) for step in share] if row < m else []
         refs = plgpu.RefType(), plgpu.RefType(), *[decode.CODES] * len(share)
         run = plgpu.inline_mgpu(arg_types=(*refs, *[_FOURS] * len(found)))
@@ -209,7 +209,7 @@ def round_rows(x: jax.Ref, first_step: jax.Array, smem: dict[str, jax.Ref], meet
     meet(1)
 
 
-def share_of(steps: int, warpgroups: int) -> list[jax.Array]:
+def _share_of(steps: int, warpgroups: int) -> list[jax.Array]:
     """Return the first steps of a warpgroup's units; a unit behind the last step is the last one again."""
     turns = range(-(-steps // (2 * warpgroups)))
     return [jnp.minimum(2 * (lax.axis_index("warpgroup") + turn * warpgroups), steps - 2) for turn in turns]
@@ -217,17 +217,17 @@ def share_of(steps: int, warpgroups: int) -> list[jax.Array]:
 
 def _write_largest(row: int, _: object, largest: ir.Value, *found: mgpu.FragmentedArray) -> None:
     pairs = [pair for fours in found for pair in _pairs_of(fours)]
-    store_largest(row, pairs, decode.address(largest), _warps_in(largest), mgpu.utils.thread_idx())
+    _store_largest(row, pairs, decode.address(largest), _warps_in(largest), mgpu.utils.thread_idx())
 
 
 def _write_rounded(row: int, turns: int, _: object, largest: ir.Value, scales: ir.Value, *operands: Any) -> None:
     units, found = [decode.address(unit) for unit in operands[:turns]], operands[turns:]
-    places = places_of(row, units, mgpu.utils.thread_idx())
+    places = _places_of(row, units, mgpu.utils.thread_idx())
     if not found:
         for at in places:
             decode.effect([at, decode.constant(0)], _WRITE)
         return
-    multiplier, scale = scale_of(row, decode.address(largest), _warps_in(largest))
+    multiplier, scale = _scale_of(row, decode.address(largest), _warps_in(largest))
     for at, fours in zip(places, found, strict=True):
         decode.effect([at, *_pairs_of(fours), multiplier], WRITE_ROUNDED)
     # Every thread writes the same.
@@ -241,7 +241,7 @@ def _pairs_of(fours: mgpu.FragmentedArray) -> list[ir.Value]:
     return [vector.extract(both, [], [i]) for i in range(2)]
 
 
-def store_largest(row: int, pairs: list[ir.Value], largest: ir.Value, warps: int, thread: ir.Value) -> None:
+def _store_largest(row: int, pairs: list[ir.Value], largest: ir.Value, warps: int, thread: ir.Value) -> None:
     """Write the largest magnitude of a warp's pairs of bfloat16 to its place in a row of words, `[ROWS, warps]`."""
     top = decode.constant(0)
     for pair in pairs:
@@ -250,7 +250,7 @@ def store_largest(row: int, pairs: list[ir.Value], largest: ir.Value, warps: int
     decode.effect([top, _sum(_of_row(row, largest, warps), of_warp)], _WRITE_LARGEST)
 
 
-def scale_of(row: int, largest: ir.Value, warps: int) -> list[ir.Value]:
+def _scale_of(row: int, largest: ir.Value, warps: int) -> list[ir.Value]:
     """Return the multiplier and the scale of a row, from the largest magnitudes of its warps."""
     top = decode.constant(0)
     for warp in range(warps):
@@ -259,7 +259,7 @@ def scale_of(row: int, largest: ir.Value, warps: int) -> list[ir.Value]:
     return decode.words(2, [top], _SCALE)
 
 
-def places_of(row: int, units: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
+def _places_of(row: int, units: list[ir.Value], thread: ir.Value) -> list[ir.Value]:
     """Return the places to which a thread writes its word of a row in each of these units."""
     (place,) = decode.words(1, [thread, decode.constant(row)], _PLACE)
     return [_sum(unit, place) for unit in units]

@@ -142,18 +142,18 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, monkeyp
 
     thread = np.arange(128)
     (of_code,), (of_scale,) = (run(1, [thread], text) for text in (decode.PLACES[form], decode.SCALE_PLACE))
-    words = decode.scale_words(of_scale, of_scales)
+    words = decode._scale_words(of_scale, of_scales)
     # PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16" and "m64nNk32": four bytes of k in each register.
     values = 4 // jnp.dtype(dtype).itemsize
     first_row, first_k = 16 * (thread // 32) + thread % 32 // 4, values * (thread % 4)
     got = np.empty((n, step), jnp.dtype(dtype))
     for chunk in range(step // chunk_size):
         if dtype == "bfloat16":
-            loaded = decode.code_words(form, chunk // 2, of_code, of_codes)
-            registers = decode.bf16_words(form, chunk, loaded, of_table, words)
+            loaded = decode._code_words(form, chunk // 2, of_code, of_codes)
+            registers = decode._bf16_words(form, chunk, loaded, of_table, words)
         else:
-            loaded = decode.code_words(form, chunk, of_code, of_codes)
-            registers = decode.e4m3_words(chunk, loaded, of_table, words)
+            loaded = decode._code_words(form, chunk, of_code, of_codes)
+            registers = decode._e4m3_words(chunk, loaded, of_table, words)
         for (part, half), word in np.ndenumerate(registers):
             k = chunk_size * chunk + 4 * values * part + first_k[:, None] + np.arange(values)
             got[(first_row + 8 * half)[:, None], k] = word[:, None].view(got.dtype).reshape(128, values)
@@ -216,18 +216,18 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     def share(row):
         """The first step of the units of a thread's warpgroup, and its pairs of values."""
         monkeypatch.setattr(rows.lax, "axis_index", lambda name: threads // 128)
-        for first in map(np.asarray, rows.share_of(steps, warpgroups)):
+        for first in map(np.asarray, rows._share_of(steps, warpgroups)):
             at = 256 * first[:, None] + 4 * (threads % 128)[:, None] + np.arange(4)
             yield first.astype(np.uint32), x[row][at].view(np.uint32).T
 
     for row in range(m):
-        rows.store_largest(row, [pair for _, pairs in share(row) for pair in pairs], np.uint32(0), warps, threads)
+        rows._store_largest(row, [pair for _, pairs in share(row) for pair in pairs], np.uint32(0), warps, threads)
     scales = []
     for row in range(m):
-        multiplier, scale = rows.scale_of(row, np.uint32(0), warps)
+        multiplier, scale = rows._scale_of(row, np.uint32(0), warps)
         scales.append(scale.view(np.float32).item())
         for first, pairs in share(row):
-            (at,) = rows.places_of(row, [np.uint32(first_row) + 2048 * first], threads)
+            (at,) = rows._places_of(row, [np.uint32(first_row) + 2048 * first], threads)
             decode.effect([at, *pairs, multiplier], rows.WRITE_ROUNDED)
     tiles = memory[first_row:].reshape(2 * steps, 8, 8, 16)
     low = np.arange(8)[:, None]

@@ -186,8 +186,7 @@ def test_activations_of_eight_bits_and_fp8_gradients():
         assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
 
 
-@pytest.mark.parametrize("k", [K, 33, 20, 6])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("k", "dtype"), [(K, "float32"), (33, "bfloat16"), (6, "float32")])
 def test_both_operands_in_nvfp4_are_multiplied_exactly(k, dtype):
     x, w = 30 * normal(2, 3, k).astype(dtype), normal(k, N, seed=1)
 
