@@ -1,21 +1,22 @@
 """Moments of an optimizer in 8 bits: a code for each value, a byte for each block of 128, rounded stochastically.
 
-Two formats, for blocks along the last axis (the last one may be shorter):
+Two formats, for blocks along the last axis (the last block may be shorter):
 
-* **m**, of either sign: E4M3 with an E8M0 scale, the smallest power of two from 2**-87 to 2**29 that covers the block's
-  largest |m| by 448; 1 for a block of zeros, NaN where a value is not finite. An m beyond 2.4e11 saturates.
-* **v**, never negative: "UE5M3", five bits of exponent and three of mantissa, of which no code is zero. The bits of the
-  float32 value are `(base << 23) + ((code + 1) << 20)`, and `base`, the block's byte, is the biased exponent of the
-  largest v less 31, at least 8: the largest rounds to code 255 at most, and code 0 is the floor 32 binades below. A v
-  below the floor is stored as the floor, so the root that divides an update never vanishes; zeros are stored only where
-  the whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite: all of it is NaN then.
+* **m** has either sign: E4M3 with an E8M0 scale. The scale is the smallest power of two from 2**-87 to 2**29 by which
+  448 covers the block's largest |m|; 1 for a block of zeros, NaN if a value is not finite. An m beyond 2.4e11
+  saturates.
+* **v** is never negative: "UE5M3", five bits of exponent and three of mantissa, without a code for zero. The bits of
+  the float32 value are `(base << 23) + ((code + 1) << 20)`. The block's byte `base` is the biased exponent of the
+  largest v less 31, at least 8, so the largest v rounds to code 255 at most, and code 0 is the floor, 32 binades below.
+  A v below the floor is stored as the floor, so the root that divides an update never vanishes. Zeros are stored only if the
+  whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite, and all of it is NaN.
 
-Both grids are evenly spaced within every binade, so that adding random bits below the last bit kept and truncating
+Both grids are evenly spaced within every binade. Adding random bits below the last kept bit and truncating therefore
 rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one hash a
-value: m takes its 20 lowest bits, and v the 20 highest of a multiple of it. Rounding to nearest would freeze an
+value: m takes its 20 lowest bits, and v the 20 highest bits of a multiple of it. Rounding to nearest would freeze an
 average: with b2 = 0.999 every v moves by less than half a spacing a step.
 
-What is below has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
+The file has two layers: `encode_m`, `decode_m`, `encode_v`, `decode_v` for arrays, and the integer formulas of one
 block, which the fused optimizer shares.
 """
 
@@ -28,19 +29,19 @@ from pallas_kernels.scaling import SCALE_DTYPE
 
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
-RANDOM_BITS = 20  # of each rounding
-INFINITY = 0x7F800000  # the bits of it
-NOT_FINITE = 255  # the byte of a block
+RANDOM_BITS = 20  # for each rounding
+INFINITY = 0x7F800000  # its bits
+NOT_FINITE = 255  # byte of a block with a NaN or inf
 
 _MANTISSA_BITS = 23
-_DROPPED = _MANTISSA_BITS - 3  # of a float32's mantissa
+_DROPPED = _MANTISSA_BITS - 3  # bits of a float32's mantissa that a code lacks
 _NAN = 0x7FFFFFFF
 _SMALLEST_NORMAL = 0x00800000
-# Exponents of m's scales. A device multiplies by 2**-120 / scale, and 2**-149 is float32's smallest number; what is
-# subnormal on one backend and zero on another is below the last random bit of the smallest.
+# Exponents of m's scales. A device multiplies by 2**-120 / scale, and 2**-149 is the smallest number of float32. Values
+# that are subnormal on one backend and zero on another are then below the last random bit of the smallest one.
 _SMALLEST_SCALE, _LARGEST_SCALE = -87, 29
-_SMALLEST_BASE = 8  # of v: b2 * v is not subnormal for any b2 from 2**-7 on
-_SPAN = 31  # binades from the largest v's to that of the floor
+_SMALLEST_BASE = 8  # smallest base of v: b2 * v is not subnormal for any b2 from 2**-7 on
+_SPAN = 31  # binades from the largest v to the floor
 _LOW_20 = (1 << 20) - 1
 _GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 
@@ -49,10 +50,10 @@ _GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 
 
 def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(E4M3 codes [..., n], E8M0 scales [..., ceil(n / 128)]) of float32 m, rounded stochastically by uint32 `bits`.
+    """Return (E4M3 codes [..., n], E8M0 scales [..., ceil(n / 128)]) of float32 m, rounded stochastically by `bits`.
 
     `E[decode_m(*encode_m(m, bits))] = m` to 2**-20 of the distance between neighbours. A block with a NaN or inf is
-    NaN throughout.
+    NaN throughout. `bits` are uint32.
 
     >>> codes, scale = encode_m(jnp.array([1.0, -896.0, 0.0]), jnp.zeros(3, jnp.uint32))
     >>> decode_m(codes, scale).tolist(), scale.astype(jnp.float32).tolist()
@@ -67,13 +68,13 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_m(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """What the codes stand for, float32 [..., n]: code * scale, exactly."""
+    """Return the values of the codes, float32 [..., n]: code * scale, exactly."""
     spread = numerics.decode_e8m0(scale)[..., None]
     return from_blocks(to_blocks(codes).astype(jnp.float32) * spread, codes.shape[-1])
 
 
 def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(uint8 codes [..., n], uint8 bases [..., ceil(n / 128)]) of float32 v >= 0, rounded stochastically by `bits`.
+    """Return (uint8 codes [..., n], bases [..., ceil(n / 128)]) of float32 v >= 0, rounded stochastically by `bits`.
 
     `E[decode_v(*encode_v(v, bits))] = v` to 2**-20 of the distance between neighbours, for a v above its block's floor,
     2**-32 to 2**-30 of the largest; subnormal v count as zero. A block with a NaN or inf is NaN throughout.
@@ -90,13 +91,13 @@ def encode_v(v: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_v(codes: jax.Array, base: jax.Array) -> jax.Array:
-    """What the codes stand for, float32 [..., n]."""
+    """Return the values of the codes, float32 [..., n]."""
     values = v_value(to_blocks(codes).astype(jnp.int32), base[..., None].astype(jnp.int32))
     return from_blocks(values, codes.shape[-1])
 
 
 def block_count(n: int) -> int:
-    """How many blocks an axis of n values has.
+    """Return the number of blocks along an axis of n values.
 
     >>> block_count(128), block_count(129)
     (1, 2)
@@ -105,7 +106,7 @@ def block_count(n: int) -> int:
 
 
 def to_blocks(x: jax.Array) -> jax.Array:
-    """[..., n] as [..., blocks, 128], the last block filled up with zeros."""
+    """Return [..., n] as [..., blocks, 128], with the last block filled up with zeros."""
     *leading, n = x.shape
     short = -n % BLOCK
     if short:
@@ -114,7 +115,7 @@ def to_blocks(x: jax.Array) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
-    """The array [..., n] that `to_blocks` cut."""
+    """Return the array [..., n] that `to_blocks` cut."""
     *leading, count, size = blocks.shape
     return blocks.reshape(*leading, count * size)[..., :n]
 
@@ -123,31 +124,31 @@ def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x| as int32, ordered as magnitudes are, with zero for subnormals and one NaN, the largest."""
+    """Return the bits of |x| as int32, ordered like magnitudes: zero for subnormals, and one NaN, the largest."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & _NAN
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
-    # The NaN that a GPU computes. A CPU's is another one, and would have another code.
+    # All NaN become the one that a GPU computes. A CPU computes another, which would have another code.
     return jnp.where(bits > INFINITY, _NAN, bits)
 
 
 def m_bits(bits: jax.Array) -> jax.Array:
-    """The 20 bits of a hash that round m."""
+    """Return the 20 bits of a hash that round m."""
     return (bits & jnp.uint32(_LOW_20)).astype(jnp.int32)
 
 
 def v_bits(bits: jax.Array) -> jax.Array:
-    """20 bits of a hash that round v: the highest of a product, whose every bit depends on all below it.
+    """Return 20 bits of a hash that round v: the highest bits of a product, each of which depends on all lower ones.
 
-    20 are needed, though no more than 12 could be v's own: with b2 = 0.999 a v falls by a hundredth of a spacing a
-    step, which 10 bits make faster by 5 %.
+    20 bits are needed, although the hash has only 12 that m does not use: with b2 = 0.999 a v falls by a hundredth of a
+    spacing a step, and with 10 bits it would fall faster by 5 %.
     """
     return ((bits * jnp.uint32(_GOLDEN)) >> 12).astype(jnp.int32)
 
 
 def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(biased exponent of the scale of a block, 1 / scale) from the bits of its largest |m|, int32 and float32.
+    """Return (E8M0 code of the scale of a block as int32, 1 / scale as float32) from the bits of its largest |m|.
 
-    The exponent is E8M0's code. Where a block is not finite, the code is 255 and the inverse NaN.
+    If the block is not finite, the code is 255 and the inverse NaN.
     """
     # 448 = 1.75 * 2**8: a mantissa above 0x600000 needs the next power of two.
     exponent = ((amax_bits + (_SMALLEST_NORMAL - 1 - 0x600000)) >> _MANTISSA_BITS) - 8
@@ -158,14 +159,14 @@ def m_scale(amax_bits: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def v_base(amax_bits: jax.Array, finite: jax.Array) -> jax.Array:
-    """The byte of a block from the bits of its largest v, int32."""
+    """Return the byte of a block, int32, from the bits of its largest v."""
     base = jnp.maximum((amax_bits >> _MANTISSA_BITS) - _SPAN, _SMALLEST_BASE)
     base = jnp.where(amax_bits == 0, 0, base)
     return jnp.where(finite, base, NOT_FINITE)
 
 
 def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
-    """The codes of values of v, int32, from the sums of their bits and 20 random ones.
+    """Return the codes of values of v, int32, from the sums of their bits and 20 random bits.
 
     A NaN's sum overflows or ends at code 6: with base 255 every code up to 6 is a NaN.
     """
@@ -173,18 +174,18 @@ def v_code(rounded: jax.Array, base: jax.Array) -> jax.Array:
 
 
 def v_value(code: jax.Array, base: jax.Array) -> jax.Array:
-    """The float32 values of codes, int32, of which a block of zeros has zeros alone."""
+    """Return the float32 values of int32 codes; in a block of zeros all are zero."""
     floor = jnp.where(base == 0, 0, (base << _MANTISSA_BITS) + (1 << _DROPPED))
     return lax.bitcast_convert_type((code << _DROPPED) + floor, jnp.float32)
 
 
 def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
-    """X in E4M3, one of its two neighbours by 20 random bits, saturating.
+    """Return x in E4M3, rounded to one of its two neighbours by 20 random bits, saturating.
 
-    `k = (round(|x| / spacing * 2**20) + random) >> 20`, times the spacing, with the sign of x. Normal values are whole
-    multiples before they are rounded, so k is unbiased to the last of the 20 bits. On a device the same bits come from
-    adding below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and truncating. Of a NaN that sum is
-    minus zero, but for random bits of zero; what it is part of says that it is NaN: a scale, or a weight's other half.
+    The result is `k * spacing` with the sign of x and `k = (round(|x| / spacing * 2**20) + random) >> 20`. Normal
+    values are whole multiples before the rounding, so k is unbiased to the last of the 20 bits. A device computes the
+    same bits by adding below the mantissa of x * 2**-120, whose subnormals have E4M3's spacing, and truncating. For a
+    NaN that sum is minus zero unless the random bits are zero; a scale or a weight's other half records the NaN.
     """
     clipped = jnp.minimum(jnp.maximum(x, -448.0), 448.0)
     bits = lax.bitcast_convert_type(clipped, jnp.int32)
@@ -192,7 +193,7 @@ def stochastic_e4m3(x: jax.Array, random: jax.Array) -> jax.Array:
     spacing, inverse = (
         lax.bitcast_convert_type(power << _MANTISSA_BITS, jnp.float32) for power in (exponent, 254 - exponent)
     )
-    # Two exact products: 2**20 / spacing would be one power of two, but beyond float32 for the smallest spacing.
+    # Two exact products, because 2**20 / spacing is beyond float32 for the smallest spacing.
     whole = lax.round(jnp.abs(clipped) * inverse * 2.0**20, lax.RoundingMethod.TO_NEAREST_EVEN)
     rounded = ((whole.astype(jnp.int32) + random) >> RANDOM_BITS).astype(jnp.float32) * spacing
     sign = jnp.where(bits < 0, -1.0, 1.0)

@@ -5,12 +5,11 @@ every backend. Three decisions carry the file:
 
 * **Powers of two are built from integer bits.** `exp2` and `log2` are approximations (XLA:CPU's `exp2` misses most
   integer exponents by an ulp), and a scale that is off by one ulp makes `x / scale` inexact.
-* **Rounding is arithmetic, casting is storage.** `round_to` yields the float32 *value* that a format would hold.
+* **Rounding is arithmetic, casting is storage.** `round_to` returns the float32 *value* that a format would hold.
   XLA on the GPU deletes a cast to float8 and back (it calls the pair redundant), which turns a residual
-  `x - float32(float8(x))` into zeros. A residual computed from `round_to` has no such pair to delete, and where XLA
-  deletes the pair `float32(float8(round_to(x)))` the value does not change. `residual` below is the one place
-  where a residual is formed.
-* **Subnormal float32 is zero.** XLA:CPU flushes it and XLA:GPU keeps it; treating it as zero everywhere keeps
+  `x - float32(float8(x))` into zeros. A residual computed from `round_to` has no such pair, and the value of
+  `float32(float8(round_to(x)))` does not change if XLA deletes the pair. Residuals are formed only in `residual`.
+* **Subnormal float32 is zero.** XLA:CPU flushes it and XLA:GPU keeps it. Treating it as zero everywhere keeps
   quantization bit-identical. Scales therefore stay in the normal range, 2**-126 to 2**127.
 
 Source of the formats: Micikevicius et al. 2022 (E4M3, E5M2); OCP Microscaling Formats 1.0, 2023 (E8M0).
@@ -32,13 +31,12 @@ _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 _BIAS = 127
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
-# A floor under amax, so that a zero tensor has a finite multiplier. It is a float64, which lies between the float32 of
-# the same digits and that one's neighbour.
+# A floor under amax, so that a zero tensor has a finite multiplier. This float64 lies between two float32 neighbours.
 FLOAT32_SCALE_FLOOR = 1e-12
 
 
 def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """`dtype` as a NumPy dtype, if it is E4M3 or E5M2; otherwise a TypeError that names the two.
+    """Return `dtype` as a NumPy dtype if it is E4M3 or E5M2, else raise a TypeError that names the two.
 
     >>> float8_dtype("float8_e5m2")
     dtype(float8_e5m2)
@@ -50,7 +48,7 @@ def float8_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest finite value of a format: 448 for E4M3, 57344 for E5M2.
+    """Return the largest finite value of a format: 448 for E4M3, 57344 for E5M2.
 
     >>> largest("float8_e4m3fn"), largest("float8_e5m2")
     (448.0, 57344.0)
@@ -59,16 +57,16 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def _rounded_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """`dtype`, if values are rounded to it: also E3M4, which no product reads, for errors, which need no range."""
+    """Return a dtype to which values are rounded: E3M4 as well, for errors, which need no range and no product."""
     resolved = jnp.dtype(dtype)
     return resolved if resolved == jnp.float8_e3m4 else float8_dtype(resolved)
 
 
 def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
-    """The largest error that rounding makes of a value within a format's range: half its widest spacing.
+    """Return the largest rounding error of a value within a format's range, half of the widest spacing.
 
     With `halves=2` a second tensor of the same format and scale has rounded that error, and this is the largest error
-    that remains. A larger one shows that a value lay beyond the range and was clipped.
+    that remains. A larger error shows that a value lay beyond the range and was clipped.
 
     >>> largest_rounding_error("float8_e4m3fn"), largest_rounding_error("float8_e4m3fn", halves=2)
     (16.0, 0.5)
@@ -83,11 +81,10 @@ def largest_rounding_error(dtype: DTypeLike, *, halves: int = 1) -> float:
 def scale_and_inverse(
     amax: jax.Array, dtype: DTypeLike, scale: str, *, division: Callable[..., jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(scale, the multiplier that replaces a division by it) for magnitudes up to `amax`; NaN where it is not finite.
+    """Return (scale, its inverse as a multiplier) for magnitudes up to `amax`; both are NaN if it is not finite.
 
-    "pow2": `pow2_scale` and its exact reciprocal. "float32": the multiplier is `largest / max(amax, 1e-12)` and the
-    scale its float32 reciprocal, as nanochat and torchao have it. Kernels may give another `division` that
-    rounds correctly.
+    "pow2" is `pow2_scale` and its exact reciprocal. With "float32" the multiplier is `largest / max(amax, 1e-12)` and
+    the scale its float32 reciprocal, as in nanochat and torchao. Kernels may give another correctly rounded `division`.
 
     >>> [float(v) for v in scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn", "pow2")]
     [2.0, 0.5]
@@ -106,7 +103,7 @@ def scale_and_inverse(
 
 
 def e8m0_scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """(the "pow2" scale as E8M0, its float32 inverse); see `scale_and_inverse`.
+    """Return (the "pow2" scale as E8M0, its float32 inverse); see `scale_and_inverse`.
 
     >>> scale, inverse = e8m0_scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn")
     >>> float(decode_e8m0(scale)), float(inverse)
@@ -117,37 +114,35 @@ def e8m0_scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array
 
 
 def flush_subnormal(x: jax.Array) -> jax.Array:
-    """float32 `x` with its subnormals set to zero of their sign (NaN stays NaN)."""
-    # Not times 0: where a step holds an array of zeros of this shape, as its backward pass does for gradients that it
-    # stacks, XLA takes them for the factor and keeps them until then. This factor underflows to zeros of the same sign.
+    """Return float32 `x` with its subnormals set to zero of their sign; NaN stays NaN."""
+    # Not times 0: if a program has an array of zeros of this shape (a backward pass stacks gradients into one), XLA
+    # uses it as the factor and keeps it alive until here. This factor underflows to zeros of the same sign instead.
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
 
 
 def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `saturating_cast(flush_subnormal(x) * multiplier, dtype)`, the rounding of every quantizer."""
+    """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it: the rounding of every quantizer."""
     return saturating_cast(flush_subnormal(x) * multiplier, dtype)
 
 
 def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`flush_subnormal(x) * inverse` as far as its nearest value in `dtype` can tell, for a scalar `inverse`.
+    """Return `flush_subnormal(x) * inverse`, or a value with the same nearest value in `dtype`; `inverse` is a scalar.
 
-    For kernels: unless `inverse` is huge, what is subnormal rounds to zero anyway, so one comparison for a whole tile
-    saves two operations a value (2.9 TB/s become 3.6 on an H200). Not for stochastic rounding or errors, which see
-    more of a value than what it rounds to.
+    Use it in kernels that round to nearest. Unless `inverse` is huge, subnormals round to zero anyway, so one
+    comparison for a whole tile saves two operations a value (2.9 TB/s become 3.6 on an H200). Do not use it for
+    stochastic rounding or errors, which depend on more of a value than its nearest neighbour.
     """
     info = jnp.finfo(float8_dtype(dtype))
-    # Half of the format's smallest subnormal, over float32's smallest normal.
+    # Half of the format's smallest subnormal over the smallest normal of float32.
     harmless = 2.0 ** (int(info.minexp) - int(info.nmant) - 1 - _SMALLEST_EXPONENT)
     return lax.cond(inverse <= harmless, lambda: x * inverse, lambda: flush_subnormal(x) * inverse)
 
 
 def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """Max |x| over `axis` (None: all) in float32; 0 where there is nothing, NaN or inf where `x` holds one.
+    """Return max |x| over `axis` (None: all) in float32; 0 for an empty x, NaN or inf if `x` has one.
 
-    Kernels call `amax_by_bits`.
-
-    XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so there the bit patterns are
-    compared, whose order is that of magnitudes and in which NaN is above inf.
+    Kernels call `amax_by_bits`. XLA:CPU's vectorized maximum of float32 values skips NaN (jaxlib 0.10 to 0.12), so a
+    CPU compares bit patterns, which are ordered like magnitudes and have NaN above inf.
 
     >>> float(amax(jnp.array([1.0, -3.0]))), float(amax(jnp.ones((64, 64)).at[3, 3].set(jnp.nan)))
     (3.0, nan)
@@ -161,7 +156,7 @@ def amax(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
 
 
 def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> jax.Array:
-    """Max |x| over `axis`, in the dtype of x, found among bit patterns: NaN is the largest, also in an interpreter.
+    """Return max |x| over `axis` in the dtype of x, from bit patterns: NaN is the largest, in interpreters as well.
 
     >>> float(amax_by_bits(jnp.array([1.0, -jnp.inf, jnp.nan])))
     nan
@@ -171,7 +166,7 @@ def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, kee
 
 
 def power_of_two(exponent: ArrayLike) -> jax.Array:
-    """2**exponent in float32, exact, for integer exponents in [-126, 127].
+    """Return 2**exponent in float32, exactly, for integer exponents in [-126, 127].
 
     >>> float(power_of_two(-3))
     0.125
@@ -181,16 +176,16 @@ def power_of_two(exponent: ArrayLike) -> jax.Array:
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """floor(log2 |x|) of normal float32 values, from the bits; -127 for zero and subnormals."""
+    """Return floor(log2 |x|) of normal float32 values from their bits; -127 for zero and subnormals."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> _MANTISSA_BITS) & 0xFF) - _BIAS
 
 
 def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
-    """The smallest power of two `s` with `amax / s <= limit`, for a positive `limit`.
+    """Return the smallest power of two `s` with `amax / s <= limit`, for a positive `limit`.
 
-    float32, the shape of `amax`. The exponent is clamped to [-126, 127], E8M0's range less its one subnormal.
-    `amax = 0` gives 1; a NaN or infinite `amax` gives NaN, so that what is scaled by it is NaN too.
+    The result is float32 in the shape of `amax`. The exponent is clamped to [-126, 127], E8M0's range less its one
+    subnormal. `amax = 0` gives 1. A NaN or infinite `amax` gives NaN, so that all values with this scale become NaN.
 
     >>> [float(pow2_cover(jnp.float32(a), 7.0)) for a in (7.0, 7.1, 0.0)]
     [1.0, 2.0, 1.0]
@@ -207,7 +202,7 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
 
 
 def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """The smallest power of two `s` with `amax / s <= largest(dtype)`; see `pow2_cover`.
+    """Return the smallest power of two `s` with `amax / s <= largest(dtype)`; see `pow2_cover`.
 
     >>> [float(pow2_scale(jnp.float32(a), "float8_e4m3fn")) for a in (448.0, 449.0, 0.0)]
     [1.0, 2.0, 1.0]
@@ -216,10 +211,9 @@ def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:
-    """1 / scale for powers of two in [2**-126, 2**126], exact, by integer subtraction; NaN stays NaN.
+    """Return 1 / scale for powers of two in [2**-126, 2**126], exactly, by integer subtraction; NaN stays NaN.
 
-    A float division would do, but its result for 2**127 is subnormal and flushed; such scales are not produced
-    by `pow2_scale` for any finite float32 `amax`.
+    The inverse of 2**127 would be subnormal, but `pow2_scale` returns no such scale for a finite float32 `amax`.
 
     >>> float(reciprocal_pow2(jnp.float32(8.0)))
     0.125
@@ -229,10 +223,10 @@ def reciprocal_pow2(scale: jax.Array) -> jax.Array:
 
 
 def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
-    """A / b, correctly rounded, for positive normal float32 scalars whose quotient is normal; by integer long division.
+    """Return a / b, correctly rounded, by integer long division, for positive normal float32 with a normal quotient.
 
-    XLA's float32 division on a GPU is up to 2 ulp off, and XLA rewrites 1 / (a / b) to b / a: a scale that is
-    defined by a division would differ between backends. Meant for scales, not for tensors: about a hundred operations.
+    XLA's float32 division on a GPU is up to 2 ulp off, and XLA rewrites 1 / (a / b) to b / a, so a scale that is
+    defined by a division would differ between backends. Use it for scales only: it takes about a hundred operations.
 
     >>> float(divide(1.0, 3.0)) == float(np.float32(1) / np.float32(3))
     True
@@ -249,23 +243,23 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
         bit = (remainder >= denominator).astype(jnp.int32)
         quotient = (quotient << 1) | bit
         remainder = remainder - bit * denominator
-    # A quotient of two floats is never halfway between two floats, so there is no tie to break.
+    # The quotient of two floats is never halfway between two floats, so ties cannot happen.
     quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
-    # Adding, not or-ing, lets a mantissa that rounds up to 2 carry into the exponent.
+    # Addition, unlike "or", lets a mantissa that rounds up to 2 carry into the exponent.
     return lax.bitcast_convert_type(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden), jnp.float32)
 
 
 def clip_finite(x: jax.Array, limit: float) -> jax.Array:
-    """Finite values clipped to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
+    """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
     return jnp.where(jnp.isfinite(x), clipped, jnp.full_like(x, jnp.nan))
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x` in an FP8 format, round to nearest even; finite values beyond the range become the largest one.
+    """Return `x` in an FP8 format, rounded to nearest even; finite values beyond the range become the largest one.
 
-    `astype(float8_e4m3fn)` alone gives NaN above 464, so every cast of the project goes through here.
-    NaN and inf give NaN. `x` is float32 (wider and narrower floats are converted first).
+    `astype(float8_e4m3fn)` alone gives NaN above 464, so every cast of the project goes through this function. NaN and
+    inf give NaN. Other floats than float32 are converted to it first.
 
     >>> [float(v) for v in saturating_cast(jnp.array([1.06, 1e9, -500.0]), "float8_e4m3fn")]
     [1.0, 448.0, -448.0]
@@ -274,15 +268,15 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The distance between `dtype`'s neighbours around each value of `x`, and its inverse; both powers of two."""
+    """Return (`dtype`'s spacing around each value of `x`, its inverse), both powers of two."""
     info = jnp.finfo(_rounded_dtype(dtype))
-    # At most 126, that of a NaN less two bits of mantissa, so both powers exist.
+    # At most 126, from the exponent of NaN less two bits of mantissa, so both powers exist.
     exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
     return power_of_two(exponent), power_of_two(-exponent)
 
 
 def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The distance between `dtype`'s neighbours around each float32 value of `x`, a power of two.
+    """Return the distance between `dtype`'s neighbours around each float32 value of `x`, a power of two.
 
     >>> spacing(jnp.array([0.0, 1.0, -448.0]), "float8_e4m3fn").tolist()
     [0.001953125, 0.125, 32.0]
@@ -291,9 +285,9 @@ def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The float32 values that `dtype` holds nearest to `x` (ties to even, saturating, NaN and inf to NaN).
+    """Return the nearest values of `dtype` to `x` as float32: ties to even, saturating, NaN and inf to NaN.
 
-    Equal to `saturating_cast(x, dtype).astype(float32)` bit for bit, but without the cast and back that XLA deletes.
+    It equals `saturating_cast(x, dtype).astype(float32)` bit for bit, without the cast and back that XLA deletes.
 
     >>> [float(v) for v in round_to(jnp.array([1.06, 1.07, 1e9]), "float8_e4m3fn")]
     [1.0, 1.125, 448.0]
@@ -304,11 +298,11 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """One of the two values of `dtype` around `x`, the upper one with probability (x - lower) / (upper - lower).
+    """Return one of the two values of `dtype` around `x`, the upper one with probability (x - lower) / (upper - lower).
 
-    `bits` are independent uniform uint32, one a value; the 24 highest are used, so E[result] = x to 2**-24 of the
-    distance between the neighbours. Values that `dtype` holds come back unchanged; beyond the range it saturates.
-    float32 in, float32 out.
+    `bits` are independent uniform uint32, one for each value. The 24 highest are used, so E[result] = x to 2**-24 of
+    the distance between the neighbours. Values of `dtype` come back unchanged, and values beyond its range saturate.
+    Input and result are float32.
 
     >>> halfway = jnp.float32(1.0625)
     >>> [float(stochastic_round_to(halfway, "float8_e4m3fn", jnp.uint32(b))) for b in (0, 2**32 - 1)]
@@ -318,23 +312,23 @@ def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.
     spacing, inverse = _grid(clipped, dtype)
     units = clipped * inverse
     lower = jnp.floor(units)
-    # 24 bits are what float32 holds exactly: the comparison below has no rounding in it.
+    # float32 holds 24 bits exactly, so the comparison below does not round.
     uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
     upper = (uniform < units - lower).astype(jnp.float32)
     return (lower + upper) * spacing
 
 
 def residual(scaled: jax.Array, rounded: jax.Array) -> jax.Array:
-    """Scaled - rounded, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
+    """Return `scaled - rounded`, exact in float32, for `rounded` from `round_to` or `stochastic_round_to`.
 
-    The one place where the project forms a residual or an error. `rounded` must be a rounded *value*, never a float8
-    array cast back: XLA on the GPU would replace that by `scaled` and return zeros.
+    Use it for every residual and error. `rounded` must be a rounded *value*, never a float8 array cast back: XLA on the
+    GPU would replace that by `scaled` and return zeros.
     """
     return scaled - rounded
 
 
 def encode_e8m0(scale: jax.Array) -> jax.Array:
-    """Powers of two as E8M0 codes (`float8_e8m0fnu`, 1 byte): code = exponent + 127, NaN = 255.
+    """Return powers of two as E8M0 codes (`float8_e8m0fnu`, 1 byte): code = exponent + 127, NaN = 255.
 
     >>> encode_e8m0(jnp.float32(0.5)).dtype, float(decode_e8m0(encode_e8m0(jnp.float32(0.5))))
     (dtype(float8_e8m0fnu), 0.5)
@@ -343,7 +337,7 @@ def encode_e8m0(scale: jax.Array) -> jax.Array:
 
 
 def e8m0_code(scale: jax.Array) -> jax.Array:
-    """The E8M0 codes of powers of two as uint8, for kernels, which have no such float.
+    """Return the E8M0 codes of powers of two as uint8, for kernels, which have no such float.
 
     >>> int(e8m0_code(jnp.float32(0.5)))
     126
@@ -352,10 +346,10 @@ def e8m0_code(scale: jax.Array) -> jax.Array:
 
 
 def decode_e8m0(code: jax.Array) -> jax.Array:
-    """E8M0 codes as float32: 2**(code - 127), and NaN for 255.
+    """Return E8M0 codes as float32: 2**(code - 127), and NaN for 255.
 
-    Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project writes code 0 only as the
-    scale of a block that is exactly zero, where any scale gives the same result.
+    Code 0 is 2**-127, a float32 subnormal that arithmetic flushes to zero. The project writes code 0 only as the scale
+    of a block of zeros, for which any scale gives the same result.
     """
     raw = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
     bits = jnp.where(raw == 0, 1 << (_MANTISSA_BITS - 1), raw << _MANTISSA_BITS)

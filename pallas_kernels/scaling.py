@@ -1,22 +1,23 @@
-"""`Scaling`: which values of a tensor share a scale.
+"""`Scaling`: the rule that says which values of a tensor share a scale.
 
     Tensor    all values share one float32 scale
     Row       every line along the last axis has a float32 scale
     Block     every vector of b values along the last axis, or every square of b x b, has an E8M0 scale (OCP MX, 2023)
     Fp4       weights of four bits, E2M1 codes (`pallas_kernels.fp4`) in blocks of 16 or 32
 
-Scales are powers of two unless "float32" is asked for. Squares and whole tensors make a quantized matrix and its
-transpose the same numbers, so one quantization of a weight serves the forward product and the input gradient; rows and
-vectors adapt to single lines and are made anew for each contraction axis. All have the same methods, so that no
-caller asks which one it holds.
+Scales are powers of two unless "float32" is asked for. With squares and whole tensors a quantized matrix and its
+transpose are the same numbers, so one quantization of a weight serves the forward product and the input gradient. Rows
+and vectors adapt to single lines, and are found anew for each contraction axis: use them if single channels are much
+larger than the rest. All have the same methods, so callers need not ask which one they hold.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 
@@ -24,7 +25,7 @@ Scale = Literal["pow2", "float32"]
 Tile = Literal["vector", "square"]
 BLOCK_SIZES = (32, 64, 128)
 SCALE_DTYPE = jnp.float8_e8m0fnu
-# E8M0's smallest scale, 2**-127: it says that all of a block's residual is zero.
+# E8M0's smallest scale, 2**-127, marks a block whose residual is all zeros.
 ZERO_BLOCK = 0
 
 
@@ -35,11 +36,11 @@ def _check_scale(scale: str) -> None:
 
 @dataclass(frozen=True)
 class Tensor:
-    """All values of a tensor share one float32 scale, whose shape is that of a stack's leading axes.
+    """One float32 scale for all values of a tensor, or for each matrix of a stack.
 
     Attributes:
-      scale: "pow2", the smallest power of two that fits max |x|, or "float32", max |x| / largest (the rule of nanochat
-        and torchao).
+      scale: "pow2", the smallest power of two that covers max |x|, or "float32", max |x| / largest (the rule of
+        nanochat and torchao).
 
     Raises:
       ValueError: an unknown `scale`.
@@ -47,41 +48,40 @@ class Tensor:
 
     scale: Scale = "pow2"
 
-    # Whether one quantization of a matrix serves its transpose, too.
-    serves_both = True
+    serves_both = True  # one quantization of a matrix also serves its transpose
 
     def __post_init__(self) -> None:
         _check_scale(self.scale)
 
     @property
     def along_rows(self) -> "Tensor":
-        """The scaling of an activation or gradient beside a weight that is scaled so."""
+        """Scaling of the activation or gradient that such a weight multiplies."""
         return self
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a stack of matrices.
+        """Return the shape of the scales of a stack of matrices.
 
         >>> Tensor().scale_shape((3, 48, 100))
         (3,)
         """
         return shape[:-2]
 
-    def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(scale, multiplier that replaces the division of x by it) of float32 x; NaN where max |x| is not finite."""
+    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return (scale, its inverse as a multiplier) of float32 x; both are NaN if max |x| is not finite."""
         return numerics.scale_and_inverse(numerics.amax(x) if amax is None else amax, dtype, self.scale)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The scale, shaped to multiply values of this shape."""
+        """Return the scale, shaped to multiply values of this shape."""
         return scale.reshape(scale.shape + (1,) * (len(shape) - scale.ndim))
 
     def turn(self, scale: jax.Array) -> jax.Array:
-        """The scale of the transposed matrix."""
+        """Return the scale of the transposed matrix."""
         return scale
 
 
 @dataclass(frozen=True)
 class Row:
-    """Every line along the last axis has a float32 scale of its own (torchao's "rowwise").
+    """One float32 scale for every line along the last axis (torchao's "rowwise").
 
     Attributes:
       scale: as in `Tensor`.
@@ -99,38 +99,38 @@ class Row:
 
     @property
     def along_rows(self) -> "Row":
-        """The scaling of an activation or gradient beside a weight that is scaled so."""
+        """Scaling of the activation or gradient that such a weight multiplies."""
         return self
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor.
+        """Return the shape of the scales of a tensor.
 
         >>> Row().scale_shape((3, 48, 100))
         (3, 48)
         """
         return shape[:-1]
 
-    def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(scales of the rows of float32 x, multipliers that replace the division of x by them)."""
+    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return (scales of the rows of float32 x, their inverses, shaped to multiply x)."""
         assert amax is None, "check_quantizer refuses an amax of rows"
         scale, inverse = numerics.scale_and_inverse(numerics.amax(x, axis=-1), dtype, self.scale)
         return scale, inverse[..., None]
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The scales, shaped to multiply values of this shape."""
+        """Return the scales, shaped to multiply values of this shape."""
         return scale[..., None]
 
     def turn(self, scale: jax.Array) -> jax.Array:
-        """Raise: the rows of the transposed matrix are other rows."""
+        """Raise, because the rows of the transposed matrix are other rows."""
         raise NotImplementedError("the rows of a transposed matrix have other scales; quantize the transpose")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Every block of values has an E8M0 scale; the last block of an axis may be short.
+    """One E8M0 scale for every block of values; the last block of an axis may be short.
 
     Attributes:
-      size: 32, 64 or 128 values, the side of a block.
+      size: side of a block, 32, 64 or 128 values.
       tile: "vector", `size` values along the last axis, or "square", `size` x `size` of a matrix.
 
     Raises:
@@ -150,16 +150,16 @@ class Block:
 
     @property
     def serves_both(self) -> bool:
-        """Whether one quantization of a matrix serves its transpose, too."""
+        """Whether one quantization of a matrix also serves its transpose."""
         return self.tile == "square"
 
     @property
     def along_rows(self) -> "Block":
-        """The scaling of an activation or gradient beside a weight that is scaled so: vectors of the same size."""
+        """Scaling of the activation or gradient that such a weight multiplies: vectors of the same size."""
         return Block(self.size, "vector")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor.
+        """Return the shape of the scales of a tensor.
 
         >>> Block(32, "vector").scale_shape((48, 100)), Block(32, "square").scale_shape((48, 100))
         ((48, 4), (2, 4))
@@ -170,7 +170,7 @@ class Block:
         return (*leading, -(-last // self.size))
 
     def amax(self, x: jax.Array) -> jax.Array:
-        """Max |x| of every block, float32; NaN or inf where a block holds one."""
+        """Return max |x| of every block, float32; NaN or inf if the block has one."""
         *leading, last = x.shape
         sides = [(0, -last % self.size)]
         if self.tile == "square":
@@ -183,14 +183,14 @@ class Block:
         shape = (*leading, rows // self.size, self.size, last // self.size, self.size)
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
-    def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(E8M0 scales of the blocks of float32 x, multipliers that replace the division of x by them)."""
+    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return (E8M0 scales of the blocks of float32 x, their inverses, spread over x)."""
         assert amax is None, "check_quantizer refuses an amax of blocks"
         scale, inverse = numerics.e8m0_scale_and_inverse(self.amax(x), dtype)
         return scale, self._repeat(inverse, x.shape)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The scale of every value of a tensor of this shape, float32."""
+        """Return the scale of every value of a tensor of this shape, float32."""
         return self._repeat(numerics.decode_e8m0(scale), shape)
 
     def _repeat(self, of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -198,10 +198,10 @@ class Block:
         return wide if self.tile == "vector" else jnp.repeat(wide, self.size, axis=-2)[..., : shape[-2], :]
 
     def turn(self, scale: jax.Array) -> jax.Array:
-        """The scales of the transposed matrix, of squares.
+        """Return the scales of the transposed matrix.
 
         Raises:
-          NotImplementedError: vectors, which run along other axes there.
+          NotImplementedError: the blocks are vectors, which run along the other axis there.
         """
         if self.tile == "vector":
             raise NotImplementedError("the vectors of a transposed matrix have other scales; quantize the transpose")
@@ -209,27 +209,25 @@ class Block:
 
 
 Fp4Format = Literal["nvfp4", "mxfp4"]
-Fp4Rule = Literal["amax", "four_over_six", "fold_exact", "one_level"]
-_FP4_RULES: dict[Fp4Format, tuple[Fp4Rule, ...]] = {
-    "nvfp4": ("amax", "four_over_six", "fold_exact", "one_level"),
-    "mxfp4": ("amax",),
+# Block size, dtype of the blocks' scales, and rules of each FP4 format.
+_FP4: dict[str, tuple[int, DTypeLike, tuple[str, ...]]] = {
+    "nvfp4": (16, jnp.float8_e4m3fn, ("amax", "four_over_six", "fold_exact", "one_level")),
+    "mxfp4": (32, jnp.float8_e8m0fnu, ("amax",)),
 }
-_FP4_BLOCK: dict[Fp4Format, int] = {"nvfp4": 16, "mxfp4": 32}
-_FP4_SCALE: dict[Fp4Format, Any] = {"nvfp4": jnp.float8_e4m3fn, "mxfp4": jnp.float8_e8m0fnu}
 
 
 @dataclass(frozen=True)
 class Fp4:
-    """E2M1 codes in blocks with a scale each; a `Scaling` of weights.
+    """E2M1 codes in blocks with one scale each, for weights.
 
     Attributes:
       format: "nvfp4", blocks of 16 with E4M3 scales and a float32 scale of the matrix, or "mxfp4", blocks of 32 with
         E8M0 scales.
-      tile: a block is a "vector" along the contraction, or a "square" of 16 x 16 (32 x 32) of a matrix, whose transpose
-        has the same blocks.
-      rule: how a block's scale is found. NVFP4: "amax", max |x| / 6; "four_over_six", the better of max |x| / 6 and
+      tile: "vector" along the contraction, or "square" of 16 x 16 (32 x 32) of a matrix, whose transpose has the same
+        blocks.
+      rule: choice of a block's scale. NVFP4: "amax", max |x| / 6; "four_over_six", the better of max |x| / 6 and
         max |x| / 4; "fold_exact", the better scale of mantissa 1, 1.25 or 1.5, whose products with codes are E4M3
-        numbers; "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", OCP's.
+        numbers; "one_level", max |x| / 6 in E4M3 with an `outer` of one. MXFP4: "amax", the rule of OCP.
 
     Raises:
       ValueError: an unknown format or tile, or a rule that the format does not have.
@@ -240,48 +238,46 @@ class Fp4:
 
     format: Fp4Format = "nvfp4"
     tile: Tile = "vector"
-    rule: Fp4Rule = "amax"
+    rule: Literal["amax", "four_over_six", "fold_exact", "one_level"] = "amax"
 
-    # What the other scalings choose is given here: products of these weights read one quantization, in BF16.
-    serves_both = True
+    serves_both = True  # one quantization serves all products of such weights, which are BF16 products
 
     def __post_init__(self) -> None:
-        if self.format not in _FP4_RULES:
-            raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4_RULES)}")
+        if self.format not in _FP4:
+            raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4)}")
         if self.tile not in ("vector", "square"):
             raise ValueError(f'tile={self.tile!r} is unknown; use "vector" or "square"')
-        if self.rule not in _FP4_RULES[self.format]:
-            raise ValueError(
-                f"rule={self.rule!r} is none of {self.format}'s; use one of {list(_FP4_RULES[self.format])}"
-            )
+        rules = _FP4[self.format][2]
+        if self.rule not in rules:
+            raise ValueError(f"rule={self.rule!r} is not a rule of {self.format}; use one of {list(rules)}")
 
     @property
     def block(self) -> int:
-        """How many values along the last axis share a scale."""
-        return _FP4_BLOCK[self.format]
+        """Number of values along the last axis that share a scale."""
+        return _FP4[self.format][0]
 
     @property
-    def scale(self) -> Literal["pow2", "float32"]:
-        """As in the other scalings: whether scales are powers of two."""
+    def scale(self) -> Scale:
+        """Kind of scales, as in the other scalings."""
         return "pow2" if self.format == "mxfp4" else "float32"
 
     @property
-    def scale_dtype(self) -> Any:
-        """The dtype of a block's scale."""
-        return _FP4_SCALE[self.format]
+    def scale_dtype(self) -> DTypeLike:
+        """Dtype of a block's scale."""
+        return _FP4[self.format][1]
 
     @property
     def has_outer(self) -> bool:
-        """Whether the scales have a scale."""
+        """Whether the scales have a scale themselves."""
         return self.format == "nvfp4"
 
     @property
     def along_rows(self) -> Row:
-        """The scaling of an activation of 8 bits beside a weight that is scaled so."""
+        """Scaling of an 8-bit activation that such a weight multiplies."""
         return Row("float32")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the blocks' scales of a tensor.
+        """Return the shape of the blocks' scales of a tensor.
 
         >>> Fp4().scale_shape((48, 100)), Fp4(tile="square").scale_shape((48, 100))
         ((48, 7), (3, 7))
@@ -292,21 +288,21 @@ class Fp4:
         return (*leading, -(-last // self.block))
 
     def bits(self, shape: tuple[int, ...]) -> float:
-        """Bits a value of a matrix of this shape, without `outer`."""
+        """Return the bits per value of a matrix of this shape, without `outer`."""
         return 4.0 + 8.0 * math.prod(self.scale_shape(shape)) / math.prod(shape)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The block scale of every value of a tensor of this shape, float32; `outer` is not in it."""
+        """Return the block scale of every value of a tensor of this shape, float32, without `outer`."""
         numeric = numerics.decode_e8m0(scale) if self.format == "mxfp4" else scale.astype(jnp.float32)
         wide = jnp.repeat(numeric, self.block, axis=-1)[..., : shape[-1]]
         return wide if self.tile == "vector" else jnp.repeat(wide, self.block, axis=-2)[..., : shape[-2], :]
 
-    def find(self, x: jax.Array, dtype: Any, amax: jax.Array | None = None) -> NoReturn:
-        """Raise: the format library finds these scales."""
+    def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> NoReturn:
+        """Raise, because the format library finds these scales."""
         raise NotImplementedError(f"{self} is found by the format library; use tcfp_jax.products.pack_fp4")
 
     def turn(self, scale: jax.Array) -> NoReturn:
-        """Raise: bytes hold neighbours along the last axis."""
+        """Raise, because a byte holds neighbours along the last axis."""
         raise NotImplementedError(f"{self}: bytes hold two codes of a row; dequantize, or pack the transposed matrix")
 
 

@@ -1,33 +1,36 @@
-"""How partial sums cross devices: what is sent, and in what it is added.
+"""The dtype in which partial sums cross devices, and the dtype in which they are added.
 
-A gradient of N values that d devices sum and share out costs each of them, in bytes sent and with `p_i` device i's
-partial sum,
+A gradient of N values is summed over d devices and shared out. Each device sends the bytes below; `p_i` is the partial
+sum of device i:
 
     "float32"          4 N (d - 1) / d    sum_i p_i, float32
     "bfloat16"         2 N (d - 1) / d    added in bfloat16: every addition rounds
     "bfloat16_parts"   2 N (d - 1) / d    sum_i bfloat16(p_i), added in float32: |error| <= 2**-8 sum_i |p_i|
 
-The last is an all-to-all and a sum on each device. Where every device keeps the whole sum, that is gathered in
-bfloat16. None is the dtype of the result: a gradient that is kept in bfloat16 is added in bfloat16, as JAX adds those
-of its own products. Sums in FP8 are not offered: NCCL would add three bits of mantissa to three bits.
+The last one is an all-to-all and a sum on each device. If every device keeps the whole sum, it is then gathered in
+bfloat16. None takes the dtype of the result: a bfloat16 gradient is added in bfloat16, as JAX adds its own. Sums in FP8
+are not offered, because NCCL would add three bits of mantissa to three bits.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+if TYPE_CHECKING:
+    from pallas_kernels.partition import Scatter
+
 Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
 
 
 def check_wire(wire: str | None) -> None:
-    """Raise a ValueError unless `wire` is None, for what the product's backend does, or one of the choices."""
+    """Raise a ValueError unless `wire` is None, the dtype of the result, or one of the choices."""
     if wire is None or wire in get_args(Wire):
         return
-    if "8" in str(wire) and "float8" in str(wire):
+    if "float8" in str(wire):
         raise ValueError(
             f"wire={wire!r} would add gradients in FP8, three bits of mantissa at most, and lose all but the "
             'largest partial sums; use wire="bfloat16_parts", which sends two bytes a value and adds in float32'
@@ -35,14 +38,16 @@ def check_wire(wire: str | None) -> None:
     raise ValueError(f"wire={wire!r} is unknown; use one of {', '.join(map(repr, get_args(Wire)))}, or None")
 
 
-def reduced(partial: jax.Array, scattered: Sequence[Any], summed_over: Sequence[str], wire: Wire | None) -> jax.Array:
-    """A device's partial sums added over mesh axes.
+def reduced(
+    partial: jax.Array, scattered: "Sequence[Scatter]", summed_over: Sequence[str], wire: Wire | None
+) -> jax.Array:
+    """Add the partial sums of devices over mesh axes.
 
     Args:
-      partial: float32, or with `wire=None` of the result's dtype.
-      scattered: `Scatter`s: dimensions along which the sum is handed out.
-      summed_over: axes of which every device keeps the whole sum.
-      wire: what is sent; None is what `partial` is.
+      partial: this device's sums, float32, or in the result's dtype with `wire=None`.
+      scattered: dimensions along which the sum is handed out.
+      summed_over: mesh axes over which every device keeps the whole sum.
+      wire: dtype that is sent; None is the dtype of `partial`.
     """
     for axes, dimension, shape in scattered:
         partial = partial if shape is None else partial.reshape(shape)
@@ -50,7 +55,7 @@ def reduced(partial: jax.Array, scattered: Sequence[Any], summed_over: Sequence[
     return _everywhere(partial, tuple(summed_over), wire) if summed_over else partial
 
 
-def _handed_out(partial: jax.Array, axes: Any, dimension: int, wire: Wire | None) -> jax.Array:
+def _handed_out(partial: jax.Array, axes: tuple[str, ...], dimension: int, wire: Wire | None) -> jax.Array:
     if wire == "bfloat16_parts":
         parts = lax.all_to_all(partial.astype(jnp.bfloat16), axes, dimension, dimension, tiled=True)
         size = lax.axis_size(axes)

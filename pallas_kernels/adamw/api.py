@@ -1,7 +1,5 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -28,32 +26,32 @@ def adamw(
     key: jax.Array,
     *,
     backend: Backend | None = None,
-    **options: Any,
+    **options: str,
 ) -> Step:
-    """One step of AdamW, as optax has it, on `W = (hi + lo) * scale`: decoupled decay, corrected bias, eps, eps_root.
+    """Take one step of AdamW, as optax has it, on `W = (hi + lo) * scale`.
 
-    `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and, in units of the new scale,
-    `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in float32. hi' is W' in E4M3,
-    lo' the rest, rounded stochastically, so that `E[hi' + lo'] = W'`; the moments are rounded stochastically, too, to
-    the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's place in the weight. What
-    multiplies m and v, b1 and b2, is rounded to 20 bits, by 5e-7 at most.
+    With decoupled decay, corrected bias, eps and eps_root: `m' = b1 m + (1 - b1) g`, `v' = b2 v + (1 - b2) g**2` and,
+    in units of the new scale, `W' = W * decay - (rate m' [+ rate_g g]) / (sqrt(correction v' + eps_root) + eps)`, in
+    float32. hi' is W' in E4M3, and lo' is the rest, rounded stochastically so that `E[hi' + lo'] = W'`. The moments are
+    rounded stochastically to the formats of `pallas_kernels.moments`. Random bits come from `key` and each element's
+    place in the weight. The factors b1 and b2 of m and v are rounded to 20 bits, by 5e-7 at most.
 
     Args:
       g: the gradient, real floats [k, n].
-      hi, lo: E4M3 [k, n]. Like the moments, they are overwritten where their buffers are donated.
-      moments: of the weight.
-      rates: float32 scalars of this step, and whether it is taken.
+      hi, lo: E4M3 [k, n]. Like the moments, they are overwritten if their buffers are donated.
+      moments: moments of the weight.
+      rates: float32 scalars of this step, and `keep`, whether it is taken.
       key: uint32 [2], from `counter.keys` of seed, step and leaf.
       backend: None for the fastest one, or a name.
-      options: those of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`,
+      options: fields of `Options`: `momentum="classic"` or "nesterov"; `orientation="rows"`, or "both" for `columns`,
         the transpose of the new hi; `remainder="stochastic"` or "nearest", the rounding of lo.
 
     Returns:
       `Step(hi, lo, columns, moments, amax)`. A NaN makes W' NaN, and the moments of its block of 128, never a number.
 
     Raises:
-      TypeError: `g` is not real floating point, or an array has another dtype than the formats say.
-      ValueError: shapes differ, the weight is no matrix (use `jax.vmap` over a stack), or an option is unknown.
+      TypeError: `g` is not real floating point, or the dtype of an array is not the one of its format.
+      ValueError: shapes differ, the weight is not a matrix (use `jax.vmap` over a stack), or an option is unknown.
       NotImplementedError: the named backend cannot run it; the message says why.
 
     >>> hi, moments = jnp.ones((1, 2), jnp.float8_e4m3fn), Moments.zeros((1, 2))
@@ -64,7 +62,7 @@ def adamw(
     >>> (step.hi.astype(jnp.float32) + step.lo.astype(jnp.float32)).tolist(), float(step.amax)
     ([[0.875, 1.0]], 1.0)
     """
-    chosen = Options(**options)
+    chosen = Options(**options)  # type: ignore[arg-type]
     check_real("g", g)
     if g.dtype.itemsize == 1:
         raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")

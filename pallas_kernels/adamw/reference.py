@@ -1,16 +1,16 @@
 """The definition of the fused AdamW step in plain jax.numpy: the CPU path and the oracle of the kernel.
 
 The arithmetic is written once, in `update`, over a set of elementary operations. `Portable` has them for XLA and
-interpreters, `triton.Device` for the compiled kernel; both give the same bits. That asks three things of them:
+interpreters, `triton.Device` for the compiled kernel. Both give the same bits, for which they need three properties:
 
-* **No contraction.** A compiler may turn `a * b + c` into one instruction that rounds once. XLA on a CPU does. So
-  every product of `Portable` passes through an integer "or" with zeros that no compiler can know.
-* **Correct rounding** of root and reciprocal, which CPUs give. A division `a / b` is `a * (1 / b)`, rounded twice.
-* **Subnormals are zero**, in and out, as CPUs have it under XLA.
+* **No contraction.** A compiler may turn `a * b + c` into one instruction that rounds once, as XLA does on a CPU. So
+  every product of `Portable` passes through an integer "or" with zeros that the compiler cannot know.
+* **Correct rounding** of root and reciprocal, which CPUs have. A division `a / b` is `a * (1 / b)`, rounded twice.
+* **Subnormals are zero**, as input and as result, as on CPUs under XLA.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +20,32 @@ from pallas_kernels import counter, moments, numerics
 from pallas_kernels.operands import Orientation
 from pallas_kernels.scaling import SCALE_DTYPE
 
-Momentum = Literal["classic", "nesterov"]
-Remainder = Literal["stochastic", "nearest"]
-# The root is correctly rounded in five instructions from here on (below, the device's instructions want another path).
-# Its own root, 2**-50, is the smallest divisor: beside it any eps that is used is large.
+# From here on the device computes a correctly rounded root in five instructions; smaller values need another path. Its
+# root, 2**-50, is the smallest divisor, and any practical eps is large in comparison.
 SMALLEST_RADICAND = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a step is asked for: the static options of `adamw`.
+    """Static options of `adamw`.
 
     Attributes:
       momentum: "classic", or "nesterov", which adds the gradient itself to the update.
       orientation: "both" also returns the transpose of the new hi.
-      remainder: how lo is rounded, "stochastic" or "nearest".
+      remainder: rounding of lo, "stochastic" or "nearest".
 
     Raises:
-      ValueError: another name.
+      ValueError: an unknown name.
     """
 
-    momentum: Momentum = "classic"
+    momentum: Literal["classic", "nesterov"] = "classic"
     orientation: Orientation = "rows"
-    remainder: Remainder = "stochastic"
+    remainder: Literal["stochastic", "nearest"] = "stochastic"
 
     def __post_init__(self) -> None:
-        allowed = dict(momentum=get_args(Momentum), orientation=("rows", "both"), remainder=get_args(Remainder))
+        allowed = dict(
+            momentum=("classic", "nesterov"), orientation=("rows", "both"), remainder=("stochastic", "nearest")
+        )
         for name, names in allowed.items():
             given = getattr(self, name)
             if given not in names:
@@ -69,7 +69,7 @@ class Moments(NamedTuple):
 
     @staticmethod
     def zeros(shape: tuple[int, int]) -> "Moments":
-        """Those before the first step; E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.
+        """Return the moments before the first step; E8M0 has no zero, so `jnp.zeros_like` of `m_scale` would be NaN.
 
         >>> [str(x.dtype) for x in Moments.zeros((2, 200))], Moments.zeros((2, 200)).m_scale.tolist()
         (['float8_e4m3fn', 'float8_e8m0fnu', 'uint8', 'uint8'], [[1.0, 1.0], [1.0, 1.0]])
@@ -85,14 +85,15 @@ class Rates(NamedTuple):
 
     Attributes:
       b1, b2: decay of the moments.
-      rate: of m, `lr / (1 - b1**t) / new_scale` (with Nesterov's momentum `lr * b1 / (1 - b1**(t + 1)) / new_scale`).
-      rate_g: of the gradient itself, with Nesterov's momentum `lr * (1 - b1) / (1 - b1**t) / new_scale`.
-      correction: of v, `1 / (1 - b2**t)`.
+      rate: factor of m, `lr / (1 - b1**t) / new_scale` (with Nesterov's momentum
+        `lr * b1 / (1 - b1**(t + 1)) / new_scale`).
+      rate_g: factor of the gradient itself with Nesterov's momentum, `lr * (1 - b1) / (1 - b1**t) / new_scale`.
+      correction: factor of v, `1 / (1 - b2**t)`.
       eps, eps_root: as in optax. eps_root is at least 2**-100 here.
-      decay: `1 - lr * weight_decay`; 1 where a weight does not decay.
-      gradient_scale: what the gradient is multiplied by first.
-      scale, new_scale: of the weight before and after the step, powers of two.
-      keep: whether the step is taken. False leaves hi, lo and moments as they were, bit for bit; `new_scale` is to be
+      decay: `1 - lr * weight_decay`; 1 for a weight that does not decay.
+      gradient_scale: factor of the gradient, applied first.
+      scale, new_scale: scale of the weight before and after the step, powers of two.
+      keep: whether the step is taken. False leaves hi, lo and moments unchanged, bit for bit; `new_scale` must be
         `scale` then.
     """
 
@@ -115,8 +116,8 @@ class Step(NamedTuple):
 
     Attributes:
       hi, lo: E4M3 [k, n], in units of `new_scale`.
-      columns: hi.T, or None where only rows were asked for.
-      moments: the new ones.
+      columns: hi.T, or None if only rows were asked for.
+      moments: the new moments.
       amax: float32 scalar, the largest magnitude of the new weight before it was rounded, NaN aside.
     """
 
@@ -128,9 +129,9 @@ class Step(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What the arithmetic of an element reads, float32 scalars in the order in which a kernel gets them.
+    """Coefficients of the arithmetic of an element, float32 scalars in the order in which a kernel gets them.
 
-    The scale of the gradient is part of what multiplies it.
+    The factors of the gradient contain its scale.
     """
 
     b1: Any
@@ -145,10 +146,10 @@ class Coefficients(NamedTuple):
     decay: Any
 
 
-class Tile(NamedTuple):
-    """Blocks of 128 values along the last axis, of all that a step reads and writes but the gradient.
+class State(NamedTuple):
+    """Blocks of 128 values along the last axis of all arrays that a step replaces.
 
-    Scales have an axis of one there and are int32: E8M0's code of m's, the base of v's.
+    Scales have an axis of one instead and are int32: the E8M0 code of m's scale, and the base of v.
     """
 
     hi: jax.Array
@@ -163,44 +164,44 @@ class Arithmetic(Protocol):
     """The elementary operations of `update` on float32, each rounded once, to nearest."""
 
     def multiply(self, a: Any, b: Any) -> Any:
-        """A * b, never contracted with an addition."""
+        """Return a * b, never contracted with an addition."""
 
     def add_exact_product(self, a: Any, b: Any, c: Any) -> Any:
-        """A * b + c, where a * b has no more than float32's bits, so that contraction changes nothing."""
+        """Return a * b + c for an a * b that float32 holds exactly, so that contraction changes nothing."""
 
     def add(self, a: Any, b: Any) -> Any:
-        """A + b."""
+        """Return a + b."""
 
     def subtract(self, a: Any, b: Any) -> Any:
-        """A - b."""
+        """Return a - b."""
 
     def root(self, x: Any) -> Any:
-        """The root of x >= 2**-100; NaN of an infinite x."""
+        """Return the root of x >= 2**-100; NaN for an infinite x."""
 
     def reciprocal(self, x: Any) -> Any:
-        """1 / x, of x in [2**-50, 2**125]."""
+        """Return 1 / x for x in [2**-50, 2**125]."""
 
     def e4m3(self, x: Any) -> tuple[Any, Any]:
-        """(x in E4M3, the same as float32): to nearest, ties to even, saturating."""
+        """Return (x in E4M3, the same value as float32): to nearest, ties to even, saturating."""
 
     def stochastic_e4m3(self, x: Any, inverse: Any | None, random: Any) -> Any:
-        """`moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
+        """Return `moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
 
     def add_v_bits(self, v: Any, bits: Any) -> Any:
-        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
+        """Return `moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
 
     def largest(self, x: Any) -> Any:
-        """The largest |x| of each block, NaN aside."""
+        """Return the largest |x| of each block that is not NaN."""
 
     def largest_or_nan(self, v: Any) -> Any:
-        """The largest v >= 0 of each block, NaN above all."""
+        """Return the largest v >= 0 of each block, or NaN if it has one."""
 
 
 class Portable:
     """Elementary operations for XLA on a CPU and for interpreters."""
 
     def __init__(self, gradient: jax.Array) -> None:
-        # Zero, but for a NaN, which stays a NaN whatever is or-ed to its mantissa.
+        # Zero except for a NaN, which stays a NaN after any "or" with its mantissa.
         bits = lax.bitcast_convert_type(gradient, jnp.int32) & 0x7FFFFFFF
         self._zeros = (bits > moments.INFINITY).astype(jnp.int32)
 
@@ -208,56 +209,56 @@ class Portable:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | self._zeros, jnp.float32)
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """A * b, never contracted with an addition."""
+        """Return a * b, never contracted with an addition."""
         return self._guard(a * b)
 
     def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """A * b + c, contracted or not."""
+        """Return a * b + c, contracted or not."""
         return a * b + c
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """A + b."""
+        """Return a + b."""
         return a + b
 
     def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """A - b."""
+        """Return a - b."""
         return a - b
 
     def root(self, x: jax.Array) -> jax.Array:
-        """The root of x >= 2**-100; NaN of an infinite x."""
+        """Return the root of x >= 2**-100; NaN for an infinite x."""
         return jnp.where(jnp.isfinite(x), jnp.sqrt(x), jnp.nan)
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
-        """1 / x, guarded, or XLA would make a division of the product that it is part of."""
+        """Return 1 / x, guarded, or XLA would turn the product with it into a division."""
         return self._guard(1.0 / x)
 
     def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(x in E4M3, the same as float32); an infinity saturates as on the device."""
+        """Return (x in E4M3, the same value as float32); an infinity saturates as on the device."""
         value = numerics.round_to(jnp.where(jnp.isnan(x), x, jnp.clip(x, -448.0, 448.0)), moments.E4M3)
         return value.astype(moments.E4M3), value
 
     def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
-        """See `moments.stochastic_e4m3`."""
+        """Return `moments.stochastic_e4m3` of x, or of x * inverse."""
         return moments.stochastic_e4m3(x if inverse is None else x * inverse, random)
 
     def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
-        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
+        """Return `moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
         return moments.magnitude_bits(v) + moments.v_bits(bits)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The largest |x| of each block, NaN aside."""
+        """Return the largest |x| of each block that is not NaN."""
         return self.largest_or_nan(jnp.where(jnp.isnan(x), 0.0, x))
 
     def largest_or_nan(self, v: jax.Array) -> jax.Array:
-        """The largest |v| of each block, NaN above all."""
+        """Return the largest |v| of each block, or NaN if it has one."""
         bits = jnp.max(moments.magnitude_bits(v), axis=-1, keepdims=True)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def update(
-    do: Arithmetic, options: Options, c: Coefficients, gradient: jax.Array, old: Tile, bits: jax.Array
-) -> tuple[Tile, jax.Array]:
-    """(the new tile, its weight before it was rounded, in units of the new scale); `bits` are one hash an element.
+    do: Arithmetic, options: Options, c: Coefficients, gradient: jax.Array, old: State, bits: jax.Array
+) -> tuple[State, jax.Array]:
+    """Return (the new state, the weight before rounding, in units of the new scale); `bits` are one hash an element.
 
     Codes have four significant bits and b1 and b2 twenty, so the products of both are exact.
     """
@@ -280,28 +281,28 @@ def update(
     rest = do.subtract(weight, rounded)
     lo = do.stochastic_e4m3(rest, None, lo_bits(bits)) if options.remainder == "stochastic" else do.e4m3(rest)[0]
     largest_m, largest_v = (lax.bitcast_convert_type(x, jnp.int32) for x in (do.largest(m), do.largest_or_nan(v)))
-    # A gradient that is NaN makes both NaN; with one flag for both, only v's need be looked for.
+    # A NaN gradient makes both moments NaN, so one flag for both needs to search only v for NaN.
     finite = (largest_m < moments.INFINITY) & (largest_v < moments.INFINITY) & (old.m_scale != moments.NOT_FINITE)
     m_scale, inverse = moments.m_scale(largest_m, finite)
     base = moments.v_base(largest_v, finite)
     codes = do.stochastic_e4m3(m, inverse, moments.m_bits(bits))
     v_codes = moments.v_code(do.add_v_bits(v, bits), base)
-    return Tile(hi, lo, codes, m_scale, v_codes, base), weight
+    return State(hi, lo, codes, m_scale, v_codes, base), weight
 
 
 def lo_bits(bits: jax.Array) -> jax.Array:
-    """The 20 bits of a hash that round lo: its highest. It shares 8 of them, its lowest, with m, as m's highest."""
+    """Return the 20 highest bits of a hash, which round lo; m uses the lowest 8 of them as its highest."""
     return (bits >> 12).astype(jnp.int32)
 
 
 def twenty_bits(x: jax.Array) -> jax.Array:
-    """Float32 `x` to nearest in 20 bits of mantissa, the leading one among them."""
+    """Return float32 `x` rounded to nearest in 20 bits of mantissa, including the leading one."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
 
 
 def coefficients(rates: Rates) -> Coefficients:
-    """What the elements' arithmetic reads of the rates; the same bits wherever they are computed."""
+    """Return the coefficients of the elements' arithmetic; they have the same bits on every backend."""
     one, by = jnp.float32(1), rates.gradient_scale
     return Coefficients(
         b1=twenty_bits(rates.b1),
@@ -313,7 +314,7 @@ def coefficients(rates: Rates) -> Coefficients:
         eps=rates.eps,
         rate=rates.rate,
         rate_g=rates.rate_g * by,
-        # Exact but for decay: the scales are powers of two.
+        # Only decay rounds here: the scales are powers of two.
         decay=rates.scale * numerics.reciprocal_pow2(rates.new_scale) * rates.decay,
     )
 
@@ -321,7 +322,7 @@ def coefficients(rates: Rates) -> Coefficients:
 def adamw(
     options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
 ) -> Step:
-    """See `api.adamw`."""
+    """Take the step, see `api.adamw`."""
     return at(options, g, hi, lo, state, rates, key, counter.indices(hi.shape))
 
 
@@ -329,12 +330,12 @@ def at(
     options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array,
     index: jax.Array,
 ) -> Step:  # fmt: skip
-    """A step of a part of a weight, whose elements have these global indices; `state` is that of the part."""
+    """Take a step of a part of a weight, whose elements have these global indices."""
     n = hi.shape[-1]
     codes = lambda x: lax.bitcast_convert_type(x, jnp.uint8)[..., None].astype(jnp.int32)
     blocks = moments.to_blocks
     gradient = blocks(g.astype(jnp.float32))
-    old = Tile(blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale))
+    old = State(blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale))
     bits = counter.random_bits(blocks(index), key[0], key[1])
     new, weight = update(Portable(gradient), options, coefficients(rates), gradient, old, bits)
 
@@ -348,7 +349,7 @@ def at(
         kept(whole(new.v).astype(jnp.uint8), state.v),
         kept(base, state.v_scale),
     )
-    # What fills up a last block is no weight.
+    # Padding of the last block is not part of the weight.
     values = kept(whole(weight), hi.astype(jnp.float32) + lo.astype(jnp.float32))
     largest = jnp.max(Portable(values).largest(values))
     columns = new_hi.T if options.orientation == "both" else None

@@ -1,10 +1,10 @@
 """`adamw` as one Pallas-Triton pass in place: 4 bytes and a gradient are read, 4 bytes written, nothing else.
 
-A program holds 16 blocks of 128 values. Without a transposed copy the blocks follow each other in memory, wherever rows
-end; with one they are below each other, to be turned around. Random bits are hashed in registers from the global index,
-so a device that holds a part of the weight needs to know where the part begins: the first of its rows and columns.
+A program holds 16 blocks of 128 values. Without a transposed copy the blocks are consecutive in memory, across the ends
+of rows. With one they are below each other, so that the tile can be transposed. Random bits are hashed in registers
+from the global index, so a device that holds a part of the weight is told the first row and column of its part.
 
-The compiled kernel's arithmetic is `Device`, the interpreter's `reference.Portable`; they give the same bits.
+The compiled kernel uses the arithmetic of `Device`, and the interpreter `reference.Portable`; the bits are the same.
 """
 
 import functools
@@ -19,19 +19,19 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import counter, dispatch, moments
 from pallas_kernels.adamw import reference
-from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, Step, Tile
+from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, State, Step
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.specs import device_count, entries_of, has_explicit_axes
 
-ROWS = 16  # a shard has a multiple of them, and tiles of its amax
+ROWS = 16  # rows of a tile; a shard has a multiple of them
 _WARPS = 4
 _STATE = 6  # hi, lo, m, m_scale, v, v_scale
-_TINY, _HUGE = "0f03800000", "0f7B800000"  # 2**-120 and 2**120, as PTX has them
+_TINY, _HUGE = "0f03800000", "0f7B800000"  # 2**-120 and 2**120 in PTX
 
 
 def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str | None:
-    """Why this kernel cannot take the step, or None."""
+    """Return the reason why this kernel cannot take the step, or None."""
     k, n = hi.shape
     if k % ROWS or n % BLOCK:
         return f'hi[{k}, {n}]: the sizes must be multiples of {ROWS} and {BLOCK}; use backend="xla" or pad'
@@ -39,10 +39,11 @@ def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str |
 
 
 def decline(options: Options, *arrays: Any) -> str | None:
-    """Why this kernel is not the first choice, or None: E4M3 is converted by instructions of NVIDIA GPUs from 8.9 on.
+    """Return the reason why this kernel is not the first choice, or None.
 
-    On an H200 XLA's fusions of the same arithmetic take three times as long, so no shape need be timed. A device that
-    is only described, as that of a program which is compiled elsewhere, has a name and no capability.
+    It needs the instructions that convert E4M3, which NVIDIA GPUs have from 8.9 on. On an H200 XLA's fusions of the
+    same arithmetic take three times as long, so no shape needs to be timed. A device that is only described, for a program
+    that is compiled elsewhere, has a name but no capability.
     """
     kind, capability = dispatch.device_kind(), dispatch.compute_capability()
     if "NVIDIA" not in kind or 0 < capability < 8.9:
@@ -53,23 +54,23 @@ def decline(options: Options, *arrays: Any) -> str | None:
 def adamw(
     options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
 ) -> Step:
-    """See `api.adamw`."""
+    """Take the step, see `api.adamw`."""
     as_bytes = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
     operands = (_words(rates, key), g, hi, lo, state.m, as_bytes(state.m_scale), state.v, state.v_scale)
     run = functools.partial(_partitioned, options) if has_explicit_axes() else _stacked(options)
     results = run(*operands)
     new_hi, new_lo, m, m_scale, v, v_scale, tops, *columns = results
     after = Moments(m, lax.bitcast_convert_type(m_scale, state.m_scale.dtype), v, v_scale)
-    # Of numbers that are not negative, the bits are ordered as the numbers.
+    # Bits of floats that are not negative are ordered like the floats.
     amax = lax.bitcast_convert_type(jnp.max(tops), jnp.float32)
     return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
 
 
 class _Words(NamedTuple):
-    """The scalars of a step as a kernel gets them: 32-bit words, `Coefficients` and then these.
+    """Scalars that a kernel gets after `Coefficients`, as 32-bit words.
 
     Attributes:
-      unit: of the weight after the step, for its amax.
+      unit: scale of the weight after the step, for its amax.
       keep: 1 or 0.
       k0, k1: key words.
     """
@@ -88,7 +89,7 @@ def _words(rates: Rates, key: jax.Array) -> jax.Array:
 
 @functools.cache
 def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
-    """The step of a stack of matrices: operands `[*l, ...]`, and under vmap `[size, *l, ...]`, in place as ever."""
+    """Return the step of a stack of matrices `[*l, ...]`; vmap makes the stack longer, and the step stays in place."""
 
     @custom_vmap
     def call(*operands: jax.Array) -> list[jax.Array]:
@@ -127,7 +128,7 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
 def by_reference(
     options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
 ) -> Step:
-    """The definition, which cuts blocks: with explicit axes as XLA partitions it, and each result as it came."""
+    """Return the definition, partitioned by XLA even with explicit axes, because it cuts axes into blocks."""
     step = functools.partial(reference.adamw, options)
     if not has_explicit_axes():
         return step(g, hi, lo, state, rates, key)
@@ -139,19 +140,19 @@ def by_reference(
 
 
 def _places(k: int, n: int) -> tuple[jax.Array, ...]:
-    """The global rows and columns, split like the weight; none where one device has them all and the first is zero."""
+    """Return the global rows and columns, split like the weight, or nothing for a single device."""
     if device_count() == 1:
         return ()
     return lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)
 
 
 def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
-    """The kernel on a device's part of a stack; `columns` is n of the whole weight."""
+    """Run the kernel on a device's part of a stack; `columns` is n of the whole weight."""
     # Imported where it is used: half a second that a program without kernels need not pay.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    # What is written in place varies as what it replaces does.
+    # A result in place has the type of its operand.
     operands = varying(operands, *operands)
     words, gradient, *state = operands[: 2 + _STATE]
     places = operands[2 + _STATE :]
@@ -198,7 +199,7 @@ def _kernel(
     options: Options, sizes: tuple[int, int, int], arithmetic: Callable[[jax.Array], Arithmetic], places: int,
     words: Any, gradient_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
-    """One tile. What is written lies in the memory of what was read, so a step that is not taken writes nothing."""
+    """Compute one tile. Results overwrite the operands, so a step that is not taken writes nothing."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
@@ -207,7 +208,7 @@ def _kernel(
     c = Coefficients(*(lax.bitcast_convert_type(words[i], jnp.float32) for i in range(count)))
     scalars = _Words(*(words[count + i] for i in range(len(_Words._fields))))
     gradient = gradient_ref[...].astype(jnp.float32)
-    old = Tile(*(ref[...] for ref in old_refs))
+    old = State(*(ref[...] for ref in old_refs))
     old = old._replace(m_scale=old.m_scale.astype(jnp.int32), v_scale=old.v_scale.astype(jnp.int32))
     first = _first_indices(options, sizes, *(ref[0] for ref in place))
     # A block begins at a multiple of 128, so adding a column is setting its bits.
@@ -219,7 +220,7 @@ def _kernel(
     unit = lax.bitcast_convert_type(scalars.unit, jnp.float32)
     largest = do.multiply(do.largest(weight), unit)
 
-    # Stores under a mask and not in a branch, across which everything would be kept in registers.
+    # Masked stores, because a branch would keep everything in registers across it.
     for ref, x in zip(new_refs, new, strict=False):
         plgpu.store(ref, x.astype(ref.dtype), mask=jnp.broadcast_to(scalars.keep != 0, ref.shape))
     _summarize(new_refs[_STATE:], new.hi, largest)
@@ -233,7 +234,7 @@ def _kernel(
 
 
 def _summarize(refs: Any, hi: jax.Array, largest: jax.Array) -> None:
-    """What is not written in place: the bits of the tile's largest magnitude, and hi transposed."""
+    """Write the results that are not in place: the bits of the tile's largest magnitude, and hi transposed."""
     top, *turned = refs
     top[...] = jnp.broadcast_to(jnp.max(lax.bitcast_convert_type(largest, jnp.int32)), top.shape)
     for ref in turned:
@@ -241,7 +242,7 @@ def _summarize(refs: Any, hi: jax.Array, largest: jax.Array) -> None:
 
 
 def _first_indices(options: Options, sizes: tuple[int, int, int], *place: jax.Array) -> jax.Array:
-    """The global index of the first value of each block, in a weight of `columns` columns, n of them here."""
+    """Return the global index of the first value of each block, in a weight of `columns` columns, n of them here."""
     from jax.experimental import pallas as pl
 
     rows, n, columns = sizes
@@ -251,7 +252,7 @@ def _first_indices(options: Options, sizes: tuple[int, int, int], *place: jax.Ar
     if options.orientation == "both":
         first = word(pl.program_id(1) * rows + below) * word(columns) + word(pl.program_id(0)) * word(BLOCK)
     elif n == columns:
-        # Rows are whole, and blocks follow each other as in the weight.
+        # Rows are whole, so blocks are consecutive as in the weight.
         first = first * word(BLOCK)
     else:
         row, block = first // word(n // BLOCK), first % word(n // BLOCK)
@@ -263,9 +264,9 @@ Portable = reference.Portable
 
 
 class Device:
-    """Elementary operations by the device's own instructions, named one by one so that none is contracted or dropped.
+    """Elementary operations by single instructions of the device, so that none is contracted or dropped.
 
-    `.ftz` makes zeros of subnormals, in and out, as a CPU has it under XLA.
+    `.ftz` flushes subnormal inputs and results to zero, as a CPU does under XLA.
     """
 
     def __init__(self, gradient: jax.Array) -> None:
@@ -281,42 +282,42 @@ class Device:
         )[0]  # fmt: skip
 
     def multiply(self, a: Any, b: Any) -> jax.Array:
-        """A * b."""
+        """Return a * b."""
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def add_exact_product(self, a: Any, b: Any, c: Any) -> jax.Array:
-        """A * b + c."""
+        """Return a * b + c."""
         return self._run("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
     def add(self, a: Any, b: Any) -> jax.Array:
-        """A + b."""
+        """Return a + b."""
         return self._run("add.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def subtract(self, a: Any, b: Any) -> jax.Array:
-        """A - b."""
+        """Return a - b."""
         return self._run("sub.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def root(self, x: jax.Array) -> jax.Array:
-        """The root of x >= 2**-100, correctly rounded: what `sqrt.rn` is there, without its branch for smaller ones."""
+        """Return the correctly rounded root of x >= 2**-100, as `sqrt.rn` without its branch for smaller values."""
         return self._run(
             "{ .reg .f32 y, s, h, r; rsqrt.approx.ftz.f32 y, $1; mul.rn.ftz.f32 s, $1, y; "
             "mul.rn.ftz.f32 h, y, 0f3F000000; neg.f32 r, s; fma.rn.f32 r, r, s, $1; fma.rn.f32 $0, r, h, s; }", x,
         )  # fmt: skip
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
-        """1 / x, correctly rounded: what `rcp.rn` is for such x, without its branch for others."""
+        """Return the correctly rounded 1 / x, as `rcp.rn` without its branch for other x."""
         return self._run(
             "{ .reg .f32 y, e, n; rcp.approx.ftz.f32 y, $1; neg.f32 n, $1; fma.rn.f32 e, n, y, 0f3F800000; "
             "fma.rn.f32 $0, y, e, y; }", x,
         )  # fmt: skip
 
     def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(x in E4M3, the same as float32). The cast saturates; XLA, which would drop a cast and back, is not here."""
+        """Return (x in E4M3, the same value as float32); in a kernel XLA cannot delete the cast and back."""
         rounded = x.astype(moments.E4M3)
         return rounded, rounded.astype(jnp.float32)
 
     def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
-        """See `moments.stochastic_e4m3`: the sum carries into the bits that are kept."""
+        """Return `moments.stochastic_e4m3` of x or x * inverse: the sum carries into the bits that are kept."""
         shrink = f"mul.rn.f32 $0, $1, {_TINY};"
         tiny = (
             self._run(shrink, x)
@@ -328,14 +329,14 @@ class Device:
         return wide.astype(moments.E4M3)
 
     def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
-        """`moments.magnitude_bits` of v >= 0, plus `moments.v_bits`; results have no subnormals, and one NaN."""
+        """Return the bits of v >= 0 plus `moments.v_bits`; results of a device have no subnormals, and one NaN."""
         return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The largest |x| of each block; the device's maximum leaves NaN aside."""
+        """Return the largest |x| of each block; the device's maximum ignores NaN."""
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True)
 
     def largest_or_nan(self, v: jax.Array) -> jax.Array:
-        """The largest v >= 0 of each block, NaN above all."""
+        """Return the largest v >= 0 of each block, or NaN if it has one."""
         bits = lax.bitcast_convert_type(v, jnp.int32)
         return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True), jnp.float32)

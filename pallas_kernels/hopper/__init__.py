@@ -1,1 +1,1 @@
-"""The FP8 product on Hopper GPUs in Pallas Mosaic: what a kernel is compiled for, and the kernel."""
+"""The FP8 product on Hopper GPUs in Pallas Mosaic: its plan, its pipelines, and the kernel."""

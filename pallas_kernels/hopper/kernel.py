@@ -1,8 +1,8 @@
 """The FP8 product on Hopper: one program for a single or a residual weight, one accumulator for both halves.
 
-A persistent grid of one cluster for every `cluster` multiprocessors walks the output tiles in a snake, so that
+A persistent grid with one cluster for every `cluster` multiprocessors walks the output tiles in a snake, so that
 operands stay in the L2 cache. In each block one warpgroup only copies: it fills `stages` buffers of x, W_hi and W_lo
-with the bulk copy engine while two compute warpgroups issue `wgmma` on the buffers that are full:
+with the bulk copy engine, while two compute warpgroups issue `wgmma` on full buffers:
 
     fast : acc += x W_hiᵀ + x W_loᵀ          in the tensor core's accumulator over all of k
     full : acc  = that over tile_k;  total += acc     in float32 registers (the promotion of DeepSeek-V3, 2024)
@@ -12,18 +12,18 @@ read once for both halves. The blocks of a cluster take neighbouring rows and sh
 scales, adds a bias, rounds to the output's dtype and stores through shared memory.
 
 Scales of blocks multiply a sum where it is promoted, in chunks of its columns. A square of W is a chunk with one scale,
-read from global memory a step ahead: the load takes longer than the products of a step. A vector's scales are loaded
-chunk by chunk, so that those of few columns are in registers at a time. On an H200, TFLOP/s, single weights (one scale
-an operand: 1,547, promoted every 128 of k: 1,365; BF16: about 810):
+read from global memory a step ahead because the load takes longer than the products of a step. Scales of vectors are
+loaded chunk by chunk, so that registers hold few columns at a time. On an H200, TFLOP/s, single weights (one scale an
+operand: 1,547, promoted every 128 of k: 1,365; BF16: about 810):
 
     squares of 128, 8192 x 14336 x 4096      1,253, with scales a step ahead 1,238, and in a ring (`steps.py`) 1,310
     squares of 64, 8192 x 4096 x 14336       587 as vectors, one scale a chunk a step ahead 908, and in a ring 938
     vectors of 64, 4096 x 8192 x 14336       593 in one chunk, 658 in two with 24 registers for copies, 657 in four
 
-Warpgroups that take turns at the tensor cores, so that one promotes while the other multiplies, were slower at all of
-these (1,291, 890 and 632 at best), and so were clusters of two. Sums have the same bits in all.
+Warpgroups that take turns at the tensor cores, so that one promotes while the other multiplies, were slower for all of
+these shapes (1,291, 890 and 632 at best), and so were clusters of two. Sums have the same bits in all.
 
-Which block of k a step takes, and whether it takes all operands, is up to the steps (`steps.py`).
+The steps (`steps.py`) decide which block of k a step takes, and whether it takes all operands.
 """
 
 import functools
@@ -40,24 +40,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, EPILOGUE_ROW_BYTES, EPILOGUE_ROWS, Plan
-from pallas_kernels.hopper.steps import Ring, Steps, Tile
+from pallas_kernels.hopper.steps import OutputTile, Ring, Steps
 from pallas_kernels.partition import varying
 
 _WAVE_ROWS = 64
 
 
 def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) -> jax.Array:
-    """The product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`, as `plan` says.
+    """Return the product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`.
 
-    With blocks of tile_k, after the scale: those of x, float32 `[k / tile_k, m]`, and those of the weight,
-    `[k / tile_k, n / tile_k]` for squares and `[k / tile_k, n]` for vectors; the bias follows them. Then what `steps`,
-    of which `plan.config.pipeline` has the usual ones, reads itself.
+    Args:
+      plan: everything for which the kernel is compiled.
+      out_dtype: dtype of the result.
+      operands: x, one or two halves of the weight, and the scale. With blocks of tile_k then the scales of x, float32
+        `[k / tile_k, m]`, and of the weight, `[k / tile_k, n / tile_k]` for squares and `[k / tile_k, n]` for vectors.
+        The bias follows, and then the operands of `steps` itself.
+      steps: class of the steps; None takes the one of `plan.config.pipeline`.
     """
     (m, k), (n, _) = operands[0].shape, operands[1].shape
     if plan.config.pipeline == "ring" and not plan.promote:
         raise ValueError('pipeline="ring" adds in registers, not with accumulation="fast"; use "steady" or "drained"')
     steps = steps or (Ring if plan.config.pipeline == "ring" else Steps)
-    # Not by lax.platform_dependent: the interpreter calls back into Python, which that cannot lower for a GPU.
+    # Not lax.platform_dependent: the interpreter calls back into Python, which it cannot lower for a GPU.
     interpret = device_kind() == "cpu"
     if interpret:
         # Two clusters show every path of the persistent grid.
@@ -66,13 +70,13 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
     product = plgpu.kernel(
         functools.partial(_kernel, plan, steps(plan, k // plan.config.tile_k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        # As many clusters as the chip holds at once. Each walks several output tiles, so copies of one tile may start
-        # before the products of another end.
+        # As many clusters as the chip holds at once. Each walks several output tiles, so the copies of a tile can start
+        # before the products of the previous tile end.
         grid=(plan.blocks,),
         grid_names=("block",),
         cluster=(plan.config.cluster,),
         cluster_names=("member",),
-        # One warpgroup of 128 threads more than compute: it only copies (warp specialization, as in CUTLASS's kernels).
+        # One more warpgroup of 128 threads, which only copies (warp specialization, as in CUTLASS's kernels).
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
@@ -83,7 +87,7 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
 
 
 def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
-    """The body of one block: output tiles, and the copies and products of each."""
+    """Compute the output tiles of one block: the copies and products of each."""
     config, halves = plan.config, plan.halves
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
     block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
@@ -93,7 +97,7 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster
     own_rows = tile_m // COMPUTE_WARPGROUPS
     m_tiles, n_tiles = m // (tile_m * cluster), n // tile_n
-    # A square's scale is one number a step, read where it is used.
+    # The scale of a square is one number a step, so it is read where it is used.
     copied_scales = block_scales[: 1 if plan.scaling == "square" else 2]
 
     @functools.partial(
@@ -107,7 +111,7 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
 
         @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
         def _tiles(loop: Any) -> None:
-            # Neighbouring blocks take neighbouring tiles, so that panels of x and W are read from L2 by many at once.
+            # Neighbouring blocks take neighbouring tiles, so that they read the same panels of x and W from L2.
             mi, ni = plgpu.planar_snake(loop.index[0], (m_tiles, n_tiles), "mn".index(config.inner), config.snake)
             mi = mi * cluster + member
             scale = scale_gmem[0]
@@ -126,13 +130,13 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
             rows, columns = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
             operands = [x_gmem.at[rows, :], *(half.at[columns, :] for half in w_gmem)]
             operands += [scales.at[:, at] for scales, at in zip(copied_scales, (rows, columns), strict=False)]
-            steps.run(Tile(loop, ni, operands, buffers, add, compute), own)
+            steps.run(OutputTile(loop, ni, operands, buffers, add, compute), own)
 
     plgpu.wait_smem_to_gmem(0)
 
 
 def _chunk_columns(plan: Plan, out_dtype: Any) -> int:
-    """Columns of a sum that are scaled at a time: those of a square, or of `chunks` no narrower than a store."""
+    """Return the columns of a sum that are scaled at a time: a square, or a chunk no narrower than a store."""
     if plan.scaling == "square":
         return plan.config.tile_k
     if plan.scaling == "tensor":
@@ -142,14 +146,14 @@ def _chunk_columns(plan: Plan, out_dtype: Any) -> int:
 
 @dataclass(frozen=True)
 class _Factors:
-    """What promoted sums are multiplied by: scales of x's rows times those of W, in chunks of columns.
+    """Factors of promoted sums: scales of x's rows times scales of W, in chunks of columns.
 
     Attributes:
-      scales: references to global memory, those of x first; none with `scaling` "tensor".
-      scaling: of the plan.
-      columns: of a chunk.
-      first: the index of the output tile's first chunk among all of n.
-      steps: how many there are.
+      scales: references to global memory, x's first; none with `scaling` "tensor".
+      scaling: scaling of the plan.
+      columns: columns of a chunk.
+      first: index of the output tile's first chunk along n.
+      steps: number of steps.
     """
 
     scales: Sequence[Any]
@@ -159,14 +163,14 @@ class _Factors:
     steps: int
 
     def of_squares(self, step: Any, chunks: int) -> tuple[Any, ...]:
-        """W's scales of one step, if they are numbers; those of the last step for steps that do not exist."""
+        """Return W's scales of one step if they are numbers; a step beyond the last one gets the scales of the last."""
         if self.scaling != "square":
             return ()
         step = jnp.minimum(step, self.steps - 1)
         return tuple(self.scales[1][step, self.first + chunk] for chunk in range(chunks))
 
     def find(self, copied: Sequence[Any], of_squares: Sequence[Any], rows: Any, chunk: int) -> jax.Array | None:
-        """The factor of these rows and one chunk, None for none; `copied` are scales in shared memory."""
+        """Return the factor of these rows and one chunk, or None; `copied` are scales in shared memory."""
         if self.scaling == "tensor":
             return None
         shape = (rows.size, self.columns)
@@ -179,17 +183,17 @@ class _Factors:
 
 
 def _multiply(acc: Any, x_smem: Any, w_smem: Sequence[Any], rows: Any) -> None:
-    # W is [n, k] in memory and wgmma reads both operands along k: the transpose is a descriptor, not a move.
+    # W is [n, k] in memory and wgmma reads both operands along k: the transpose only changes a descriptor.
     for half in w_smem:
         plgpu.wgmma(acc, x_smem.at[rows], half.T)
 
 
 def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
-    """(add, compute) of fast accumulation: one accumulator over all of k."""
+    """Return (add, compute) of fast accumulation: one accumulator over all of k."""
 
     def add(step: Any, x_smem: Any, w_smem: Any, scales_smem: Any, release: Any, acc: Any) -> Any:
         _multiply(acc, x_smem, w_smem, pl.ds(first_row, height))
-        # The buffers are given back when this returns, so wgmma, which runs on by itself, must have read them.
+        # The buffers are given back when this returns, and wgmma is asynchronous, so wait until it has read them.
         plgpu.wgmma_wait(0)
         return acc
 
@@ -204,9 +208,9 @@ def _accumulating(store: Any, first_row: Any, height: int, width: int) -> tuple[
 
 
 def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width: int) -> tuple[Any, Any]:
-    """(add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals.
+    """Return (add, compute) of full accumulation: an accumulator for every tile_k, scaled and added to float32 totals.
 
-    A warpgroup works in waves of 64 rows: the totals leave no registers for a larger accumulator.
+    A warpgroup works in waves of 64 rows, because the totals leave no registers for a larger accumulator.
     """
     waves, chunks = height // _WAVE_ROWS, width // factors.columns
 
@@ -222,13 +226,13 @@ def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width
                 return acc[...]
 
             find = functools.partial(factors.find, scales_smem, of_squares, rows)
-            # The first chunk's scales are loaded before the products, which take the time; the others' after them, or
-            # they would be in registers all the time.
+            # Scales of the first chunk are loaded before the products, which hide the latency. The others are loaded
+            # afterwards, or they would occupy registers all the time.
             found = [find(0)]
             part = pl.run_scoped(partial_sum, plgpu.ACC((_WAVE_ROWS, width), jnp.float32))
             found += [find(chunk) for chunk in range(1, chunks)]
             if wave == waves - 1:
-                # The buffers are free before the additions, not after.
+                # Free the buffers before the additions, which do not read them.
                 release()
             for chunk, factor in enumerate(found):
                 piece = part[:, chunk * factors.columns : (chunk + 1) * factors.columns]
@@ -236,7 +240,7 @@ def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width
         return tuple(new), following
 
     def compute(run: Any) -> None:
-        # In the accumulator's own layout, or every addition would move values between threads.
+        # In the accumulator's layout, or every addition would move values between threads.
         zero = plgpu.layout_cast(jnp.zeros((_WAVE_ROWS, factors.columns), jnp.float32), plgpu.Layout.WGMMA)
         totals, _ = run(((zero,) * waves * chunks, factors.of_squares(0, chunks)))
         store([list(totals[wave * chunks :][:chunks]) for wave in range(waves)])
@@ -245,17 +249,17 @@ def _promoting(store: Any, factors: _Factors, first_row: Any, height: int, width
 
 
 def _epilogue_buffers(count: int, dtype: Any) -> Any:
-    """Pieces of the output for each warpgroup, so that one is filled while others are copied out."""
+    """Return buffers for pieces of the output of each warpgroup: one is filled while others are copied out."""
     columns = EPILOGUE_ROW_BYTES // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(EPILOGUE_ROW_BYTES))
     return plgpu.SMEM((COMPUTE_WARPGROUPS, count, EPILOGUE_ROWS, columns), dtype, transforms=transforms)
 
 
 def _store(parts: list[list[jax.Array]], bias_gmem: Any, out_smem: Any, out_gmem: Any, corner: tuple[Any, Any]) -> None:
-    """Write lines of `parts`, of one shape, to `out_gmem` from `corner` on, through the buffers in turn.
+    """Write lines of `parts`, which have one shape, to `out_gmem` from `corner` on, through the buffers in turn.
 
-    A tile has a multiple of as many pieces as there are buffers, so the turn goes on from tile to tile, and a buffer
-    is free again when all but the newest `buffers - 1` copies have been read.
+    The pieces of a tile are a multiple of the buffers, so the turn continues from tile to tile. A buffer is free when
+    all copies but the newest `buffers - 1` have been read.
     """
     buffers, height, width = out_smem.shape
     (rows, columns), count = parts[0][0].shape, 0
@@ -266,7 +270,7 @@ def _store(parts: list[list[jax.Array]], bias_gmem: Any, out_smem: Any, out_gmem
                 at = pl.ds(corner[1] + across * columns + j, width)
                 piece = part[i : i + height, j : j + width]
                 if bias_gmem is not None:
-                    # Straight from global memory, which "optimized" loads, made for swizzled shared memory, refuse.
+                    # "Optimized" loads are made for swizzled shared memory and refuse global memory.
                     bias = plgpu.load(bias_gmem.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     piece = piece + lax.broadcast_in_dim(bias, (height, width), (1,))
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)

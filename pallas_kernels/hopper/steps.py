@@ -1,9 +1,9 @@
-"""The steps of an output tile on Hopper: one warpgroup copies operands to shared memory, two compute on what is there.
+"""The steps of an output tile on Hopper: one warpgroup copies operands to shared memory, and two compute on them.
 
-Two pipelines have the same interface. `Steps` is Pallas's own. `Ring` turns on from one output tile to the next
-whatever the number of steps, and a step gives its buffers back by one barrier where Pallas has one an operand. On an
-H200, 8192 x 14336 x 4096 in squares of 128 ran at 1,310 TFLOP/s in the ring and at 1,238 without it, squares of
-64 at 938 and 908. Of vectors nobody knows (616 and 658, with different registers): `benchmarks.tune` times both.
+Two pipelines have the same interface. `Steps` is Pallas's own. `Ring` continues from one output tile to the next for
+any number of steps, and a step gives its buffers back by one barrier, whereas Pallas has one for each operand. On an
+H200, 8192 x 14336 x 4096 in squares of 128 ran at 1,310 TFLOP/s in the ring and at 1,238 without it, squares of 64 at
+938 and 908. Vectors ran at 616 and 658, with different registers, so `benchmarks.tune` times both pipelines.
 """
 
 import functools
@@ -20,17 +20,17 @@ from pallas_kernels.hopper.plan import COMPUTE_WARPGROUPS, SWIZZLE, Plan
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What one output tile needs: the loop it is part of, its operands, and what it does with a step and a sum.
+class OutputTile:
+    """One output tile: the loop that it is part of, its operands, and the functions that add a step and use the sum.
 
     Attributes:
-      loop: of `plgpu.nd_loop`, over the tiles of this block.
-      column: the index of the tile along n.
-      operands: references to global memory of x, the halves of W and the scales that are copied.
-      buffers: what the `allocations` of the steps became.
-      add: `(step, x, halves of W, scales, release, carry) -> carry` of one step; it calls `release()` after its last
-        read.
-      compute: takes `(carry) -> carry`, all steps of the tile, and calls it once.
+      loop: state of `plgpu.nd_loop` over the tiles of this block.
+      column: index of the tile along n.
+      operands: references to global memory: x, the halves of W, and the scales that are copied.
+      buffers: the allocated `allocations` of the steps.
+      add: function of one step, `(step, x, halves of W, scales, release, carry) -> carry`; it calls `release()` after
+        its last read.
+      compute: function that takes all steps of the tile, `(carry) -> carry`, and calls them once.
     """
 
     loop: Any
@@ -41,11 +41,11 @@ class Tile:
     compute: Any
 
 
-def specs(plan: Plan) -> list[Any]:
-    """Blocks of x, of the halves of W and of the scales that are copied, in steps of tile_k."""
+def specs(plan: Plan) -> list[plgpu.BlockSpec]:
+    """Return the blocks of x, the halves of W and the scales that are copied, in steps of tile_k."""
     config = plan.config
-    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would meet in the same banks; copies
-    # and wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
+    # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would hit the same banks. Copies and
+    # wgmma must agree on the width (PTX ISA, "Shared Memory Matrix Layout").
     swizzle = min(config.tile_k, SWIZZLE)
     vector = dict(memory_space=plgpu.SMEM, delay_release=0)
     tiled = dict(**vector, transforms=(plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)))
@@ -63,24 +63,24 @@ class Steps:
     """The steps of an output tile in the order of k, each with all operands: Pallas's own pipeline.
 
     Attributes:
-      plan: of the kernel.
-      count: steps of tile_k.
+      plan: plan of the kernel.
+      count: number of steps of tile_k.
     """
 
     plan: Plan
     count: int
 
-    # Operands of its own, after all others, and what the kernel's name ends with.
+    # Number of the steps' own operands, which come last, and the end of the kernel's name.
     extra = 0
     suffix = ""
 
     def allocations(self, operands: Sequence[Any]) -> Any:
-        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
+        """Return the buffers that `pl.run_scoped` must allocate for these operands, once for all tiles."""
         nothing = lambda *_, **__: None
         return self._pipeline(nothing, nothing).get_allocations(*operands)
 
-    def run(self, tile: Tile, own: Sequence[Any]) -> None:
-        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
+    def run(self, tile: OutputTile, own: Sequence[Any]) -> None:
+        """Run all steps of one output tile in all warpgroups of a block; `own` are the steps' own operands."""
         state = None
         if self.plan.config.pipeline == "steady":
             phase = plgpu.PipelinePipeline
@@ -105,7 +105,7 @@ class Steps:
         self._pipeline(body, tile.compute, state)(*tile.operands, allocations=tile.buffers)
 
     def _pipeline(self, body: Any, compute: Any, state: Any = None) -> Any:
-        """Copies of all operands, `count` times tile_k, and `body` on the buffers that are full."""
+        """Return the pipeline: copies of all operands, `count` times tile_k, and `body` on full buffers."""
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(self.count,),
@@ -124,7 +124,7 @@ class Steps:
 class Ring(Steps):
     """The same steps through a ring of `stages` buffers with two barriers each, which is emptied after the last tile.
 
-    What a step copies and multiplies, `copies` and `walk` say; `skip_matmul` has its own.
+    `copies` and `walk` say which blocks a step copies and multiplies; `skip_matmul` has its own.
     """
 
     @property
@@ -132,7 +132,7 @@ class Ring(Steps):
         return min(self.plan.config.stages, self.count)
 
     def allocations(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """What `pl.run_scoped` must allocate for operands of these dtypes, once for all tiles."""
+        """Return the buffers that `pl.run_scoped` must allocate for these operands, once for all tiles."""
         of_operands = specs(self.plan)
         multicast = tuple({axis for spec in of_operands for axis in spec.collective_axes or ()})
         counts: dict[str, Any] = dict(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self._stages)
@@ -146,23 +146,23 @@ class Ring(Steps):
             consumed=consumed,
         )
 
-    def copies(self, tile: Tile, own: Sequence[Any], step: Any) -> list[tuple[Any, Any]]:
-        """(which block of k, whether it is copied) of every operand at a step; None is always."""
+    def copies(self, tile: OutputTile, own: Sequence[Any], step: Any) -> list[tuple[Any, Any]]:
+        """Return (block of k, whether it is copied) of every operand at a step; None is always."""
         return [(step, None)] * len(tile.operands)
 
-    def walk(self, tile: Tile, own: Sequence[Any], step: Any, carry: Any) -> Any:
-        """All steps; `step(halves, index, carry)` is one that multiplies this many halves of W."""
+    def walk(self, tile: OutputTile, own: Sequence[Any], step: Any, carry: Any) -> Any:
+        """Run all steps; `step(halves, index, carry)` multiplies this many halves of W."""
         return lax.fori_loop(0, self.count, functools.partial(step, self.plan.halves), carry)
 
-    def run(self, tile: Tile, own: Sequence[Any]) -> None:
-        """All steps of one output tile, by all warpgroups of a block; `own` are the steps' own operands."""
+    def run(self, tile: OutputTile, own: Sequence[Any]) -> None:
+        """Run all steps of one output tile in all warpgroups of a block; `own` are the steps' own operands."""
         lax.cond(
             lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS,
             functools.partial(self._fill, tile, own),
             functools.partial(self._consume, tile, own),
         )
 
-    def _fill(self, tile: Tile, own: Sequence[Any]) -> None:
+    def _fill(self, tile: OutputTile, own: Sequence[Any]) -> None:
         consumed, filled, before = tile.buffers["consumed"], tile.buffers["filled"], self._before(tile)
         plgpu.set_max_registers(self.plan.memory_registers, action="decrease")
 
@@ -179,17 +179,17 @@ class Ring(Steps):
                 if present is None:
                     copy()
                 else:
-                    # An arrival in place of the copy keeps the count.
+                    # An arrival instead of the copy keeps the barrier's count.
                     lax.cond(present, copy, lambda slot=slot: plgpu.barrier_arrive(filled.at[slot]))
 
-        # A block of a cluster must not end while others still arrive at its barriers.
+        # A block of a cluster must not end while other blocks still arrive at its barriers.
         @pl.when(tile.loop.local_index == tile.loop.num_local_steps - 1)
         def _empty() -> None:
             @pl.loop(0, self._stages)
             def _wait(i: Any) -> None:
                 plgpu.barrier_wait(consumed.at[lax.rem(before + self.count + i, self._stages)])
 
-    def _consume(self, tile: Tile, own: Sequence[Any]) -> None:
+    def _consume(self, tile: OutputTile, own: Sequence[Any]) -> None:
         scope, halves, before = tile.buffers, self.plan.halves, self._before(tile)
         plgpu.set_max_registers(self.plan.compute_registers, action="increase")
 
@@ -202,11 +202,11 @@ class Ring(Steps):
 
         tile.compute(functools.partial(self.walk, tile, own, step))
 
-    def _before(self, tile: Tile) -> Any:
-        """Steps of the tiles before this one."""
+    def _before(self, tile: OutputTile) -> Any:
+        """Return the number of steps of the tiles before this one."""
         return tile.loop.local_index * self.count
 
-    def _copy(self, tile: Tile, i: int, k: Any, slot: Any) -> None:
+    def _copy(self, tile: OutputTile, i: int, k: Any, slot: Any) -> None:
         spec, buffer = specs(self.plan)[i], tile.buffers["buffers"][i]
         corner = zip(spec.index_map(k), spec.block_shape, strict=True)
         block = tile.operands[i].at[tuple(pl.ds(index * size, size) for index, size in corner)]

@@ -1,17 +1,17 @@
-"""`quantize` with a scale for every row in Pallas-Triton, and for every column where both orientations are asked for.
+"""`quantize` with a scale for every row in Pallas-Triton, and for every column if both orientations are asked for.
 
-What moves, in bytes a value of bfloat16 (XLA's passes in brackets):
+Bytes that move for each value of bfloat16 (XLA's passes in brackets):
 
     "rows"   3     a program holds whole rows: x is read once, and its FP8 values are written          (5)
     "both"   6.1   the scale of a column needs every row, so x is read twice: one kernel finds the
                    largest magnitude of each row and column of every tile, another scales and turns    (10)
 
-Between these two, one small kernel for rows and one for columns make scales of the magnitudes, which are a byte for
-every 13 values. The last takes the tiles in the order opposite to the first one's, so that what was read last, and may
-still be in the cache, is read first.
+Between these two, one small kernel for rows and one for columns turn the magnitudes, a byte for every 13 values, into
+scales. The last kernel takes the tiles in the opposite order of the first, so that it first reads the tiles that were
+read last and may still be in the cache.
 
-Under a mesh each device does this with its own part: what crosses devices is the largest magnitude of each line that
-they share. Where rows are split, rows alone take two passes as well.
+Under a mesh each device runs these kernels on its own part, and only the largest magnitude of each line that devices
+share crosses the mesh. If rows are split, "rows" takes two passes as well.
 """
 
 import functools
@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantization, Quantized
@@ -29,24 +30,24 @@ from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.specs import device_count
 from pallas_kernels.tiled import WIDE, Tile
 
-# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value, where
-# 128 x 128 takes 7.7; a thread that held 128 values would take 5.5, and leave half as many programs.
+# Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value and
+# 128 x 128 takes 7.7. A thread with 128 values would take 5.5, but leave half as many programs.
 _ROWS, _COLUMNS, _WARPS = (64, 32), (256, 128, 64, 32), 8
-# The lines whose scales a program finds, and the most tiles of which it can compare the magnitudes.
+# Lines whose scales one program finds, and the most tiles whose magnitudes it can compare.
 _LINES, MOST_TILES = 32, 1024
-# A program that holds whole rows: the longest that it can, and its fewest values.
+# Longest row, and fewest values, of a program that holds whole rows.
 LONGEST_ROW, _FEWEST = 32768, 4096
-# Both hold so many values a thread, and more where that takes too many warps.
+# Values that a thread holds in both, and the most warps of a program; beyond these a thread holds more values.
 _VALUES_PER_THREAD, _MOST_WARPS = 32, 16
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
-    """Why this kernel cannot quantize x, or None."""
+    """Return the reason why this kernel cannot quantize x, or None."""
     return None if x.size else f'x{list(x.shape)} has no values; use backend="xla"'
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
-    """See `api.quantize`."""
+    """Return the quantized tensor, see `api.quantize`."""
     *leading, k = x.shape
     m, split = math.prod(leading), functools.partial(partitioned, merged={"i": tuple(leading)})
     if options.orientation == "rows":
@@ -65,12 +66,12 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
 
 
 def _side(size: int, sides: tuple[int, ...]) -> int:
-    """The side of a tile of magnitudes: the largest that gives every device of a mesh whole tiles, if one does."""
+    """Return the largest side of a tile that gives every device of a mesh whole tiles, else the largest."""
     return next((side for side in sides if size % (side * device_count()) == 0), sides[0])
 
 
 def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
-    """Values `[m, k]` and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
+    """Return values `[m, k]` and scales `[m]`; axes `summed_over` hold the rest of x's rows."""
     if not summed_over and x.shape[1] <= LONGEST_ROW:
         return _on_platform(functools.partial(_call_rows, options), x)
     inverse, scale = _scales_by_xla(options, x, 1, summed_over)
@@ -78,12 +79,12 @@ def _rows(options: Quantization, x: jax.Array, *, summed_over: tuple[str, ...]) 
 
 
 def _tops(sides: tuple[int, int], x: jax.Array, *, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
-    """The largest magnitudes of the rows of every tile, `[k / side, m]`, and of its columns, `[m / side, k]`."""
+    """Return the largest magnitudes of the rows of every tile, `[k / side, m]`, and of its columns, `[m / side, k]`."""
     return _on_platform(functools.partial(_call_tops, sides), x)
 
 
 def _scales(options: Quantization, tops: jax.Array, *, summed_over: tuple[str, ...]) -> list[jax.Array]:
-    """Inverse scales and scales `[n]` of lines from `_tops`; axes `summed_over` hold tiles of the same lines."""
+    """Return inverse scales and scales `[n]` of lines from `_tops`; axes `summed_over` hold tiles of the same lines."""
     if not summed_over and tops.shape[0] <= MOST_TILES:
         return _on_platform(functools.partial(_call_scales, options), tops)
     return _scales_by_xla(options, tops, 0, summed_over)
@@ -92,15 +93,15 @@ def _scales(options: Quantization, tops: jax.Array, *, summed_over: tuple[str, .
 def _scales_by_xla(options: Quantization, x: jax.Array, axis: int, summed_over: tuple[str, ...]) -> list[jax.Array]:
     amax = numerics.amax_by_bits(x.astype(jnp.float32), axis)
     if summed_over:
-        # Integers: what a network makes of NaN is its own affair.
+        # As integers, because a maximum over a network may drop NaN.
         bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), summed_over)
         amax = lax.bitcast_convert_type(bits, jnp.float32)
     scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
     return [inverse, scale]
 
 
-def _apply(dtype: Any, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
-    """X times the inverse scales of its rows, and, where there are some, x times those of its columns, transposed."""
+def _apply(dtype: DTypeLike, *operands: jax.Array, summed_over: tuple[str, ...] = ()) -> list[jax.Array]:
+    """Return x times the inverse scales of its rows and, if given, x times the ones of its columns, transposed."""
     return _on_platform(functools.partial(_call_apply, dtype), *operands)
 
 
@@ -140,7 +141,7 @@ def _call_tops(sides: tuple[int, int], x: jax.Array, *, interpret: bool) -> list
     )(x)
 
 
-def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool) -> list[jax.Array]:
+def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret: bool) -> list[jax.Array]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
@@ -148,7 +149,7 @@ def _call_apply(dtype: Any, x: jax.Array, *inverses: jax.Array, interpret: bool)
     tile = WIDE.fit(m, k) or Tile()
     sides = tile.rows, tile.columns
     last = pl.cdiv(m, tile.rows) - 1, pl.cdiv(k, tile.columns) - 1
-    # Forms of the scales and results, rows' and columns': from the last tile to the first.
+    # Places of scales and results of rows and columns, from the last tile to the first.
     at = lambda i, j: (last[0] - i, last[1] - j)
     turned = lambda i, j: at(i, j)[::-1]
     of_rows, of_columns = (lambda i, j: at(i, j)[:1]), (lambda i, j: at(i, j)[1:])
@@ -237,18 +238,18 @@ def _call_rows(options: Quantization, x: jax.Array, *, interpret: bool) -> list[
 
 
 def warps_of(sides: tuple[int, int]) -> int:
-    """Warps of a program that holds whole rows."""
+    """Return the warps of a program that holds whole lines."""
     return min(_MOST_WARPS, max(1, sides[0] * sides[1] // (32 * _VALUES_PER_THREAD)))
 
 
 def scale_and_inverse(options: Quantization, amax: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Those of lines with these largest magnitudes, by the device's exact division."""
+    """Return (scales, inverse scales) of lines with these largest magnitudes, by the device's exact division."""
     division = numerics.divide if interpret else functools.partial(_instruction, "div.rn.f32")
     return numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale, division=division)
 
 
 def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ...]) -> jax.Array | None:
-    """Which values of the tile at `place` are the array's; None where its sides divide the array: all of them."""
+    """Return a mask of the values of the tile at `place` that the array has, or None if its sides divide the array."""
     mask = None
     for axis, (size, side, index) in enumerate(zip(whole, sides, place, strict=True)):
         if size % side:
@@ -258,24 +259,24 @@ def _inside(whole: tuple[int, ...], sides: tuple[int, ...], place: tuple[Any, ..
 
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """A tile, zero where the mask is not set."""
+    """Return a tile, with zeros outside of the mask."""
     from jax.experimental.pallas import triton as plgpu
 
     return ref[...] if mask is None else plgpu.load(ref, mask=mask, other=0)
 
 
 def multiplied(x: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
-    """`flush_subnormal(x) * inverse` as far as its FP8 value can tell; nothing to clip, a line's scale covers it.
+    """Return `flush_subnormal(x) * inverse`; nothing is clipped, because the scale of a line covers its values.
 
-    On the device the multiplication itself reads subnormals as zeros, of their sign.
+    On the device the multiplication itself reads subnormals as zeros of their sign.
     """
     if interpret:
         return numerics.flush_subnormal(x) * inverse
     return _instruction("mul.rn.ftz.f32", x, inverse)
 
 
-def _instruction(name: str, a: Any, b: Any) -> jax.Array:
-    """An operation of the device on two float32 values, which no compiler replaces by another."""
+def _instruction(name: str, a: ArrayLike, b: ArrayLike) -> jax.Array:
+    """Return the result of one instruction on two float32 values, which no compiler replaces by another."""
     from jax.experimental.pallas import triton as plgpu
 
     shape = jnp.broadcast_shapes(jnp.shape(a), jnp.shape(b))

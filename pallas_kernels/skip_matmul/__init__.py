@@ -1,1 +1,1 @@
-"""Products that leave out what is zero of a residual weight."""
+"""Products of residual weights without the blocks of the residual that are zero."""
