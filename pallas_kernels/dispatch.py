@@ -73,7 +73,7 @@ class Call:
     """One call of `dispatch` in a program.
 
     Attributes:
-      step: name of the innermost `jax.named_scope`, which says what the op is for.
+      step: name of the innermost `jax.named_scope`, which says the purpose of the op.
       op: name of the op.
       operands: dtypes and shapes of its arrays, in words.
       verdicts: one for each implementation in the table's order; empty for an op of XLA alone, such as a BF16 product.
@@ -104,7 +104,7 @@ def recording() -> Iterator[list[Call]]:
     """Record every call of an op that is traced inside.
 
     A named backend that cannot run is recorded with its reason, and the reference is traced instead. Functions that
-    were traced elsewhere are traced anew, and traces made here serve nobody else.
+    were traced elsewhere are traced anew, and traces made here are not reused.
     """
     calls: list[Call] = []
     token = _CALLS.set(calls)
@@ -247,7 +247,7 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function(options, *arguments)`, traced once for options and arguments that agree.
 
     Use it for a part of a program that equal layers repeat. Without it a program with twelve layers has the arithmetic
-    of its quantizers thirty-six times, and JAX traces, differentiates and lowers each of them anew. XLA inlines the
+    of its quantizers thirty-six times, and JAX traces, differentiates and lowers each copy. XLA inlines the
     jitted function before it optimizes, so the compiled program is the same.
 
     `options` is hashable. The arguments are pytrees of arrays, compared by shapes, dtypes, shardings and varying axes.

@@ -122,7 +122,7 @@ def on_parts(
         would gather a kernel inside a `shard_map` over the axes that the `shard_map` leaves out.
       letters: rule of the op on matrices.
       operands: arrays.
-      wanted: entries of the one result, or None to take those of the operands.
+      wanted: entries of the one result, or None to take the entries of the operands.
     """
     mesh = jax.sharding.get_abstract_mesh()
     wide = letters.of_arrays()
@@ -278,7 +278,7 @@ def _first_entries(sides: list[Side], specs: list[tuple[Entry, ...]], counts: Ma
 def _final(
     side: Side, spec: tuple[Entry, ...], wanted: Sequence[Entry] | None, of_operands: Mapping[str, Entry]
 ) -> tuple[Entry, ...]:
-    """Return the wanted entries of a result, else those of its operands, even if the op left an axis whole."""
+    """Return the wanted entries of a result, else the entries of its operands, even if the op left an axis whole."""
     if wanted is not None:
         return tuple(wanted)
     final: list[Entry] = []

@@ -8,8 +8,8 @@ Two formats, for blocks along the last axis (the last block may be shorter):
 * **v** is never negative: "UE5M3", five bits of exponent and three of mantissa, without a code for zero. The bits of
   the float32 value are `(base << 23) + ((code + 1) << 20)`. The block's byte `base` is the biased exponent of the
   largest v less 31, at least 8, so the largest v rounds to code 255 at most, and code 0 is the floor, 32 binades below.
-  A v below the floor is stored as the floor, so the root that divides an update never vanishes. Zeros are stored only if the
-  whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite, and all of it is NaN.
+  A v below the floor is stored as the floor, so the root that divides an update never vanishes. Zeros are stored only
+  if the whole block is zero (`base` 0). `base` 255 says that a v of the block was not finite, and all of it is NaN.
 
 Both grids are evenly spaced within every binade. Adding random bits below the last kept bit and truncating therefore
 rounds to one of the two neighbours with exactly the probability that keeps the mean. 20 bits are added, from one hash a

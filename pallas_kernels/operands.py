@@ -48,7 +48,7 @@ class Operand:
       lo_scale: scales of the residual in blocks: `scale`, but code 0 for every block whose residual is all zeros.
       scaling: rule that says which values share a scale.
       contracts: "first" if `values` and `lo` are `[c, n]` and stand for their transpose, which each product makes
-        itself (`turn_late`). Scales and `shape` are already those of the transpose.
+        itself (`turn_late`). Scales and `shape` already belong to the transpose.
       outer: second scale of NVFP4, which multiplies all others, float32 `[]` or the leading axes of a stack.
     """
 

@@ -67,7 +67,7 @@ def partitioned(
       scattered: whether `local` also takes `scattered=`, a list of `Scatter`, along which it must sum and hand out its
         one result (`wire.reduced`).
       merged: sizes of the neighbouring axes of the arrays for which a letter stands; `local` gets them as one axis.
-      wanted: entries of the one result under explicit axes; None takes those of the operands.
+      wanted: entries of the one result under explicit axes; None takes the entries of the operands.
     """
     letters = Letters.read(rule, merged)
     blocks = {letter: of for letter, of in (blocks or {}).items() if letter in letters.named}

@@ -150,7 +150,7 @@ class Block:
 
     @property
     def serves_both(self) -> bool:
-        """Whether one quantization of a matrix also serves its transpose."""
+        """True if one quantization of a matrix also serves its transpose."""
         return self.tile == "square"
 
     @property
@@ -268,7 +268,7 @@ class Fp4:
 
     @property
     def has_outer(self) -> bool:
-        """Whether the scales have a scale themselves."""
+        """True if the scales have a scale themselves."""
         return self.format == "nvfp4"
 
     @property

@@ -82,7 +82,7 @@ def device_count() -> int:
 
 
 def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
-    """Return x with this spec in its type, moved only if it has another one; as it is without explicit axes."""
+    """Return x with this spec in its type, moved only if it has another one; without explicit axes nothing moves."""
     sharding = sharding_of(x)
     same = [names(entry) for entry in entries_of(x)] == [names(entry) for entry in spec]
     if same or (sharding is None and not has_explicit_axes()):

@@ -28,7 +28,7 @@ _ALIKE = {"NVIDIA H200": ("H100", "H200", "H800", "GH200")}
 
 
 class Key(NamedTuple):
-    """Name of a call in `tuned.json`: its op, its shape, and what else decides its speed ("dual fast bfloat16")."""
+    """Name of a call in `tuned.json`: its op, its variant such as "dual fast bfloat16", and its shape."""
 
     op: str
     variant: str

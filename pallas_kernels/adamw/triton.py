@@ -1,7 +1,7 @@
 """`adamw` as one Pallas-Triton pass in place: 4 bytes and a gradient are read, 4 bytes written, nothing else.
 
 A program holds 16 blocks of 128 values. Without a transposed copy the blocks are consecutive in memory, across the ends
-of rows. With one they are below each other, so that the tile can be transposed. Random bits are hashed in registers
+of rows. With one they lie below each other, so that the tile can be transposed. Random bits are hashed in registers
 from the global index, so a device that holds a part of the weight is told the first row and column of its part.
 
 The compiled kernel uses the arithmetic of `Device`, and the interpreter `reference.Portable`; the bits are the same.
@@ -42,8 +42,8 @@ def decline(options: Options, *arrays: Any) -> str | None:
     """Return the reason why this kernel is not the first choice, or None.
 
     It needs the instructions that convert E4M3, which NVIDIA GPUs have from 8.9 on. On an H200 XLA's fusions of the
-    same arithmetic take three times as long, so no shape needs to be timed. A device that is only described, for a program
-    that is compiled elsewhere, has a name but no capability.
+    same arithmetic take three times as long, so no shape needs to be timed. A device that is only described, for a
+    program that is compiled elsewhere, has a name but no capability.
     """
     kind, capability = dispatch.device_kind(), dispatch.compute_capability()
     if "NVIDIA" not in kind or 0 < capability < 8.9:

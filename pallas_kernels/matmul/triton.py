@@ -24,7 +24,7 @@ from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Scaling, sizes
 from pallas_kernels.partition import varying
 
-_SMALLEST_SIDE = 16  # of a tile in Triton's tensor-core products
+_SMALLEST_SIDE = 16  # sides of tiles in Triton's tensor-core products
 
 
 @dataclass(frozen=True)

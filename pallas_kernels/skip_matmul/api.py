@@ -12,7 +12,7 @@ from pallas_kernels.specs import Sharding
 
 IMPLEMENTATIONS = (
     Implementation("mosaic", mosaic.skip_matmul, mosaic.reject, configure=mosaic.configure, timed=True),
-    # Zeros add nothing: the definition is that of `matmul`.
+    # Zeros add nothing, so the definition is the one of `matmul`.
     Implementation("xla", reference.matmul, key=mosaic.key),
 )
 
@@ -27,7 +27,7 @@ def skip_matmul(
 ) -> jax.Array:
     """Return `x @ w.T` without the blocks of k in which all of an n-tile's residual is zero.
 
-    The kernel neither loads nor multiplies them. The result is that of `matmul` except for the order of sums. Use it
+    The kernel neither loads nor multiplies them. The result differs from `matmul` only in the order of sums. Use it
     for weights that FP8 holds mostly exactly.
 
     Args:
