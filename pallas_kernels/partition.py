@@ -16,7 +16,7 @@ Under vmap a kernel runs once for every element, in a loop, because kernels have
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -25,22 +25,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.explicit import BlocksOf, Letters, on_parts, one_at_a_time, under_own_mesh
 from pallas_kernels.specs import Entry, device_count, entries, has_explicit_axes, names, shards
+from pallas_kernels.wire import Scatter
 
-__all__ = ["BlocksOf", "Scatter", "over_arrays", "partitioned", "varying"]
-
-
-class Scatter(NamedTuple):
-    """An axis of a result that is handed out over the mesh axes that split its partial sums.
-
-    Attributes:
-      axes: names of the mesh axes.
-      dimension: index of the axis of the result, in `shape`.
-      shape: shape to which the result must be reshaped first if it has more axes than the matrix, else None.
-    """
-
-    axes: tuple[str, ...]
-    dimension: int
-    shape: tuple[int, ...] | None = None
+__all__ = ["BlocksOf", "over_arrays", "partitioned", "varying"]
 
 
 def partitioned(

@@ -14,16 +14,27 @@ are not offered, because NCCL would add three bits of mantissa to three bits.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-if TYPE_CHECKING:
-    from pallas_kernels.partition import Scatter
-
 Wire = Literal["float32", "bfloat16", "bfloat16_parts"]
+
+
+class Scatter(NamedTuple):
+    """An axis of a result that is handed out over the mesh axes that split its partial sums.
+
+    Attributes:
+      axes: names of the mesh axes.
+      dimension: index of the axis of the result, in `shape`.
+      shape: shape to which the result must be reshaped first if it has more axes than the matrix, else None.
+    """
+
+    axes: tuple[str, ...]
+    dimension: int
+    shape: tuple[int, ...] | None = None
 
 
 def check_wire(wire: str | None) -> None:
@@ -39,7 +50,7 @@ def check_wire(wire: str | None) -> None:
 
 
 def reduced(
-    partial: jax.Array, scattered: "Sequence[Scatter]", summed_over: Sequence[str], wire: Wire | None
+    partial: jax.Array, scattered: Sequence[Scatter], summed_over: Sequence[str], wire: Wire | None
 ) -> jax.Array:
     """Add the partial sums of devices over mesh axes.
 

@@ -11,9 +11,9 @@ from jax import lax
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.operands import Block, Operand, Product, sizes
-from pallas_kernels.partition import BlocksOf, Scatter, over_arrays, partitioned
+from pallas_kernels.partition import BlocksOf, over_arrays, partitioned
 from pallas_kernels.specs import Entry, entries, has_explicit_axes
-from pallas_kernels.wire import reduced
+from pallas_kernels.wire import Scatter, reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
 Multiply = Callable[[Product, Operand, Operand, jax.Array | None], jax.Array]

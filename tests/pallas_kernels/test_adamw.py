@@ -74,7 +74,7 @@ def exact_weight(g, hi, lo, state, given, options):
     """W' before it is rounded, in units of the weight, by the definition's arithmetic on whole blocks."""
     blocks = moments.to_blocks
     codes = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8)[..., None].astype(jnp.int32)
-    old = reference.Tile(
+    old = reference.State(
         blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale)
     )
     bits = blocks(counter.bits_of(g.shape, KEY[0], KEY[1]))
