@@ -10,10 +10,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import note
-from pallas_kernels.partition import Scatter, partitioned
+from pallas_kernels.partition import partitioned
 from pallas_kernels.specs import Sharding, entries
 from pallas_kernels.tuning import Key
-from pallas_kernels.wire import Wire, reduced
+from pallas_kernels.wire import Scatter, Wire, reduced
 
 
 def dot(
