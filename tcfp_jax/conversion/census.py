@@ -157,8 +157,9 @@ def _join(facts: Sequence[Fact]) -> Fact:
 
 def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     """Return the facts of an ordinary equation: views of its operand, or mixtures of all of its operands."""
-    if bodies_of(eqn):
-        return _opaque(found, eqn, inputs, place)
+    bodies = bodies_of(eqn)
+    if bodies:
+        return _opaque(found, eqn, bodies, inputs, place)
     return [_output(found, eqn, inputs, number, place) for number in range(len(eqn.outvars))]
 
 
@@ -224,15 +225,15 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 
 def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     if eqn.params.get("differentiated"):  # a checkpoint inside a derivative: its body is not evaluated again
-        return _opaque(found, eqn, inputs, place)
+        return _opaque(found, eqn, bodies_of(eqn), inputs, place)
     return found.walk(body_of(eqn), inputs, place)
 
 
-def _opaque(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
+def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact], place: Place) -> list[Fact]:
     """Walk bodies that the evaluation binds unchanged: their products are listed with that reason."""
     before, found.inside = found.inside, found.inside or f"inside {eqn.primitive.name}"
     outputs: list[Fact] | None = None
-    for number, body in enumerate(bodies_of(eqn)):
+    for number, body in enumerate(bodies):
         if len(body[0].invars) == len(inputs):
             facts = found.walk(body, inputs, (*place, number))
             outputs = facts if outputs is None and len(facts) == len(eqn.outvars) else outputs

@@ -32,7 +32,7 @@ from tcfp_jax.conversion.trace import (
     scan_counts,
     scan_options,
 )
-from tcfp_jax.conversion.views import Equation, Factors, View, factors, layout_of, move, operand_number
+from tcfp_jax.conversion.views import Equation, Factors, View, factors, move, operand_number
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
@@ -295,7 +295,7 @@ def _product(
     assert isinstance(found, Factors), "the census plans no other product"
     # The stored form serves the product that it was made for; another product of the weight quantizes it here.
     how = weight.weight
-    fits = how is not None and (how.recipe, how.layout) == (recipe, layout_of(view, found.roles))
+    fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
     stored = weight.stored if fits else None
     kernel = weight.root if stored is not None else weight.numbers()
     if stored is None and weight.local is not None:

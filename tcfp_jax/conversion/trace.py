@@ -186,9 +186,8 @@ def product_of(
         return dataclasses.replace(described, reason=found)
     sizes = {role: math.prod(s for s, r in zip(view.sizes, found.roles, strict=True) if r == role) for role in "io"}
     return dataclasses.replace(
-        described, equation=found.equation(), k=sizes["i"], n=sizes["o"], rows=found.rows,
-        layout=layout_of(view, found.roles),
-    )  # fmt: skip
+        described, equation=found.equation, k=sizes["i"], n=sizes["o"], rows=found.rows, layout=found.layout
+    )
 
 
 def _refusal(eqn: Equation, side: int, view: View | None) -> str:

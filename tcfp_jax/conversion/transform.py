@@ -140,7 +140,8 @@ class Transformed:
 
     def _others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the arrays of the arguments before and after the parameters, in the order of the program's inputs."""
-        return arrays_in(args[: self._params]), arrays_in((args[self._params + 1 :], dict(kwargs)))
+        before = arrays_in(args[: self._params]) if self._params else []
+        return before, arrays_in((args[self._params + 1 :], dict(kwargs)))
 
     def _trained(self, args: tuple[Any, ...]) -> dict[str, Stored]:
         """Return the parameters that are stored weights themselves, by path."""

@@ -271,6 +271,8 @@ class Factors:
       out_groups: sizes of the product's axes that make each axis of the result.
       roles: role of each atom: "i" is contracted, "o" is in the result alone, "b" is in all three arrays.
       rows: number of rows of x that each matrix multiplies.
+      layout: layout of the whole parameter, from `layout_of`.
+      equation: the product as an einsum equation, with the parameter's letters first in the alphabet.
     """
 
     contraction: Contraction
@@ -278,22 +280,8 @@ class Factors:
     out_groups: Axes
     roles: tuple[str, ...]
     rows: int
-
-    def equation(self) -> str:
-        """Return the product as an einsum equation, with the parameter's letters first in the alphabet.
-
-        >>> factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))).equation()
-        'ca,ab->cb'
-        """
-        contraction, layout = self.contraction, self.contraction.layout
-        kernel, free = _LETTERS[: len(self.roles)], iter(_LETTERS[len(self.roles) :])
-        shared = dict(zip(contraction.inputs + contraction.stack, layout.inputs + layout.stack, strict=True))
-        x = [kernel[shared[axis]] if axis in shared else next(free) for axis in range(contraction.ndim)]
-        rest = [letter for axis, letter in enumerate(x) if axis not in shared]
-        result = [*(kernel[axis] for axis in layout.stack), *rest, *(kernel[axis] for axis in layout.outputs)]
-        if contraction.order is not None:
-            result = [result[place] for place in contraction.order]
-        return f"{''.join(x)},{kernel}->{''.join(result)}"
+    layout: Layout | None
+    equation: str
 
 
 def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Factors | str":
@@ -304,6 +292,9 @@ def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Fa
       shapes: shapes of its two operands.
       side: 0 or 1, the operand that the view is.
       view: the view.
+
+    >>> factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))).equation
+    'ca,ab->cb'
     """
     w, x = side, 1 - side
     contracted, batch = numbers
@@ -333,21 +324,27 @@ def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Fa
         size |= {label: shapes[x][axis] for label in groups[axis]}
     # The result of dot_general: batch axes, then the rest of its first operand, then of its second.
     rest = {w: [view.axes[axis] for axis in w_rest], x: [groups[axis] for axis in x_rest]}
-    return _factors(groups, roles, [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]], size)
+    return _factors(view, groups, roles, [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]], size)
 
 
-def _factors(x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
+def _factors(view: View, x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
     x, result = ([label for group in groups for label in group] for groups in (x_groups, out_groups))
     sizes = lambda groups: tuple(tuple(size[label] for label in group) for group in groups)
     pick = lambda kind: tuple(atom for atom, role in enumerate(roles) if role == kind)
     inputs, outputs, stack = pick("i"), pick("o"), pick("b")
-    natural = [*stack, *(label for label in x if label >= len(roles)), *outputs]
+    own = [label for label in x if label >= len(roles)]
+    natural = [*stack, *own, *outputs]
     order = None if natural == result else tuple(natural.index(label) for label in result)
     contraction = Contraction(
         Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
     )
-    rows = math.prod(size[label] for label in x if label >= len(roles))
-    return Factors(contraction, sizes(x_groups), sizes(out_groups), tuple(roles), rows)
+    kernel = range(len(roles))
+    letter = dict(zip([*kernel, *own], _LETTERS, strict=False))
+    written = lambda labels: "".join(letter[label] for label in labels)
+    return Factors(
+        contraction, sizes(x_groups), sizes(out_groups), tuple(roles), math.prod(size[label] for label in own),
+        layout_of(view, tuple(roles)), f"{written(x)},{written(kernel)}->{written(result)}",
+    )  # fmt: skip
 
 
 def layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:

@@ -26,7 +26,7 @@ from tcfp_jax.conversion.evaluate import Machine, bare
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.trace import bind
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.conversion.views import Equation, Factors, factors, layout_of
+from tcfp_jax.conversion.views import Equation, Factors, factors
 from tcfp_jax.linen import switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
@@ -140,7 +140,7 @@ def _observed(
     found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, weight.view)
     assert isinstance(found, Factors), "the census plans no other product"
     how, probe = weight.weight, weight.stored
-    if how is None or probe is None or (how.recipe, how.layout) != (recipe, layout_of(weight.view, found.roles)):
+    if how is None or probe is None or (how.recipe, how.layout) != (recipe, found.layout):
         return y  # it reads the weight in another form than the stored one
     seen.add(probe.path)
     contraction = found.contraction
