@@ -37,10 +37,10 @@ _LABELS: dict[str, tuple[int, int, str]] = {
 _LINE = "{:<18} {:<40} {:>8} {:>11} {:>11} {:>10} {:>8}"
 
 
-def snr_db(made: DataType) -> float:
+def _snr_db(made: DataType) -> float:
     """Return 10 log10(sum x^2 / sum (x - cast(x))^2) for 128 x 1024 values from N(0, 1), or inf if nothing is lost.
 
-    >>> 31 < snr_db(datatype("e4m3fn")) < 32
+    >>> 31 < _snr_db(datatype("e4m3fn")) < 32
     True
     """
     x = jax.random.normal(jax.random.key(0), _SHAPE)
@@ -49,29 +49,29 @@ def snr_db(made: DataType) -> float:
     return math.inf if noise == 0 else 10 * math.log10(float(np.sum(exact**2)) / noise)
 
 
-def describe(made: DataType) -> str:
+def _describe(made: DataType) -> str:
     """Return one row of the list.
 
-    >>> describe(CATALOG["mxfp4e2"]).split()[:3]
+    >>> _describe(CATALOG["mxfp4e2"]).split()[:3]
     ['mxfp4e2', 'e2m1f_e8m0_t32', '4.25']
     """
     number = made.number
     return _LINE.format(
         made.name, _content(made), f"{made.bits_per_value(_SHAPE):.4g}", f"{number.min:.5g}", f"{number.max:.5g}",
-        f"{number.eps:.3g}", f"{snr_db(made):.2f}",
+        f"{number.eps:.3g}", f"{_snr_db(made):.2f}",
     )  # fmt: skip
 
 
-def table(names: Sequence[str] = TABLE) -> str:
+def _table(names: Sequence[str] = TABLE) -> str:
     """Return the named datatypes of the catalog as a Markdown table.
 
-    >>> print(table(["mxfp4e2"]).splitlines()[-1])
+    >>> print(_table(["mxfp4e2"]).splitlines()[-1])
     | `mxfp4e2` | e2m1f_e8m0_t32 | 4.25 | 18.8 |
     """
     lines = ["| datatype | content | bits per value | SNR on N(0, 1), dB |", "|---|---|--:|--:|"]
     for name in names:
         made = CATALOG[name]
-        lines.append(f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {snr_db(made):.1f} |")
+        lines.append(f"| `{name}` | {_content(made)} | {made.bits_per_value():.4g} | {_snr_db(made):.1f} |")
     return "\n".join(lines)
 
 
@@ -80,10 +80,10 @@ def _content(made: DataType) -> str:
     return code if made.residual is None else f"{code} + {_content(made.residual)}"
 
 
-def show(made: DataType) -> str:
+def _show(made: DataType) -> str:
     """Describe a datatype in words, with its number line if that is short.
 
-    >>> print(show(CATALOG["mxfp4e2"]).splitlines()[-1])
+    >>> print(_show(CATALOG["mxfp4e2"]).splitlines()[-1])
     -6 -4 -3 -2 -1.5 -1 -0.5 0 0.5 1 1.5 2 3 4 6
     """
     number, scale = made.number, made.scale
@@ -93,14 +93,14 @@ def show(made: DataType) -> str:
     for attribute in ("ebits", "mbits", "bias", "infnan", "emin", "emax", "midmax", "smallest_subnormal", "dtype"):
         if hasattr(number, attribute):
             lines.append(f"{attribute} {getattr(number, attribute)}")
-    lines.append(f"SNR on N(0, 1) {snr_db(made):.2f} dB")
+    lines.append(f"SNR on N(0, 1) {_snr_db(made):.2f} dB")
     if number.bits <= 8:
         values = number.number_line()
         lines += [f"number line, {len(values)} values:", " ".join(f"{value:.6g}" for value in values)]
     return "\n".join(lines)
 
 
-def plot(path: Path) -> None:
+def _plot(path: Path) -> None:
     """Write a PNG with the SNR on N(0, 1) against bits per value, for the whole catalog."""
     import matplotlib
 
@@ -110,7 +110,7 @@ def plot(path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 6), dpi=120)
     groups: dict[str, list[tuple[float, float]]] = {}
     for name, made in CATALOG.items():
-        bits, snr = made.bits_per_value(_SHAPE), snr_db(made)
+        bits, snr = made.bits_per_value(_SHAPE), _snr_db(made)
         if bits <= 17 and snr > 0:
             groups.setdefault(_group(made), []).append((bits, snr))
             if name in _LABELS:
@@ -157,20 +157,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="write a plot of SNR against bits to this file")
     options = parser.parse_args(arguments)
     if options.plot is not None:
-        plot(options.plot)
+        _plot(options.plot)
     elif options.table:
-        print(table())
+        print(_table())
     elif options.name is not None:
         try:
             made = CATALOG[options.name] if options.name in CATALOG else datatype(options.name)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
-        print(show(made))
+        print(_show(made))
     else:
         print(_LINE.format("name", "content", "bits", "min", "max", "eps", "SNR, dB"))
         for made in CATALOG.values():
-            print(describe(made), flush=True)
+            print(_describe(made), flush=True)
     return 0
 
 

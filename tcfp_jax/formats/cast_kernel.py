@@ -151,7 +151,7 @@ def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.A
     magnitude = lax.bitcast_convert_type(value, jnp.int32) & jnp.int32(~SIGN)
     amax = jnp.max(scale_rules.finite_magnitude(magnitude), axis=1, keepdims=True)
     exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, scalemode)
-    grid = scale_rules.grid_of(number)
+    grid = number.grid
     # Integers count in ones here, while an exponent scale counts them in steps of 2**-(mbits - 1).
     exponent = exponent - (number.mbits - 1) if number.is_integer else exponent
     half = exponent >> 1

@@ -28,7 +28,7 @@ from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import RoundMode
-from tcfp_jax.formats.quantization import assemble, quantize, random_bits
+from tcfp_jax.formats.quantization import assemble, quantize
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode
 
@@ -116,7 +116,8 @@ def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | Non
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
 def _quantized_bits(bits: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
     """Return the float32 bits of the cast of an array that is given by its bits."""
-    return assemble(quantize(bits, datatype, modes, random_bits(key, bits.shape)), datatype, bits.shape)
+    random = None if key is None else jax.random.bits(key, bits.shape, jnp.uint32)
+    return assemble(quantize(bits, datatype, modes, random), datatype, bits.shape)
 
 
 def check_arguments(

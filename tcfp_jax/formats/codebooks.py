@@ -46,6 +46,7 @@ class CodebookSpec:
 
     kind = "codebook"
     is_integer = False
+    fixed_point = 0
     has_nan = has_inf = has_negative_zero = False
     signed = True
 

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.numbers import NumberSpec, number
-from tcfp_jax.formats.scales import ScaleSpec, tiling
+from tcfp_jax.formats.scales import ScaleSpec, Tiling
 from tcfp_jax.formats.scales import scale as parse_scale
 
 
@@ -62,6 +62,10 @@ class DataType:
     def _selector_bits(self) -> int:
         return self.number.selector_bits if isinstance(self.number, CodebookSpec) else 0
 
+    def layout(self, shape: tuple[int, ...]) -> Tiling:
+        """Return how an array of this shape splits into tiles."""
+        return Tiling(shape, shape, shape, (), ()) if self.scale is None else self.scale.tiling(shape)
+
     def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
         """Return the bits of each part: values, scales, zeros, offsets, selectors, outer, residual.
 
@@ -74,7 +78,7 @@ class DataType:
         sizes = _sizes(shape)
         parts = {"values": math.prod(sizes) * self.number.bits}
         if self.scale is not None:
-            layout = tiling(sizes, self.scale)
+            layout = self.scale.tiling(sizes)
             tiles, subtiles = math.prod(layout.scale_shape), math.prod(layout.subscale_shape)
             parts["scales"] = tiles * self.scale.number.bits
             parts["zeros"] = tiles * self.scale.zero.bits if self.scale.zero else 0

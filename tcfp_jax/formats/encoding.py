@@ -12,8 +12,7 @@ from jax import lax
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, MANTISSA_BITS, NAN
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.rounding import SIGN, unit_shift
-from tcfp_jax.formats.scale_rules import is_wide
+from tcfp_jax.formats.rounding import SIGN
 
 
 def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
@@ -35,10 +34,10 @@ def encode(value: jax.Array, number: NumberSpec) -> jax.Array:
     if number.kind == "exponent":
         exponent, _ = float_bits.normalize(magnitude)
         return jnp.where(nan, (1 << number.bits) - 1, exponent + number.bias).astype(jnp.uint32)
-    if is_wide(number):
+    if number.is_wide:
         code = magnitude >> (MANTISSA_BITS - number.mbits)
     else:
-        shift = unit_shift(number)
+        shift = number.unit_shift
         units = float_bits.scale_down(jnp.where(magnitude < INFINITY, magnitude, 0), jnp.int32(shift))
         exponent = (lax.bitcast_convert_type(units, jnp.int32) >> MANTISSA_BITS) - 127
         emin = number.emin - shift
@@ -70,10 +69,10 @@ def decode(code: jax.Array, number: NumberSpec) -> jax.Array:
         bits = jnp.where(code == (1 << number.bits) - 1, NAN, bits)
         return lax.bitcast_convert_type(bits, jnp.float32)
     magnitude = (code & ((1 << (number.bits - 1)) - 1)).astype(jnp.int32)
-    if is_wide(number):
+    if number.is_wide:
         bits = magnitude << (MANTISSA_BITS - number.mbits)
     else:
-        shift = unit_shift(number)
+        shift = number.unit_shift
         field, mantissa = magnitude >> number.mbits, magnitude & ((1 << number.mbits) - 1)
         steps = mantissa + ((field > 0).astype(jnp.int32) << number.mbits)
         step = float_bits.power_of_two(jnp.maximum(field, 1) - 1 + number.emin - shift - number.mbits)

@@ -29,8 +29,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-Kind = Literal["float", "int", "uint", "exponent"]
-InfNan = Literal["ieee", "fn", "fnuz", "inuz", "f"]
+from tcfp_jax.formats.float_bits import Grid
 
 GRAMMAR = (
     "eXmY[bZ][f|fn|fnuz|inuz] (X 1 to 8, Y 0 to 23), eXm0, intK and uintK (K 2 to 32), floatN (9 to 32), "
@@ -70,11 +69,11 @@ class NumberSpec:
     """
 
     name: str
-    kind: Kind
+    kind: Literal["float", "int", "uint", "exponent"]
     ebits: int
     mbits: int
     bias: int
-    infnan: InfNan
+    infnan: Literal["ieee", "fn", "fnuz", "inuz", "f"]
 
     @property
     def signed(self) -> bool:
@@ -144,11 +143,30 @@ class NumberSpec:
     @functools.cached_property
     def maxfloat(self) -> float:
         """`max`, but for integers in fixed point: below 2, as a shared power of two scales them (127/64 for int8)."""
-        return math.ldexp(self.max, -self._fixed_point)
+        return math.ldexp(self.max, -self.fixed_point)
 
     @property
-    def _fixed_point(self) -> int:
+    def fixed_point(self) -> int:
+        """The bits behind the point of an integer under an exponent scale: OCP's MXINT8 is a number below 2."""
         return self.mbits - 1 if self.is_integer else 0
+
+    @property
+    def is_wide(self) -> bool:
+        """True if it has the exponents of float32, so that rounding to it only drops bits of the mantissa."""
+        return self.kind == "float" and self.emin == -126
+
+    @property
+    def grid(self) -> Grid:
+        """The values as a grid: integers in steps of one, floats in their own units."""
+        if self.is_integer:
+            # One binade that begins below the largest value: every step is 1.
+            return Grid(self.mbits - 1, self.mbits - 1, self.max)
+        return Grid(self.emin, self.mbits, self.max)
+
+    @property
+    def unit_shift(self) -> int:
+        """log2 of the unit, at most 0, in which the smallest values without a scale are normal float32."""
+        return 0 if self.is_integer else min(0, self.emin - self.mbits + 100)
 
     @property
     def emax(self) -> int:
@@ -169,7 +187,7 @@ class NumberSpec:
 
     @property
     def _precision(self) -> int:
-        return self._fixed_point if self.is_integer else self.mbits
+        return self.fixed_point if self.is_integer else self.mbits
 
     @property
     def midmax(self) -> float:
@@ -265,12 +283,12 @@ def _parse(code: str, given: str) -> NumberSpec:
     raise ValueError(f"{given!r} is not a number code; use {GRAMMAR}")
 
 
-def _float(ebits: int, mbits: int, bias: int | None, infnan: InfNan | str, given: str) -> NumberSpec:
+def _float(ebits: int, mbits: int, bias: int | None, infnan: str, given: str) -> NumberSpec:
     if not (1 <= ebits <= 8 and mbits <= 23):
         raise ValueError(f"{given!r}: e{ebits}m{mbits} is outside X 1 to 8, Y 0 to 23; use {GRAMMAR}")
     default = (1 << (ebits - 1)) - 1
     bias = default if bias is None else bias
-    kind: Kind = "exponent" if mbits == 0 and infnan == "ieee" else "float"
+    kind = "exponent" if mbits == 0 and infnan == "ieee" else "float"
     suffix = "" if infnan == "ieee" else infnan
     name = f"e{ebits}m{mbits}{'' if bias == default else f'b{bias}'}{suffix}"
     spec = NumberSpec(name, kind, ebits, mbits, bias, infnan)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@
 """
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,12 @@ from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_kernel import Place
 from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options
 from tcfp_jax.formats.nvfp4_xla import Blocks
-from tcfp_jax.formats.quantization import layout_of, quantize
+from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rotation import rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
 Rule = Literal["amax", "four_over_six", "fold_exact"]
-Shape = Literal["vector", "square"]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
 _MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
 _LARGEST = 6.0  # E2M1's largest value
@@ -69,7 +68,7 @@ def quantize_nvfp4(
     x: ArrayLike,
     *,
     rule: Rule = "amax",
-    tile: Shape = "vector",
+    tile: Literal["vector", "square"] = "vector",
     amax: ArrayLike | None = None,
     signs: ArrayLike | None = None,
     key: Key | None = None,
@@ -113,7 +112,7 @@ def quantize_nvfp4(
 
 @functools.partial(jax.jit, static_argnames=("rule", "tile", "interpret"))
 def _quantized(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: Shape,
+    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: str,
     interpret: bool,
 ) -> Nvfp4:  # fmt: skip
     by_definition = functools.partial(define, rule=rule, tile=tile)
@@ -159,7 +158,7 @@ def define(
     key: Key | None,
     *,
     rule: Rule,
-    tile: Shape = "vector",
+    tile: str = "vector",
 ) -> Nvfp4:
     """Return the result of `quantize_nvfp4` as the format library's cast computes it."""
     if signs is not None:
@@ -169,7 +168,7 @@ def define(
     random = None if key is None else bits_of(x.shape, *key)
     given = None if amax is None else float_bits.to_bits(jnp.where(jnp.isfinite(amax), amax, 0))
     parts = quantize(float_bits.to_bits(x), datatype, modes, random, given)
-    layout = layout_of(x.shape, datatype)
+    layout = datatype.layout(x.shape)
     assert datatype.scale is not None and parts.scale is not None and parts.outer is not None
     # The codes of a NaN tile mean nothing; the codes of a zero tile are only signs.
     kept = jnp.where(jnp.isnan(parts.scale), 0, jnp.where(parts.scale * parts.outer < float_bits.TINY, 8, 15))
@@ -205,7 +204,7 @@ def exact_share(scales: jax.Array) -> jax.Array:
     largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
     exponent, _ = float_bits.normalize(largest)
     scaled = values * float_bits.power_of_two(5 - exponent)
-    grid = scale_rules.grid_of(_E4M3)
+    grid = _E4M3.grid
     exact = jnp.ones(values.shape, bool)
     # The other codes are these times powers of two, and only the smallest products can fall between E4M3's steps.
     for code in (0.5, 1.5):
@@ -218,9 +217,9 @@ def _check(
 ) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as x.astype(float32)")
-    for name, value, known in (("rule", rule, Rule), ("tile", tile, Shape)):
-        if value not in get_args(known):
-            raise ValueError(f"{name}={value!r} is unknown; use one of {list(get_args(known))}")
+    for name, value, known in (("rule", rule, _MODES), ("tile", tile, _DATATYPES)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}")
     if x.ndim == 0 or x.shape[-1] % 2 or x.size == 0:
         raise ValueError(
             f"x{list(x.shape)} has no pairs of values along its last axis, two of which share a byte; pad it"

@@ -34,7 +34,6 @@ from tcfp_jax.formats.nvfp4_registers import (
 from tcfp_jax.formats.rotation import rotate_arrays
 
 TILES = 128
-Output = Literal["codes", "bfloat16", "amax"]
 Place = Literal["last", "first"]
 # Down the first axis the values of a tile lie apart, so a thread takes two columns to load words of 4 bytes.
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
@@ -44,7 +43,7 @@ class _Job(NamedTuple):
     """A pass over an array; `shape` counts its tiles, without the axis of their values."""
 
     options: Options
-    output: Output
+    output: Literal["codes", "bfloat16", "amax"]
     place: Place
     shape: tuple[int, ...]
     interpret: bool
@@ -95,7 +94,12 @@ def rotated_amax(
 
 
 def _run(
-    x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place, interpret: bool
+    x: jax.Array,
+    words: jax.Array,
+    options: Options,
+    output: Literal["codes", "bfloat16", "amax"],
+    place: Place,
+    interpret: bool,
 ) -> list[jax.Array]:
     if place == "last":
         tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)

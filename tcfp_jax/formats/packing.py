@@ -23,7 +23,7 @@ from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.quantization import Parts, assemble, layout_of, quantize, random_bits
+from tcfp_jax.formats.quantization import Parts, assemble, quantize
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 from tcfp_jax.formats.sparsity import largest_mask
@@ -139,7 +139,8 @@ def _pack(
     dtype: np.dtype,
     sparsity: tuple[int, int] | None,
 ) -> PackedArray:
-    parts = quantize(bits, datatype, modes, random_bits(key, bits.shape))
+    random = None if key is None else jax.random.bits(key, bits.shape, jnp.uint32)
+    parts = quantize(bits, datatype, modes, random)
     return _pack_parts(parts, kept, datatype, bits.shape, dtype, sparsity)
 
 
@@ -157,7 +158,7 @@ def _pack_parts(
         assert parts.residual is not None
         residual = _pack_parts(parts.residual, None, datatype.residual, shape, np.dtype(np.float32), None)
     codes = parts.value if isinstance(datatype.number, CodebookSpec) else encode(parts.value, datatype.number)
-    codes = layout_of(shape, datatype).join(codes)
+    codes = datatype.layout(shape).join(codes)
     if kept is not None:
         assert sparsity is not None
         codes = _compress(codes, kept, *sparsity)
@@ -210,7 +211,7 @@ def _unpack(packed: PackedArray) -> jax.Array:
 
 def _unpack_parts(packed: PackedArray) -> Parts:
     datatype, shape = packed.datatype, packed.shape
-    layout = layout_of(shape, datatype)
+    layout = datatype.layout(shape)
     count = math.prod(shape)
     if packed.mask is not None:
         assert packed.sparsity is not None

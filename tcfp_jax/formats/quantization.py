@@ -23,15 +23,13 @@ from tcfp_jax.formats.rounding import (
     SIGN,
     Modes,
     add_rest,
-    digits,
-    fixed_point,
     flushed,
     rest_of,
     round_units,
     round_unscaled,
     scaled_up,
 )
-from tcfp_jax.formats.scales import ScaleMode, Tiling, tiling
+from tcfp_jax.formats.scales import ScaleMode, Tiling
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
@@ -62,18 +60,6 @@ class Parts(NamedTuple):
     residual: "Parts | None" = None
 
 
-def random_bits(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
-    """Return uniform uint32 for stochastic rounding, or None without a key."""
-    return None if key is None else jax.random.bits(key, shape, jnp.uint32)
-
-
-def layout_of(shape: tuple[int, ...], datatype: DataType) -> Tiling:
-    """Return how an array is split for a datatype."""
-    if datatype.scale is None:
-        return Tiling(shape, shape, shape, (), ())
-    return tiling(shape, datatype.scale)
-
-
 # Quantize -------------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +75,7 @@ def quantize(
         rounded stochastically, which makes the sum unbiased.
       amax: int32 bits of the largest magnitude of the whole tensor, for two levels; None computes it from `bits`.
     """
-    layout = layout_of(bits.shape, datatype)
+    layout = datatype.layout(bits.shape)
     if datatype.residual is None:
         return _quantize_value(bits, datatype, layout, modes, random, amax)
     nearest = replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
@@ -130,7 +116,7 @@ def _quantize_value(
     if scale.number.kind == "exponent":
         parts = _exponent_scales(magnitude, amax, datatype, layout, modes.of_scale(scale))
         parts = parts._replace(nan=jnp.zeros_like(amax, bool) if lost is None else lost)
-        at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) + fixed_point(number)))
+        at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) - number.fixed_point))
         if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
             return at(parts)
         return _better_half(at, parts, magnitude, sign, datatype, layout)
@@ -138,7 +124,7 @@ def _quantize_value(
 
     def over(parts: Parts) -> Parts:
         divisor = lax.bitcast_convert_type(_factor_of(parts), jnp.int32)
-        return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, digits(number, modes)))
+        return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, modes.digits(number)))
 
     parts = functools.reduce(functools.partial(_better_scale, magnitude, layout), map(over, candidates))
     assert parts.scale is not None
@@ -198,9 +184,9 @@ def _better_half(
     scale, number = datatype.scale, datatype.number
     assert scale is not None and parts.exponent is not None
     covering, finite = parts.exponent, magnitude < INFINITY
-    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering + fixed_point(number))
+    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering - number.fixed_point)
     x = jnp.where(sign < 0, -x, x)
-    largest = number.maxfloat if isinstance(number, CodebookSpec) else scale_rules.grid_of(number).largest
+    largest = number.maxfloat if isinstance(number, CodebookSpec) else number.grid.largest
 
     def error(rounded: Parts) -> jax.Array:
         value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
@@ -283,11 +269,11 @@ def _quantize_asymmetric(
     high = jnp.max(x, axis=layout.tile_axes, keepdims=True, initial=0)
     span = jnp.minimum(high - low, jnp.float32(_LARGEST_FLOAT))
     factor = scale_rules.choose_scale(lax.bitcast_convert_type(span, jnp.int32), number.max, scale.number)
-    divisor, grid = lax.bitcast_convert_type(factor, jnp.int32), scale_rules.grid_of(number)
+    divisor, grid = lax.bitcast_convert_type(factor, jnp.int32), number.grid
 
     def divided(values: jax.Array, mode: RoundMode) -> jax.Array:
         as_bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-        units = float_bits.divide_to_odd(as_bits, divisor, digits(number, modes))
+        units = float_bits.divide_to_odd(as_bits, divisor, modes.digits(number))
         return jnp.minimum(float_bits.round_to_grid(units, grid, mode, random), 2 * jnp.float32(number.max))
 
     if scale.zero.is_integer:
@@ -309,7 +295,7 @@ def _quantize_asymmetric(
 
 def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Array:
     """Return the float32 bits of the array of `shape` that parts stand for."""
-    layout = layout_of(shape, datatype)
+    layout = datatype.layout(shape)
     bits = _assemble_value(parts, datatype)
     if datatype.residual is not None:
         assert parts.residual is not None
@@ -334,7 +320,7 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     if parts.exponent is not None:
         exponent = _exponent_of(parts)
-        bits = lax.bitcast_convert_type(scaled_up(value, exponent + fixed_point(number)), jnp.int32)
+        bits = lax.bitcast_convert_type(scaled_up(value, exponent - number.fixed_point), jnp.int32)
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:

@@ -13,11 +13,14 @@ from jax.typing import ArrayLike
 
 from tcfp_jax.formats.float_bits import TINY
 
-Direction = Literal["forward", "inverse"]
-
 
 def rotate(
-    x: ArrayLike, size: int = 16, *, signs: ArrayLike | None = None, dim: int = -1, direction: Direction = "forward"
+    x: ArrayLike,
+    size: int = 16,
+    *,
+    signs: ArrayLike | None = None,
+    dim: int = -1,
+    direction: Literal["forward", "inverse"] = "forward",
 ) -> jax.Array:
     """Multiply every `size` values along `dim` by a Hadamard matrix over sqrt(size), optionally with random signs.
 

@@ -34,22 +34,12 @@ class Modes:
         fits = scale.number.kind == "exponent" if self.scalemode not in TWO_LEVEL_MODES[1:] else scale.is_nvfp4
         return scale.mode or (self.scalemode if fits else "max")
 
-
-def fixed_point(number: NumberSpec | CodebookSpec) -> int:
-    """Return the exponent of an integer's step under an exponent scale: -(bits - 2), for values kept in steps of one.
-
-    OCP's MXINT8 is a fixed-point number below 2, so that a scale has the magnitude of the tile's largest value. Floats
-    and codebooks are kept in their own units, so for them the exponent is 0.
-    """
-    return 1 - number.mbits if isinstance(number, NumberSpec) and number.is_integer else 0
-
-
-def digits(number: NumberSpec | CodebookSpec, modes: Modes) -> int:
-    """Return the mantissa bits that a quotient needs, so that rounding it to the number rounds it only once."""
-    if isinstance(number, CodebookSpec) or modes.roundmode == "stochastic":
-        return float_bits.MANTISSA_BITS
-    # One digit to round by, and the sticky one below it.
-    return min(number.mbits + 2, float_bits.MANTISSA_BITS)
+    def digits(self, number: NumberSpec | CodebookSpec) -> int:
+        """Return the mantissa bits that a quotient needs, so that rounding it to the number rounds it only once."""
+        if isinstance(number, CodebookSpec) or self.roundmode == "stochastic":
+            return float_bits.MANTISSA_BITS
+        # One digit to round by, and the sticky one below it.
+        return min(number.mbits + 2, float_bits.MANTISSA_BITS)
 
 
 def round_unscaled(
@@ -58,11 +48,11 @@ def round_unscaled(
     """Return float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
     if number.kind == "exponent":
         return _round_exponent(magnitude, sign, number, modes, random)
-    if scale_rules.is_wide(number):
+    if number.is_wide:
         rounded = float_bits.round_bits(scale_rules.finite_magnitude(magnitude), number.mbits, modes.roundmode, random)
         largest = int(np.float32(number.max).view(np.int32))
         return _finish(rounded, rounded > largest, jnp.int32(largest), magnitude, sign, number, modes)
-    shift = unit_shift(number)
+    shift = number.unit_shift
     if shift == 0:
         units = lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, 0, magnitude), jnp.float32)
     else:
@@ -70,11 +60,6 @@ def round_unscaled(
         units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
     rounded = round_units(units, magnitude, sign, number, modes, random, shift)
     return scaled_up(rounded, jnp.int32(shift)) if shift else rounded
-
-
-def unit_shift(number: NumberSpec) -> int:
-    """Return log2 of the unit of an unscaled number, at most 0, in which its smallest values are normal float32."""
-    return 0 if number.is_integer else min(0, number.emin - number.mbits + 100)
 
 
 def _round_exponent(
@@ -112,7 +97,7 @@ def round_units(
       shift: log2 of the unit.
     """
     assert isinstance(number, NumberSpec)
-    grid = scale_rules.grid_of(number)
+    grid = number.grid
     grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)
     rounded = float_bits.round_to_grid(units, grid, modes.roundmode, random)
     largest = jnp.float32(grid.largest)

@@ -43,7 +43,7 @@ from jax import lax
 
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Grid, Rounding
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Rounding
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scales import ScaleMode
 
@@ -58,19 +58,6 @@ IN_E4M3 = 2.0**-3
 CLIPPED_FROM = 6.375
 # A smaller scale, before it is rounded, is zero: all values of its tile round to zero.
 NEGLIGIBLE = 2.0**-100
-
-
-def is_wide(number: NumberSpec) -> bool:
-    """Return True if a number has the exponents of float32, so that rounding to it drops bits of the mantissa."""
-    return number.kind == "float" and number.emin == -126
-
-
-def grid_of(number: NumberSpec) -> Grid:
-    """Return the values of a number as a grid: integers in steps of one, floats in their own units."""
-    if number.is_integer:
-        # One binade that begins below the largest value: every step is 1.
-        return Grid(number.mbits - 1, number.mbits - 1, number.max)
-    return Grid(number.emin, number.mbits, number.max)
 
 
 def finite_magnitude(magnitude: jax.Array) -> jax.Array:
@@ -122,11 +109,11 @@ def _largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> i
 
 def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
     """Round a float32 scale >= 0 to its number: 0 stays 0, and a positive scale stays positive."""
-    if is_wide(scale):
+    if scale.is_wide:
         bits = float_bits.round_bits(lax.bitcast_convert_type(quotient, jnp.int32), scale.mbits, mode, None)
         rounded = lax.bitcast_convert_type(bits, jnp.float32)
     else:
-        rounded = float_bits.round_to_grid(quotient, grid_of(scale), mode, None)
+        rounded = float_bits.round_to_grid(quotient, scale.grid, mode, None)
     smallest = max(scale.smallest_subnormal, TINY)
     return jnp.where(quotient > 0, jnp.clip(rounded, smallest, scale.max), jnp.float32(0))
 

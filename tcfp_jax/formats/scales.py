@@ -1,4 +1,4 @@
-"""Scales: `scale(code)` describes which values share a scale, and its number; `tiling` splits an array accordingly.
+"""Scales: `scale(code)` describes which values share a scale, and its number; `ScaleSpec.tiling` splits an array.
 
 Grammar: segments joined by underscores, in this order.
 
@@ -43,6 +43,49 @@ class Tile:
     size: int
     dim: int
     subtile: int = 0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The split of an array into tiles, made by `ScaleSpec.tiling`; the last tiles are filled with zeros.
+
+    An axis of n values becomes three axes, `[count, subtiles, subtile]`, so nothing is transposed, and a reduction over
+    a tile that keeps its axes broadcasts over the tile.
+
+    Attributes:
+      shape: the shape of the array.
+      padded: that shape with full last tiles.
+      split_shape: `padded` with three axes instead of each tiled axis.
+      tile_axes: the axes of `split_shape` within a tile.
+      subtile_axes: the axes of `split_shape` within a subtile.
+    """
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    split_shape: tuple[int, ...]
+    tile_axes: tuple[int, ...]
+    subtile_axes: tuple[int, ...]
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Return `x` in `split_shape`, with its last tiles filled with zeros."""
+        if self.padded != self.shape:
+            x = jnp.pad(x, [(0, full - size) for full, size in zip(self.padded, self.shape, strict=True)])
+        return x.reshape(self.split_shape)
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Return the array of `shape` that was split."""
+        x = x.reshape(self.padded)
+        return x[tuple(slice(size) for size in self.shape)] if self.padded != self.shape else x
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of an array with one value per tile."""
+        return tuple(1 if axis in self.tile_axes else size for axis, size in enumerate(self.split_shape))
+
+    @property
+    def subscale_shape(self) -> tuple[int, ...]:
+        """The shape of an array with one value per subtile."""
+        return tuple(1 if axis in self.subtile_axes else size for axis, size in enumerate(self.split_shape))
 
 
 @dataclass(frozen=True)
@@ -96,6 +139,52 @@ class ScaleSpec:
     def is_2d(self) -> bool:
         """True if a block has two sides."""
         return len(self.tiles) == 2
+
+    def tiling(self, shape: tuple[int, ...]) -> Tiling:
+        """Return how this scale splits an array.
+
+        Raises:
+          ValueError: the axis of a tile does not exist, is shorter than the tile, or is the axis of the other tile.
+
+        >>> scale("e8m0_t32").tiling((3, 40)).split_shape
+        (3, 2, 1, 32)
+        """
+        if self.is_tensor:
+            axes = tuple(range(len(shape)))
+            return Tiling(shape, shape, shape, axes, axes)
+        by_axis = {}
+        for tile in self.tiles:
+            if not -len(shape) <= tile.dim < len(shape):
+                raise ValueError(f"{self.name}: axis {tile.dim} is not in shape {shape}; give another one, such as d0")
+            axis = tile.dim % len(shape)
+            if axis in by_axis:
+                raise ValueError(
+                    f"{self.name}: both tiles run along axis {axis} of shape {shape}; give them other axes"
+                )
+            if math.prod(shape) and tile.size > shape[axis]:
+                raise ValueError(
+                    f"{self.name}: a tile of {tile.size} is larger than axis {axis} of shape {shape}; "
+                    "use a smaller tile, or t0 for the whole axis"
+                )
+            by_axis[axis] = tile
+        padded: list[int] = []
+        split: list[int] = []
+        tile_axes: list[int] = []
+        subtile_axes: list[int] = []
+        for axis, size in enumerate(shape):
+            if axis not in by_axis:
+                padded.append(size)
+                split.append(size)
+                continue
+            tile = by_axis[axis]
+            length = tile.size or max(size, 1)
+            subtile = tile.subtile or length
+            count = -(-size // length)
+            padded.append(count * length)
+            tile_axes += [len(split) + 1, len(split) + 2]
+            subtile_axes.append(len(split) + 2)
+            split += [count, length // subtile, subtile]
+        return Tiling(shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes))
 
 
 @functools.cache
@@ -190,93 +279,3 @@ def _check(spec: ScaleSpec) -> None:
         raise ValueError(f"{spec.name!r}: {spec.mode!r} chooses an exponent, not {spec.number.name}; drop it")
     if spec.offset and spec.number.kind != "exponent":
         raise ValueError(f"{spec.name!r}: offsets are steps of a power of two; use an exponent scale such as e8m0")
-
-
-# Tiles of an array: any axes, any sizes; a last tile that is not full is filled with zeros. An axis of n values becomes
-# three axes, `[count, subtiles, subtile]`, so that nothing is transposed, and a reduction over a tile that keeps its
-# axes broadcasts over the tile.
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The split of an array into tiles, made by `tiling`.
-
-    Attributes:
-      shape: the shape of the array.
-      padded: that shape with full last tiles.
-      split_shape: `padded` with three axes instead of each tiled axis.
-      tile_axes: the axes of `split_shape` within a tile.
-      subtile_axes: the axes of `split_shape` within a subtile.
-    """
-
-    shape: tuple[int, ...]
-    padded: tuple[int, ...]
-    split_shape: tuple[int, ...]
-    tile_axes: tuple[int, ...]
-    subtile_axes: tuple[int, ...]
-
-    def split(self, x: jax.Array) -> jax.Array:
-        """Return `x` in `split_shape`, with its last tiles filled with zeros."""
-        if self.padded != self.shape:
-            x = jnp.pad(x, [(0, full - size) for full, size in zip(self.padded, self.shape, strict=True)])
-        return x.reshape(self.split_shape)
-
-    def join(self, x: jax.Array) -> jax.Array:
-        """Return the array of `shape` that was split."""
-        x = x.reshape(self.padded)
-        return x[tuple(slice(size) for size in self.shape)] if self.padded != self.shape else x
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one value per tile."""
-        return tuple(1 if axis in self.tile_axes else size for axis, size in enumerate(self.split_shape))
-
-    @property
-    def subscale_shape(self) -> tuple[int, ...]:
-        """The shape of an array with one value per subtile."""
-        return tuple(1 if axis in self.subtile_axes else size for axis, size in enumerate(self.split_shape))
-
-
-def tiling(shape: tuple[int, ...], spec: ScaleSpec) -> Tiling:
-    """Return how a scale splits an array.
-
-    Raises:
-      ValueError: the axis of a tile does not exist, is shorter than the tile, or is the axis of the other tile.
-
-    >>> tiling((3, 40), scale("e8m0_t32")).split_shape
-    (3, 2, 1, 32)
-    """
-    if spec.is_tensor:
-        axes = tuple(range(len(shape)))
-        return Tiling(shape, shape, shape, axes, axes)
-    by_axis = {}
-    for tile in spec.tiles:
-        if not -len(shape) <= tile.dim < len(shape):
-            raise ValueError(f"{spec.name}: axis {tile.dim} is not in shape {shape}; give another one, such as d0")
-        axis = tile.dim % len(shape)
-        if axis in by_axis:
-            raise ValueError(f"{spec.name}: both tiles run along axis {axis} of shape {shape}; give them other axes")
-        if math.prod(shape) and tile.size > shape[axis]:
-            raise ValueError(
-                f"{spec.name}: a tile of {tile.size} is larger than axis {axis} of shape {shape}; "
-                "use a smaller tile, or t0 for the whole axis"
-            )
-        by_axis[axis] = tile
-    padded: list[int] = []
-    split: list[int] = []
-    tile_axes: list[int] = []
-    subtile_axes: list[int] = []
-    for axis, size in enumerate(shape):
-        if axis not in by_axis:
-            padded.append(size)
-            split.append(size)
-            continue
-        tile = by_axis[axis]
-        length = tile.size or max(size, 1)
-        subtile = tile.subtile or length
-        count = -(-size // length)
-        padded.append(count * length)
-        tile_axes += [len(split) + 1, len(split) + 2]
-        subtile_axes.append(len(split) + 2)
-        split += [count, length // subtile, subtile]
-    return Tiling(shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes))

@@ -19,7 +19,7 @@ def test_one_datatype(capsys):
 
 
 def test_the_list_has_every_name(capsys, monkeypatch):
-    monkeypatch.setattr(__main__, "snr_db", lambda made: 0.0)
+    monkeypatch.setattr(__main__, "_snr_db", lambda made: 0.0)
     assert __main__.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["name", *CATALOG]
 

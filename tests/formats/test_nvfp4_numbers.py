@@ -10,7 +10,7 @@ from tcfp_jax import formats
 from tcfp_jax.formats import float_bits, nvfp4_arrays, nvfp4_kernel, nvfp4_xla
 from tcfp_jax.formats.float_bits import Grid, to_bits
 from tcfp_jax.formats.nvfp4_registers import SIDE
-from tcfp_jax.formats.quantization import layout_of, quantize
+from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
@@ -40,7 +40,7 @@ def both(x, place, key):
         whole = (-1, SIDE, x.shape[1]) if place == "first" else (*x.shape, 1)
         drawn = bits_of(x.reshape(whole).shape, *key, fastest=1).reshape(x.shape)
     parts = quantize(to_bits(x), DATATYPES[place], Modes("even" if drawn is None else "stochastic"), drawn)
-    values = layout_of(x.shape, DATATYPES[place]).join(parts.value * parts.scale)
+    values = DATATYPES[place].layout(x.shape).join(parts.value * parts.scale)
     axis = {"last": -1, "first": 0}.get(place)
     return nvfp4_arrays.squares(x) if axis is None else nvfp4_arrays.along(x, axis, key), (values, parts.outer)
 
