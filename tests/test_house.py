@@ -199,15 +199,9 @@ def test_public_names_of_formats():
         _ = formats.mxfp5
 
 
-@pytest.mark.parametrize(
-    "first", ["tcfp_jax.formats.casting", "tcfp_jax.linen", "tcfp_jax.conversion", "pallas_kernels.matmul.api"]
-)
-def test_packages_import_in_any_order(first):
-    script = (
-        f"import {first}\nimport tcfp_jax, tcfp_jax.linen, pallas_kernels.matmul.api\n"
-        "assert all(callable(getattr(tcfp_jax, name)) for name in tcfp_jax.__all__)\ntcfp_jax.linen.TCFPDense\n"
-        "from tcfp_jax.formats import cast, mxfp4e2"
-    )
+def test_a_submodule_can_be_imported_first():
+    """`__init__` of a package imports its files, and they import from each other: each must be able to start."""
+    script = "import tcfp_jax.formats.casting, pallas_kernels.matmul.api\nfrom tcfp_jax.formats import cast, mxfp4e2"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 

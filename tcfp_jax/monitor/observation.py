@@ -7,11 +7,14 @@ evaluated with a probe at each product: an array of zeros that nothing reads, an
 out. The forward pass saves the readings of x and w, and the backward pass adds those of the gradient that arrives. In a
 loop a probe has an entry for each round, which tells layers of a scanned stack apart. A step without readings uses
 `tcfp_jax.value_and_grad` and contains none of this.
+
+Products are found through jit, scan, cond, checkpoint and vmap. No probe can reach those in a while loop,
+`jax.shard_map` or another custom derivative: their readings are NaN.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +22,58 @@ from jax import lax
 from jax.sharding import Sharding
 
 from tcfp_jax import paths
+from tcfp_jax.conversion import trace as programs
 from tcfp_jax.conversion.evaluate import placed
-from tcfp_jax.conversion.trace import (
-    CHECKPOINTS,
-    Body,
-    arrays_in,
-    bind,
-    body_of,
-    eval_jaxpr,
-    opened,
-    scan_counts,
-    scan_options,
-    trace,
-)
 from tcfp_jax.conversion.views import Equation
-from tcfp_jax.monitor.places import Found, Origin, Plan, Step, Unread, check_read, find, products_of
-from tcfp_jax.monitor.readings import OPERANDS, Reading, read_gradients, read_product
+from tcfp_jax.monitor.readings import (
+    OPERANDS,
+    Reading,
+    forward_operands,
+    gradient_operands,
+    read_gradients,
+    read_product,
+)  # fmt: skip
 from tcfp_jax.optim.gradients import filled, places_of, slots_of
 from tcfp_jax.paths import PyTree
-from tcfp_jax.products.annotations import Site
+from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
 from tcfp_jax.weights.training import is_stored
 
 Readings = dict[str, dict[OperandName, Reading]]
 _FIELDS = len(Reading._fields) + 1  # the last one says that the product ran
+
+# The arguments that a value was computed from: pairs of a kind (0 for parameters, 1 for others) and a path.
+_Origin = frozenset[tuple[int, str]]
+
+
+class _Found(NamedTuple):
+    """A product in a program: the path of its weight, and the leading axes of its probe."""
+
+    site: Site
+    path: str
+    axes: tuple[int, ...]
+
+    @property
+    def operands(self) -> tuple[OperandName, ...]:
+        """Operands of the rows of its probe."""
+        return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
+
+
+class _Unread(NamedTuple):
+    """Products in the body of an equation that no probe can reach; their probes stay zero."""
+
+    inside: str
+    found: tuple[_Found, ...]
+
+
+# The functions that users call, by the primitive that they become.
+_BODIES = {
+    "while": "jax.lax.while_loop", "shard_map": "jax.shard_map", "custom_vjp_call": "jax.custom_vjp",
+    "custom_jvp_call": "jax.custom_jvp",
+}  # fmt: skip
+# By the number of an equation: its product, its unreachable products, or the plan of its body or of its branches.
+_Plan: TypeAlias = dict[int, "_Step"]
+_Step: TypeAlias = _Found | _Unread | _Plan
 
 
 def value_and_grad(
@@ -86,14 +117,14 @@ def value_and_grad(
             return tuple(filled(arg, own[i]) if i in own else arg for i, arg in enumerate(args))
 
         slots = tuple(slots_of(args[place]) for place in chosen)
-        program = trace(fun, given(slots), kwargs)
+        program = programs.trace(fun, given(slots), kwargs)
         body = program.jaxpr.jaxpr, program.jaxpr.consts
-        _, plan = find(body, _origins(given(slots), kwargs, chosen), ())
-        found = list(products_of(plan))
-        check_read(getattr(fun, "__name__", "the function"), plan)
+        _, plan = _find(body, _origins(given(slots), kwargs, chosen), ())
+        found = list(_products_of(plan))
+        _check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
-            return program.rebuild(_run(body, arrays_in((given(slots), kwargs)), plan, probes))
+            return program.rebuild(_run(body, programs.arrays_in((given(slots), kwargs)), plan, probes))
 
         result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(slots, _probes(plan))
         gradients = gradients[0] if isinstance(argnums, int) else gradients
@@ -102,29 +133,155 @@ def value_and_grad(
     return observed
 
 
-def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> list[Origin]:
+def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> list[_Origin]:
     """Return the origin of each array among the arguments; a stored weight has one path."""
-    found: list[Origin] = []
+    found: list[_Origin] = []
     for i, tree in enumerate([*args, kwargs]):
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
             # A leaf that is an argument itself has no path.
-            found += [frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)]
+            found += [frozenset({(kind, path or f"argument {i}")}) for _ in programs.arrays_in(leaf)]
     return found
+
+
+# Places ---------------------------------------------------------------------------------------------------------------
+
+
+def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
+    """Return the origins of a program's outputs, and the products in it and in its bodies.
+
+    Args:
+      body: the program and its constants.
+      origins: origins of its inputs.
+      axes: lengths of the loops around it.
+    """
+    jaxpr, consts = body
+    plan: _Plan = {}
+
+    def rule(number: int, eqn: Equation, inputs: list[_Origin]) -> list[_Origin]:
+        outputs, step = _look(eqn, inputs, axes)
+        if step:
+            plan[number] = step
+        if eqn.primitive.name == "name" and eqn.params["name"] == ACTIVATION_NAME:
+            raise NotImplementedError(
+                "the function differentiates a low-precision product itself, by jax.grad, jax.vjp or jax.jvp inside of "
+                "it; of such a product only its derivative is left in the program, which cannot be read. Observe the "
+                "function that is differentiated"
+            )
+        return outputs
+
+    nothing: _Origin = frozenset()
+    return programs.eval_jaxpr(jaxpr, [*(nothing for _ in consts), *origins], rule, literal=lambda _: nothing), plan
+
+
+def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Step | None]:
+    name, params = eqn.primitive.name, eqn.params
+    if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
+        found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
+        return [frozenset().union(*inputs)] * len(eqn.outvars), found
+    if name in programs.CALLS and not params.get("differentiated"):
+        return _find(programs.body_of(eqn), inputs, axes)
+    if name == "scan":
+        return _look_into_scan(eqn, inputs, axes)
+    if name == "cond":
+        looked = [_find(programs.opened(closed), inputs[1:], axes) for closed in params["branches"]]
+        plans: _Plan = {number: plan for number, (_, plan) in enumerate(looked) if plan}
+        return [inputs[0].union(*origins) for origins in zip(*(outputs for outputs, _ in looked), strict=True)], plans
+    whole: _Origin = frozenset().union(*inputs)
+    unread: list[_Found] = []
+    for body in programs.bodies_of(eqn):
+        count = len(body[0].invars)
+        _, plan = _find(body, inputs if len(inputs) == count else [whole] * count, axes)
+        unread += _products_of(plan)
+    inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
+    return [whole] * len(eqn.outvars), _Unread(inside, tuple(unread)) if unread else None
+
+
+def _look_into_scan(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
+    body, (first, count) = programs.opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
+    carry = inputs[first : first + count]
+    while True:  # a carry may have more origins in the second round; origins only grow
+        given = [*inputs[:first], *carry, *inputs[first + count :]]
+        outputs, plan = _find(body, given, (*axes, eqn.params["length"]))
+        grown = [a | b for a, b in zip(carry, outputs[:count], strict=True)]
+        if grown == carry:
+            return outputs, plan
+        carry = grown
+
+
+def _path_of(site: Site, inputs: list[_Origin]) -> str:
+    """Return the paths of the parameters that a weight was computed from, otherwise those of other arguments."""
+    _, w, quantized, *_ = site.structure.unflatten(inputs)
+    whole: _Origin = frozenset().union(*jax.tree.leaves((w, quantized)))
+    kind = min((kind for kind, _ in whole), default=1)
+    return " + ".join(sorted(path for k, path in whole if k == kind)) or "(constant)"
+
+
+def _vmapped(eqn: Equation, site: Site) -> tuple[int, ...]:
+    """Return the axes that `jax.vmap` added in front of the operands of a product."""
+    shapes = [var.aval.shape for var in eqn.invars]
+    extra = {len(shape) - len(own) for shape, own in zip(shapes, site.shapes, strict=True)}
+    leading = {shape[: len(shape) - len(own)] for shape, own in zip(shapes, site.shapes, strict=True)} - {()}
+    fits = all(shape[len(shape) - len(own) :] == own for shape, own in zip(shapes, site.shapes, strict=True))
+    if not fits or len(extra - {0}) > 1 or len(leading) > 1:
+        raise NotImplementedError(
+            f"a product of {[list(own) for own in site.shapes[:2]]} is computed under jax.vmap as "
+            f"{[list(shape) for shape in shapes[:2]]}, and only axes in front of all operands can be read; give "
+            "jax.vmap in_axes of 0 and None"
+        )
+    return next(iter(leading), ())
+
+
+def _check_read(name: str, plan: _Plan) -> None:
+    """Raise a ValueError unless a product of a plan can be read."""
+    count = len(list(_products_of(plan)))
+    if not count:
+        raise ValueError(
+            f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
+            "converted by it"
+        )
+    unread = list(_unread_of(plan))
+    if count == sum(len(step.found) for step in unread):
+        raise ValueError(
+            f"{name} computes {count} low-precision product(s), none of which can be read: they are inside of "
+            f"{' and '.join(sorted({step.inside for step in unread}))}, where no probe can be. Products are read in "
+            "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
+            "layers there"
+        )
+
+
+def _products_of(plan: _Step) -> Iterator[_Found]:
+    """Yield the products of a plan, in the order of `jax.tree.leaves` of its probes."""
+    if isinstance(plan, _Found):
+        yield plan
+    elif isinstance(plan, _Unread):
+        yield from plan.found
+    else:
+        for number in sorted(plan):
+            yield from _products_of(plan[number])
+
+
+def _unread_of(plan: _Step) -> Iterator[_Unread]:
+    """Yield the parts of a plan that cannot be read."""
+    if isinstance(plan, _Unread):
+        yield plan
+    elif not isinstance(plan, _Found):
+        for step in plan.values():
+            yield from _unread_of(step)
 
 
 # Probes --------------------------------------------------------------------------------------------------------------
 
 
-def _probes(plan: Step) -> PyTree:
-    if isinstance(plan, Found):
+def _probes(plan: _Step) -> PyTree:
+    if isinstance(plan, _Found):
         return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
-    if isinstance(plan, Unread):
+    if isinstance(plan, _Unread):
         return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
 
 
-def _named(found: Sequence[Found], probes: Sequence[jax.Array]) -> Readings:
+def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
     """Return readings by path, from the gradients of the probes."""
     readings: Readings = {}
     for product, probe in zip(found, probes, strict=True):
@@ -176,35 +333,35 @@ def _rows(readings: Sequence[Reading]) -> jax.Array:
 # The program again ---------------------------------------------------------------------------------------------------
 
 
-def _run(body: Body, inputs: Sequence[jax.Array], plan: Plan, probes: PyTree) -> list[jax.Array]:
+def _run(body: programs.Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree) -> list[jax.Array]:
     """Return the outputs of a program with a probe at each product of its plan."""
     jaxpr, consts = body
 
     def rule(number: int, eqn: Equation, given: list[jax.Array]) -> Sequence[jax.Array]:
-        return _evaluate(eqn, given, plan[number], probes[number]) if number in plan else bind(eqn, given)
+        return _evaluate(eqn, given, plan[number], probes[number]) if number in plan else programs.bind(eqn, given)
 
-    return eval_jaxpr(jaxpr, [*consts, *inputs], rule)
+    return programs.eval_jaxpr(jaxpr, [*consts, *inputs], rule)
 
 
-def _evaluate(eqn: Equation, inputs: list[jax.Array], step: Step, probes: PyTree) -> Sequence[jax.Array]:
+def _evaluate(eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTree) -> Sequence[jax.Array]:
     """Return the outputs of an equation that is a product, or that holds some."""
     name, params = eqn.primitive.name, eqn.params
-    if isinstance(step, Found):
+    if isinstance(step, _Found):
         return _product(eqn, inputs, step.site, probes)
-    if isinstance(step, Unread):
-        return bind(eqn, inputs)
+    if isinstance(step, _Unread):
+        return programs.bind(eqn, inputs)
     if name == "scan":
         return _scan(eqn, inputs, step, probes)
     if name == "cond":
 
         def branch(number: int, inputs: list[jax.Array], probes: PyTree) -> list[jax.Array]:
-            body = opened(params["branches"][number])
+            body = programs.opened(params["branches"][number])
             return _run(body, inputs, step.get(number, {}), probes.get(number, {}))  # type: ignore[arg-type]
 
         branches = [functools.partial(branch, number) for number in range(len(params["branches"]))]
         return lax.switch(inputs[0], branches, inputs[1:], probes)
-    run = lambda inputs, probes: _run(body_of(eqn), inputs, step, probes)
-    if name in CHECKPOINTS:
+    run = lambda inputs, probes: _run(programs.body_of(eqn), inputs, step, probes)
+    if name in programs.CHECKPOINTS:
         return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(inputs, probes)
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     if any(isinstance(sharding, Sharding) for sharding in shardings):
@@ -213,8 +370,8 @@ def _evaluate(eqn: Equation, inputs: list[jax.Array], step: Step, probes: PyTree
     return run(inputs, probes)
 
 
-def _scan(eqn: Equation, inputs: list[jax.Array], plan: Plan, probes: PyTree) -> list[jax.Array]:
-    body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
+def _scan(eqn: Equation, inputs: list[jax.Array], plan: _Plan, probes: PyTree) -> list[jax.Array]:
+    body, (first, count) = programs.opened(eqn.params["jaxpr"]), programs.scan_counts(eqn.params)
     fixed, xs = inputs[:first], inputs[first + count :]
 
     def one(carry: list[jax.Array], items: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -222,7 +379,7 @@ def _scan(eqn: Equation, inputs: list[jax.Array], plan: Plan, probes: PyTree) ->
         outputs = _run(body, [*fixed, *carry, *own], plan, own_probes)
         return outputs[:count], outputs[count:]
 
-    last, ys = lax.scan(one, inputs[first : first + count], (xs, probes), **scan_options(eqn.params))
+    last, ys = lax.scan(one, inputs[first : first + count], (xs, probes), **programs.scan_options(eqn.params))
     return [*last, *ys]
 
 
@@ -238,4 +395,4 @@ def _product(eqn: Equation, inputs: list[jax.Array], site: Site, probe: jax.Arra
         of_one = jax.vmap(of_one, in_axes=in_axes)
     with jax.named_scope("monitor"):
         forward, (*_, words) = of_one(*leaves), site.structure.unflatten(leaves)
-        return _watched(site, tuple(bind(eqn, inputs)), probe, forward, words)
+        return _watched(site, tuple(programs.bind(eqn, inputs)), probe, forward, words)

@@ -35,7 +35,7 @@ from tcfp_jax.optim.encoding import (
     spread,
     stream,
     zeros,
-)  # fmt: skip
+)
 from tcfp_jax.optim.steps import Quality, Scalars, Step, float_step, fused_step, scalars_of
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves, put

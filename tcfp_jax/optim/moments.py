@@ -26,7 +26,7 @@ from tcfp_jax.optim.encoding import (
     narrow_leaves,
     own,
     stream,
-)  # fmt: skip
+)
 from tcfp_jax.optim.stored import dequantize
 from tcfp_jax.paths import PyTree, named_leaves, path_names
 

@@ -33,7 +33,7 @@ from tcfp_jax.weights.training import (
     rewrite,
     train,
     training_of,
-)  # fmt: skip
+)
 
 _MATRIX = Layout((0,), (1,))
 
