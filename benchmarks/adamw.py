@@ -1,12 +1,11 @@
-"""Time of the fused AdamW step on hi + lo with 8-bit moments, beside optax's on float32, in one pass over the memory.
+"""Time of the fused AdamW step on hi + lo with 8-bit moments, next to optax on float32, in one pass over memory.
 
     python -m benchmarks.adamw --json
 
-Beside it: the same arithmetic by XLA alone, optax's AdamW with clipping by the global norm, and a copy of 6 bytes read
-and 6 written a weight. The step is timed as it is called: with the scalars that it needs and the amax that it returns.
-"after a look for NaN" reads the gradient once before, and keeps everything as it was where it finds one. "clipped" sums
-the gradient's squares in that pass. States are donated. Before anything is timed, the kernel's bits are compared with
-those of the definition on the CPU.
+Also timed: the same arithmetic by XLA, optax with clipping by the global norm, and a copy of 12 bytes a weight. The
+step includes the scalars that it needs and the amax that it returns. "after a look for NaN" reads the gradient once
+before and keeps the old state if it finds one. "clipped" sums the gradient's squares in that pass. States are donated.
+Before the timing, the kernel's bits are compared with the definition on the CPU.
 """
 
 import argparse
@@ -37,7 +36,7 @@ State = tuple[jax.Array, jax.Array, Moments]
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: the weight that is timed, and the one that is compared first."""
+    """Shape of the weight that is timed, and of the one that is compared first."""
 
     shape: tuple[int, int] = (4096, 16384)
     checked: tuple[int, int] = (256, 1024)
@@ -54,11 +53,11 @@ class Row(timing.Timing):
     """One way of a step.
 
     Attributes:
-      name, gradient: the way, and the dtype of its gradient.
-      megabytes: what must be read and written once.
-      terabytes_per_second: of that.
-      over_copy: that rate over the copy's.
-      over_optax: the time over that of optax's AdamW on float32.
+      name, gradient: The way, and the dtype of its gradient.
+      megabytes: Bytes that must be read and written once.
+      terabytes_per_second: Rate of these bytes.
+      over_copy: That rate divided by the copy's.
+      over_optax: The time divided by that of optax's AdamW on float32.
     """
 
     shape: str
@@ -71,7 +70,7 @@ class Row(timing.Timing):
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The issue's size on a GPU. A CPU interprets the kernel: in a smoke run; otherwise it runs the definition."""
+    """Return the settings of a command line; a CPU interprets the kernel only in a smoke run."""
     if options.smoke:
         return SMOKE
     if jax.default_backend() == "gpu":
@@ -83,7 +82,7 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def make_state(shape: tuple[int, int], seed: int = 0) -> tuple[State, jax.Array, jax.Array]:
-    """(a weight and moments as after some steps, its scale, a float32 gradient); nothing is zero."""
+    """Return (a weight and moments as after some steps, its scale, a float32 gradient), without zeros."""
     keys = jax.random.split(jax.random.key(seed), 4)
     rows = (2.0 ** -(jnp.arange(shape[0], dtype=jnp.float32) % 13))[:, None] * 1e-3
     w, g, m, v = (jax.random.normal(key, shape) for key in keys)
@@ -95,7 +94,7 @@ def make_state(shape: tuple[int, int], seed: int = 0) -> tuple[State, jax.Array,
 
 
 def rates(step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: Any = 1.0) -> Rates:
-    """The numbers of a step."""
+    """Return the numbers of a step."""
     f = lambda x: jnp.asarray(x, jnp.float32)
     t = step.astype(jnp.float32)
     return Rates(
@@ -106,7 +105,7 @@ def rates(step: jax.Array, scale: jax.Array, keep: Any = True, gradient_scale: A
 
 
 def fused(state: State, g: jax.Array, step: jax.Array, scale: jax.Array, *, look: str, **options: Any) -> Any:
-    """A step of this project, as (state, what else it returns)."""
+    """Run a step of this library; return (state, its other results)."""
     norm = jnp.sum(jnp.square(g.astype(jnp.float32))) if look == "clipped" else None
     keep: Any = True
     by: Any = 1.0
@@ -119,13 +118,13 @@ def fused(state: State, g: jax.Array, step: jax.Array, scale: jax.Array, *, look
 
 
 def optimizer(clipped: bool) -> optax.GradientTransformation:
-    """Optax's."""
+    """Return optax's AdamW."""
     tx = optax.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY)
     return optax.chain(optax.clip_by_global_norm(MAX_NORM), tx) if clipped else tx
 
 
 def exact(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clipped: bool) -> Any:
-    """A step of optax."""
+    """Run a step of optax."""
     params, inner = state
     updates, inner = optimizer(clipped).update(g, inner, params)
     params = optax.apply_updates(params, updates)
@@ -133,12 +132,12 @@ def exact(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array, *, clippe
 
 
 def copy(state: Any, g: jax.Array, step: jax.Array, scale: jax.Array) -> Any:
-    """As many bytes as a step moves with a float32 gradient, six each way: one bit of each word changes."""
+    """Move as many bytes as a step with a float32 gradient, six each way, and change one bit of each word."""
     state = state ^ jnp.uint32(1)
     return state, state[0]
 
 
-# name: (the step, what it looks for, its options); with both gradients
+# Options of each step by name; "look" is what it checks in the gradient first.
 OURS: dict[str, dict[str, Any]] = {
     "fused": dict(look="nothing"),
     "fused, with the transposed copy of hi": dict(look="nothing", orientation="both"),
@@ -150,7 +149,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """A step `(state, g, step, scale) -> (state, result)`, the state it starts from, and the bytes it must move."""
+    """A step `(state, g, step, scale) -> (state, result)`, its first state, and the bytes that it must move."""
 
     function: Callable[..., Any]
     state: Any
@@ -159,7 +158,7 @@ class Way:
 
 
 def ways(config: Config) -> tuple[dict[tuple[str, str], Way], jax.Array]:
-    """Every way by name and gradient, and the scale of the weight."""
+    """Return every way by name and gradient, and the scale of the weight."""
     state, scale, g = jax.jit(make_state, static_argnums=0)(config.shape)
     of_state = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     found: dict[tuple[str, str], Way] = {}
@@ -187,7 +186,7 @@ def measure(config: Config) -> Iterator[Row]:
     """Compare the kernel with its definition, then time every way in turn.
 
     Raises:
-      ArithmeticError: the kernel has other bits than the definition; nothing is timed then.
+      ArithmeticError: the kernel has other bits than the definition, so nothing is timed.
     """
     check(config)
     found, scale = ways(config)
@@ -214,7 +213,7 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def check(config: Config) -> None:
-    """Raise an ArithmeticError unless a step has the bits of the definition, which the CPU computes."""
+    """Raise `ArithmeticError` unless a step has the bits of the definition on the CPU."""
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         made = jax.jit(make_state, static_argnums=0)(config.checked)
@@ -245,7 +244,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a way; a cell holds milliseconds, the time over optax's, and the rate over a copy's."""
+    """Return the page's table, one line per way."""
     rows = result.by("name", "gradient")
     gradients = result.distinct("gradient")
 

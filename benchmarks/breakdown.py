@@ -1,8 +1,8 @@
-"""Where a step's time goes: CUPTI's milliseconds of every kernel, summed by what the kernel is for.
+"""Time of a step by kind of kernel: CUPTI's milliseconds of every kernel, summed by purpose.
 
-A kernel of a library says by its name what it does. One that XLA made has the name of its instruction, whose metadata
-in the compiled program holds the `jax.named_scope`s of what it computes; of several operations in one kernel, that is
-the last. So a maximum that a norm's kernel finds beside its result is the norm's.
+A library's kernel has a name that tells its purpose. A kernel of XLA has the name of its instruction. The instruction's
+metadata in the compiled program holds the `jax.named_scope`s of the operation, or of the last of several. So a maximum
+that a norm's kernel finds next to its result counts as the norm.
 """
 
 import re
@@ -29,7 +29,7 @@ _SMALL = 2**16  # values: scales, amaxes and statistics of rows have fewer, tens
 
 
 def operations_of(program: str) -> dict[str, Operation]:
-    """(types of the results, name with scopes) of every instruction of a compiled program, by its kernel's name.
+    """Return (types of the results, name with scopes) of every instruction of a program, by its kernel.
 
     >>> text = '  %loop_add.1 = f32[8]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(f)/optimizer/add"}'
     >>> operations_of(text)
@@ -47,10 +47,10 @@ def operations_of(program: str) -> dict[str, Operation]:
 
 
 def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
-    """What a kernel is for.
+    """Return the kind of a kernel.
 
-    What XLA made for a quantizer counts as quantization where it writes FP8 or small arrays alone; one that writes a
-    tensor of floats as well is the norm or activation that the tensor is.
+    XLA's kernel of a quantizer counts as quantization if it writes only FP8 or small arrays. If it writes a tensor of
+    floats, too, it counts as the norm or activation of that tensor.
 
     >>> kind_of("nvjet_qqtst_128x256", {}), kind_of("cudnn_generated_sdpa_flash_fprop", {})
     ('products', 'attention')
@@ -65,7 +65,7 @@ def kind_of(kernel: str, operations: Mapping[str, Operation]) -> Kind:
         return "optimizer"
     if "quantize" in scopes and not any(_values(sizes) > _SMALL for sizes in _WIDE.findall(types)):
         return "quantization"
-    # XLA's own products have the names of their instructions, and perhaps a transpose behind them.
+    # XLA's own products have the names of their instructions, perhaps with a transpose at the end.
     is_product = scopes.endswith("dot_general") or kernel.startswith("gemm_fusion")
     return "products" if is_product else "norms and activations"
 
@@ -78,7 +78,7 @@ def _values(sizes: str) -> int:
 
 
 def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict[Kind, float]:
-    """The sum of every kind over (kernel, milliseconds) of one call."""
+    """Return the sum of every kind over (kernel, milliseconds) of one call."""
     operations, sums = operations_of(program), dict.fromkeys(KINDS, 0.0)
     for name, milliseconds in kernels:
         sums[kind_of(name, operations)] += milliseconds
@@ -86,7 +86,7 @@ def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict
 
 
 def profile(function: Callable[..., Any], args: tuple[Any, ...], program: str) -> dict[Kind, float] | None:
-    """Milliseconds by kind of one call, or None where this machine has no CUPTI."""
+    """Return milliseconds by kind of one call, or None if this machine has no CUPTI."""
     if jax.default_backend() != "gpu":
         return None
     from jax.experimental.mosaic.gpu import profiler

@@ -1,20 +1,20 @@
-"""What every benchmark shares: its command, a header that says where numbers come from, JSON on disk, and tables.
+"""The harness of all benchmarks: command, header with the origin of numbers, JSON on disk, and tables.
 
 A benchmark is a module of this package with
 
-    NAME                       of the module and of its JSON
-    Config, Row                frozen dataclasses: the settings of a run, and one answer
-    add_options(parser)        its own options of the command line, if it has any
-    configure(options)         the Config that a command line asks for
-    measure(config)            rows, each verified before it is timed
+    NAME                       name of the module and of its JSON
+    Config, Row                frozen dataclasses: settings of a run, and one result
+    add_options(parser)        adds its own options of the command line, if it has any
+    configure(options)         returns the Config of a command line
+    measure(config)            returns rows, each verified before it is timed
     show(rows)                 prints them
-    table(result)              the Markdown of docs/measurements.md, from the JSON
-    plot(figure, result)       a picture of the same, if there is one
-    json_name(options)         the name of its JSON, where its options choose one, and
-    command_of(json_name)      the command that writes it
+    table(result)              returns the Markdown of docs/measurements.md, from the JSON
+    plot(figure, result)       draws the same, if there is a picture
+    json_name(options)         returns the name of its JSON, if options choose one, and
+    command_of(json_name)      returns the command that writes it
 
-and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, `<device>` a slug of JAX's name for the
-chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
+and `main` runs it. JSON lies at `benchmarks/results/<device>/<name>.json`, where `<device>` is a slug of JAX's name of
+the chip, as {"benchmark", "header", "config", "rows"}. A smoke run never writes there.
 """
 
 import argparse
@@ -50,15 +50,15 @@ AGE = "; the library has changed since"
 
 @dataclass(frozen=True)
 class Header:
-    """Where and with what numbers were measured.
+    """Machine and versions of a measurement.
 
     Attributes:
       device: JAX's name of the chip.
       platform: "cpu" or "gpu".
-      jax, python: versions.
-      commit: of the repository, "+" if the libraries differ from it; None outside a repository.
-      library: first digits of a sha256 over the libraries' Python files and `tuned.json`: what was measured.
-      date: day of the run, UTC.
+      jax, python: Versions.
+      commit: Commit of the repository, with "+" if the libraries differ from it; None outside a repository.
+      library: First digits of a sha256 over the libraries' Python files and `tuned.json`.
+      date: Day of the run, UTC.
     """
 
     device: str
@@ -71,7 +71,7 @@ class Header:
 
 
 def make_header() -> Header:
-    """The header of this process."""
+    """Return the header of this process."""
     device = jax.devices()[0]
     return Header(
         device=device.device_kind, platform=device.platform, jax=jax.__version__, python=platform.python_version(),
@@ -90,7 +90,7 @@ def _commit() -> str | None:
 
 
 def library_digest(root: Path = ROOT) -> str:
-    """First digits of a sha256 over what runs: the libraries' Python files and `tuned.json`."""
+    """Return first digits of a sha256 over the libraries' Python files and `tuned.json`."""
     digest = hashlib.sha256()
     for path in sorted(path for name in LIBRARIES for path in (root / name).rglob("*")):
         if path.suffix == ".py" or path.name == "tuned.json":
@@ -100,7 +100,7 @@ def library_digest(root: Path = ROOT) -> str:
 
 @functools.cache
 def origin_of_row() -> dict[str, str]:
-    """What a row says of itself that may come to stand beside rows of other runs: its library and its device."""
+    """Return the library and the device of a row, which may stand next to rows of other runs."""
     return {"library": library_digest(), "device": jax.devices()[0].device_kind}
 
 
@@ -112,9 +112,8 @@ Refusals = Callable[[], contextlib.AbstractContextManager[object]]
 def main(name: str, arguments: list[str] | None = None, refusals: Refusals = contextlib.nullcontext) -> list[Any]:
     """Run `python -m benchmarks.<name>` and return its rows; JSON is written after every row.
 
-    A module that has `beside(options)` runs the benchmarks that it names, with the same options, one after the other.
-    Each request is checked, by `check_options` of a module that has it, and becomes settings within the context of
-    `refusals`.
+    If a module has `beside(options)`, the benchmarks that it returns run in turn with the same options. `check_options`
+    and `configure` run within the context of `refusals`.
     """
     benchmark = importlib.import_module(f"benchmarks.{name}")
     options = _parse(benchmark, arguments)
@@ -164,7 +163,7 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
 
 
 def command(name: str) -> None:
-    """What a benchmark does that is run as a program; a request that cannot be met is one line, and status 2."""
+    """Run a benchmark as a program; a request that cannot be met prints one line and exits with status 2."""
     take_memory_as_needed()
     main(name, refusals=_in_one_line)
 
@@ -179,27 +178,27 @@ def _in_one_line() -> Iterator[None]:
 
 
 def positive(text: str) -> int:
-    """The type of an option that counts: a whole number of at least 1.
+    """Return the value of an option that counts; use it as the type of an argument.
 
     >>> positive("3")
     3
 
     Raises:
-      ArgumentTypeError: another text.
+      ArgumentTypeError: the text is not an integer of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1; give one")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1; give one")
     return int(text)
 
 
 def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[Any, ...]:
-    """The names in "NAME,NAME", or all that are allowed.
+    """Return the names in "NAME,NAME", or all allowed names without a text.
 
     >>> chosen_of("parts", "mlp, block", ["block", "mlp", "step"])
     ('mlp', 'block')
 
     Raises:
-      ValueError: a name that is not allowed.
+      ValueError: a name is not allowed.
     """
     names = tuple(name.strip() for name in text.split(",")) if text else tuple(allowed)
     if unknown := [name for name in names if name not in allowed]:
@@ -212,7 +211,7 @@ def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[An
 
 @dataclass(frozen=True)
 class Result:
-    """One JSON file; `digest` is that of the file."""
+    """One JSON file and its digest."""
 
     name: str
     header: dict[str, Any]
@@ -222,13 +221,13 @@ class Result:
 
     @property
     def origin(self) -> str:
-        """Where the numbers come from, and whether the library has changed since."""
+        """Machine and commit of the numbers, with a remark if the library has changed since."""
         h = self.header
         commit = f"commit {h['commit']}" if h["commit"] else "commit unknown"
-        # Rows that `--resume` kept may be of other libraries and devices; the header is of the last run.
+        # The header is of the last run; rows that `--resume` kept may be of other libraries and devices.
         devices = [*dict.fromkeys(row.get("device") or h["device"] for row in self.rows)] or [h["device"]]
         libraries = [*dict.fromkeys(row["library"] for row in self.rows if row.get("library"))] or [h.get("library")]
-        # Files that are older than this header have a digest of all sources, benchmarks too.
+        # Older files have a digest of all sources, benchmarks included.
         source = f"library {h['library']}" if "library" in h else f"sources {h['sources']}"
         if len(libraries) > 1:
             commit, source = f"last {commit}", f"rows of libraries {', '.join(libraries)}"
@@ -236,17 +235,17 @@ class Result:
         return f"{' and '.join(devices)}, jax {h['jax']}, {commit}, {source}, {h['date']}{age}"
 
     def distinct(self, *fields: str) -> list[Any]:
-        """The values of a field, or of several, in the order of the rows."""
+        """Return the values of one or several fields, in the order of the rows."""
         one = len(fields) == 1
         return list(dict.fromkeys(row[fields[0]] if one else tuple(row[f] for f in fields) for row in self.rows))
 
     def by(self, *fields: str) -> dict[Any, dict[str, Any]]:
-        """The rows by the values of a field, or of several."""
+        """Return the rows by the values of one or several fields."""
         return {row[fields[0]] if len(fields) == 1 else tuple(row[f] for f in fields): row for row in self.rows}
 
 
 def read_result(name: str, results: Path = RESULTS) -> Result | None:
-    """The JSON of a benchmark, of an accelerator where there is one."""
+    """Return the JSON of a benchmark, from an accelerator if there is one."""
     paths = sorted(results.glob(f"*/{name}.json"), key=lambda path: (path.parent.name == "cpu", path.parent.name))
     if not paths:
         return None
@@ -256,7 +255,7 @@ def read_result(name: str, results: Path = RESULTS) -> Result | None:
 
 
 def device_slug() -> str:
-    """JAX's name of the default device as a folder name.
+    """Return JAX's name of the default device as a folder name.
 
     >>> re.fullmatch("[a-z0-9-]+", device_slug()) is not None
     True
@@ -265,10 +264,10 @@ def device_slug() -> str:
 
 
 def result_path(name: str, options: argparse.Namespace) -> Path | None:
-    """Where the rows of a run go: None without --json; for a smoke run --out or a temporary folder.
+    """Return the path of a run's rows: None without --json; for a smoke run --out or a temporary folder.
 
     Raises:
-      ValueError: a smoke run would overwrite committed numbers; or there is nothing to resume.
+      ValueError: a smoke run would overwrite committed numbers, or no file can be resumed.
     """
     if getattr(options, "resume", False) and options.out is None and (options.smoke or not options.json):
         needed = "--out" if options.smoke else "--json or --out"
@@ -283,7 +282,7 @@ def result_path(name: str, options: argparse.Namespace) -> Path | None:
 
 
 def write_result(path: Path | None, name: str, header: Header, config: Any, rows: Sequence[Any]) -> None:
-    """Write dataclasses as JSON, in one step; nothing where `path` is None. Infinities and NaN become null."""
+    """Write dataclasses as JSON in one step, unless `path` is None. Infinities and NaN become null."""
     if path is None:
         return
     content = {"benchmark": name, "header": asdict(header), "config": asdict(config), "rows": [*map(asdict, rows)]}
@@ -294,10 +293,10 @@ def write_result(path: Path | None, name: str, header: Header, config: Any, rows
 
 
 def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier run with the same settings, each with its device; none if there is no file.
+    """Return the rows of an earlier run with the same settings, each with its device; none without a file.
 
     Raises:
-      ValueError: the file is of other settings; the message names those that differ.
+      ValueError: the file is of other settings; the message names the differences.
     """
     if not path.exists():
         return []
@@ -318,7 +317,7 @@ def rows_to_resume(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _leaves(settings: dict[str, Any]) -> dict[str, Any]:
-    """What is no dict in nested ones, named as "size.layers"."""
+    """Return the leaves of nested dicts under names such as "size.layers"."""
     leaves = jax.tree_util.tree_leaves_with_path(settings, is_leaf=lambda node: not isinstance(node, dict))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -335,7 +334,7 @@ def _finite(tree: Any) -> Any:
 
 
 def print_rows(rows: Sequence[Any], *columns: str) -> None:
-    """Fields of dataclasses as columns, the first one left-aligned; floats have four digits."""
+    """Print fields of dataclasses as columns; floats have four digits."""
     cells: Iterator[list[str]] = ([_cell(getattr(row, column)) for column in columns] for row in rows)
     print_table(columns, list(cells))
 
@@ -345,7 +344,7 @@ def _cell(value: Any) -> str:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns, the first one left-aligned."""
+    """Print columns, the first one left-aligned."""
     cells = [titles, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     for row in cells:
@@ -355,7 +354,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def markdown_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, last: Literal["left", "right"] = "right"
 ) -> str:
-    """A Markdown table, the first column left-aligned, and the last one where it holds text.
+    """Return a Markdown table with a left-aligned first column; `last="left"` is for a last column of text.
 
     >>> print(markdown_table(["a", "b"], [["1", "2"]]))
     | a | b |
@@ -368,7 +367,7 @@ def markdown_table(
 
 
 def times(shape: str) -> str:
-    """A shape for readers.
+    """Return a shape for readers.
 
     >>> times("8x16x32")
     '8 × 16 × 32'
@@ -380,9 +379,9 @@ def times(shape: str) -> str:
 
 
 def compare(reference: Any, value: Any) -> tuple[float, float]:
-    """(signal-to-noise ratio in dB, mean squared error) of a value, on the host in float64.
+    """Return (signal-to-noise ratio in dB, mean squared error) of a value, computed on the host in float64.
 
-    `SNR = 10 log10(sum x^2 / sum (x - y)^2)`; inf where the two are equal.
+    `SNR = 10 log10(sum x^2 / sum (x - y)^2)`; inf if the two are equal.
 
     >>> snr_db, mean_squared_error = compare(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
     >>> round(snr_db, 3), mean_squared_error
@@ -395,5 +394,5 @@ def compare(reference: Any, value: Any) -> tuple[float, float]:
 
 
 def default_dtype() -> Any:
-    """bfloat16 on accelerators, float32 on CPUs."""
+    """Return bfloat16 on accelerators, and float32 on CPUs, which emulate BF16."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -1,7 +1,7 @@
-"""A small classification task: scikit-learn's bundled handwritten digits, and an MLP that learns them.
+"""A small classification task: scikit-learn's handwritten digits, and an MLP that learns them.
 
-1797 images of 8 x 8 pixels, a fifth of them held out by a fixed permutation, so that every run is judged on the same
-images. Initial weights and batches depend on the seed alone; a whole run is one compiled `lax.scan`.
+1797 images of 8 x 8 pixels. A fixed permutation holds out a fifth, so that every run is evaluated on the same images.
+Initial weights and batches depend only on the seed. A whole run is one compiled `lax.scan`.
 """
 
 import functools
@@ -28,10 +28,10 @@ class DigitsConfig:
     """One run.
 
     Attributes:
-      recipe: of every layer.
-      steps, batch, learning_rate: of AdamW with a cosine schedule.
-      seed: of initial weights, batches and stochastic rounding.
-      initial_jitter: relative deviation of a perturbation of the initial weights, as in `models.train`.
+      recipe: Recipe of every layer.
+      steps, batch, learning_rate: Settings of AdamW with a cosine schedule.
+      seed: Seed of initial weights, batches and stochastic rounding.
+      initial_jitter: Relative deviation of a perturbation of the initial weights, as in `models.train`.
     """
 
     recipe: Recipe
@@ -44,7 +44,7 @@ class DigitsConfig:
 
 @dataclass(frozen=True)
 class DigitsResult:
-    """Training loss per step; of the held-out images cross-entropy (nats), also with BF16 products, and accuracy."""
+    """Training loss per step; of held-out images cross-entropy (nats), also with BF16 products, and accuracy."""
 
     train_loss: np.ndarray
     heldout_loss: float
@@ -54,8 +54,8 @@ class DigitsResult:
 
 @functools.lru_cache(maxsize=1)
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(training images, labels, held-out images, labels); images are float32 `[count, 64]` in [0, 1]."""
-    # Imported here: it costs seconds, which other benchmarks need not pay.
+    """Return (training images, labels, held-out images, labels); images are float32 `[count, 64]` in [0, 1]."""
+    # Imported here, because it takes seconds that other benchmarks can save.
     from sklearn import datasets
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -66,7 +66,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def run(config: DigitsConfig) -> DigitsResult:
-    """Train from the first step to the last and evaluate with the weights that the layers train with."""
+    """Train, and evaluate with the weights that the layers train with."""
     data = tuple(map(jnp.asarray, load_digits()))
     losses, heldout_loss, in_bf16, accuracy = _program(replace(config, seed=0))(jax.random.key(config.seed), data)
     return DigitsResult(np.asarray(losses, np.float64), float(heldout_loss), float(in_bf16), float(accuracy))

@@ -1,18 +1,16 @@
-"""Held-out perplexity of a GPT whose kernels are FP4, by how their codes and scales were chosen after training.
+"""Held-out perplexity of a GPT with FP4 kernels, by the method that chose codes and scales after training.
 
     python -m benchmarks.fp4_quality --json
     python -m benchmarks.fp4_quality --layers 4 --width 256 --steps 300          # minutes on a CPU
 
-A GPT trains in BF16 by the functions of `models.train`, on the source of every installed package. Then each row
-replaces all kernels of its blocks by what an FP4 operand of them stands for and evaluates in BF16, which is what
-products of 4-bit weights and 16-bit activations compute; embeddings, norms and the head stay. GPTQ reads Hessians of
-one calibration pass over windows of the training text.
+A GPT trains in BF16 by `models.train`, on the source of every installed package. Then each row replaces all kernels of
+its blocks by their FP4 values and evaluates in BF16, which equals products of 4-bit weights and 16-bit activations;
+embeddings, norms and the head stay. GPTQ reads Hessians of one calibration pass over the training text.
 
     gap closed = 1 - (perplexity - BF16's) / (nearest's - BF16's)           nearest of the same format
 
-Of one model that is part luck: in which direction an error points decides what it costs in first order. So each row is
-also evaluated with the mirrored error, W - (Q - W); the mean of both has the curvature alone, which is what a method
-can lower, and of many models the two columns agree.
+The direction of an error decides its cost in first order, which is luck for one model. So each row is also evaluated
+with the mirrored error, W - (Q - W). The mean of both has only the curvature, which a method can lower.
 """
 
 import argparse
@@ -45,7 +43,7 @@ from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 NAME = "fp4_quality"
 BASELINE = "bf16"
-# Which products there are does not depend on the recipe, nor do their inputs in the float model.
+# The recipe changes neither the products of the float model nor their inputs.
 _ANY_RECIPE = "tensorwise"
 Method = Callable[[jax.Array, jax.Array], Operand]
 
@@ -79,7 +77,7 @@ METHODS: dict[str, Method] = {
     "mxfp4_search": _searched(Fp4("mxfp4")),
     "mxfp4_gptq_search": _compensated(Fp4("mxfp4"), "search"),
 }
-# The others cost a minute of compilation.
+# Each other method takes a minute of compilation.
 DEFAULT = (
     "nearest", "four_over_six", "fold_exact", "search", "gptq", "gptq_four_over_six", "gptq_search", "mxfp4",
     "mxfp4_search",
@@ -106,17 +104,17 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Config:
-    """What a run was asked for.
+    """Settings of a run.
 
     Attributes:
-      model: layers, width, heads, context and attention.
-      steps, batch, sequence, learning_rate: of the training in BF16.
-      seeds: a model each.
-      calibration_windows: of the training text, `sequence` tokens each, for the Hessians.
-      heldout_windows: of the evaluation.
-      text_bytes: at most this much text.
-      methods: what is measured beside BF16.
-      text, text_read: first digits of the text's digest, and how many bytes there were.
+      model: Layers, width, heads, context and attention.
+      steps, batch, sequence, learning_rate: Settings of the training in BF16.
+      seeds: One model per seed.
+      calibration_windows: Windows of the training text of `sequence` tokens, for the Hessians.
+      heldout_windows: Windows of the evaluation.
+      text_bytes: Largest size of the text.
+      methods: Methods that are measured next to BF16.
+      text, text_read: First digits of the text's digest, and its size in bytes.
     """
 
     model: GPTConfig
@@ -138,14 +136,14 @@ class Row:
     """One way to quantize the kernels of one model.
 
     Attributes:
-      bits: a weight, of codes and scales; 16 of BF16.
-      weight_db, output_db: signal over noise of all kernels, and of what they make of the calibration's inputs; None
-        of BF16.
-      heldout_loss, perplexity: nats per byte, and exp of it.
-      gap_closed: of nearest's of the same format; None of BF16 and where nearest was not measured.
-      mirrored_loss: with the mirrored error.
-      curvature_closed: of the mean perplexity of both; None as above.
-      seconds: to quantize all kernels, compilation included.
+      bits: Bits of a weight, codes and scales; 16 for BF16.
+      weight_db, output_db: Signal over noise of all kernels, and of their products with the calibration's inputs; None
+        for BF16.
+      heldout_loss, perplexity: Nats per byte, and exp of it.
+      gap_closed: Part of nearest's gap of the same format; None for BF16, or if nearest was not measured.
+      mirrored_loss: Held-out loss with the mirrored error.
+      curvature_closed: The same part, of the mean perplexity of both errors.
+      seconds: Seconds to quantize all kernels, compilation included.
     """
 
     name: str
@@ -162,7 +160,7 @@ class Row:
 
 
 def train_config(config: Config, seed: int = 0) -> TrainConfig:
-    """The run that `models.train` would do."""
+    """Return the run of `models.train`."""
     return TrainConfig(
         model=config.model, recipe="bf16", steps=config.steps, seed=seed, batch=config.batch,
         sequence=config.sequence, learning_rate=config.learning_rate, steps_per_call=min(100, config.steps),
@@ -171,7 +169,7 @@ def train_config(config: Config, seed: int = 0) -> TrainConfig:
 
 
 def train(config: Config, seed: int, corpus: Corpus) -> TrainState:
-    """The state after the last step."""
+    """Return the state after the last step."""
     run, text, started = train_config(config, seed), jnp.asarray(corpus.train), time.perf_counter()
     losses: Any = None
     state, done = init(run), 0
@@ -188,7 +186,7 @@ def train(config: Config, seed: int, corpus: Corpus) -> TrainState:
 
 
 def calibrate(config: Config, params: Any, corpus: Corpus) -> dict[str, jax.Array]:
-    """The Hessian of every kernel of the blocks, by path."""
+    """Return the Hessian of every kernel of the blocks, by path."""
     run = train_config(config)
     model = FAMILIES["gpt"].plain(config.model, run.compute_dtype)
     call = lambda params, tokens: model.apply({"params": params}, tokens)
@@ -201,14 +199,14 @@ def calibrate(config: Config, params: Any, corpus: Corpus) -> dict[str, jax.Arra
 
 @jax.jit
 def _noise(w: jax.Array, stood_for: jax.Array, hessian: jax.Array) -> jax.Array:
-    """(signal, noise) of a kernel, and both of its products with the inputs of a Hessian."""
+    """Return (signal, noise) of a kernel, and of its products with the inputs of a Hessian."""
     made = lambda w: jnp.sum(jnp.matmul(w, hessian, precision="highest") * w)
     error = stood_for - w
     return jnp.stack([jnp.sum(w * w), jnp.sum(error * error), made(w), made(error)])
 
 
 def quantized(method: Method, params: Any, moments: Mapping[str, jax.Array]) -> tuple[Any, float, tuple[float, float]]:
-    """(parameters with kernels that FP4 operands stand for, bits a weight, signal over noise of both kinds)."""
+    """Return (parameters with FP4 values as kernels, bits a weight, both signal-to-noise ratios)."""
     params, leaves = jax.tree.map(lambda leaf: leaf, params), paths.leaves(params)
     size = values = 0
     noise = np.zeros(4)
@@ -226,7 +224,7 @@ def quantized(method: Method, params: Any, moments: Mapping[str, jax.Array]) -> 
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Of every seed BF16, then each method on the same trained weights."""
+    """Measure BF16, then each method on the same trained weights, for every seed."""
     corpus = _corpus(config.text_bytes)
     for seed in config.seeds:
         state = train(config, seed, corpus)
@@ -259,7 +257,7 @@ def _measure_methods(
 
 
 def _closed(name: str, gaps: Mapping[str, float]) -> float | None:
-    """The part of nearest's gap of the same format that a method closes; None where nearest has none."""
+    """Return the part of nearest's gap of the same format that a method closes; None if nearest has none."""
     nearest = gaps.get("mxfp4" if name.startswith("mxfp4") else "nearest", 0.0)
     return 1 - gaps[name] / nearest if nearest > 0 else None
 
@@ -273,7 +271,7 @@ def _corpus(byte_limit: int) -> Corpus:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Methods, the model's size, and its training."""
+    """Add methods, the model's size, and its training."""
     parser.add_argument("--methods", help=f"of {','.join(METHODS)} (default: {','.join(DEFAULT)})")
     for name, default in dict(layers=8, width=512, heads=8).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
@@ -286,10 +284,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line.
+    """Return the settings of a command line.
 
     Raises:
-      ValueError: unknown methods.
+      ValueError: a method is unknown.
     """
     methods = common.chosen_of("methods", options.methods or ",".join(DEFAULT), tuple(METHODS))
     attention: Any = "cudnn" if jax.default_backend() == "gpu" else "products"
@@ -297,7 +295,7 @@ def configure(options: argparse.Namespace) -> Config:
     chosen = {name: getattr(options, name) for name in (*names, "learning_rate")}
     model = GPTConfig(options.layers, options.width, options.heads, context=options.sequence, attention=attention)
     if options.smoke:
-        # A head of 64 is what cuDNN takes.
+        # cuDNN needs heads of 64.
         model = GPTConfig(layers=1, width=64, heads=1, context=32, attention=attention)
         chosen |= dict(steps=20, batch=4, sequence=32, calibration_windows=8, heldout_windows=8, text_bytes=1_000_000)
     if jax.default_backend() == "gpu":  # most of a first run is compilation
@@ -308,13 +306,13 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def show(rows: list[Row]) -> None:
-    """Print what the rows say."""
+    """Print means over the models."""
     columns = [item.name for item in dataclasses.fields(Row)]
     common.print_rows(rows, *columns)
 
 
 def table(result: Result) -> str:
-    """A line a method, means over the models."""
+    """Return the page's table: one line per method, means over the models."""
     number = lambda value, text: "–" if value is None else format(value, text)
     found = {name: [row for row in result.rows if row["name"] == name] for name in result.distinct("name")}
     mean = lambda name, column: statistics.fmean(row[column] for row in found[name])

@@ -1,18 +1,17 @@
-"""Training steps on several GPUs: batch and weights split over all of them (FSDP), beside BF16 and beside one GPU.
+"""Training steps on several GPUs that split batch and weights (FSDP), next to BF16 and next to one GPU.
 
     python -m benchmarks.fsdp --json
     python -m benchmarks.fsdp --json --parts mlp --recipes "tensorwise,stored" --devices 4
 
-* *mlp* is d -> d_ff -> d of `benchmarks.train_step`, *llama* a whole step of a Llama as in `benchmarks.llama`; both
-  with AdamW. Every GPU has as many tokens as one GPU alone has, so `over_one_gpu` is at best the number of GPUs.
-* Every matrix is split along one axis, the same in every recipe: those of the MLP along their first, those of the
-  Llama as `models.train --mesh` does. The state follows by `tcfp_jax.sharding.state_shardings`. XLA gathers a weight
-  where it is read and scatters the sums of its gradients, which travel in float32 unless a name says otherwise; those
-  of "stored" are bfloat16.
+* *mlp* is d -> d_ff -> d of `benchmarks.train_step`; *llama* is a whole step as in `benchmarks.llama`; both with AdamW.
+  Every GPU has as many tokens as one GPU alone, so `over_one_gpu` is at best the number of GPUs.
+* Every matrix is split along one axis, the same in every recipe: the first one in the MLP, and as in
+  `models.train --mesh` in the Llama. `tcfp_jax.sharding.state_shardings` places the state. XLA gathers a weight before
+  it is read and scatters the sums of its gradients. Gradients travel in float32, unless a name says otherwise; "stored"
+  has bfloat16.
 
-Times are by the wall clock, over steps of which each needs the one before: kernels of several GPUs run beside each
-other and beside what travels. Before anything is timed gradients are compared with BF16's on the same GPUs, and of a
-Llama on several GPUs the first loss.
+Times are wall clock, over steps that depend on each other, because kernels of several GPUs and communication overlap.
+Before the timing, gradients are compared with BF16's on the same GPUs, and the first loss of a Llama on several GPUs.
 """
 
 import argparse
@@ -50,11 +49,11 @@ class Config:
     """Settings of a run.
 
     Attributes:
-      mlp: tokens, d and d_ff of one device.
-      llama: the model.
-      llama_tokens: sequences and positions of one device.
-      devices: how many, and the one alone that they are compared with.
-      xla_flags: the environment's, which say how XLA hides what travels.
+      mlp: Tokens, d and d_ff of one device.
+      llama: Size of the model.
+      llama_tokens: Sequences and positions of one device.
+      devices: Numbers of devices; 1 is the comparison.
+      xla_flags: Flags of the environment, which decide how XLA hides communication.
     """
 
     mlp: GemmShape
@@ -73,14 +72,14 @@ class Row(timing.Timing):
     """One candidate on some devices.
 
     Attributes:
-      part, recipe, devices, tokens: what ran; tokens of all devices in a step.
-      tokens_per_second: of the median.
-      speed_over_bf16: BF16's median over this one, on as many devices.
-      over_one_gpu: tokens a second over those of the same candidate on one device; None where that did not run.
-      worst_snr_db: of loss and gradients against BF16's; None for BF16.
-      compile_seconds: tracing, lowering and compiling.
-      arena_bytes: what the program needs on a device beside arguments and results.
-      state_bytes: parameters and optimizer state on the first device.
+      part, recipe, devices, tokens: The candidate, and the tokens of all devices in a step.
+      tokens_per_second: Rate of the median.
+      speed_over_bf16: BF16's median divided by this one, on as many devices.
+      over_one_gpu: Tokens a second, divided by the same candidate's on one device; None if that did not run.
+      worst_snr_db: Lowest SNR of loss and gradients against BF16's; None for BF16.
+      compile_seconds: Seconds of tracing, lowering and compiling.
+      arena_bytes: Temporary memory of a device, besides arguments and results.
+      state_bytes: Parameters and optimizer state on the first device.
     """
 
     part: Part
@@ -97,7 +96,7 @@ class Row(timing.Timing):
 
 
 def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[timing.Training, int]:
-    """(the step of a candidate, with as many tokens for every device; its tokens)."""
+    """Return (the step of a candidate with the same number of tokens on every device, its tokens)."""
     if part == "llama":
         tokens = (devices * config.llama_tokens[0], config.llama_tokens[1])
         few = llama.Config(config.llama, config.llama, tokens, tokens, {}, include=("linear", "small"))
@@ -110,7 +109,7 @@ def make_training(part: Part, name: str, config: Config, devices: int) -> tuple[
 
 
 def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
-    """The shardings of what `Training.init` returns: `((params, opt_state), *inputs)`; `floats` are BF16's params."""
+    """Return the shardings of `Training.init`: `((params, opt_state), *inputs)`; `floats` are BF16's params."""
     state, *inputs = given
     at = functools.partial(NamedSharding, mesh)
     if "embedding" in floats:
@@ -121,7 +120,7 @@ def placed(mesh: Mesh, floats: Any, given: Any) -> Any:
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Every part on every number of devices."""
+    """Measure every part on every number of devices."""
     for part in config.parts:
         alone: dict[str, float] = {}
         for devices in config.devices:
@@ -134,7 +133,7 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
-    """Check and time the candidates of a part on some devices; `ArithmeticError` where gradients are wrong."""
+    """Check and time the candidates of a part on some devices; raise `ArithmeticError` if gradients are wrong."""
     mesh = jax.make_mesh((1, devices, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:devices])
     made: dict[str, tuple[timing.Threaded, float, int]] = {}
     worst: dict[str, float | None] = {}
@@ -148,7 +147,7 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
             step, seconds = training.compile(place=functools.partial(placed, mesh, floats))
             made[name] = step, seconds, tokens
             if part == "llama" and devices > 1:
-                # Its gradients were compared on one GPU; compiling them here as well would take as long as all else.
+                # Its gradients were compared on one GPU; compiling them again would take as long as the rest.
                 outputs: dict[str, Any] = {"loss": step()}
             else:
                 outputs = dict(
@@ -175,14 +174,14 @@ def measure_part(part: Part, config: Config, devices: int) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Parts, recipes and devices."""
+    """Add parts, recipes and devices."""
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
     parser.add_argument("--recipes", help=f"of {','.join(RECIPES)} (default: all); {BASELINE} always runs")
     parser.add_argument("--devices", type=int, help="how many, beside one alone (default: all)")
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line; `ValueError` where it names an unknown recipe or part, or too many devices."""
+    """Return the settings of a command line; raise `ValueError` for unknown names, or too many devices."""
     recipes = tuple(dict.fromkeys((BASELINE, *common.chosen_of("recipes", options.recipes, RECIPES))))
     parts = common.chosen_of("parts", options.parts, PARTS)
     here = jax.device_count()
@@ -205,7 +204,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a candidate, a table a part."""
+    """Return the page's tables: one per part, one line per candidate."""
     texts = []
     for part in result.distinct("part"):
         lines = []

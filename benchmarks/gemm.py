@@ -1,10 +1,10 @@
 """Time of one product: BF16, one FP8 product, and the two of a residual weight, by every backend, in one run.
 
-    python -m benchmarks.gemm --json     # products, those with more scales than one a tensor, then quantizers
+    python -m benchmarks.gemm --json     # products, products with a scale per row or block, then quantizers
     python -m benchmarks.gemm --tune     # times tile sizes, writes pallas_kernels/tuned.json (benchmarks.tune)
 
-Operands are quantized beforehand: this is the tensor cores' time, not a layer's. Every product is compared with float64
-before anything is timed. The ratio is BF16's median over the product's, both from this run.
+Operands are quantized beforehand, so this is the time of the tensor cores and not of a layer. Every product is compared
+with float64 before it is timed. The ratio is BF16's median divided by the product's, both from this run.
 """
 
 import argparse
@@ -49,9 +49,9 @@ class Config:
 class Row(timing.Timing):
     """One product at one shape.
 
-    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one; `part_of_peak` is the part of
-    the device's published dense rate for the format, None where it is not known; `speed_over_bf16` is the ratio of
-    medians; `bound_used` is the largest error over its bound.
+    `tflops` counts 2 m k n for each FP8 or BF16 product, so twice that for a dual one. `part_of_peak` is the part of
+    the device's published dense rate, None if it is not known. `speed_over_bf16` is the ratio of medians. `bound_used`
+    is the largest error divided by its bound.
     """
 
     shape: str
@@ -65,7 +65,7 @@ class Row(timing.Timing):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Shapes and backends, what is measured beside products, and all that --tune takes."""
+    """Add shapes, backends, parts, and the options of --tune."""
     add_shape_options(parser)
     parser.add_argument("--measure", help=f"of {','.join(MEASURES)} (default: all); scales: products with more")
     parser.add_argument("--tune", action="store_true", help="time tile sizes, write pallas_kernels/tuned.json and stop")
@@ -75,13 +75,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    """--shapes and --backends."""
+    """Add --shapes and --backends."""
     parser.add_argument("--shapes", help="MxKxN,MxKxN,... (default: three of a Transformer's on a GPU)")
     parser.add_argument("--backends", help="of the FP8 products (default: xla, on a GPU xla,mosaic)")
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise `ValueError` where options contradict each other, one of --tune and one of the timing."""
+    """Raise `ValueError` if an option of --tune is given without it, or another one with it."""
     common.chosen_of("measure", options.measure, tuple(MEASURES))
     budget = options.budget_seconds < math.inf
     tuning = {"--only": options.only, "--cases": options.cases != "all", "--budget-seconds": budget}
@@ -94,7 +94,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def beside(options: argparse.Namespace) -> tuple[str, ...]:
-    """The benchmarks that one command runs; none where it tunes."""
+    """Return the benchmarks that the command runs; none with --tune, which runs here."""
     if options.tune:
         tune.run(options.budget_seconds, options.only, options.cases)
         return ()
@@ -102,7 +102,7 @@ def beside(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line."""
+    """Return the settings of a command line."""
     on_gpu = jax.default_backend() == "gpu"
     backends: Any = tuple((options.backends or ("xla,mosaic" if on_gpu else "xla")).split(","))
     if options.smoke:
@@ -116,10 +116,10 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def measure_products(config: Config, find: Callable[[GemmShape, Config], list[Product]]) -> Iterator[Row]:
-    """Check and time what `find` finds for every shape, the first of which is the baseline.
+    """Check and time the products that `find` returns for every shape; the first is the baseline.
 
     Raises:
-      ArithmeticError: a product misses its bound; nothing is timed at that shape then.
+      ArithmeticError: a product misses its bound, so nothing is timed at that shape.
     """
     for shape in config.shapes:
         found = find(shape, config)
@@ -160,14 +160,14 @@ def show(rows: list[Row]) -> None:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """How a table or plot names the product of a row."""
+    """Return the name of a row in tables."""
     if row["kind"] == "bf16":
         return "BF16"
     return f"{row['kind'].replace('fp8', 'FP8')}, {row['accumulation']} accumulation, {BACKEND_NAMES[row['backend']]}"
 
 
 def table(result: Result) -> str:
-    """A line a product, a column a shape."""
+    """Return the page's table: one line per product, one column per shape."""
     shapes = result.distinct("shape")
     cells = {(describe(row), row["shape"]): row for row in result.rows}
     lines = []

@@ -1,12 +1,12 @@
 """Llama-3-8B on one GPU: a first training run of twenty steps on real text, with stored weights and in BF16.
 
     python -m benchmarks.large --json
-    python -m benchmarks.large --json --bf16-layers 8        where BF16's state does not fit at full depth
+    python -m benchmarks.large --json --bf16-layers 8        if BF16's state does not fit at full depth
 
-"stored" has `W_hi + W_lo` as its only weights and moments in eight bits; "bf16" has float32 masters and `optax.adamw`.
-Each runs in a process of its own that has all of the GPU's memory, from the same initial weights on the same windows of
-the Python sources that are installed here, as bytes. The learning rate grows from zero. Losses must fall, and the first
-ones agree, before steps are timed. Speeds are compared per layer, as BF16 may have fewer.
+"stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32 masters and `optax.adamw`. Each
+runs in a process of its own with all of the GPU's memory, from the same initial weights on the same windows of
+installed Python sources, as bytes. The learning rate grows from zero. Losses must fall, and the first losses agree,
+before steps are timed. Speeds are per layer, because BF16 may have fewer layers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from models.text import load_installed
 
 NAME = "large"
 TEXT = "Python files of site-packages and of the standard library, as bytes"
-# How far the first losses of two recipes may be apart: both are near the logarithm of the vocabulary.
+# Largest relative difference of two first losses, which are both near the logarithm of the vocabulary.
 FIRST_LOSS = 0.01
 
 
@@ -39,12 +39,12 @@ class Config:
     """Settings of a run.
 
     Attributes:
-      model: the size.
-      layers: of each candidate, (name, layers) in the order in which they run; the first is BF16.
-      tokens: sequences, and tokens in each.
-      text_bytes: how much text the windows are drawn from.
-      steps: with a loss each, before the timed ones.
-      rounds, calls: of timing.
+      model: Size of the model.
+      layers: (name, layers) of each candidate in order; the first is BF16.
+      tokens: Sequences, and tokens in each.
+      text_bytes: Size of the text.
+      steps: Steps with a loss before the timed ones.
+      rounds, calls: Repetitions of the timing.
     """
 
     model: LlamaConfig
@@ -61,15 +61,15 @@ class Row(timing.Timing):
     """One candidate.
 
     Attributes:
-      recipe, layers, tokens: what ran, and how many tokens a step has.
-      tokens_per_second, model_tflops, mfu: of the median, as in `benchmarks.llama`.
-      layer_speed_over_bf16: tokens a second times layers, over BF16's.
-      compile_seconds: of the first step: tracing, lowering and compiling.
-      arena_bytes: what the program needs beside arguments and results.
-      step_bytes: arguments, results and arena.
-      peak_bytes: the allocator's; None where none is reported.
-      losses: of the first steps, in nats per byte.
-      text: what they were trained on.
+      recipe, layers, tokens: The candidate, its layers, and the tokens of a step.
+      tokens_per_second, model_tflops, mfu: Rates of the median, as in `benchmarks.llama`.
+      layer_speed_over_bf16: Tokens a second times layers, divided by BF16's.
+      compile_seconds: Seconds of tracing, lowering and compiling the first step.
+      arena_bytes: Temporary memory of the program, besides arguments and results.
+      step_bytes: Arguments, results and arena.
+      peak_bytes: Peak of the allocator; None if none is reported.
+      losses: Losses of the first steps, in nats per byte.
+      text: The text they were trained on.
     """
 
     recipe: str
@@ -88,7 +88,7 @@ class Row(timing.Timing):
 
 
 class Run(NamedTuple):
-    """What a process found of one candidate."""
+    """Measurements of one candidate in its process."""
 
     timed: timing.Timing
     compile_seconds: float
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """The candidates one after the other; `ArithmeticError` where losses do not fall or differ at the start."""
+    """Measure the candidates in sequence; raise `ArithmeticError` if losses do not fall or differ at the start."""
     first: Run | None = None
     speed = 1.0
     for name, layers in config.layers:
@@ -121,10 +121,10 @@ def measure(config: Config) -> Iterator[Row]:
 
 
 def train(config: Config, name: str, layers: int) -> Run:
-    """Twenty steps, then the timed ones."""
+    """Train twenty steps, then time further ones."""
     size = dataclasses.replace(config.model, layers=layers)
     settings = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
-    # A first update of full size would throw the loss of a model this wide up to 27.
+    # A first update of full size would raise the loss of a model this wide to 27.
     training = llama.make_training(settings, name, optax.linear_schedule(0.0, 4e-5, config.steps))
     (step, compile_seconds), losses = training.compile(), []
     for windows in draw_windows(config):
@@ -140,7 +140,7 @@ def train(config: Config, name: str, layers: int) -> Run:
 
 
 def draw_windows(config: Config) -> Iterator[jax.Array]:
-    """For each step int32 `[batch, positions + 1]` of the text: the same for every candidate."""
+    """Yield int32 `[batch, positions + 1]` of the text for each step, the same for every candidate."""
     text = load_installed(byte_limit=config.text_bytes).train
     rng, (batch, positions) = np.random.default_rng(0), config.tokens
     for _ in range(config.steps):
@@ -165,14 +165,14 @@ def check_losses(name: str, losses: tuple[float, ...], first: float) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Sizes."""
+    """Add sizes."""
     parser.add_argument("--model", choices=list(LLAMAS), help="(default: llama-8b on a GPU)")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--bf16-layers", type=int, help="(default: all)")
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line; `ValueError` where BF16 has more layers than the model."""
+    """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
@@ -193,7 +193,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a candidate."""
+    """Return the page's table, one line per candidate."""
     lines = []
     for row in result.rows:
         peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
@@ -215,17 +215,6 @@ def table(result: Result) -> str:
         f"of {size['vocabulary']}, {batch} × {positions} tokens a step. Step is what the compiled step needs, with its "
         f"state; peak is the allocator's. The losses are those of the first {result.config['steps']} steps, in nats "
         f"per byte, of {result.rows[0]['text']}."
-    )
-
-
-def sentence(result: Result) -> str:
-    """What README says of it."""
-    rows = {row["recipe"]: row for row in result.rows}
-    ours, baseline = rows[STORED], rows[BASELINE]
-    return (
-        f"A whole step of Llama-3-8B on one GPU takes {ours['step_bytes'] / 1e9:.0f} GB with stored weights and has "
-        f"{ours['layer_speed_over_bf16']:.2f} times the speed per layer of BF16, which takes "
-        f"{baseline['step_bytes'] / 1e9:.0f} GB for {baseline['layers']} layers."
     )
 
 

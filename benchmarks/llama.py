@@ -1,20 +1,18 @@
-"""Llama, converted as a user's model is: blocks and whole training steps by recipe, and where their time goes.
+"""A converted Llama: blocks and whole training steps by recipe, with the time of each kind of kernel.
 
     python -m benchmarks.llama --json
     python -m benchmarks.llama --json --parts block --recipes "tensorwise,tcfp12_single" --layers 1
     python -m benchmarks.llama --json --parts step --model llama-124m --include measured
 
 * *block* is blocks of Llama-3-8B: the output, and the gradients of the input and of every weight. Quantized weights are
-  arguments: what quantizing them costs, once a step, is in *step*.
-* *step* is a whole training step: loss, gradients, clipping and AdamW, with `error_feedback` behind it or, in rows
-  named "stored", without float weights.
+  arguments; only *step* includes their quantization, once a step.
+* *step* is a whole training step: loss, gradients, clipping and AdamW, with `error_feedback` at the end. Rows named
+  "stored" train without float weights.
 
-With `--include measured` a recipe is that of the layers in which measured times say that it pays; weights that are
-stored are so of all layers.
-
-Both run with random data, after output, loss and gradients were compared with BF16's. The model is plain Flax
-(`models.llama`) behind `convert_to_tcfp`; `flax Fp8DotGeneralOp` is Flax's own FP8, with its delayed scales, of the
-same layers, and `qwix` Google's, where it is installed.
+With `--include measured`, only layers that measured times say gain take the recipe; stored weights are those of all
+layers. Both parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain
+Flax (`models.llama`), converted by `convert_to_tcfp`. `flax Fp8DotGeneralOp` is Flax's own FP8 with delayed scales,
+and `qwix` is Google's, if it is installed.
 """
 
 import argparse
@@ -48,18 +46,18 @@ PARTS: tuple[Part, ...] = get_args(Part)
 BASELINE, STORED = "bf16", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, *PEERS), "step": (*RECIPES, STORED, *EMULATED)}
-# Candidates of a part take turns, so their states lie beside each other: 15 to 25 GB each for llama-1b.
+# Candidates of a part take turns, so all their states are in memory: 15 to 25 GB each for llama-1b.
 USUAL: dict[Part, tuple[str, ...]] = CANDIDATES | {"step": (BASELINE, "tensorwise", "tcfp12_fast", "rowwise", STORED)}
-# Two blocks keep 13 dB and more. The gradients of a first layer come through all of a model: 8.4 dB after 16 blocks.
-# A wrong scale or operand is below 3, and behind blocks of four-bit operands, which leave less, below 0.
+# Two blocks keep 13 dB or more. The gradients of a first layer pass the whole model: 8.4 dB after 16 blocks.
+# A wrong scale or operand gives less than 3, and with four-bit operands, which keep less, below 0.
 LEAST_SNR_DB: dict[str, float] = {"block": 11.0, "step": 5.0} | dict.fromkeys(EMULATED, 0.0)
-# An H200's dense BF16 peak, to which model FLOP/s are compared whatever the operands are.
+# Dense BF16 peak of an H100 or H200: the denominator of MFU for every dtype of operands.
 PEAK_TFLOPS = 989.0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: how much a part computes, and how often it is timed."""
+    """Settings of a run: sizes of each part, and repetitions."""
 
     block: LlamaConfig
     step: ModelConfig
@@ -70,7 +68,7 @@ class Config:
     rounds: int = 5
     calls: int = 3
     peaks: Literal["measured", "none"] = "measured"
-    include: tuple[Any, ...] = ("linear",)  # as `convert_to_tcfp` takes it
+    include: tuple[Any, ...] = ("linear",)  # argument of `convert_to_tcfp`
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,15 @@ class Row(timing.Timing):
     """One candidate in one part.
 
     Attributes:
-      part, recipe, tokens: what ran, and how many tokens a call has.
-      tokens_per_second, model_tflops, mfu: of the median; model FLOPs are those of products and causal attention, three
-        times the forward pass's, and `mfu` is their rate over an H200's BF16 peak.
-      speed_over_bf16: BF16's median over this one.
-      worst_snr_db: of output (or loss) and gradients against BF16's; None for BF16.
-      compile_seconds: tracing, lowering and compiling.
-      arena_bytes: what the program needs beside arguments and results.
-      peak_bytes: the allocator's, of a process of its own; None where it was not measured.
-      kinds: milliseconds by kind of kernel; None without CUPTI.
+      part, recipe, tokens: The part, the candidate, and the tokens of a call.
+      tokens_per_second, model_tflops, mfu: Rates of the median. Model FLOPs are three times the forward pass's products
+        and causal attention; `mfu` is their rate over an H200's BF16 peak.
+      speed_over_bf16: BF16's median divided by this one.
+      worst_snr_db: Lowest SNR of output (or loss) and gradients against BF16's; None for BF16.
+      compile_seconds: Seconds of tracing, lowering and compiling.
+      arena_bytes: Temporary memory of the program, besides arguments and results.
+      peak_bytes: Peak of the allocator in a process of its own; None if it was not measured.
+      kinds: Milliseconds by kind of kernel; None without CUPTI.
     """
 
     part: Part
@@ -104,14 +102,14 @@ class Row(timing.Timing):
 
 
 class Blocks(nn.Module):
-    """Blocks of a Llama one by one, `[batch, positions, width]` to the same."""
+    """Blocks of a Llama in sequence, `[batch, positions, width]` to the same."""
 
     config: LlamaConfig
     dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply them."""
+        """Apply the blocks."""
         rotation = rotations(x.shape[1], self.config.head_size, self.config.rope_theta)
         for i in range(self.config.layers):
             x, _ = Block(self.config, "bfloat16", self.dot_general_cls, name=f"block_{i}")(x, rotation)
@@ -127,7 +125,7 @@ class _Candidate(NamedTuple):
 
 
 def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> float:
-    """Additions and multiplications of the forward and backward pass: products, and causal attention's half of scores.
+    """Return additions and multiplications of both passes: products, and half of attention's scores.
 
     >>> small = LlamaConfig(layers=1, width=4, heads=2, kv_heads=1, hidden=8, context=8)
     >>> operations(small, (1, 8), "block") == 3 * 2 * 8 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 8) + 3 * 2 * 8 * 8 * 4
@@ -147,7 +145,7 @@ def operations(config: ModelConfig, tokens: tuple[int, int], part: Part) -> floa
 
 
 def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
-    """Forward and backward pass of blocks."""
+    """Return the forward and backward pass of blocks, compiled."""
     (batch, positions), size = config.block_tokens, config.block
     model = peers.quantized(name, functools.partial(Blocks, size))
 
@@ -179,7 +177,7 @@ def make_block(config: Config, name: str, seed: int = 0) -> _Candidate:
 
 
 def make_training(config: Config, name: str, rate: float | optax.Schedule = 1e-4) -> timing.Training:
-    """A whole training step, before it is compiled; `rate` is AdamW's."""
+    """Return a whole training step before it is compiled; `rate` is AdamW's."""
     (batch, positions), size = config.step_tokens, config.step
     model = FAMILIES[family_of(size)].plain(size, "bfloat16")
     converted, weights = (model, None) if name == BASELINE else _converted_step(config, name)
@@ -212,7 +210,7 @@ def make_training(config: Config, name: str, rate: float | optax.Schedule = 1e-4
 
 
 def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
-    """A whole training step; the state is donated."""
+    """Return a whole training step, compiled, which donates its state."""
     training = make_training(config, name)
     threaded, seconds = training.compile(seed)
 
@@ -224,12 +222,12 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
 
 
 def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
-    """(the model of the whole step, its weights)."""
+    """Return (the model of the whole step, its weights)."""
     recipe = tcfp_jax.recipe("tcfp12_single" if name == STORED else name)
     include, everywhere = config.include, name == STORED or name in EMULATED
     if "measured" in include and not everywhere:
         return learner(config.step, recipe, "bfloat16", config.step_tokens)
-    if "measured" in include or name in EMULATED:  # which pays nowhere
+    if "measured" in include or name in EMULATED:  # which gains nowhere
         include = ("linear", "small")
     if isinstance(config.step, GPTConfig):
         return learner(config.step, recipe, "bfloat16")
@@ -239,7 +237,7 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
 
 
 def _optimizer(name: str, weights: Any, rate: float | optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind clipping, as a user of each kind of weights writes it."""
+    """Return clipping and AdamW, as a user writes them for each kind of weights."""
     if name == STORED:
         return tcfp_jax.optim.adamw(rate, moments="8bit", max_norm=1.0, key=jax.random.key(0))
     parts = [optax.clip_by_global_norm(1.0), optax.adamw(rate)]
@@ -250,13 +248,13 @@ MAKE: dict[Part, Callable[..., _Candidate]] = {"block": make_block, "step": make
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Every part, all candidates in turn."""
+    """Measure every part, with all candidates in turn."""
     for part in config.parts:
         yield from measure_part(part, config)
 
 
 def measure_part(part: Part, config: Config) -> list[Row]:
-    """Check and time the candidates of one part; `ArithmeticError` where outputs are wrong."""
+    """Check and time the candidates of one part; raise `ArithmeticError` if an output is wrong."""
     names = [name for name in config.recipes[part] if peers.is_installed(name)]
     made: dict[str, _Candidate] = {}
     worst: dict[str, float | None] = {}
@@ -292,7 +290,7 @@ def measure_part(part: Part, config: Config) -> list[Row]:
 
 
 def measure_peak(part: Part, config: Config, name: str) -> int | None:
-    """The allocator's peak of this process after three calls."""
+    """Return the allocator's peak of this process after three calls."""
     candidate = MAKE[part](config, name)
     for _ in range(3):
         jax.block_until_ready(candidate.function(*candidate.args))
@@ -303,7 +301,7 @@ def measure_peak(part: Part, config: Config, name: str) -> int | None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Parts, recipes and sizes."""
+    """Add parts, recipes and sizes."""
     every = dict.fromkeys(name for part in PARTS for name in CANDIDATES[part])
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
     parser.add_argument("--recipes", help=f"of {', '.join(every)}; {BASELINE} always runs")
@@ -314,7 +312,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line; `ValueError` where it names an unknown recipe or part."""
+    """Return the settings of a command line; raise `ValueError` for an unknown recipe or part."""
     every = tuple(dict.fromkeys(name for part in PARTS for name in CANDIDATES[part]))
     wanted = (BASELINE, *common.chosen_of("recipes", options.recipes, every))
     known = CANDIDATES if options.recipes else USUAL
@@ -337,7 +335,7 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def show(rows: list[Row]) -> None:
-    """Print the rows, and where their time went."""
+    """Print the rows and their time by kind of kernel."""
     columns = ("part", "recipe", "median_ms", "speed_over_bf16", "tokens_per_second", "model_tflops", "mfu")
     common.print_rows(rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "peak_bytes", "timer")
     for row in rows:
@@ -347,7 +345,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a candidate, a table a part."""
+    """Return the page's tables: one per part, one line per candidate."""
     texts = []
     for part in result.distinct("part"):
         lines = []
@@ -370,8 +368,8 @@ def table(result: Result) -> str:
         texts.append(f"{'Forward and backward pass' if part == 'block' else 'Training step'}: {what}.\n")
         texts.append(f"{markdown_table(titles, lines)}\n")
     return "\n".join(texts) + (
-        "\nColumns between MFU and arena are milliseconds by kind of kernel. MFU is model FLOP/s over 989 TFLOP/s, an "
-        "H200's dense BF16 peak."
+        "\nColumns between MFU and arena are milliseconds by kind of kernel. MFU is model FLOP/s over 989 TFLOP/s, the "
+        "dense BF16 peak of an H100 or H200."
     )
 
 

@@ -1,4 +1,4 @@
-"""What other libraries make of a model, to be measured beside ours: Flax's own FP8, and Google's qwix."""
+"""Models as other libraries multiply them, to measure next to ours: Flax's own FP8, and Google's qwix."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,7 +12,7 @@ PEERS = (FLAX, QWIX)
 
 
 def is_installed(name: str) -> bool:
-    """Whether a candidate can run here; says so where it cannot."""
+    """Return whether a candidate can run here; print the reason if not."""
     found = name != QWIX or importlib.util.find_spec(QWIX) is not None
     if not found:
         print("qwix is not installed (pip install qwix), so its row is missing")
@@ -20,13 +20,13 @@ def is_installed(name: str) -> bool:
 
 
 def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
-    """The model that `make(dot_general_cls)` returns, as the peer of this name multiplies; as it is by another."""
+    """Return the model of `make(dot_general_cls)` as this peer multiplies; other names leave it unchanged."""
     model = make(nn.Fp8DotGeneralOp if name == FLAX else None)
     if name != QWIX:
         return model
     import qwix
 
-    # E4M3 forward and E5M2 gradients, with a scale a tensor that is found at every use.
+    # E4M3 forward and E5M2 gradients, with a fresh scale for each tensor at every use.
     rule = qwix.QtRule(
         op_names=("dot_general",), weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn,
         bwd_qtype=jnp.float8_e5m2, disable_channelwise_axes=True,

@@ -1,6 +1,6 @@
-"""The products that benchmarks time: their operands, their values in float32, and the check that comes before a time.
+"""Products that benchmarks time: operands, their values in float32, and the check before the timing.
 
-This is the only file of the benchmarks that calls the products of `pallas_kernels`. What quantizers share is below.
+This is the only file of the benchmarks that calls the products of `pallas_kernels`. Helpers of quantizers are below.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.tuning import Key
 
 E4M3 = jnp.float8_e4m3fn
-# Of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have bounds of their own, `SUM_BOUND`.
+# Bound of a BF16 product, per unit of |x| @ |w|: its sums are float32. FP8 products have `SUM_BOUND`.
 BF16_SUM_BOUND = 2.0**-16
 Pair = tuple[Operand, Operand]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the operands of a product are stored, and how it adds.
+    """Storage of the operands of a product, and its accumulation.
 
     Attributes:
       halves: 2 for a residual weight, 1 for a single one.
-      accumulation: of the sum; products of blocks are always "full".
-      scaling: of the weight; that of x is the same along its rows.
-      out_dtype: of the result.
-      residual_blocks: the blocks of the residual that are multiplied.
+      accumulation: Accumulation of the sum; products of blocks are always "full".
+      scaling: Scaling of the weight; x has the same along its rows.
+      out_dtype: Dtype of the result.
+      residual_blocks: Blocks of the residual that are multiplied.
     """
 
     halves: Literal[1, 2]
@@ -54,12 +54,12 @@ class Form:
 
     @property
     def op(self) -> str:
-        """How `tuned.json` names the op."""
+        """Name of the op in `tuned.json`."""
         return self._key.op
 
     @property
     def variant(self) -> str:
-        """How `tuned.json` names the variant."""
+        """Name of the variant in `tuned.json`."""
         return self._key.variant
 
     @property
@@ -67,7 +67,7 @@ class Form:
         return reference.key(self._options, *self._operands(128, 128, 128), None)
 
     def _operands(self, m: int, k: int, n: int) -> Pair:
-        """Shapes that stand for operands, without scales."""
+        """Return shapes that stand for operands, without scales."""
         x: Any = jax.ShapeDtypeStruct((m, k), E4M3)
         w: Any = jax.ShapeDtypeStruct((n, k), E4M3)
         scale: Any = None
@@ -78,11 +78,11 @@ class Form:
         return Options(jnp.dtype(self.out_dtype), self.accumulation)
 
     def bound(self, backend: Backend) -> float:
-        """The product's own: largest error of a sum per unit of |x| @ |w|."""
+        """Return the largest error of a sum per unit of |x| @ |w|."""
         return SUM_BOUND[backend, self.accumulation]
 
     def candidates(self, shape: GemmShape) -> list[Config]:
-        """The tile sizes that the Mosaic kernel has for a shape, best guess first."""
+        """Return the tile sizes of the Mosaic kernel for a shape, best guess first."""
         block = self.scaling if isinstance(self.scaling, Block) else None
         problem = Problem(shape.m, shape.k, shape.n, self.halves, block)
         if self.residual_blocks == "nonzero":
@@ -90,17 +90,17 @@ class Form:
         return candidates(problem, self.accumulation)
 
     def chosen(self, shape: GemmShape) -> list[Config]:
-        """The tile sizes that the Mosaic kernel runs a shape with, after what was measured near it, or none."""
+        """Return the tile sizes with which the Mosaic kernel runs a shape, or none."""
         x, w = self._operands(shape.m, shape.k, shape.n)
         config = mosaic.configure(self._options, x, w, None) if self.candidates(shape) else None
         return [] if config is None else [config]
 
     def quantize(self, x: jax.Array, w: jax.Array, backend: Backend | None = None) -> Pair:
-        """The operands of x `[m, k]` and W `[n, k]`."""
+        """Return the operands of x `[m, k]` and W `[n, k]`."""
         return _quantize(x, w, self, backend)
 
     def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
-        """The product by a backend, or by the Mosaic kernel with these tile sizes."""
+        """Multiply by a backend, or by the Mosaic kernel with these tile sizes."""
         out_dtype = jnp.dtype(self.out_dtype)
         if self.residual_blocks == "nonzero":
             if config is None:
@@ -111,7 +111,7 @@ class Form:
         return mosaic.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
 
     def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
-        """Whether a result is within its own bound and XLA's of XLA's result."""
+        """Return whether a result is within its own bound and XLA's of XLA's result."""
         return bool(np.asarray(_agree(self, backend, pair, got, expected)))
 
 
@@ -120,7 +120,7 @@ def _agree(form: Form, backend: Backend, pair: Pair, got: jax.Array, expected: j
     wide = dataclasses.replace(form, accumulation="full", out_dtype="float32", residual_blocks="all")
     magnitude = wide.multiply(*jax.tree.map(_magnitude, pair), backend="xla")
     result, xla = (value.astype(jnp.float32) for value in (got, expected))
-    # Each result is rounded to its dtype once more, XLA's sum of two products twice.
+    # Each result is rounded to its dtype once more; XLA's sum of two products is rounded twice.
     rounding = 3 * float(jnp.finfo(got.dtype).eps) / 2
     bound = (form.bound(backend) + form.bound("xla")) * magnitude + rounding * abs(xla)
     return jnp.all(jnp.abs(result - xla) <= bound)
@@ -137,16 +137,16 @@ def _quantize(x: jax.Array, w: jax.Array, form: Form, backend: Backend | None) -
 
 
 def _magnitude(value: jax.Array) -> jax.Array:
-    """|value|, of FP8 by its bits; scales are not negative."""
+    """Return |value|, of FP8 by its bits; scales are not negative."""
     if value.dtype not in (E4M3, jnp.float8_e5m2):
         return value
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint8) & 0x7F, value.dtype)
 
 
 def halves_of(w: Operand) -> tuple[jax.Array, ...]:
-    """The float32 values of each half of a weight."""
+    """Return the float32 values of each half of a weight."""
     hi = w.drop_residual().dequantize()
-    # Not from `lo_scale`, which says only where the residual is zero.
+    # Not from `lo_scale`, which only marks zero blocks of the residual.
     return (hi,) if w.lo is None else (hi, Operand(w.lo, w.scale, scaling=w.scaling).dequantize())
 
 
@@ -155,12 +155,12 @@ class Product:
     """A product that can be checked and timed.
 
     Attributes:
-      kind, accumulation, backend: what rows call it.
-      function, args: a jitted function and its arguments.
-      values: the float32 values of x `[m, k]` and of the parts of W `[n, k]` that the arguments stand for.
-      gemms: how many FP8 or BF16 products it is made of.
-      bound: of its sums, per unit of |x| @ |w|.
-      config: tile sizes, where they were chosen by hand.
+      kind, accumulation, backend: Its names in rows.
+      function, args: A jitted function and its arguments.
+      values: Function that returns float32 x `[m, k]` and the parts of W `[n, k]` behind the arguments.
+      gemms: Number of FP8 or BF16 products in it.
+      bound: Largest error of its sums, per unit of |x| @ |w|.
+      config: Tile sizes that were chosen by hand.
     """
 
     kind: str
@@ -175,19 +175,19 @@ class Product:
 
     @property
     def name(self) -> str:
-        """Different for all products of a run."""
+        """Name that is unique in a run."""
         return f"{self.kind} {self.accumulation} {self.backend} {self.config or ''}"
 
 
 def bf16_product(x: jax.Array, w: jax.Array) -> Product:
-    """The baseline: bfloat16 x and W."""
+    """Return the baseline: bfloat16 x and W."""
     half = w.astype(jnp.bfloat16)
     values = lambda: (x.astype(jnp.float32), half.astype(jnp.float32))
     return Product("bf16", "full", "xla", jax.jit(dot_bf16), (x, half), values, 1, BF16_SUM_BOUND)
 
 
 def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Config | None = None) -> Product:
-    """A product of operands that `form.quantize` made."""
+    """Return a product of operands of `form.quantize`."""
     function = jax.jit(functools.partial(form.multiply, backend=backend, config=config))
     values = lambda: (pair[0].dequantize(), *halves_of(pair[1]))
     bound = form.bound(backend)
@@ -195,7 +195,7 @@ def fp8_product(kind: str, form: Form, pair: Pair, backend: Backend, config: Con
 
 
 def possible(found: list[Product]) -> list[Product]:
-    """Those products if the backend has them, else none, and why."""
+    """Return the products if the backend has them; otherwise print the reason and return none."""
     try:
         for candidate in found:
             jax.eval_shape(candidate.function, *candidate.args)
@@ -206,7 +206,7 @@ def possible(found: list[Product]) -> list[Product]:
 
 
 def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> float:
-    """Largest error over its bound, on randomly chosen rows and columns, against float64.
+    """Return the largest error over its bound, on random rows and columns, against float64.
 
     Raises:
       ArithmeticError: it is above 1, or not a number.
@@ -220,7 +220,7 @@ def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> 
     parts = [x @ half.T for half in halves]
     exact = sum(parts)
     magnitude = np.abs(x) @ np.abs(sum(halves)).T
-    # An output is rounded once, in a dual product of XLA's each half and their sum.
+    # An output is rounded once; XLA's dual product rounds each half and their sum.
     rounding = float(jnp.finfo(out.dtype).eps)
     bound = candidate.bound * magnitude + rounding * sum(np.abs(part) for part in parts)
     got = np.asarray(out[rows[:, None], columns[None, :]]).astype(np.float64)
@@ -237,7 +237,7 @@ def check_product(candidate: Product, checked_rows: int = 64, seed: int = 0) -> 
 
 
 def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple[Any, tuple[()]]:
-    """`split(w, error)` as a step that writes the new error in place of the old one, and its arguments."""
+    """Return `split(w, error)` as a step that replaces the error in place, and its arguments."""
 
     def step(error: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
         quantized = split(w, error)
@@ -247,7 +247,7 @@ def donating(split: Callable[..., Any], w: jax.Array, error: jax.Array) -> tuple
 
 
 def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """Gaussian values of deviation 1, then of an error's 0.001; unsigned integers are random bits."""
+    """Return Gaussian values of deviation 1, then of an error's 0.001; unsigned integers are random bits."""
     keys = jax.random.split(jax.random.key(0), len(dtypes))
     return tuple(
         jax.random.bits(key, shape)
@@ -258,7 +258,7 @@ def draw(shape: tuple[int, ...], dtypes: tuple[Any, ...]) -> tuple[jax.Array, ..
 
 
 def same_bits(got: Any, expected: Any) -> bool:
-    """Whether two trees of arrays are equal bit for bit, compared on the device: fetching them would take longer."""
+    """Return whether two trees of arrays are equal bit for bit; the device compares, which saves the transfer."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         as_bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
         bits_a, bits_b = (jax.lax.bitcast_convert_type(v, as_bits) for v in (a, b))

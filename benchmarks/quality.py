@@ -1,11 +1,10 @@
-"""How much of a tensor each format keeps: signal-to-noise ratio and mean squared error on four distributions.
+"""Precision of each format: signal-to-noise ratio and mean squared error on four distributions.
 
     python -m benchmarks.quality --json
 
-`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more questions have rows of their own: what
-arrives in the output of a product (the activation limits it, not the residual weight), what error feedback does to a
-weight that stands still, and to one that moves for 3000 steps, and what one channel a thousand times as large as the
-others leaves of those, with one scale or one a block.
+`SNR = 10 log10(sum x^2 / sum (x - Q(x))^2)`, in float64 on the host. Four more questions have rows: the output of a
+product (the activation limits it, not the residual weight), error feedback of a weight that stands still, and of one
+that moves for 3000 steps, and one channel a thousand times as large as the others, with one scale or one per block.
 """
 
 import argparse
@@ -37,13 +36,13 @@ class Config:
     """Sizes of a run.
 
     Attributes:
-      size: formats are measured on `[size, size]`.
-      tokens: products are measured on activations `[tokens, size]`.
-      moving_size: error feedback is measured on `[moving_size, moving_size]`.
-      still_steps, moving_steps: optimizer steps of the two questions about error feedback.
-      move: standard deviation of a step of the moving weight, of which the first value has deviation 1.
-      reported_steps: of the moving weight, in the table of formats.
-      blocks: sizes that are measured beside one scale a tensor.
+      size: Formats are measured on `[size, size]`.
+      tokens: Products are measured on activations `[tokens, size]`.
+      moving_size: Error feedback is measured on `[moving_size, moving_size]`.
+      still_steps, moving_steps: Optimizer steps of the two questions about error feedback.
+      move: Standard deviation of a step of the moving weight, whose first value has deviation 1.
+      reported_steps: Steps of the moving weight in the table of formats.
+      blocks: Sizes of blocks, measured next to one scale per tensor.
     """
 
     size: int = 4096
@@ -63,9 +62,9 @@ class Row:
 
     Attributes:
       question: "format" rows compare tensors, "output" rows products, the others error feedback.
-      snr_db, mse: of the values; `mse` is in units of the data, whose distributions differ in size.
-      bits: stored per value, scales included.
-      ratio: of a "still weight", RMS error of the mean over all steps, over that of one step.
+      snr_db, mse: Precision of the values; `mse` is in units of the data, whose distributions differ in size.
+      bits: Stored bits per value, scales included.
+      ratio: RMS error of the mean over all steps of a "still weight", divided by that of one step.
     """
 
     question: Question
@@ -78,13 +77,13 @@ class Row:
 
 
 def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
-    """Random float32 of a named distribution.
+    """Return random float32 values of a named distribution.
 
     "gaussian": N(0, 1). "uniform": on [-1, 1). "heavy-tailed": Student's t with 3 degrees of freedom. "outlier-ridden":
     N(0, 1) with one value in a thousand a hundred times larger.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: the name is unknown.
     """
     key, other = jax.random.split(jax.random.fold_in(jax.random.key(seed), 7))
     if distribution == "gaussian":
@@ -92,7 +91,7 @@ def draw(distribution: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     if distribution == "uniform":
         return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
     if distribution == "heavy-tailed":
-        # t = z / sqrt(chi2_3 / 3); three normals instead of jax.random.t, whose gamma sampler loops for seconds.
+        # t = z / sqrt(chi2_3 / 3). Three normals replace jax.random.t, whose gamma sampler loops for seconds.
         chi_square = jnp.sum(jax.random.normal(other, (3, *shape)) ** 2, axis=0)
         return jax.random.normal(key, shape) / jnp.sqrt(chi_square / 3)
     if distribution == "outlier-ridden":
@@ -111,7 +110,7 @@ def _stochastic_split(x: jax.Array) -> Any:
     return split(x, key=jax.random.key(1))
 
 
-# name: (store, restore). Store and restore are compiled apart, so that no compiler cancels the rounding between them.
+# name: (store, restore), compiled separately, so that no compiler cancels the rounding between them.
 FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]] = {
     "BF16": (_bf16, lambda q: q.astype(jnp.float32)),
     "E4M3": (quantize, lambda q: q.dequantize()),
@@ -125,12 +124,12 @@ FORMATS: dict[str, tuple[Callable[[jax.Array], Any], Callable[[Any], jax.Array]]
 
 
 def stored_bits(stored: Any, count: int) -> float:
-    """Bits per value of everything in a pytree."""
+    """Return bits per value of everything in a pytree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) * 8 / count
 
 
 def measure_formats(config: Config) -> list[Row]:
-    """Every format on every distribution."""
+    """Measure every format on every distribution."""
     rows = []
     for distribution in DISTRIBUTIONS:
         x = draw(distribution, (config.size, config.size), config.seed)
@@ -147,14 +146,14 @@ def measure_formats(config: Config) -> list[Row]:
 
 
 def _feed_back(w: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """(what layers multiply by, the error that is left) of one step: the rule of `tcfp_jax.error_feedback`."""
+    """Return (the quantized weight, the error that is left) of one step by the rule of `tcfp_jax.error_feedback`."""
     stored, left = quantize_weight(w, recipe("tcfp12"), error=error, copies="one")
     return stored.dequantize(), left
 
 
 @functools.partial(jax.jit, static_argnames="steps")
 def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, steps: int) -> tuple[Any, Any, Any]:
-    """(w, error, quantized w) after `steps` steps of a random walk, each quantized with the error fed back."""
+    """Return (w, error, quantized w) after `steps` steps of a random walk with error feedback."""
 
     def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
         w, error, _ = carry
@@ -166,7 +165,7 @@ def move_weight(w: jax.Array, error: jax.Array, key: jax.Array, size: float, *, 
 
 
 def measure_moving(config: Config, distribution: str) -> list[Row]:
-    """SNR of single steps of a moving weight with error feedback; the textbook rule holds it 3 dB below one split's."""
+    """Measure single steps of a moving weight with error feedback, which theory puts 3 dB below one split's."""
     shape = (config.moving_size, config.moving_size)
     w, key = draw(distribution, shape, config.seed), jax.random.key(config.seed + 1)
     error, done, rows = jnp.zeros(shape), 0, []
@@ -194,7 +193,7 @@ def _mean_of_still(w: jax.Array, *, steps: int) -> tuple[jax.Array, jax.Array]:
 
 
 def measure_still(config: Config) -> list[Row]:
-    """How far the mean of a still weight's quantizations is from it; the textbook rule makes that fall like 1/steps."""
+    """Measure the mean of a still weight's quantizations, whose error theory says falls like 1/steps."""
     w = draw("gaussian", (config.moving_size, config.moving_size), config.seed)
     first, mean_error = _mean_of_still(w, steps=config.still_steps)
     mean = np.asarray(w, np.float64) + np.asarray(mean_error, np.float64)
@@ -207,7 +206,7 @@ def measure_still(config: Config) -> list[Row]:
 
 
 def measure_outputs(config: Config) -> list[Row]:
-    """SNR of `x @ w` against float64 on the host, for each pair of operand formats; float32 outputs."""
+    """Measure `x @ w` against float64 on the host, for each pair of operand formats; outputs are float32."""
     x = draw("gaussian", (config.tokens, config.size), config.seed + 2)
     w = draw("gaussian", (config.size, config.size), config.seed + 3)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
@@ -225,7 +224,7 @@ def measure_outputs(config: Config) -> list[Row]:
 
 
 def measure_outlier_channel(config: Config) -> list[Row]:
-    """SNR of all channels but one, which is a thousand times as large; vectors of a block run along the channels."""
+    """Measure all channels except one that is a thousand times as large; blocks run along the channels."""
     x = draw("gaussian", (config.tokens, config.size), config.seed + 4)
     outlier = config.size // 3
     x = x.at[:, outlier].mul(OUTLIER_FACTOR)
@@ -244,10 +243,10 @@ def measure_outlier_channel(config: Config) -> list[Row]:
 
 
 def check(rows: list[Row]) -> None:
-    """Compare with what theory says of N(0, 1), before anything is written.
+    """Compare with theory on N(0, 1), before anything is written.
 
     Raises:
-      ArithmeticError: a format is far from its precision; the residual is gone, or a cast is wrong.
+      ArithmeticError: a format is far from its precision: the residual is gone, or a cast is wrong.
     """
     expected = {"BF16": 55.6, "E4M3": 31.5, "E5M2": 25.5, "hi+lo": 64.0}
     for row in rows:
@@ -258,7 +257,7 @@ def check(rows: list[Row]) -> None:
 
 
 def measure(config: Config) -> list[Row]:
-    """All rows."""
+    """Measure all questions."""
     rows = measure_formats(config)
     check(rows)
     for distribution in DISTRIBUTIONS:
@@ -267,16 +266,16 @@ def measure(config: Config) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The size of a tensor."""
+    """Add the size of a tensor."""
     parser.add_argument("--size", type=int, default=Config.size, help=f"rows and columns (default: {Config.size})")
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line."""
+    """Return the settings of a command line."""
     if options.smoke:
         steps: Any = dict(still_steps=200, moving_steps=300, reported_steps=(1, 10, 100))
         return Config(size=256, tokens=32, moving_size=64, blocks=(32,), **steps)
-    # Thousands of steps: a CPU takes minutes for what a GPU does in seconds.
+    # Thousands of steps take a GPU seconds, but a CPU minutes.
     moving_size = min(options.size, Config.moving_size) if jax.default_backend() == "cpu" else options.size
     return Config(size=options.size, moving_size=moving_size)
 
@@ -287,7 +286,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """Formats on every distribution; products; an outlier channel; then what error feedback does."""
+    """Return the page's tables: formats on every distribution, products, an outlier channel, and error feedback."""
     snr_db = {key: row["snr_db"] for key, row in result.by("question", "name", "distribution").items()}
     formats = [row for row in result.rows if row["question"] == "format"]
     lines = [

@@ -1,12 +1,11 @@
-"""Memory rate of the quantizers: bytes that must be read and written once, over the kernels' time, by every backend.
+"""Memory rate of the quantizers by backend: bytes that must be read and written once, divided by the kernels' time.
 
     python -m benchmarks.quantizers --json
 
-`python -m benchmarks.gemm` runs it, too. "apply" has the scale's amax given, as under delayed scaling: one pass, whose
-rate is the kernel's. "whole" finds the amax first, which reads the input once more; its rate counts that reading, but
-not of rows alone, which a program can hold while it finds their scales. Every result is compared with the reference bit
-for bit before it is timed, after a copy of a matrix in bfloat16. An error is donated to the new one, as a training
-step's optimizer state is.
+`python -m benchmarks.gemm` runs it, too. "apply" is given the amax, as with delayed scaling, and makes one pass.
+"whole" finds the amax first, which reads the input once more. Its rate counts that reading, except with a scale per
+row, where a program can hold the row. Every result is compared with the reference bit for bit before it is timed, after
+a copy of a matrix in bfloat16. An error is donated to the new one, as in a training step.
 """
 
 import argparse
@@ -35,7 +34,7 @@ Amax = Literal["apply", "whole"]
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run: sizes of the matrices."""
+    """Sizes of the matrices, and backends."""
 
     shapes: tuple[tuple[int, int], ...]
     backends: tuple[Backend, ...] = ("xla", "triton")
@@ -45,7 +44,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One quantizer at one size; `megabytes` is what it must move, `over_copy` its rate over a copy's."""
+    """One quantizer at one size: `megabytes` that it must move, and its rate over a copy's, `over_copy`."""
 
     shape: str
     name: str
@@ -65,7 +64,7 @@ def _by_rows(orientation: operands.Orientation, scale: operands.Scale = "pow2") 
 
 
 def _in_nvfp4(rounding: Literal["nearest", "stochastic"]) -> Callable[..., Any]:
-    """The format library's one pass, and its definition as XLA compiles it."""
+    """Return the format library's one pass, and its definition as XLA compiles it."""
 
     def run(x: jax.Array, *, amax: jax.Array | None, backend: Backend) -> formats.Nvfp4:
         key = counter.keys(1) if rounding == "stochastic" else None
@@ -104,10 +103,10 @@ add_options = gemm.add_shape_options
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The weights' sizes of `benchmarks.gemm`."""
+    """Return the sizes of the weights of `benchmarks.gemm`."""
     config = gemm.configure(options)
     shapes = tuple(dict.fromkeys((shape.k, shape.n) for shape in config.shapes))
-    # On a CPU the kernels are interpreted: worth a look in a smoke run, not worth a time.
+    # A CPU interprets the kernels: a smoke run checks them, but their time means nothing.
     compiled = jax.default_backend() == "gpu" or options.smoke
     return Config(shapes, ("xla", "triton") if compiled else ("xla",), config.rounds, config.calls)
 
@@ -116,7 +115,7 @@ def measure(config: Config) -> Iterator[Row]:
     """Compare and time every quantizer.
 
     Raises:
-      ArithmeticError: a kernel differs from the reference; nothing is timed then.
+      ArithmeticError: a kernel differs from the reference, so nothing is timed.
     """
     for shape in config.shapes:
         (x,) = products.draw(shape, (jnp.bfloat16,))
@@ -134,7 +133,7 @@ def _copy(x: jax.Array) -> jax.Array:
 
 
 def _amaxes(name: str) -> tuple[Amax, ...]:
-    """Scales of rows cannot be given."""
+    """Return the ways to run a quantizer; scales of rows cannot be given."""
     return ("whole",) if "a row" in name else ("apply", "whole")
 
 
@@ -164,14 +163,14 @@ def _measure_one(
     taken = timing.time_interleaved(timed, rounds=config.rounds, calls=config.calls)
     moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, expected)))
     if amax == "whole" and "rows alone" not in name:
-        # The bits of a stochastic lo have no part in the amax.
+        # The amax does not read the bits of a stochastic lo.
         moved += sum(a.nbytes for a in arguments if a.dtype != jnp.uint32)
     for backend in config.backends:
         yield _row(taken[backend], name, amax, backend, arguments[0].shape, moved, copy_rate)
 
 
 def check(name: str, got: Any, expected: Any) -> None:
-    """Raise an ArithmeticError unless both are the same bits."""
+    """Raise `ArithmeticError` unless both have the same bits."""
     if not products.same_bits(got, expected):
         raise ArithmeticError(f"{name}: differs from the reference; it is wrong, so it is not timed")
 
@@ -184,7 +183,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a quantizer and backend, a column a size."""
+    """Return the page's table: one line per quantizer and backend, one column per size."""
     shapes = result.distinct("shape")
     rows = result.by("name", "backend", "amax", "shape")
     rate: Any = lambda *key: f"{rows[key]['terabytes_per_second']:.2f}" if key in rows else "–"

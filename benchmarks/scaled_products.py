@@ -2,9 +2,9 @@
 
     python -m benchmarks.scaled_products --json
 
-`python -m benchmarks.gemm` runs it, too; products are checked and timed as there. "block 128 dual" has a scale for
-every vector of 128 values of x and every square of 128 x 128 of W = hi + lo; "mx" is OCP MX's, vectors of 32 on both
-sides; "row" has a scale for every row of x and of W.
+`python -m benchmarks.gemm` runs it, too, and checks and times products in the same way. "block 128 dual" has a scale
+for every vector of 128 values of x and every square of 128 x 128 of W = hi + lo. "mx" is OCP MX, with vectors of 32 on
+both sides. "row" has a scale for every row of x and of W.
 """
 
 import argparse
@@ -33,7 +33,7 @@ add_options = gemm.add_shape_options
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of `benchmarks.gemm`; on a GPU its middle shape alone."""
+    """Return the settings of `benchmarks.gemm`; on a GPU only its middle shape."""
     config = gemm.configure(options)
     return dataclasses.replace(config, shapes=(MIDDLE,)) if config.shapes is H200_SHAPES else config
 

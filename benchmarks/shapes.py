@@ -20,17 +20,17 @@ class GemmShape:
     n: int
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Return the text that `parse` reads."""
         return f"{self.m}x{self.k}x{self.n}"
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of one product."""
+        """Number of multiplications and additions of one product."""
         return 2 * self.m * self.k * self.n
 
     @classmethod
     def parse(cls, text: str) -> "GemmShape":
-        """From "MxKxN".
+        """Return the shape in "MxKxN".
 
         Raises:
           ValueError: `text` is not three positive sizes.
@@ -42,30 +42,30 @@ class GemmShape:
 
 
 def parse_shapes(text: str | None) -> tuple[GemmShape, ...]:
-    """From "MxKxN,MxKxN"; none from nothing."""
+    """Return the shapes in "MxKxN,MxKxN"; none without a text."""
     return tuple(map(GemmShape.parse, text.split(","))) if text else ()
 
 
-# Operands of even the first, 16 + 8 MiB and 64 MiB out, exceed the 50 MiB L2 of an H200.
+# Even the first, with 16 + 8 MiB in and 64 MiB out, exceeds the 50 MiB L2 of an H200.
 H200_SHAPES = (GemmShape(8192, 1024, 4096), GemmShape(8192, 4096, 16384), GemmShape(16384, 8192, 28672))
-# Where products that are compared with the recipes' own are measured.
+# Shape of all benchmarks that measure one shape.
 MIDDLE = H200_SHAPES[1]
 CPU_SHAPES = (GemmShape(512, 1024, 1024),)
 SMOKE_SHAPES = (GemmShape(64, 128, 96),)
 
 
 def random_operands(shape: GemmShape, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Gaussian activations `[m, k]`, bfloat16, and weights `[n, k]` of deviation 0.02, float32.
+    """Return Gaussian activations `[m, k]`, bfloat16, and weights `[n, k]` of deviation 0.02, float32.
 
-    Never zeros: they switch few transistors, and a GPU that draws less power clocks higher than with real data.
+    They are never zero: zeros switch few transistors, and a GPU that draws less power clocks higher.
     """
     x_key, w_key = jax.random.split(jax.random.key(seed))
-    # Drawn in float32: bfloat16's own generator has 128 values and a mean that is not zero.
+    # Drawn in float32, because bfloat16's own generator has 128 values and a mean that is not zero.
     x = jax.random.normal(x_key, (shape.m, shape.k), jnp.float32).astype(jnp.bfloat16)
     w = jax.random.normal(w_key, (shape.n, shape.k), jnp.float32) * 0.02
     return x, w
 
 
 def dot_bf16(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The baseline of every product: BF16 `x[m, k] @ w[n, k].T`, accumulated in float32."""
+    """Return BF16 `x[m, k] @ w[n, k].T`, accumulated in float32: the baseline of every product."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)

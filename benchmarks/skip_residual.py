@@ -1,12 +1,11 @@
-"""Time of a residual product that leaves out zero blocks, on weights that FP8 represents exactly in part of them.
+"""Time of a residual product that skips zero blocks, on weights that FP8 represents exactly in some blocks.
 
     python -m benchmarks.skip_residual --json
-    python -m benchmarks.skip_residual --json --every-config    # of each product, the fastest of all its tile sizes
+    python -m benchmarks.skip_residual --json --every-config    # the fastest of all tile sizes of each product
 
-The weight is random everywhere: in a random part of its blocks of 128 x 128 it is rounded to E4M3 under the block's
-power of two, so that their residual is zero. BF16, the residual product with all blocks and the one with those that are
-not zero run in turn; each is compared with float64 before anything is timed. Operands are quantized beforehand; making
-the kernel's work list is part of its time.
+The weight is random. Some random blocks of 128 x 128 are rounded to E4M3 under the block's power of two, so that their
+residual is zero. BF16, the residual product with all blocks and the product of nonzero blocks run in turn. Each is
+compared with float64 before it is timed. Operands are quantized beforehand; the time includes the kernel's work list.
 """
 
 import argparse
@@ -36,7 +35,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run; `exact_parts` are the parts of the blocks whose residual is zero."""
+    """Settings of a run; `exact_parts` are parts of the blocks with a zero residual."""
 
     shape: GemmShape = MIDDLE
     exact_parts: tuple[float, ...] = (0.5,)
@@ -48,7 +47,7 @@ class Config:
     seed: int = 0
 
 
-# Blocks of 128 and the smallest tile of the kernel, which an interpreter still runs in a second.
+# Blocks of 128 and the smallest tile of the kernel, which an interpreter runs in a second.
 SMOKE = Config(GemmShape(256, 512, 256), backend="xla", rounds=2, calls=2)
 
 
@@ -56,8 +55,8 @@ SMOKE = Config(GemmShape(256, 512, 256), backend="xla", rounds=2, calls=2)
 class Row(timing.Timing):
     """One product on one weight.
 
-    `skipped` is the part of the residual's blocks that are zero; `speed_over_all` and `speed_over_bf16` are ratios of
-    medians of this run; `bound_used` is the largest error over its bound.
+    `skipped` is the part of the residual's blocks that are zero. `speed_over_all` and `speed_over_bf16` are ratios of
+    medians of this run. `bound_used` is the largest error divided by its bound.
     """
 
     shape: str
@@ -72,14 +71,14 @@ class Row(timing.Timing):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The shape, the parts that have no residual, and tile sizes."""
+    """Add the shape, the parts without a residual, and tile sizes."""
     parser.add_argument("--shape", default=None, help="MxKxN (default: 8192x4096x16384 on a GPU, else 256x512x256)")
     parser.add_argument("--exact-parts", default="0.5", help="parts of the blocks that have no residual (default: 0.5)")
     parser.add_argument("--every-config", action="store_true", help="time all tile sizes, keep each product's fastest")
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line."""
+    """Return the settings of a command line."""
     config = Config() if jax.default_backend() == "gpu" and not options.smoke else SMOKE
     (shape,) = parse_shapes(options.shape) or (config.shape,)
     parts = tuple(float(part) for part in options.exact_parts.split(","))
@@ -88,16 +87,16 @@ def configure(options: argparse.Namespace) -> Config:
 
 
 def round_blocks(w: jax.Array, exact: jax.Array) -> jax.Array:
-    """`w`, rounded to what FP8 represents in those blocks of 128 x 128 that `exact` says."""
+    """Return `w` with the blocks of 128 x 128 in `exact` rounded to FP8."""
     _, rounded = Form(1, scaling=Block(BLOCK)).quantize(w[:1], w)
     return jnp.where(jnp.repeat(jnp.repeat(exact, BLOCK, 0), BLOCK, 1), rounded.dequantize(), w)
 
 
 def draw_weight(shape: tuple[int, int], exact_part: float, seed: int) -> jax.Array:
-    """A random float32 weight; of its blocks, a random choice of `exact_part` has no residual. It has no zeros."""
+    """Return a random float32 weight without zeros, in which `exact_part` of the blocks have no residual."""
     key, of_blocks = jax.random.split(jax.random.key(seed))
     w = jax.random.normal(key, shape, jnp.float32) * 0.02
-    # What FP8 would round to zero becomes its smallest normal number under a block's usual scale.
+    # Values that FP8 would round to zero become its smallest normal number under a block's usual scale.
     w = jnp.where(jnp.abs(w) < 2.0**-18, jnp.float32(2.0**-18), w)
     rows, columns = shape[0] // BLOCK, shape[1] // BLOCK
     order = jax.random.permutation(of_blocks, rows * columns).reshape(rows, columns)
@@ -108,7 +107,7 @@ def measure(config: Config) -> list[Row]:
     """Check and time every product.
 
     Raises:
-      ArithmeticError: a product misses its bound; nothing is timed then.
+      ArithmeticError: a product misses its bound, so nothing is timed.
     """
     return [row for exact_part in config.exact_parts for row in _measure_part(config, exact_part)]
 
@@ -136,7 +135,7 @@ def _measure_part(config: Config, exact_part: float) -> Iterator[Row]:
 
 
 def find_products(config: Config, exact_part: float) -> tuple[list[Product], float]:
-    """The products, and the part of the residual's blocks that are zero."""
+    """Return the products, and the part of the residual's blocks that are zero."""
     shape = config.shape
     x, _ = random_operands(shape, config.seed)
     w = draw_weight((shape.n, shape.k), exact_part, config.seed)
@@ -157,7 +156,7 @@ def show(rows: list[Row]) -> None:
 
 
 def table(result: Result) -> str:
-    """A line a product."""
+    """Return the page's table, one line per product."""
     first = result.rows[0]
     lines = [
         [r["kind"], f"{r['median_ms']:.3f} ms", f"**{r['speed_over_bf16']:.2f}**", f"{r['speed_over_all']:.2f}"]

@@ -1,6 +1,6 @@
-"""Time and memory: candidates in turn, by the kernels' own clock where there is one, and peaks of single processes.
+"""Time and memory: candidates timed in turn, by the kernels' own clock if possible, and peaks of single processes.
 
-CUPTI gives the sum of a call's kernels on a GPU; elsewhere it is the wall clock. `Timing.timer` says which it was.
+On a GPU, CUPTI returns the time of a call's kernels. Elsewhere it is the wall clock. `Timing.timer` names the clock.
 """
 
 import multiprocessing
@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | Non
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: median and extremes over samples, and what measured them."""
+    """Milliseconds of one call: median and extremes over samples, and the clock."""
 
     median_ms: float
     min_ms: float
@@ -32,28 +32,16 @@ class Timing:
     timer: Timer
 
 
-def compile_at_once(compile_one: Callable[[str], object], names: Sequence[str]) -> None:
-    """Compile the programs of every name, several at once; what calls them later finds them compiled.
-
-    What does not compile is reported, and left to the call that needs it, which raises.
-    """
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
-        for name, work in [(name, pool.submit(compile_one, name)) for name in names]:
-            if work.exception() is not None:
-                print(f"{name} does not compile: {work.exception()}", flush=True)
-
-
 def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5) -> dict[str, Timing]:
     """Time candidates in turn, so that a chip that warms up or slows down does so for all of them.
 
-    Each is warmed up first. On a GPU, CUPTI gives the sum of the kernels' own times for every call; where it does not
-    work, the wall clock around the calls of a round gives their mean. All candidates of one call of this function are
-    measured by the same timer.
+    Each is warmed up first. On a GPU, CUPTI returns the sum of the kernels' times for every call. If it does not work,
+    the wall clock around the calls of a round gives their mean. All candidates of one call have the same timer.
 
     Args:
-      candidates: name to (jitted function, arguments).
-      rounds: how often every candidate has its turn.
-      calls: in one turn, queued one after the other.
+      candidates: Name to (jitted function, arguments).
+      rounds: Number of turns of every candidate.
+      calls: Calls in a turn, queued one after the other.
     """
     _warm_up(candidates)
     samples = _sample(candidates, _kernel_times, rounds, calls) if jax.default_backend() == "gpu" else None
@@ -63,9 +51,9 @@ def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5)
 
 
 def time_by_wall_clock(candidates: Candidates, *, rounds: int = 5, calls: int = 1) -> dict[str, Timing]:
-    """Time candidates in turn by the wall clock, each warmed up: those that run on the CPU, or on several devices.
+    """Time candidates in turn by the wall clock, for candidates on the CPU or on several devices.
 
-    They need not be JAX's: a function that returns something else is done when it returns.
+    Each is warmed up first. A function that does not return arrays of JAX is done when it returns.
     """
     _warm_up(candidates)
     return _timings(_sample(candidates, _wall_times, rounds, calls), "wall clock")
@@ -96,7 +84,7 @@ def _sample(candidates: Candidates, measure: Measure, rounds: int, calls: int) -
 
 
 def _kernel_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float] | None:
-    """CUPTI's kernel milliseconds of each call, or None where this jax or machine has no CUPTI."""
+    """Return CUPTI's kernel milliseconds of each call, or None if this jax or machine has no CUPTI."""
     try:
         from jax.experimental.mosaic.gpu import profiler
     except ImportError:
@@ -111,7 +99,7 @@ def _kernel_times(function: Callable[..., Any], args: tuple[Any, ...], calls: in
 
 def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> list[float]:
     started = time.perf_counter()
-    # Calls are queued in order, so the last result is ready when all are.
+    # Calls are queued in order, so the last result is ready when all are ready.
     for _ in range(calls):
         out = function(*args)
     jax.block_until_ready(out)
@@ -119,9 +107,9 @@ def _wall_times(function: Callable[..., Any], args: tuple[Any, ...], calls: int)
 
 
 class Threaded:
-    """A step `(state, *inputs) -> (state, result)` with its state, which it donates: a call is the next step.
+    """A step `(state, *inputs) -> (state, result)` with the state that it donates: a call is the next step.
 
-    `trace` and `lower` make it a `jax.stages.Wrapped`: CUPTI's profiler would jit anything else, and lose the state.
+    `trace` and `lower` make it a `jax.stages.Wrapped`. CUPTI's profiler would jit anything else, and lose the state.
     """
 
     def __init__(self, jitted: Any, compiled: Any, state: Any, *inputs: jax.Array) -> None:
@@ -129,7 +117,7 @@ class Threaded:
         self.trace, self.lower = jitted.trace, jitted.lower
 
     def __call__(self) -> Any:
-        """Run a step; its result."""
+        """Run a step and return its result."""
         self.state, result = self.compiled(self.state, *self.inputs)
         return result
 
@@ -148,11 +136,13 @@ class Training(NamedTuple):
     gradients: Callable[..., tuple[jax.Array, Any]]
 
     def compile(self, seed: int = 0, place: Callable[[Any], Any] | None = None) -> tuple[Threaded, float]:
-        """(the compiled step with its first state, which exists only when it is compiled; seconds of compiling).
+        """Return (the compiled step with its first state, seconds of compiling).
+
+        The state is made after compiling, which needs memory of its own.
 
         Args:
-          seed: of `init`.
-          place: the shardings of what `init` returns, from its shapes; None on one device.
+          seed: Seed of `init`.
+          place: Function of the shapes of `init` that returns their shardings; None on one device.
         """
         key = jax.random.key(seed)
         given = jax.eval_shape(self.init, key)
@@ -166,13 +156,13 @@ class Training(NamedTuple):
 
 
 def threaded(step: Callable[..., tuple[Any, Any]], state: Any, *inputs: jax.Array) -> Threaded:
-    """`step`, jitted and compiled, with a copy of `state` that it may donate."""
+    """Return `step`, jitted and compiled, with a copy of `state` that it may donate."""
     jitted = jax.jit(step, donate_argnums=0)
     return Threaded(jitted, jitted.lower(state, *inputs).compile(), jax.tree.map(jnp.copy, state), *inputs)
 
 
 def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
-    """(the compiled program, seconds of tracing, lowering and compiling)."""
+    """Return (the compiled program, seconds of tracing, lowering and compiling)."""
     started = time.perf_counter()
     return jitted.lower(*args).compile(), time.perf_counter() - started
 
@@ -181,24 +171,24 @@ def compile_timed(jitted: Any, *args: Any) -> tuple[Any, float]:
 
 
 def has_peaks() -> bool:
-    """Whether the device reports the allocator's peak; CPUs do not."""
+    """Return whether the device reports the allocator's peak; CPUs do not."""
     return jax.local_devices()[0].memory_stats() is not None
 
 
 def peak_bytes() -> int | None:
-    """The allocator's peak of this process so far, compilation's own trials included; None where none is reported."""
+    """Return the allocator's peak of this process, compilation included; None if the device reports none."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def measure_alone(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], memory: Memory = "as needed"
 ) -> list[Any]:
-    """`function(*args)` of each `args`, each in a new process, all at once: a peak is a process's and never falls.
+    """Return `function(*args)` for each `args`, each in a new process, because a peak never falls.
 
     Args:
-      function: of a module, by whose name a new process finds it.
-      calls: arguments that pickle; one alone where it takes the "whole" memory.
-      memory: how much of the device's a process may allocate.
+      function: A module's function, which a new process finds by name.
+      calls: Arguments that pickle; only one with "whole" memory.
+      memory: Part of the device's memory that a process may allocate.
     """
     context = multiprocessing.get_context("spawn")
     take = take_memory_as_needed if memory == "as needed" else take_whole_memory
@@ -208,11 +198,11 @@ def measure_alone(
 
 
 def take_memory_as_needed() -> None:
-    """Let JAX allocate what it uses, before its first use of a device: other processes need the rest."""
+    """Let JAX allocate on demand, because other processes need the rest. Call it before JAX uses a device."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def take_whole_memory() -> None:
-    """Let JAX allocate all memory at once, before its first use of a device: in one piece it serves larger arrays."""
+    """Let JAX allocate all memory in one piece, which serves larger arrays. Call it before JAX uses a device."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.97"

@@ -1,4 +1,4 @@
-"""Time of a training step per recipe, beside BF16 in the same run: an MLP, a Transformer block, and an optimizer step.
+"""Time of a training step per recipe, next to BF16 in the same run: an MLP, a Transformer block, an optimizer step.
 
     python -m benchmarks.train_step --json
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes tcfp12_fast
@@ -6,18 +6,18 @@
     python -m benchmarks.train_step --parts "mlp,optimizer step" --shapes 8192x4096x16384 --recipes all
 
 A shape is tokens x d x d_ff. Activations are bfloat16, parameters float32. Parts:
-- "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights from a given gradient of
-  the output. (The output is returned because its product would be dead code otherwise, and not timed.)
+- "mlp": d -> d_ff -> d with relu between, no bias: output, and gradients of input and weights for a given gradient of
+  the output. (It returns the output, because XLA would drop an unused product, and not time it.)
 - "mlp gelu": the same with gelu, whose tanh XLA computes at two thirds of the memory's rate, twice a step.
 - "block": the same for a block of `models.gpt`, with its own d_ff = 4 d, heads of 128 and sequences of 1024.
 - "optimizer step": loss, gradients of the first MLP's weights, AdamW and `error_feedback`; each donates its state to
-  the next one. Only this part holds what quantizing the weights costs: in the others it is done before, once a step. A
-  recipe's name may say in which dtype errors are kept; otherwise it is float32. "stored" is `tcfp12_single` with
-  `W_hi + W_lo` as the only copy of a weight and 8-bit moments in `tcfp_jax.optim.adamw`; "both" keeps W_hi in both
-  orientations, "bfloat16" takes the gradients of weights in it, and "float32 moments" has those.
+  the next one. Only this part includes the quantization of weights, once a step. A name may give the dtype of errors,
+  which is float32 otherwise. "stored" is `tcfp12_single` with `W_hi + W_lo` as the only copy of a weight and 8-bit
+  moments in `tcfp_jax.optim.adamw`. "both" keeps W_hi in both orientations, "bfloat16" has weight gradients in
+  bfloat16, and "float32 moments" has float32 moments.
 
-Outputs are compared with BF16's before anything is timed. The ratio is BF16's median over the recipe's. The peak is the
-allocator's own of a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
+Outputs are compared with BF16's before the timing. The ratio is BF16's median divided by the recipe's. The peak is the
+allocator's, in a process that only does a recipe's optimizer steps, with the compiler's trials; CPUs report none.
 """
 
 import argparse
@@ -53,7 +53,7 @@ VARIANTS |= {"tcfp12 wgrad fp8": recipe("tcfp12", wgrad="full"), "tcfp12_fast": 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer step keeps: float weights with errors of this dtype, or stored ones with these moments."""
+    """State of an optimizer step: float weights with errors of a dtype, or stored weights with moments."""
 
     weights: Weights = "float"
     error_dtype: ErrorDtype = "float32"
@@ -61,7 +61,7 @@ class Kept:
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-# Those that differ in the optimizer's state only.
+# Variants that differ only in the optimizer's state.
 KEPT = {
     "tcfp12_fast, error bfloat16": Kept(error_dtype="bfloat16"),
     "stored": Kept("stored", moments="8bit"),
@@ -79,16 +79,16 @@ VARIANTS |= {
 }
 VARIANTS |= {name: recipe(name) for name in ("blockwise", "tcfp12_blockwise", "mxfp8", "rowwise")}
 CPU_SHAPES, SMOKE_SHAPE, SEQUENCE, HEAD = (GemmShape(256, 128, 512),), "64x32x64", 1024, 128
-# The optimizer's part of a step does not grow with the tokens.
+# Two numbers of tokens, because the optimizer's share of a step falls with them.
 OPTIMIZER_SHAPES = tuple(GemmShape(tokens, 4096, 16384) for tokens in (8192, 16384))
-# E5M2 rounds Gaussian values at 25 dB, a block chains a few such products, and rounding moves values across relu's
-# kink, whose gradients then differ wholly: 14 dB. A wrong scale or operand is below 7.
+# E5M2 rounds Gaussian values at 25 dB, and a block chains a few such products. Rounding moves values across relu's
+# kink, where their gradients change completely: 14 dB are left. A wrong scale or operand gives less than 7.
 LEAST_SNR_DB = 11.0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a run. A shape's m, k and n are tokens, d and d_ff; `peaks` of the optimizer's shapes have a peak."""
+    """Settings of a run: m, k and n are tokens, d and d_ff; the first `peaks` optimizer shapes have a peak."""
 
     shapes: tuple[GemmShape, ...]
     optimizer_shapes: tuple[GemmShape, ...]
@@ -103,11 +103,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Row(timing.Timing):
-    """One recipe in one part at one shape, "tokens x d x d_ff" of what ran (a block's d_ff is 4 d).
+    """One recipe in one part at one shape, "tokens x d x d_ff" (a block's d_ff is 4 d).
 
-    `compile_seconds` holds tracing, too; XLA tries a product's algorithms once in a process, so a recipe profits from
-    those before it. `worst_snr_db` is of all outputs against BF16's, None for BF16; `peak_bytes` is of the first of
-    the optimizer's shapes, None elsewhere, with the trials of XLA's compiler.
+    `compile_seconds` includes tracing. XLA tries a product's algorithms once in a process, so later recipes compile
+    faster. `worst_snr_db` is of all outputs against BF16's, None for BF16. `peak_bytes` exists only for the first of
+    the optimizer's shapes, and includes the trials of XLA's compiler.
     """
 
     part: Part
@@ -123,11 +123,11 @@ class _Candidate(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     compile_seconds: float
-    outputs: Callable[[], Any]  # what is compared with BF16's
+    outputs: Callable[[], Any]  # values to compare with BF16's
 
 
 def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> tuple[Any, tuple[int, ...]]:
-    """The model of a part, and the sizes of its input and output."""
+    """Return the model of a part, and the sizes of its input and output."""
     if part != "block":
         activation: Activation = "gelu" if part == "mlp gelu" else "relu"
         features = (shape.n, shape.k)
@@ -140,16 +140,16 @@ def make_model(part: Part, shape: GemmShape, chosen: Recipe) -> tuple[Any, tuple
 
 
 def draw(part: Part, shape: GemmShape, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """Parameters, the same for every recipe, and Gaussian bfloat16 input and gradient of (or target for) the output."""
-    # Parameters of BF16's model, so that nothing is quantized for tracing. The rest is drawn in float32: JAX's bfloat16
-    # normals have 128 values, whose rounding errors do not average out over tokens.
+    """Return parameters, the same for every recipe, and bfloat16 input and gradient (or target) of the output."""
+    # BF16's model has the same parameters, and quantizes nothing for tracing. The rest is drawn in float32, because
+    # JAX's bfloat16 normals have 128 values, whose rounding errors do not average out over tokens.
     model, sizes = make_model(part, shape, VARIANTS[BASELINE])
     x, g = (jax.random.normal(jax.random.fold_in(key, i), sizes).astype(jnp.bfloat16) for i in range(2))
     return model.init(key, x)["params"], x, g
 
 
 def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) -> _Candidate:
-    """Forward and backward pass of the MLP or the block; quantized weights are arguments."""
+    """Return the forward and backward pass of the MLP or the block; quantized weights are arguments."""
     model, _ = make_model(part, shape, chosen)
 
     def step(params: Any, quantized: Any, x: jax.Array, g: jax.Array) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def make_gradients(part: Part, shape: GemmShape, chosen: Recipe, seed: int = 0) 
 
 
 def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
-    """AdamW with `error_feedback` behind it, or AdamW of stored weights."""
+    """Return AdamW with `error_feedback` at the end, or AdamW of stored weights."""
     if kept.weights == "stored":
         key = None if kept.moments == "float32" else jax.random.key(0)
         return tcfp_jax.optim.adamw(1e-4, moments=kept.moments, key=key)
@@ -176,7 +176,7 @@ def make_optimizer(chosen: Recipe, kept: Kept) -> optax.GradientTransformation:
 
 
 def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Training:
-    """Loss, gradients of the MLP's weights, AdamW and `error_feedback`, before they are compiled."""
+    """Return loss, gradients of the MLP's weights, AdamW and `error_feedback`, before they are compiled."""
     (model, _), optimizer = make_model(OPTIMIZER, shape, chosen), make_optimizer(chosen, kept)
 
     @tcfp_jax.value_and_grad
@@ -200,7 +200,7 @@ def make_training(shape: GemmShape, chosen: Recipe, kept: Kept) -> timing.Traini
 
 
 def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: Kept | None = None) -> _Candidate:
-    """The same as a candidate."""
+    """Return the compiled optimizer step as a candidate."""
     training = make_training(shape, chosen, kept or Kept())
     threaded, seconds = training.compile(seed)
 
@@ -214,14 +214,14 @@ def make_optimizer_step(shape: GemmShape, chosen: Recipe, seed: int = 0, kept: K
 
 @jax.jit
 def _ratio(reference: jax.Array, value: jax.Array) -> jax.Array:
-    # On the device, because outputs have up to a gigabyte; over the largest value, so that no square underflows.
+    # On the device, because outputs take up to a gigabyte; divided by the largest value against underflow.
     wide = reference.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide))
     return jnp.sum(jnp.square(wide / largest)) / jnp.sum(jnp.square((value.astype(jnp.float32) - wide) / largest))
 
 
 def check_outputs(name: str, reference: Any, outputs: Any, *, least: float = LEAST_SNR_DB) -> float:
-    """Smallest dB of any output against BF16's, inf where equal; `ArithmeticError` below `least` or not finite."""
+    """Return the lowest dB of an output against BF16's; raise `ArithmeticError` below `least` or if not finite."""
     worst = math.inf
     values = jax.tree_util.tree_leaves_with_path(outputs)
     for (path, value), expected in zip(values, jax.tree.leaves(reference), strict=True):
@@ -237,7 +237,7 @@ def check_outputs(name: str, reference: Any, outputs: Any, *, least: float = LEA
 
 
 def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
-    """Check and time every recipe in one part at one shape; `ArithmeticError` where outputs are wrong."""
+    """Check and time every recipe in one part at one shape; raise `ArithmeticError` if an output is wrong."""
     made, worst, reference = {}, {}, None
     for name in config.recipes:
         if name in KEPT and part != OPTIMIZER:
@@ -272,7 +272,7 @@ def measure_part(part: Part, shape: GemmShape, config: Config) -> list[Row]:
 
 
 def measure(config: Config) -> Iterator[Row]:
-    """Every part at every shape."""
+    """Measure every part at every shape."""
     for part in config.parts:
         for shape in _shapes(part, config):
             yield from measure_part(part, shape, config)
@@ -280,13 +280,13 @@ def measure(config: Config) -> Iterator[Row]:
 
 def _shapes(part: Part, config: Config) -> tuple[GemmShape, ...]:
     if part == "block":
-        # The largest one's attention takes longer than all else, and is the same for every recipe.
+        # Attention of the largest shape takes longer than the rest, and is the same for every recipe.
         return tuple(shape for shape in config.shapes if shape.k <= OPTIMIZER_SHAPES[0].k)
     return config.optimizer_shapes if part == OPTIMIZER else config.shapes
 
 
 def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | None:
-    """The allocator's peak of this process after three optimizer steps; None where the device reports none."""
+    """Return the allocator's peak of this process after three optimizer steps; None if there is none."""
     step = make_optimizer_step(shape, _recipe(name, backend), kept=KEPT.get(name)).function
     if not all(math.isfinite(step()) for _ in range(3)):
         raise ArithmeticError(f"{name}: the loss is not finite, so its memory means nothing")
@@ -294,12 +294,12 @@ def measure_peak(name: str, shape: GemmShape, backend: Backend | None) -> int | 
 
 
 def _recipe(name: str, backend: Backend | None) -> Recipe:
-    """The recipe of a name, with the backend that the command line asked for, if the op has it."""
+    """Return the recipe of a name, with the backend of the command line if the op has it."""
     return recipe(VARIANTS[name], backend=backend, quantize_backend=None if backend == "mosaic" else backend)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Recipes, shapes, parts, and the backend of every op."""
+    """Add recipes, shapes, parts, and the backend of every op."""
     parser.add_argument(
         "--recipes", help=f"all, or of {', '.join(VARIANTS)} (default: {', '.join(USUAL)}); bf16 always runs"
     )
@@ -309,7 +309,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(options: argparse.Namespace) -> Config:
-    """The settings of a command line; `ValueError` where it names an unknown recipe, part or shape."""
+    """Return the settings of a command line; raise `ValueError` for an unknown recipe, part or shape."""
     default = H200_SHAPES if jax.default_backend() == "gpu" else CPU_SHAPES
     shapes = parse_shapes(options.shapes or (SMOKE_SHAPE if options.smoke else None)) or default
     optimizer_shapes = OPTIMIZER_SHAPES if shapes is H200_SHAPES else shapes
@@ -355,7 +355,7 @@ def _table_of_recipes(result: Result) -> str:
     lines = []
     for name in (name for name in result.distinct("recipe") if name in VARIANTS):
         found = [rows[part, name] for part in parts if (part, name) in rows]
-        # Variants of the optimizer have its part alone, which is the last one.
+        # Variants of the optimizer have only its part, the last one.
         cells = ["–", "–"] * (len(parts) - len(found))
         cells += [cell for row in found for cell in (f"{row['median_ms']:.3f} ms", f"**{row['speed_over_bf16']:.2f}**")]
         snr_db = found[0]["worst_snr_db"]

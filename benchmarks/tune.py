@@ -1,11 +1,11 @@
-"""Times backends and tile sizes on this device and writes the winners to `pallas_kernels/tuned.json`.
+"""Time backends and tile sizes on this device, and write the winners to `pallas_kernels/tuned.json`.
 
-Run by `python -m benchmarks.gemm --tune`. The shapes are the products and quantizers of Transformer MLPs of three
-widths, forward and backward. Each candidate is compared with XLA's result
-before it is timed; the file is written after every entry, and entries of other devices stay.
+`python -m benchmarks.gemm --tune` runs it. The shapes are the products and quantizers of Transformer MLPs of three
+widths, forward and backward. Each candidate is compared with XLA's result before it is timed. The file is written after
+every entry, and entries of other devices stay.
 
-With `--cases grid` it is what `convert_to_tcfp(include="measured")` interpolates between: products and quantizers of
-layers from those of small models up, with BF16's products, and kernels with the tile sizes that they run with now.
+`--cases grid` times the table that `convert_to_tcfp(include="measured")` interpolates: products and quantizers of
+layers from small models up, BF16's products, and kernels with the tile sizes that they run with now.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") -> list[Entry]:
     """Time every case whose "op variant" contains `only`, of all widths or of the grid of layers.
 
-    "missing" ones are those of all widths that `tuned.json` does not have. Entries are written as they are found.
+    "missing" cases are those of all widths that `tuned.json` lacks. Each entry is written as soon as it is measured.
     """
     started, entries = time.perf_counter(), []
     every = grid() if cases == "grid" else itertools.chain(_products(), _quantizers())
@@ -81,7 +81,7 @@ def run(budget_seconds: float = math.inf, only: str = "", cases: Cases = "all") 
 
 
 def _compiled(cases: list[Case]) -> list[Case]:
-    """The same cases; where there are several, all of their programs are compiled at once, and JAX keeps them."""
+    """Return the cases; several are compiled at once, and JAX keeps their programs."""
     if len(cases) > 1:
         shapes = [jax.eval_shape(case.draw) for case in cases]
         programs = [(named[1], of) for case, of in zip(cases, shapes, strict=True) for named in case.candidates]
@@ -96,7 +96,7 @@ def _is_timed(case: Case) -> bool:
 
 
 def time_case(case: Case) -> Entry:
-    """The entry of one case: every candidate compiled, compared with the first (XLA), and timed in turn."""
+    """Return the entry of a case: compile every candidate, compare it with XLA, and time all in turn."""
     arguments, candidates, at = case.draw(), case.candidates, f"{case.shape} ({case.variant})"
     with ThreadPoolExecutor() as pool:  # most of a kernel's compilation is ptxas, a process of its own
         compiled = list(pool.map(lambda named: named[1].lower(*arguments).compile(), candidates))
@@ -120,7 +120,7 @@ def time_case(case: Case) -> Entry:
 
 
 def write(op: str, entry: Entry) -> None:
-    """Put one entry into `tuned.json`, in the place of an older one of its shape and variant."""
+    """Write one entry into `tuned.json`, instead of an older one of its shape and variant."""
     content = json.loads(tuning.PATH.read_text(encoding="utf-8"))
     entries = content.setdefault(device_kind(), {}).setdefault(op, [])
     entries[:] = [e for e in entries if (tuple(e["shape"]), e["variant"]) != (entry.shape, entry.variant)]
@@ -138,7 +138,7 @@ def _products() -> Iterator[Case]:
 
 
 def _forms() -> Iterator[tuple[GemmShape, Form]]:
-    """The products of an MLP of each width: forward, dgrad of the other layer, and both wgrads."""
+    """Yield the products of an MLP of each width: forward, dgrad of the other layer, and both wgrads."""
     for mlp in H200_SHAPES:
         m, d, d_ff = mlp.m, mlp.k, mlp.n
         layers = (GemmShape(m, d, d_ff), GemmShape(m, d_ff, d))
@@ -162,8 +162,8 @@ def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
 
 
 def product_case(shape: GemmShape, form: Form, configs: Configs = "guessed") -> Case:
-    """XLA's product, and the Mosaic kernel: its best guesses in both orders of the tiles, or what it runs with."""
-    # A true residual: an H200 at its power limit is 11 % faster where the second half is zero.
+    """Return XLA's product and the Mosaic kernel, with its best guesses or with the tile sizes that it runs with."""
+    # A true residual: an H200 at its power limit is 11 % faster if the second half is zero.
     pair = lambda: form.quantize(*random_operands(shape), backend="xla")
     candidates: list[Named] = [("xla", jax.jit(functools.partial(form.multiply, backend="xla")), None)]
     for config in _configs(shape, form) if configs == "guessed" else form.chosen(shape) if configs == "chosen" else []:
@@ -233,12 +233,12 @@ GRID = tuple(
 )
 _ACTIVATIONS = ((16384, 768), (2048, 768), (16384, 3072), (2048, 4096))
 _WEIGHTS = ((768, 768), (768, 3072), (2048, 2048), (2048, 8192))
-# Of what has no case at the widths of MLPs, or none yet.
+# Shapes of ops without a case at the widths of MLPs.
 _LARGE_ACTIVATIONS, _LARGE_WEIGHT = ((8192, 4096), (8192, 16384)), (4096, 16384)
 
 
 def grid() -> Iterator[Case]:
-    """What layers of the named recipes are made of, and BF16's products, by the shapes of `GRID`."""
+    """Yield the parts of layers of the named recipes, and BF16's products, by the shapes of `GRID`."""
     wide = [GemmShape(s.m, *sides) for s in H200_SHAPES for sides in ((s.k, s.n), (s.n, s.k))]
     for shape in (*GRID, *wide):
         yield _bf16_case(shape, "bfloat16")
@@ -262,7 +262,7 @@ def _of_wgrad(shape: GemmShape) -> GemmShape:
 
 
 def _bf16_case(shape: GemmShape, out_dtype: str) -> Case:
-    """The product as JAX writes it of a layer: forward `x @ w`, or the weight gradient `x.T @ g` in float32."""
+    """Return the product of a layer in JAX: forward `x @ w`, or the weight gradient `x.T @ g` in float32."""
     axis = 0 if out_dtype == "float32" else 1
     sides = ((shape.k, shape.m) if axis == 0 else (shape.m, shape.k)), (shape.k, shape.n)
 
@@ -300,7 +300,7 @@ def _grid_of_quantizers() -> Iterator[Case]:
 
 
 def _scaling_case(shape: tuple[int, int], dtype: str) -> Case:
-    """What a product by rows does after it."""
+    """Return the scaling after a product with a scale per row."""
     scale = functools.partial(scale_rows, out_dtype=jnp.dtype(dtype))
     m, n = shape
     operands = lambda: (draw(shape, (jnp.dtype(dtype),))[0], *(draw((side,), (jnp.float32,))[0] for side in (m, n)))

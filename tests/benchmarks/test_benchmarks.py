@@ -244,8 +244,8 @@ def test_a_program_says_in_one_line_what_cannot_be_met(monkeypatch, capsys):
         ("gemm", "--measure", "none"): "error: --measure has ['none'], which are unknown",
         ("gemm", "--cases", "grid"): "error: --cases is an option of --tune; add --tune, or leave it out",
         ("gemm", "--tune", "--json"): "error: --json with --tune, which has cases and a file of its own",
-        ("fp4_quality", "--seeds", "0"): "argument --seeds: 0 is no whole number of at least 1; give one",
-        ("fp4_quality", "--seeds", "-5"): "argument --seeds: -5 is no",
+        ("fp4_quality", "--seeds", "0"): "argument --seeds: 0 is not an integer of at least 1; give one",
+        ("fp4_quality", "--seeds", "-5"): "argument --seeds: -5 is not",
     }.items():
         monkeypatch.setattr("sys.argv", list(arguments))
         with pytest.raises(SystemExit) as status:
