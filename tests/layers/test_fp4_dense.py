@@ -15,7 +15,7 @@ from models.gpt import GPT, GPTConfig
 from tcfp_jax import explain, linen, nnx, recipe
 from tcfp_jax.conversion.convert import convert_to_tcfp, export, find_weights, survey
 from tcfp_jax.inference import load_quantized, quantize_params, restored
-from tcfp_jax.products import pack_fp4
+from tcfp_jax.products import fp4_linear, pack_fp4
 from tests.helpers import nnx_model, same_bits, variables_of
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 33)), jnp.float32)
@@ -41,6 +41,20 @@ def test_fp4_dense_is_a_drop_in_of_both_frameworks():
     load_quantized(model, served)
     np.testing.assert_allclose(model(X), y, rtol=0, atol=1e-6)
     assert type(export(layer)) is nn.Dense
+
+
+def test_layers_round_x_as_their_recipe_says():
+    how = recipe("nvfp4", activation="float4_e2m1fn")
+    model = nnx_model(lambda rngs: nnx.Fp4Dense(33, 6, recipe=how, rngs=rngs))
+    params = {"kernel": model.kernel[...], "bias": model.bias[...]}
+    y = jax.jit(linen.Fp4Dense(6, recipe=how).apply)({"params": params}, X)
+    assert same_bits(y, fp4_linear(X, params["kernel"], params["bias"], recipe=how))
+    assert same_bits(model(X), y)
+    assert not same_bits(y, linen.Fp4Dense(6).apply({"params": params}, X))
+    # Under vmap each matrix of x has its own scale of the scales.
+    stack = jnp.stack([X, 100 * X])
+    many = jax.jit(jax.vmap(lambda x: fp4_linear(x, params["kernel"], params["bias"], recipe=how)))(stack)
+    np.testing.assert_allclose(many, jnp.stack([model(x) for x in stack]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "words"), [("tensorwise", "not packed codes"), ("nvfp4_training", "packs no weight")])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import matmul, recipe
+from tcfp_jax.products import fp4_matmul as layer_matmul
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s, on
@@ -105,6 +106,15 @@ def test_many_rows_unpack_the_weight_in_one_pass(activation, unpacked):
     values = 2 if activation == "bfloat16" else 1
     assert compiled.temporary_bytes < 1.2 * N * K * values + 8 * 2048 * K
     assert ("__cublas$lt$matmul$f8" in compiled.targets) == (activation == "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_both_operands_in_nvfp4_are_rounded_in_one_pass_and_decoded_in_registers(devices):
+    mesh, how = h200s(devices), recipe("nvfp4", activation="float4_e2m1fn")
+    operand = weight(mesh, Fp4(), "a" if devices == 2 else None)
+    multiply = functools.partial(layer_matmul, recipe=how)
+    compiled = compile_for(mesh, multiply, on(mesh, (16, K), jnp.bfloat16), operand)
+    assert compiled.targets == ["__gpu$xla.gpu.triton", "mosaic_gpu_v2"] and not compiled.results("all-gather")
 
 
 @pytest.mark.parametrize("rows", [16, 4096])
