@@ -25,7 +25,7 @@ from pallas_kernels.wire import Wire
 __all__ = [
     "BLOCK_SIZES", "SCALE_DTYPE", "ZERO_BLOCK", "Accumulation", "Block", "Contracts", "Fp4", "Operand", "Orientation",
     "Product", "Quantization", "Quantized", "Row", "Scale", "Scaling", "Tensor", "Tile", "check_operands",
-    "check_quantizer", "check_real", "sizes",
+    "check_quantizer", "check_real", "dimensions", "sizes",
 ]  # fmt: skip
 
 Orientation = Literal["rows", "both"]
@@ -190,6 +190,15 @@ def sizes(x: Operand, w: Operand) -> tuple[int, int, int]:
     shape = w.shape
     k = math.prod(shape[1:])
     return math.prod(x.shape) // k if k else 0, k, shape[0]
+
+
+def dimensions(x: Operand, w: Operand) -> lax.DotDimensionNumbers:
+    """Return the axes of a product as `lax.dot_general` names them."""
+    contracted = w.values.ndim - 1
+    of_x = tuple(range(x.values.ndim - contracted, x.values.ndim))
+    # XLA gathers w in its own layout, and transposes it afterwards if it is contracted along its first axis.
+    of_w = tuple(range(1, w.values.ndim)) if w.contracts == "last" else (0,)
+    return (of_x, of_w), ((), ())
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""How each layer computes its output: one function for Flax Linen and NNX, with the product left open.
+"""How each layer computes its output: one function for Flax Linen and NNX, which takes the product as an argument.
 
     forward(read, multiply, *inputs)
 
 `read` gives the layer's parameters and fields; `tcfp_jax.linen` and `tcfp_jax.nnx` have a `Reader` each. `multiply`
-computes the product of a kernel as a recipe says. The functions here are the bodies of this project's layers and what
-conversion runs in the place of Flax's own, so that all of them give the same bits. None of them writes a variable.
+computes the product of a kernel as a recipe says. These functions are the bodies of this project's layers, and
+conversion runs them instead of Flax's own, so all of them give the same bits. None of them writes a variable.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
-from pallas_kernels.specs import entries_of
+from pallas_kernels.specs import Sharding, entries_of
 from tcfp_jax.products.annotations import mark
 from tcfp_jax.products.einsum import Contraction, axes_product, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
@@ -28,36 +29,76 @@ from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import kernel_shape, training_of, values_of
 
-# Fields by which a Flax layer computes its product in another way; a recipe decides that, so they must be unset.
+# Fields by which a Flax layer changes its own product. The recipe decides the product, so they must be unset.
 CHOICES = (
     "precision", "dot_general", "dot_general_cls", "promote_dtype", "preferred_element_type", "einsum_op",
 )  # fmt: skip
 
 
-class Multiply(Protocol):
-    """A product of x and a kernel, as an einsum equation or a `Contraction` says; `name` is that of the parameter."""
+@dataclass(frozen=True)
+class Absent:
+    """Placeholder for a kernel that exists in quantized form only: its shape and the parameter's dtype.
 
-    def __call__(self, equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        """`einsum(equation, x, kernel)`."""
+    `parameter` is the stored weight if that is the parameter itself (`tcfp_jax.store`). Indexing returns the
+    placeholder, because NNX layers read parameters so; any use other than `multiply` raises.
+
+    >>> Absent((3, 4), jnp.dtype("float32"))[...].shape
+    (3, 4)
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    parameter: Stored | None = field(default=None, repr=False)
+
+    @staticmethod
+    def of(kernel: "jax.Array | Absent | Stored") -> "jax.Array | Absent":
+        """Return the placeholder of a kernel that is a stored parameter; return any other kernel unchanged."""
+        if not isinstance(kernel, Stored):
+            return kernel
+        return Absent(kernel_shape(kernel), training_of(kernel).dtype, kernel)
+
+    def __getitem__(self, index: object) -> "Absent":
+        """Return the placeholder itself, for `kernel[...]`."""
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        """Raise, because there is no float kernel.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"a kernel of shape {list(self.shape)} exists in quantized form only, but code reads the float one; pass "
+            "it to multiply alone, or load the float parameters before to_bf16 or export"
+        )
+
+
+class Multiply(Protocol):
+    """The product of x and a kernel, by an einsum equation or a `Contraction`; `name` is the parameter's."""
+
+    def __call__(
+        self, equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
+    ) -> jax.Array:
+        """Return `einsum(equation, x, kernel)`."""
 
 
 class Reader(Protocol):
-    """What a forward pass reads of a layer.
+    """The view that a forward pass has of a layer.
 
-    Linen makes parameters of the shapes given, with the initializer called for the shape `flat`, where that is another
-    one; NNX has its parameters already.
+    Linen makes parameters of the given shapes. Its initializer is called for the shape `flat` if there is one, and the
+    result is reshaped. NNX has its parameters already.
     """
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike | None:
         """The layer's `dtype`, or None."""
 
     @property
-    def features(self) -> tuple[int, ...]:
+    def features(self) -> int | Sequence[int]:
         """The sizes of the output's last axes."""
 
     @property
-    def axis(self) -> tuple[int, ...]:
+    def axis(self) -> int | Sequence[int]:
         """The axes of the input that `dense_general` contracts."""
 
     @property
@@ -69,145 +110,106 @@ class Reader(Protocol):
         """The shape of an einsum's kernel."""
 
     def equation(self, given: str | None) -> str:
-        """The einsum equation of the call, or that of the layer."""
+        """Return the einsum equation of the call, or else the layer's."""
 
-    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        """The parameter, or `Absent`."""
+    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | Absent:
+        """Return the parameter, or its placeholder."""
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
-        """The parameter, or None."""
+        """Return the parameter, or None."""
 
-    def embedding(self) -> Any:
-        """The table of an embedding, `[num_embeddings, features]`."""
+    def embedding(self) -> jax.Array | Absent:
+        """Return the table of an embedding, `[num_embeddings, features]`."""
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        """Flax's own LayerNorm, with the attributes of `layer`."""
+        """Run Flax's own LayerNorm with the attributes of `layer`."""
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        """The layer's attribute of this name, with parameters changed."""
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Stands for a kernel of which only the quantized form exists: its shape and the parameter's dtype.
-
-    `parameter` is the stored weight, where that is the parameter itself (`tcfp_jax.store`). Indexed, as NNX layers read
-    their parameters, it is itself; as an operand of anything but `multiply` it raises.
-
-    >>> Absent((3, 4), jnp.dtype("float32"))[...].shape
-    (3, 4)
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    parameter: Any = field(default=None, repr=False)
-
-    @staticmethod
-    def of(kernel: Any) -> Any:
-        """What stands for a kernel that is a stored parameter; any other is itself."""
-        if not isinstance(kernel, Stored):
-            return kernel
-        return Absent(kernel_shape(kernel), training_of(kernel).dtype, kernel)
-
-    def __getitem__(self, index: Any) -> "Absent":
-        """The same, for `kernel[...]`."""
-        return self
-
-    def __jax_array__(self) -> Any:
-        """Raise: there is no float kernel.
-
-        Raises:
-          NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"a kernel of shape {list(self.shape)} exists in quantized form only, but code reads the float one; pass "
-            "it to multiply alone, or load the float parameters before to_bf16 or export"
-        )
+        """Return the layer's attribute of this name, with `change` applied to parameters."""
 
 
 def forward_of(function: Callable[..., jax.Array], reader: Callable[[Any], Reader]) -> Callable[..., jax.Array]:
-    """The function for layers that `reader` reads: `forward(layer, multiply, *inputs)`, as adapters are called."""
+    """Return `function` for layers instead of readers: `forward(layer, multiply, *inputs)`, as adapters are called."""
 
-    def forward(layer: Any, multiply: Multiply, *inputs: Any, **options: Any) -> jax.Array:
+    def forward(layer: object, multiply: Multiply, *inputs: Any, **options: Any) -> jax.Array:
         return function(reader(layer), multiply, *inputs, **options)
 
     return forward
 
 
 def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
-    """Sizes or axes, of which Flax takes one as it is."""
+    """Return sizes or axes as a tuple; Flax takes a single one as a number."""
     return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
 
 
-def as_contraction(equation: str | Contraction, x: jax.Array) -> Contraction:
-    """The contraction itself, or what an equation that a user wrote says of this x."""
-    return parse(equation, x.ndim) if isinstance(equation, str) else equation
-
-
 def product(
-    contraction: Contraction,
+    equation: str | Contraction,
     x: jax.Array,
-    kernel: Any,
+    kernel: jax.Array | Absent,
     *,
     recipe: Recipe,
-    stored: Any,
+    stored: Stored | PackedTCFP12 | None,
     key: Callable[[], jax.Array | None],
-    out_sharding: Any = None,
+    out_sharding: Sharding = None,
 ) -> jax.Array:
-    """The product of x and a layer's kernel.
+    """Return the product of x and a layer's kernel.
 
     Args:
-      contraction: which axes are multiplied.
+      equation: the axes that are multiplied.
       x: real floats.
-      kernel: real floats, or `Absent` where `stored` is all there is.
+      kernel: real floats, or `Absent` if only `stored` exists.
       recipe: how to multiply.
-      stored: what the optimizer, or `quantize_params`, made of the kernel; None where it is quantized here.
-      key: gives the random key of a kernel that is quantized here with a stochastic residual, where None is a fixed
-        one, and of FP4 training, which has no gradient without one.
-      out_sharding: of the result under a mesh with explicit axes, as `contract` takes it.
+      stored: the kernel as the optimizer or `quantize_params` stored it. None quantizes it here.
+      key: returns the random key of this call, or None. A kernel that is quantized here with a stochastic residual then
+        takes a fixed key; FP4 training has no gradient without one.
+      out_sharding: sharding of the result under a mesh with explicit axes, as in `contract`.
     """
-    shape = None
+    contraction = parse(equation, x.ndim) if isinstance(equation, str) else equation
+    layout, shape = contraction.layout, None
+    floats: jax.Array | None
     if isinstance(kernel, Absent):
-        # Under nnx.scan and nnx.vmap arrays lose their stacked axes; what stands for one keeps them.
-        shape, parameter = kernel.shape[len(kernel.shape) - contraction.layout.ndim :], kernel.parameter
-        kernel = None
+        # Under nnx.scan and nnx.vmap arrays lose their stacked axes, and a placeholder keeps them.
+        shape, parameter, floats = kernel.shape[len(kernel.shape) - layout.ndim :], kernel.parameter, None
         if parameter is not None:
             if stored is not None:
                 raise ValueError(
                     "the kernel is a stored parameter, and the state holds a quantized copy of it, too; train with "
                     "tcfp_jax.store or with error_feedback, not with both"
                 )
-            stored, kernel = values_of(parameter), training_of(parameter).slot
+            stored, floats = values_of(parameter), training_of(parameter).slot
+    else:
+        floats = kernel
     if isinstance(stored, PackedTCFP12):
-        stored, kernel = None, stored.dequantize()
+        # The packed format is for storage; products quantize its values like any float kernel.
+        floats, stored = stored.dequantize(), None
     drawn = key() if stored is None and (recipe.stochastic or recipe.draws) else None
     if drawn is None and recipe.stochastic:
-        drawn = jax.random.key(0)  # in evaluation: calls repeat
-    if kernel is not None:
-        if stored is not None and stored.holds(contraction.layout.matrix_shape(kernel.shape)):
-            stored = current(stored, contraction.layout.matrix(kernel))
-        kernel = mark(kernel, contraction.layout, recipe, contraction.tokens(x.shape))  # for the census of the model
+        drawn = jax.random.key(0)  # evaluation draws the same bits at each call
+    if floats is not None:
+        if stored is not None and stored.holds(layout.matrix_shape(floats.shape)):
+            stored = current(stored, layout.matrix(floats))
+        floats = mark(floats, layout, recipe, contraction.tokens(x.shape))  # the census of the model reads it
     return contract(
-        contraction, x, kernel, recipe=recipe, quantized=stored, key=drawn, shape=shape, out_sharding=out_sharding
+        contraction, x, floats, recipe=recipe, quantized=stored, key=drawn, shape=shape, out_sharding=out_sharding
     )
 
 
 def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
-    """`Dense`, `Linear`: `y = x W + b`, x `[..., k]`, W `[k, features]`."""
-    inputs = _promotable("inputs", inputs)
-    contraction = matrix_product(inputs.ndim)
-    kernel, bias = read.kernel((inputs.shape[-1], *read.features)), read.bias(read.features)
-    return _affine(contraction, multiply, inputs, kernel, bias, read.dtype)
+    """Return `Dense` or `Linear` of x `[..., k]`: `y = x W + b`, W `[k, features]`."""
+    inputs, features = _promotable("inputs", inputs), as_tuple(read.features)
+    kernel, bias = read.kernel((inputs.shape[-1], *features)), read.bias(features)
+    dtype = _dtype_of(inputs, kernel, bias, read.dtype)
+    y = multiply(matrix_product(inputs.ndim), inputs.astype(dtype), kernel)
+    return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + features)
 
 
 def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
-    """`DenseGeneral`, `LinearGeneral`: contracts `axis`, keeps `batch` apart; W `[*batch, *in, *features]`."""
-    inputs = _promotable("inputs", inputs)
-    axes, batch = _axes(inputs.shape, read.axis, read.batch)
-    features = read.features
+    """Return `DenseGeneral` or `LinearGeneral`: contract `axis`, keep `batch` apart; W `[*batch, *in, *features]`."""
+    inputs, features = _promotable("inputs", inputs), as_tuple(read.features)
+    axes, batch = _axes(inputs.shape, as_tuple(read.axis), read.batch)
     contraction = axes_product(inputs.ndim, axes, batch, len(features))
     take = lambda chosen: tuple(inputs.shape[axis] for axis in chosen)
-    # Flax initializes the matrix that the kernel is, so that fan-in counts every contracted axis.
+    # Flax initializes the kernel as a matrix, so that fan-in counts every contracted axis.
     matrix = (prod(take(batch)) * prod(take(axes)), prod(features))
     kernel = read.kernel(take(batch) + take(axes) + features, matrix)
     bias = read.bias(take(batch) + features, (prod(take(batch)) * prod(features),))
@@ -215,32 +217,35 @@ def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Ar
 
 
 def einsum(read: Reader, multiply: Multiply, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-    """`Einsum`: the equation of the call or of the layer."""
+    """Return `Einsum` by the equation of the call or of the layer."""
     inputs = _promotable("inputs", inputs)
     contraction = parse(read.equation(einsum_str), inputs.ndim)
     kernel = read.kernel(read.kernel_shape)
-    sizes = contraction.kernel_sizes(kernel.shape[len(kernel.shape) - contraction.layout.ndim :])
-    bias = read.bias(tuple(size for size in sizes if size is not None))
+    bias = read.bias(tuple(size for size in _sizes(contraction, kernel) if size is not None))
     return _affine(contraction, multiply, inputs, kernel, bias, read.dtype)
 
 
 def attend(read: Reader, multiply: Multiply, query: jax.Array) -> jax.Array:
-    """`Embed.attend`: `y = q Eᵀ`, E `[num_embeddings, features]`."""
+    """Return `Embed.attend`: `y = q Eᵀ`, E `[num_embeddings, features]`."""
     query = _promotable("query", query)
     embedding = read.embedding()
     dtype = canonicalize_dtype(query, embedding, dtype=read.dtype)
     return multiply(matrix_product(query.ndim, transposed=True), query.astype(dtype), embedding, name="embedding")
 
 
-def embed(read: Reader, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """`Embed` whose rows are rounded to the packed TCFP-12 format, straight-through."""
+def embed(read: Reader, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
+    """Return `Embed` with rows rounded to the packed TCFP-12 format, straight-through.
+
+    Raises:
+      ValueError: the tokens are not integers.
+    """
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         raise ValueError(f"Embed looks up integers, but got {inputs.dtype}; cast the tokens to int32")
-    rows = read.embedding()
-    if rows.shape[0] == 1:  # as Flax does: one row is every row
+    rows: Any = read.embedding()
+    if rows.shape[0] == 1:  # as in Flax: one row is every row
         rows = jnp.broadcast_to(rows, (*inputs.shape, rows.shape[-1]))
     else:
-        # Blocks run along a row, so the rows looked up are all that matter.
+        # The blocks of the format run along a row, so only the rows that are looked up need rounding.
         take = lambda rows, inputs: jnp.take(rows, inputs, axis=0)
         if out_sharding is None:
             spec = PartitionSpec(*entries_of(inputs), entries_of(rows)[-1])
@@ -251,12 +256,12 @@ def embed(read: Reader, inputs: jax.Array, out_sharding: Any = None) -> jax.Arra
 
 
 def layer_norm(read: Reader, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-    """`LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, straight-through."""
+    """Return `LayerNorm` with scale and bias rounded to the packed TCFP-12 format, straight-through."""
     return read.normalize(_Rounded(read), x, mask=mask)
 
 
 def _axes(shape: tuple[int, ...], axis: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The axes of an input that `dense_general` contracts, and those that it keeps apart, counted from 0 and sorted."""
+    """Return the axes that `dense_general` contracts, and those that it keeps apart, counted from 0 and sorted."""
     ndim, given = len(shape), (*axis, *batch)
     if not all(-ndim <= one < ndim for one in given) or len({one % ndim for one in given}) < len(given) or not axis:
         raise ValueError(
@@ -267,7 +272,7 @@ def _axes(shape: tuple[int, ...], axis: tuple[int, ...], batch: tuple[int, ...])
 
 
 class _Rounded:
-    """A layer as Flax's own code reads it, with its parameters rounded."""
+    """A layer whose parameters Flax's own code reads rounded."""
 
     def __init__(self, read: Reader) -> None:
         self._read = read
@@ -277,20 +282,34 @@ class _Rounded:
 
 
 def _affine(
-    contraction: Contraction, multiply: Multiply, x: jax.Array, kernel: Any, bias: jax.Array | None, dtype: Any
+    contraction: Contraction,
+    multiply: Multiply,
+    x: jax.Array,
+    kernel: jax.Array | Absent,
+    bias: jax.Array | None,
+    dtype: DTypeLike | None,
 ) -> jax.Array:
-    """The product plus the bias, in the dtype in which Flax would multiply."""
-    typed = jnp.zeros((), kernel.dtype) if isinstance(kernel, Absent) else kernel
-    dtype = canonicalize_dtype(x, typed, bias, dtype=dtype)
+    """Return the product plus the bias, in the dtype in which Flax would multiply."""
+    dtype = _dtype_of(x, kernel, bias, dtype)
     y = multiply(contraction, x.astype(dtype), kernel)
     if bias is None:
         return y
-    sizes = contraction.kernel_sizes(kernel.shape[len(kernel.shape) - contraction.layout.ndim :])
+    sizes = _sizes(contraction, kernel)
     return y + bias.astype(dtype).reshape([1 if size is None else size for size in sizes])
 
 
+def _sizes(contraction: Contraction, kernel: jax.Array | Absent) -> list[int | None]:
+    """Return the sizes of the result's axes that come from the kernel, which may have stacked axes in front."""
+    return contraction.kernel_sizes(kernel.shape[len(kernel.shape) - contraction.layout.ndim :])
+
+
+def _dtype_of(x: jax.Array, kernel: jax.Array | Absent, bias: jax.Array | None, dtype: DTypeLike | None) -> DTypeLike:
+    typed = jnp.zeros((), kernel.dtype) if isinstance(kernel, Absent) else kernel
+    return canonicalize_dtype(x, typed, bias, dtype=dtype)
+
+
 def _promotable(name: str, x: jax.Array) -> jax.Array:
-    """`x` as an array of real numbers: integers, which Flax promotes to the dtype of the parameters, are right, too."""
+    """Return `x` as an array of real numbers; integers pass, because Flax promotes them to the parameters' dtype."""
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
         check_real(name, x)

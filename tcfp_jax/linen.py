@@ -9,7 +9,7 @@ its parameter on the fly, so that `init`, evaluation and plain use need nothing.
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,10 +91,13 @@ def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
     key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        contraction, stored = layers.as_contraction(equation, x), stored_weight(layer, name)
-        return layers.product(contraction, x, kernel, recipe=recipe, stored=stored, key=key)
+        return layers.product(equation, x, kernel, recipe=recipe, stored=stored_weight(layer, name), key=key)
 
     return multiply
+
+
+def _recipe_of(layer: Any) -> Recipe:
+    return layer.recipe if isinstance(layer.recipe, Recipe) else named_recipe(layer.recipe)
 
 
 def body(kind: type, method: str) -> Callable[..., Any]:
@@ -140,12 +143,12 @@ class _Reader:
         self.dtype = layer.dtype
 
     @property
-    def features(self) -> tuple[int, ...]:
-        return layers.as_tuple(self._layer.features)
+    def features(self) -> int | Sequence[int]:
+        return self._layer.features
 
     @property
-    def axis(self) -> tuple[int, ...]:
-        return layers.as_tuple(self._layer.axis)
+    def axis(self) -> int | Sequence[int]:
+        return self._layer.axis
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -225,7 +228,7 @@ class TCFPDense(nn.Dense):
         if runs_flax(self):
             return body(nn.Dense, "__call__")(self, inputs)
         check_unused(self, nn.Dense)
-        return layers.dense(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense(read(self), multiplier(self, _recipe_of(self)), inputs)
 
 
 class Fp4Dense(TCFPDense):
@@ -269,7 +272,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
         if runs_flax(self):
             return body(nn.DenseGeneral, "__call__")(self, inputs)
         check_unused(self, nn.DenseGeneral)
-        return layers.dense_general(read(self), multiplier(self, named_recipe(self.recipe)), inputs)
+        return layers.dense_general(read(self), multiplier(self, _recipe_of(self)), inputs)
 
 
 class TCFPEinsum(nn.Einsum):
@@ -297,7 +300,7 @@ class TCFPEinsum(nn.Einsum):
         if runs_flax(self):
             return body(nn.Einsum, "__call__")(self, inputs, einsum_str)
         check_unused(self, nn.Einsum)
-        return layers.einsum(read(self), multiplier(self, named_recipe(self.recipe)), inputs, einsum_str)
+        return layers.einsum(read(self), multiplier(self, _recipe_of(self)), inputs, einsum_str)
 
 
 class TCFPLayerNorm(nn.LayerNorm):
@@ -348,7 +351,7 @@ class TCFPEmbed(nn.Embed):
         if runs_flax(self):
             return body(nn.Embed, "attend")(self, query)
         check_unused(self, nn.Embed)
-        return layers.attend(read(self), multiplier(self, named_recipe(self.recipe)), query)
+        return layers.attend(read(self), multiplier(self, _recipe_of(self)), query)
 
 
 # Flax's class of each of ours.

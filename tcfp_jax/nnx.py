@@ -7,7 +7,7 @@ pass writes a variable.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -63,12 +63,11 @@ def multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
     """
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        contraction = layers.as_contraction(equation, x)
         keys = getattr(layer, "keys", None)
         options: Any = dict(
             recipe=layer.recipe, stored=stored_weight(layer), key=lambda: None if keys is None else keys()
         )
-        return layers.product(contraction, x, kernel, out_sharding=out_sharding, **options)
+        return layers.product(equation, x, kernel, out_sharding=out_sharding, **options)
 
     return multiply
 
@@ -87,7 +86,7 @@ def store(layer: Any, weight: Any) -> None:
     """Let a layer multiply by a stored weight; arrays that are not variables yet become some.
 
     >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
-    >>> from tcfp_jax.weights.quantization import quantize_weight
+    >>> from tcfp_jax.weights.stored import quantize_weight
     >>> store(layer, quantize_weight(jnp.ones((4, 2)), layer.recipe)[0])
     >>> stored_weight(layer).shape
     (4, 2)
@@ -175,8 +174,8 @@ class _Reader:
         self.dtype = layer.dtype
 
     @property
-    def features(self) -> tuple[int, ...]:
-        return layers.as_tuple(self._layer.out_features)
+    def features(self) -> int | Sequence[int]:
+        return self._layer.out_features
 
     @property
     def axis(self) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ def product(name, **overrides):
     x, w, g = short(32, 128, bits=3), short(128, 64, bits=5, seed=1), short(32, 64, bits=3, seed=2)
     key = jax.random.key(5)
     if recipe.mode == tcfp_jax.TCFPMode.FP4:
-        from tcfp_jax.weights.quantization import quantize_weight
+        from tcfp_jax.weights.stored import quantize_weight
 
         stored, _ = quantize_weight(w, recipe)
         y, back = jax.vjp(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe), x)

@@ -17,7 +17,7 @@ from flax import linen as nn
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp
 from tcfp_jax.linen import TCFPDense
-from tcfp_jax.weights.quantization import quantize_weight
+from tcfp_jax.weights.stored import quantize_weight
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = tuple(str(ROOT / name) for name in ("tcfp_jax", "pallas_kernels"))
@@ -67,6 +67,7 @@ def matmul() -> Walk:
     x, w = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (32, 32))
     stored, _ = quantize_weight(w, recipe)
     loss = lambda x, w: jnp.sum(tcfp_jax.matmul(x, w, recipe=recipe, quantized=stored))
+    jax.grad(loss, (0, 1))(x, w)  # loads modules and tables
     jax.clear_caches()
     with walked() as walk:
         jax.grad(loss, (0, 1))(x, w)

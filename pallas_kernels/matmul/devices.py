@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.operands import Block, Operand, Product, sizes
+from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
 from pallas_kernels.partition import BlocksOf, over_arrays, partitioned
 from pallas_kernels.specs import Entry, entries, has_explicit_axes
 from pallas_kernels.wire import Scatter, reduced
@@ -64,15 +64,6 @@ def on_each_device(
     # A bias is added to whole columns, so a sum with a bias is not handed out in parts.
     wanted = _wanted(options, x, w)
     return partitioned(local, rule, blocks, scattered=bias is None, merged=merged, wanted=wanted)(*arrays)
-
-
-def dimensions(x: Operand, w: Operand) -> lax.DotDimensionNumbers:
-    """Return the axes of a product as `lax.dot_general` names them."""
-    contracted = w.values.ndim - 1
-    of_x = tuple(range(x.values.ndim - contracted, x.values.ndim))
-    # XLA gathers w in its own layout, and transposes it afterwards if it is contracted along its first axis.
-    of_w = tuple(range(1, w.values.ndim)) if w.contracts == "last" else (0,)
-    return (of_x, of_w), ((), ())
 
 
 def _wanted(options: Product, x: Operand, w: Operand) -> tuple[Entry, ...] | None:

@@ -20,8 +20,7 @@ from tcfp_jax.conversion.trace import SHAPES
 from tcfp_jax.conversion.views import Axes, Equation, Factors, Shape, View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, quantize_weight
 
 _static: Any = functools.partial(field, metadata=dict(static=True))
 

@@ -28,8 +28,7 @@ from tcfp_jax.conversion.views import View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight, check_fits
-from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, quantize_weight
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import is_stored, kernel_of, training_of, values_of
 

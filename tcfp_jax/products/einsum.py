@@ -91,6 +91,7 @@ class Contraction:
         return found if self.order is None else [found[place] for place in self.order]
 
 
+@functools.cache
 def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
     """Return the contraction `x[..., k] @ w[k, n]`, or with a `transposed` kernel `[n, k]`; x has `ndim` axes.
 
@@ -226,13 +227,13 @@ def _contracted(
     x_quantized: Quantized | None,
 ) -> jax.Array:
     contraction, layout, asked = options.contraction, options.contraction.layout, options.product
+    if contraction == matrix_product(x.ndim):
+        return product(asked, x, kernel, stored, key, x_quantized)
     matrix = None if kernel is None else layout.matrix(kernel)
     if layout.transposed:
         matrix = None if matrix is None else matrix.swapaxes(-1, -2)
         stored = None if stored is None else stored.swap()
-    if x_quantized is not None:
-        plain = contraction == matrix_product(x.ndim, transposed=layout.transposed)
-        assert plain and asked.out_sharding is None, "the caller shares x of plain products alone"
+    if x_quantized is not None:  # x[..., k] @ w.T, by the contract of `contract`
         return product(asked, x, matrix, stored, key, x_quantized)
     # x as [*stack, *rest, k], the result as [*stack, *rest, *outputs].
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)

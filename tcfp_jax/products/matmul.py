@@ -31,14 +31,13 @@ from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.skip_matmul.api import skip_matmul
-from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
+from pallas_kernels.specs import Sharding, entries, sharding_in, sharding_of, with_entries
 from pallas_kernels.wire import Wire
 from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
 from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored, constant, of_operand
+from tcfp_jax.weights.stored import Stored, constant, of_operand, quantize_weight
 from tcfp_jax.weights.training import values_of
 
 _T = TypeVar("_T")
@@ -201,16 +200,14 @@ class _Saved:
       x: BF16 `[..., k]`, or FP8 `[k, ...]` if wgrad is FP8.
       w: the float weight if no quantized form exists.
       quantized: the stored weight.
-      x_type, w_type: (dtype, sharding under explicit axes) of the cotangents; None for a weight without floats.
-      k: the number of inputs, which packed codes of an odd k do not know.
+      x_type, w_type: types of the operands, which their gradients must have; None for a weight without floats.
     """
 
     x: jax.Array | Operand
     w: jax.Array | None
     quantized: Stored | None
-    x_type: tuple[DTypeLike, Sharding] = field(metadata=dict(static=True))
-    w_type: tuple[DTypeLike, Sharding] | None = field(metadata=dict(static=True))
-    k: int = field(metadata=dict(static=True))
+    x_type: jax.core.ShapedArray = field(metadata=dict(static=True))
+    w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -247,9 +244,8 @@ def _forward(
         assert x_q is not None, "quantized above"
         kept = x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
-    x_type, w_type = ((v.dtype, sharding_of(v)) if v is not None else None for v in (x, w))
-    assert x_type is not None
-    return y, _Saved(kept, w if quantized is None else None, quantized, x_type, w_type, x.shape[-1])
+    w_type = None if w is None else jax.typeof(w)
+    return y, _Saved(kept, w if quantized is None else None, quantized, jax.typeof(x), w_type)
 
 
 def _forward_rule(
@@ -268,7 +264,8 @@ def _rounds(recipe: Recipe) -> bool:
 
 
 def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
-    recipe, (x_dtype, x_sharding), w_type = asked.recipe, saved.x_type, saved.w_type
+    recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
+    x_sharding = sharding_in(x_type)
     g = differentiated_once(g) if _rounds(recipe) else g
     is_packed, g_q = isinstance(recipe.scaling, Fp4), None
     wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
@@ -278,30 +275,30 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
     with jax.named_scope("dgrad"):
         if is_packed:
             assert saved.quantized is not None, "packed weights are stored"
-            dx = fp4_weights.dgrad(g, saved.quantized, recipe, saved.k, x_dtype, x_sharding)
+            dx = fp4_weights.dgrad(g, saved.quantized, recipe, x_type.shape[-1], x_type.dtype, x_sharding)
         elif recipe.dgrad == "bf16":
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
-            dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_dtype, x_sharding)
+            dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_type.dtype, x_sharding)
         else:
             assert recipe.stored is not None and saved.quantized is not None and g_q is not None
             weight = saved.quantized.for_dgrad(recipe.stored.dgrad)
-            dx = _multiply(g_q.rows, weight, recipe, recipe.dgrad, out_dtype=x_dtype, out_sharding=x_sharding)
+            dx = _multiply(g_q.rows, weight, recipe, recipe.dgrad, out_dtype=x_type.dtype, out_sharding=x_sharding)
     if w_type is None:
         return dx, None, None, None
-    w_dtype, w_sharding = w_type
+    w_sharding = sharding_in(w_type)
     with jax.named_scope("wgrad"):
         if recipe.wgrad != "bf16":
             assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None, "quantized above"
-            options: Any = dict(out_dtype=w_dtype, out_sharding=w_sharding, wire=recipe.wire)
+            options: Any = dict(out_dtype=w_type.dtype, out_sharding=w_sharding, wire=recipe.wire)
             dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, **options)
         else:
             assert isinstance(saved.x, jax.Array), "kept in BF16"
             g = g.astype(jnp.bfloat16)
             if recipe.wire is not None:
-                dw = bf16.weight_gradient(saved.x, g, w_dtype, w_sharding, recipe.wire)
+                dw = bf16.weight_gradient(saved.x, g, w_type.dtype, w_sharding, recipe.wire)
             else:
                 tokens = tuple(range(g.ndim - 1))
-                dw = _dot_bf16(saved.x, g, tokens, tokens, w_dtype, w_sharding)
+                dw = _dot_bf16(saved.x, g, tokens, tokens, w_type.dtype, w_sharding)
     return dx, dw, None, None
 
 

@@ -56,7 +56,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
       ValueError: the parameter has another shape, or, with concrete arrays, other values.
 
     >>> from tcfp_jax.recipes import recipe
-    >>> from tcfp_jax.weights.quantization import quantize_weight
+    >>> from tcfp_jax.weights.stored import quantize_weight
     >>> w = jnp.ones((4, 4))
     >>> made = dataclasses.replace(quantize_weight(w, recipe("tcfp12"))[0], sample=sample_of(w))
     >>> float(current(made, w).dequantize()[0, 0])

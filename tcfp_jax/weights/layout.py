@@ -9,6 +9,7 @@ The matrix keeps the order of the kernel's axes where it can, so that it is a vi
 stored as it is, and its layer multiplies by `Stored.swap()` of it.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -50,12 +51,12 @@ class Layout:
                 "one output"
             )
 
-    @property
+    @functools.cached_property
     def transposed(self) -> bool:
         """Whether the matrix is `[n, k]`: the outputs come first in the kernel."""
         return self.outputs[0] < self.inputs[0]
 
-    @property
+    @functools.cached_property
     def ndim(self) -> int:
         """How many axes the kernel has."""
         return len(self.stack) + len(self.inputs) + len(self.outputs)
@@ -106,7 +107,7 @@ class Layout:
         parts = matrix.reshape([shape[axis] for axis in order])
         return parts.transpose([order.index(axis) for axis in range(self.ndim)])
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The axes of the kernel that each axis of the matrix is made of.
 

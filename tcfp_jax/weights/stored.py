@@ -1,15 +1,15 @@
-"""`Stored`: a quantized weight, as what its two products read of it.
+"""`Stored`: a quantized weight as the operands of its two products, and `quantize_weight`, which makes it.
 
     forward     the operand of y = x W, `[..., n, k]`, contracted along k
     backward    the operand of dx = g Wᵀ, `[..., k, n]`, contracted along n
 
 With one scale, or with square blocks, both hold the same numbers, and one may be absent: it is then the transpose of
-the other. With rows and vectors they are two quantizations of one weight. Codes of FP4 are one operand, packed along k,
-which both products read as it is. A stack of weights has leading axes and a scale for each entry.
+the other. With rows and vectors they are two quantizations of one weight. FP4 codes are one operand, packed along k,
+which serves both products. A stack of weights has leading axes and a scale for each entry.
 
-A weight that an optimizer made carries a sample of the parameter that it was made of, so that it is never multiplied in
-the place of another one: see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, of which no float
-copy exists, has a `Training`: see `tcfp_jax.weights.training`.
+A weight from an optimizer carries a sample of its parameter, so that it never multiplies in another parameter's place:
+see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, without a float copy, has a `Training`: see
+`tcfp_jax.weights.training`.
 """
 
 import dataclasses
@@ -21,30 +21,36 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels.operands import Fp4, Operand, Scaling
-from pallas_kernels.specs import device_count
-from tcfp_jax.recipes import Dual, Halves, Single
+from pallas_kernels import numerics
+from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.explicit import with_automatic_axes
+from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Quantized, Scaling
+from pallas_kernels.quantize.api import quantize
+from pallas_kernels.specs import device_count, entries_of, shards
+from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 NO_GRADIENT = (
-    "a gradient with respect to packed FP4 codes is asked for, which have none: train float adapters beside the frozen "
-    'weight (LoRA, see docs/fp4.md), or float parameters that recipe("nvfp4") packs in every step'
+    "a gradient with respect to packed FP4 codes is asked for, which have none: train float adapters next to the "
+    'frozen weight (LoRA, see docs/fp4.md), or float parameters that recipe("nvfp4") packs in every step'
 )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stored:
-    """A weight `[..., k, n]` as the recipe's products read it; made by `quantize_weight`.
+    """A quantized weight `[..., k, n]`.
 
     Attributes:
-      forward: `[..., n, k]`, or None where it is the transpose of `backward`.
-      backward: `[..., k, n]`, or None where it is the transpose of `forward`.
-      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`); None
-        where there is none to compare with, as in weights for inference.
-      training: of a weight that is the parameter (`training.Training`), or None.
-      padding: how many codes of zero packed codes have behind their k: one where k is odd, as a byte holds two.
+      forward: `[..., n, k]`, or None if it is the transpose of `backward`.
+      backward: `[..., k, n]`, or None if it is the transpose of `forward`.
+      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`). None if
+        there is no parameter to compare with, as in inference.
+      training: state of a weight that is the parameter (`training.Training`), or None.
+      padding: the number of zero codes behind k in packed codes: one if k is odd, because a byte holds two.
     """
 
     forward: Operand | None
@@ -62,7 +68,7 @@ class Stored:
 
     @property
     def scaling(self) -> Scaling:
-        """Which values share a scale."""
+        """The scaling of the values."""
         return self._one.scaling
 
     @property
@@ -72,7 +78,7 @@ class Stored:
 
     @property
     def has_residual(self) -> bool:
-        """Whether the weight has two halves."""
+        """True if the weight has two halves."""
         return self._one.lo is not None
 
     @property
@@ -85,7 +91,7 @@ class Stored:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The leading axes of a stack, of which each entry has scales of its own."""
+        """The sizes of the leading axes of a stack, whose entries have scales of their own."""
         operand = self._one
         inner = len(operand.scaling.scale_shape(operand.shape[-2:]))
         return operand.scale.shape[: operand.scale.ndim - inner]
@@ -96,21 +102,21 @@ class Stored:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def serves(self, scaling: Scaling, form: Single | Dual) -> bool:
-        """Whether forward and dgrad of a recipe with this scaling, and weights of this form, can read it."""
+        """Return whether forward and dgrad of a recipe with this scaling and form of weights can read it."""
         one = self._one
         both = self.forward is not None and self.backward is not None
         halves = one.lo is not None if "hi+lo" in (form.forward, form.dgrad) else True
         if isinstance(form, Single):
             halves = one.lo is None
         if isinstance(one.scaling, Fp4) and isinstance(scaling, Fp4):
-            # By what rule its scales were found is nothing that a product reads.
+            # Products do not care about the rule that found the scales.
             return (one.scaling.format, one.scaling.tile) == (scaling.format, scaling.tile)
         return one.scaling == scaling and halves and (both or scaling.serves_both)
 
     def holds(self, shape: Sequence[int]) -> bool:
-        """Whether it is a weight of this shape `[..., k, n]`.
+        """Return whether it is a weight of this shape `[..., k, n]`.
 
-        Packed codes whose `padding` a checkpoint without a template did not keep may hold an odd k and a code of zero.
+        A checkpoint without a template loses `padding`, so packed codes may hold an odd k and a zero code.
         """
         padded = list(shape)
         if isinstance(self.scaling, Fp4):
@@ -119,7 +125,7 @@ class Stored:
         return self.shape in (tuple(shape), tuple(padded))
 
     def describe(self) -> str:
-        """What it is, for messages."""
+        """Return a description for messages."""
         if isinstance(self.scaling, Fp4):
             return f"weight of packed FP4 codes with {self.scaling}"
         halves = "hi + lo" if self.has_residual else "one FP8 tensor"
@@ -128,18 +134,18 @@ class Stored:
         return f"weight of {halves} in {self.dtype} with {self.scaling}, in {orientations}"
 
     def for_forward(self, halves: Halves = "hi+lo") -> Operand:
-        """What the forward product reads, `[..., n, k]`: all of it, or W_hi alone."""
+        """Return the operand of the forward product, `[..., n, k]`: both halves, or W_hi alone."""
         return _read(self.forward, self._one, halves)
 
     def for_dgrad(self, halves: Halves = "hi+lo") -> Operand:
-        """What the input gradient reads, `[..., k, n]`: all of it, or W_hi alone."""
+        """Return the operand of the input gradient, `[..., k, n]`: both halves, or W_hi alone."""
         return _read(self.backward, self._one, halves)
 
     def swap(self) -> "Stored":
-        """The transposed weight `[..., n, k]`: what was read forward is read backward; nothing moves.
+        """Return the transposed weight `[..., n, k]`, with the two operands exchanged; no value moves.
 
-        Places of the sample come in pairs, one half of them the transposes of the other, so the halves change places.
-        Of a weight that is the parameter it is the transposed matrix, through which the gradient goes to the parameter.
+        The places of one half of the sample are the transposes of the other half's, so the halves change places. If the
+        weight is the parameter, its gradient goes through the transposed matrix to the parameter.
         """
         sample = None if self.sample is None else jnp.roll(self.sample, self.sample.shape[-1] // 2, axis=-1)
         training = self.training
@@ -155,31 +161,30 @@ class Stored:
         return dataclasses.replace(self, forward=self.backward, backward=self.forward, sample=sample, training=training)
 
     def drop_residual(self) -> "Stored":
-        """W_hi alone."""
+        """Return W_hi alone."""
         only = lambda operand: None if operand is None else operand.drop_residual()
         return dataclasses.replace(self, forward=only(self.forward), backward=only(self.backward))
 
     def poisoned_unless(self, sound: jax.Array) -> "Stored":
-        """The same with NaN for the scales of matrices that are not sound, bool `[]` or `[*stack]`; other bits stay."""
+        """Return the weight with NaN scales for matrices that are not `sound`, bool `[]` or `[*stack]`."""
         poisoned = lambda operand: None if operand is None else _poisoned_unless(operand, sound)
         return dataclasses.replace(self, forward=poisoned(self.forward), backward=poisoned(self.backward))
 
     def scale_of_values(self) -> jax.Array:
-        """The scales in float32, shaped to multiply `[..., k, n]`; of rows and vectors those that dgrad reads."""
+        """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors those of dgrad."""
         if isinstance(self.scaling, Fp4):
             return self._unpadded(self._one.scale_of_values())
         return self.for_dgrad().scale_of_values()
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """The weight `[..., k, n]`, in float32 and then `dtype`; of rows and vectors as dgrad reads it.
+        """Return the weight `[..., k, n]`, in float32 and then `dtype`; for rows and vectors the values of dgrad.
 
-        The gradient of a weight that `tcfp_jax.store` made goes to it, as `tcfp_jax.grad` takes it.
+        The result has a gradient under `tcfp_jax.grad` if `tcfp_jax.store` made the weight.
 
         Raises:
           TypeError: jax's own `grad` asks for a gradient with respect to the weight.
 
         >>> from tcfp_jax.recipes import recipe
-        >>> from tcfp_jax.weights.quantization import quantize_weight
         >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
@@ -188,21 +193,21 @@ class Stored:
 
     @property
     def _slot(self) -> jax.Array | None:
-        """The zeros to which the gradient of a weight that is the parameter goes, as the matrix `[..., k, n]`."""
+        """The zeros `[..., k, n]` that take the gradient of a weight that is the parameter, or None."""
         slot = None if self.training is None else self.training.slot
         return None if slot is None else self.training.weight.layout.stacked(slot.ndim).matrix(slot)
 
     def _unpadded(self, values: jax.Array) -> jax.Array:
-        """Values of the operand that is there as those of the weight `[..., k, n]`."""
+        """Return values of the present operand as values of the weight `[..., k, n]`."""
         if self.padding:
             values = values[..., : -self.padding]
         return values if self.backward is not None else values.swapaxes(-1, -2)
 
     def __getitem__(self, index: Any) -> "Stored":
-        """The same, for `kernel[...]`, as NNX layers read a parameter.
+        """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so.
 
         Raises:
-          TypeError: a part of it is asked for.
+          TypeError: the index selects a part.
         """
         if index is not Ellipsis:
             self._refuse("indexes")
@@ -220,11 +225,11 @@ class Stored:
         )
 
     def __jax_array__(self) -> NoReturn:
-        """Raise: it is no float array."""
+        """Raise, because it is not a float array."""
         self._refuse()
 
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
-        """Raise: it is no float array."""
+        """Raise, because it is not a float array."""
         self._refuse()
 
     def _operator(self, *args: Any) -> NoReturn:
@@ -235,12 +240,12 @@ class Stored:
 
 
 def of_operand(operand: Operand) -> Stored:
-    """One operand as a stored weight: codes of FP4 are `[n, k]`, what `split` and `quantize` made of w is `[k, n]`."""
+    """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of `split` and `quantize` are `[k, n]`."""
     return Stored(operand, None) if isinstance(operand.scaling, Fp4) else Stored(None, operand)
 
 
-# Not a check in the rule of a product: a shared trace whose rule has raised once cannot be differentiated any more
-# (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps for other zeros).
+# A rule of its own instead of a check in the product's rule: once a rule of a shared trace has raised, that trace
+# cannot be differentiated again (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps).
 @jax.custom_jvp
 def _constant(stored: Stored) -> Stored:
     return stored
@@ -253,13 +258,13 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "a gradient with respect to a stored weight is asked for: its halves are FP8, and so would be their "
         "gradients, three bits without a scale. Parameters that tcfp_jax.store made are differentiated by "
-        "tcfp_jax.value_and_grad or tcfp_jax.grad, in the place of jax's; beside float parameters, differentiate these "
-        "and pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
+        "tcfp_jax.value_and_grad or tcfp_jax.grad instead of jax's; next to float parameters, differentiate these and "
+        "pass the stored weight as quantized= (in Flax: layer_state(opt_state) as a constant)"
     )
 
 
 def constant(stored: Stored) -> Stored:
-    """The values of a stored weight, of which no gradient may be asked; what it has for training is left out.
+    """Return the values of a stored weight without its sample and training state; they cannot be differentiated.
 
     Raises:
       TypeError: they are differentiated, as by `jax.grad` with respect to the weight.
@@ -271,18 +276,94 @@ def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
     scale = operand.scale
     sound = sound.reshape(sound.shape + (1,) * (scale.ndim - sound.ndim))
     if scale.dtype == jnp.float32:
-        # A product, not a choice: under explicit axes it takes operands of which one is sharded and one is not.
+        # A product instead of jnp.where, which refuses a sharded and an unsharded operand under explicit axes.
         return dataclasses.replace(operand, scale=scale * jnp.where(sound, jnp.float32(1), jnp.float32(jnp.nan)))
     code = lax.bitcast_convert_type(scale, jnp.uint8) | jnp.where(sound, jnp.uint8(0), jnp.uint8(0xFF))
     return dataclasses.replace(operand, scale=lax.bitcast_convert_type(code, scale.dtype))
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
-    """The halves of an operand, or of the transpose of the other one where it is absent."""
+    """Return the halves of an operand, or of the transpose of the other one if it is absent."""
     chosen = other if operand is None else operand
     if halves == "hi" and chosen.lo is not None:
         chosen = chosen.drop_residual()
     if operand is not None:
         return chosen
-    # Devices that hold parts of a weight gather it once for the products of both orientations.
+    # With a late transpose, devices that hold parts of a weight gather it once for both products.
     return chosen.turn_late() if chosen.values.ndim == 2 and device_count() > 1 else chosen.turn()
+
+
+def quantize_weight(
+    w: jax.Array,
+    recipe: Recipe,
+    *,
+    error: jax.Array | None = None,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    copies: Copies = "both",
+    contracts: Contracts = "first",
+) -> tuple[Stored, jax.Array | None]:
+    """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype of `error`, or None).
+
+    Args:
+      w: the weight, real floats.
+      recipe: how to store it.
+      error: the rounding error of earlier steps, of the shape of `w`.
+      key: random key of a recipe that rounds stochastically.
+      amax: the magnitude to scale by instead of max |w + error|.
+      copies: "both" orientations, or "one", `[k, n]`. FP4 codes exist once, `[n, k]`.
+      contracts: the axis of `w` that the forward product contracts. Use "last" for the `[n, k]` of a transposed layout,
+        whose layer multiplies by `Stored.swap()` of the result. FP4 packs along that axis.
+
+    Raises:
+      ValueError: a stochastic residual without a key, or a recipe that does not quantize weights.
+    """
+    form = recipe.stored
+    if form is None:
+        raise ValueError('this recipe keeps weights in BF16; there is nothing to quantize, use recipe("tcfp12")')
+    orientation: Orientation = "both" if copies == "both" else "rows"
+    options: Any = dict(amax=amax, orientation=orientation, backend=recipe.quantize_backend)
+    if isinstance(form, Dual):
+        bits = None
+        if form.remainder == "stochastic":
+            if key is None:
+                raise ValueError('remainder="stochastic" needs key=jax.random.key(seed) for its random bits')
+            bits = jax.random.bits(key, w.shape, jnp.uint32)
+        parts = dual_quantize(w, recipe.scaling, dtype=form.dtype, error=error, bits=bits, **options)
+        return _stored(parts), parts.error
+    target = w.astype(jnp.float32)
+    if error is not None:
+        target = target + error.astype(jnp.float32)
+    if isinstance(recipe.scaling, Fp4):
+        if amax is not None:
+            raise ValueError(f"amax= scales a whole tensor, but scaling={recipe.scaling} has blocks; drop one of them")
+        stored = _packed(target, recipe.scaling, contracts)
+    else:
+        stored = _stored(quantize(target, form.dtype, recipe.scaling, **options))
+    if error is None:
+        return stored, None
+    return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
+
+
+def _stored(parts: Quantized) -> Stored:
+    """Return rows of `[k, n]`, which dgrad contracts along n, and columns, which the forward product reads."""
+    return Stored(parts.columns, parts.rows)
+
+
+def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:
+    """Return the codes `[n, k]` of a matrix, which serve both products; an odd k gets a row of zeros."""
+    n, k = entries_of(w) if contracts == "last" else entries_of(w)[::-1]
+    rows, columns = w.shape if contracts == "last" else w.shape[::-1]
+    mesh = jax.typeof(w).sharding.mesh
+    # A device holds whole blocks, or all of an axis.
+    n = n if rows % (shards(mesh, n) * (scaling.block if scaling.tile == "square" else 1)) == 0 else None
+    k = k if columns % (shards(mesh, k) * scaling.block) == 0 else None
+
+    def pack(w: jax.Array) -> Operand:
+        w = w if contracts == "last" else w.T
+        return quantize_fp4(jnp.pad(w, ((0, 0), (0, w.shape[-1] % 2))), scaling)
+
+    # Blocks merge and cut axes, which explicit types refuse; XLA does it with automatic ones.
+    operand = with_automatic_axes(pack, lambda leaf: PartitionSpec(*(n, k)[: leaf.ndim]), w)
+    odd = columns % 2
+    return Stored(operand, None, padding=odd) if contracts == "first" else Stored(None, operand, padding=odd)

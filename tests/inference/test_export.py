@@ -23,8 +23,7 @@ from tcfp_jax.inference import choose_codes, quantize_params, safetensors
 from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
 from tcfp_jax.inference.shared_scales import check_global_scales, divisor_of, quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
-from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, quantize_weight
 from tests.formats_oracles import QUICK
 from tests.helpers import same_bits, variables_of
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import tcfp_jax
-from tcfp_jax.weights.quantization import quantize_weight
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, quantize_weight
 
 W = jax.random.normal(jax.random.key(0), (64, 32)) * 0.02
 PARAMS = {"dense": {"kernel": W, "bias": jnp.zeros(32)}}
