@@ -227,7 +227,7 @@ def _contracted(
     x_quantized: Quantized | None,
 ) -> jax.Array:
     contraction, layout, asked = options.contraction, options.contraction.layout, options.product
-    if contraction == matrix_product(x.ndim):
+    if asked.out_sharding is None and contraction == matrix_product(x.ndim):
         return product(asked, x, kernel, stored, key, x_quantized)
     matrix = None if kernel is None else layout.matrix(kernel)
     if layout.transposed:
