@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.adamw.api import Moments, Rates, adamw
 from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.fp4_matmul import ordered_rows
+from pallas_kernels.fp4_matmul import rows as fp4_rows
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
@@ -225,7 +225,7 @@ KERNELS = {
     "adamw": lambda x: adamw(
         x, *[x.astype(E4M3)] * 2, Moments.zeros(x.shape), RATES, jnp.stack(WORDS), backend="triton"
     ),
-    "ordered rows": lambda x: ordered_rows.ordered(x, 128, ONE),
+    "ordered rows": lambda x: fp4_rows.ordered(x, 128, ONE),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
     "nvfp4": lambda x: nvfp4_arrays.along(x, 0, WORDS).values,
 }
