@@ -1,4 +1,4 @@
-"""What the tests of formats share: inputs that are hard to round, comparison by bits, and programs quick to compile."""
+"""Shared by the tests of formats: inputs that are hard to round, comparison by bits, and programs quick to compile."""
 
 import functools
 
@@ -13,13 +13,13 @@ FLOATS = [name for name in dir(ml_dtypes) if name.startswith(("float", "bfloat")
 EVERY_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 MODES = ("datatype", "roundmode", "scalemode", "saturate")
 
-# Programs as users compile them, whatever the suite does: what is compared with an oracle runs so.
+# Programs as users compile them, independent of the suite's options: comparisons with an oracle use them.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 jitted = jax.jit(cast, static_argnames=MODES, compiler_options=OPTIMIZED)
 
 
 def _quick_options():
-    """A third of the time to compile: for tests of shapes, axes and storage, which run many small programs once."""
+    """Return options that compile in a third of the time, for tests that run many small programs once."""
     options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()

@@ -1,4 +1,4 @@
-"""The one-pass cast is the definition, bit for bit; in Pallas's interpreter here, on a GPU by `-m gpu`."""
+"""The one-pass cast has the bits of the definition: in Pallas's interpreter here, on a GPU with `-m gpu`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,6 @@
 """Casts against oracles that share nothing with them: ml_dtypes for numbers, integer arithmetic in NumPy for scales."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,17 @@ import pytest
 
 from tcfp_jax import formats
 from tcfp_jax.formats import cast, codebook, datatype, number, pack, unpack
-from tests.formats_oracles import EVERY_BFLOAT16, FLOATS, QUICK, awkward_inputs, jitted, quick, same, same_bits
+from tests.formats_oracles import (
+    EVERY_BFLOAT16,
+    FLOATS,
+    QUICK,
+    awkward_inputs,
+    jitted,
+    packed_and_cast,
+    quick,
+    same,
+    same_bits,
+)  # fmt: skip
 
 MX = ("mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2")
 
@@ -31,7 +40,7 @@ def test_every_dtype_of_ml_dtypes(name, saturate):
     x = awkward_inputs(name)
     expected = ml_dtypes_cast(x, name, saturate)
     if name == "float8_e8m0fnu":
-        # ml_dtypes rounds what lies between its two smallest values up, not to the nearer: docs/formats.md.
+        # ml_dtypes rounds values between its two smallest values up, not to the nearer one: docs/formats.md.
         between = (x > 2.0**-127) & (x < 1.5 * 2.0**-127)
         assert np.all(expected[between] == 2.0**-126)
         expected[between] = 2.0**-127
@@ -68,7 +77,7 @@ def test_every_bfloat16_input_with_subnormals_through_bfloat16():
 
 
 def between(x, spec):
-    """(the largest value <= x, the smallest >= x) of a number, in float64."""
+    """Return (the largest value of a number <= x, the smallest >= x), in float64."""
     line = np.array(spec.number_line(), np.float64)
     above = np.clip(np.searchsorted(line, x, side="left"), 0, len(line) - 1)
     return np.where(line[above] > x, line[np.maximum(above - 1, 0)], line[above]), line[above]
@@ -105,7 +114,7 @@ def test_stochastic_rounding_is_unbiased(bits):
         points = np.concatenate([np.geomspace(spec.smallest_subnormal / 8, spec.max, 61), np.linspace(0, spec.max, 61)])
         x = points * ((-1.0) ** np.arange(122) if spec.signed else 1)
         x = np.clip(x, spec.min, spec.max).astype(np.float32)
-        # A point so close to a value that it leaves it less than 20 times is no normal variable: moved to a quarter.
+        # A point next to a value is rounded away from it too rarely for normal statistics, so it moves to a quarter.
         lower, upper = between(x.astype(np.float64), spec)
         part = np.divide(x - lower, upper - lower, where=upper > lower, out=np.zeros(122))
         rare = (np.minimum(part, 1 - part) < 20 / draws) & (upper > lower)
@@ -115,7 +124,7 @@ def test_stochastic_rounding_is_unbiased(bits):
         assert np.all((got == lower) | (got == upper))
         error = np.sqrt((x - lower) * (upper - x) / draws)
         assert np.all(np.abs(got.mean(0) - x) <= 4 * error)
-        # All points together: their errors, each in its own standard error, sum to one of unit variance.
+        # The errors of all points, each in units of its standard error, sum to a variable of variance `free.sum()`.
         free = error > 0
         assert abs(np.sum((got.mean(0) - x)[free] / error[free])) <= 4 * np.sqrt(free.sum())
 
@@ -132,7 +141,7 @@ def test_stochastic_rounding_is_biased_only_where_it_saturates():
     assert means["max"][0] == 6 and abs(means["ceil"][0] - 7.9) < 0.05
     assert all(abs(mean[1] - 5.5) < 0.05 for mean in means.values())
     inside = jax.grad(lambda x: cast(x, formats.mxfp4e2).sum())(x)
-    assert np.all(np.asarray(inside) == 1)  # also of what saturates
+    assert np.all(np.asarray(inside) == 1)  # also for values that saturate
 
 
 def floor_log2(x):
@@ -140,7 +149,7 @@ def floor_log2(x):
 
 
 def mx_oracle(blocks, code, scalemode="max"):
-    """OCP 1.0, section 6.3, in exact integers: every float32 is an integer times 2**-149, every result too.
+    """Compute OCP 1.0, section 6.3, in exact integers: float32 values and results are integers times 2**-149.
 
     float64 holds x / 2**e and its rounding exactly, because x has 24 bits and a quotient by a power of two keeps them.
     """
@@ -254,7 +263,7 @@ def test_subtile_offsets_count_from_the_scale_that_is_stored():
 
 
 def float_scale_oracle(x, largest, scale_dtype):
-    """(scales, x / scale in float64) by rows; the scale is a correctly rounded float32 quotient, rounded again."""
+    """Return (scales, x / scale in float64) by rows; a scale is a correctly rounded float32 quotient, rounded again."""
     amax = np.abs(x).max(-1, keepdims=True)
     scale = (amax / np.float32(largest)).astype(np.float32).astype(scale_dtype).astype(np.float32)
     return scale, np.divide(x.astype(np.float64), scale, where=scale > 0, out=np.zeros(x.shape))
@@ -368,7 +377,7 @@ def test_any_axis_and_ragged_sizes(name, shape):
 
 
 def _turn(made, dim):
-    """The scale's code with its tile along another axis."""
+    """Return the code of a scale with its tile along another axis."""
     return "_".join(part + f"d{dim}" if part.startswith("t") else part for part in made.scale.name.split("_"))
 
 
@@ -384,19 +393,20 @@ def test_two_dimensional_tiles_and_channels():
 
 def test_special_values():
     x = jnp.zeros((1, 32)).at[0, :4].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0]))
-    e5m2 = np.asarray(quick(x, formats.mxfp8e5))[0]  # of 3.0 alone: 2**(1 - 15)
+    e5m2 = np.asarray(quick(x, formats.mxfp8e5))[0]  # only 3.0 decides the scale: 2**(1 - 15)
     assert np.isnan(e5m2[0]) and e5m2[1:4].tolist() == [3.5, -3.5, 3.0] and not e5m2[4:].any()
     native = np.asarray(quick(x, formats.mxfp8e5, saturate=False))[0]
     assert native[1:4].tolist() == [np.inf, -np.inf, 3.0]
     assert np.isnan(quick(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
-    for code, scale in itertools.product(
-        ("e5m2", "binary8p3", "e4m3"), ("float32", "float16_t32", "bfloat16_t0", "e8m0")
-    ):
-        for other in (0.0, 1.0, 1e-42, 1e4):  # a tile without other values has the scale 0
-            values = jnp.where(jnp.isinf(x), x, other)
-            got = np.asarray(quick(values, datatype(code, scale), saturate=False))
-            assert got[0, 1:3].tolist() == [np.inf, -np.inf] and np.isfinite(got[0, 3:]).all()
-            assert same_bits(unpack(pack(values, datatype(code, scale), saturate=False)), got)
+    # A tile without other values has the scale 0.
+    tiles = jnp.stack([jnp.where(jnp.isinf(x), x, other) for other in (0.0, 1.0, 1e-42, 1e4)])
+    for code, scale in (
+        ("e5m2", "float32"), ("binary8p3", "float16_t32"), ("e4m3", "bfloat16_t0"), ("e5m2", "e8m0"), ("e4m3", "e8m0"),
+    ):  # fmt: skip
+        one = lambda tile, made=datatype(code, scale): packed_and_cast(tile, made, saturate=False)[1:]
+        unpacked, got = map(np.asarray, jax.vmap(one)(tiles))
+        assert (got[:, 0, 1] == np.inf).all() and (got[:, 0, 2] == -np.inf).all() and np.isfinite(got[:, 0, 3:]).all()
+        assert same_bits(unpacked, got)
     for name in ("mxfp4e2", "mxint8", "nvfp4", "int8_f", "uint8_ff", "nf4", "icb44fi3_e32"):
         long = jnp.pad(x, ((0, 0), (0, 96)), constant_values=1.0)
         got = np.asarray(quick(long, getattr(formats, name)))[0]

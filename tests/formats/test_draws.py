@@ -1,4 +1,4 @@
-"""Stochastic rounding draw by draw: how many of all draws go up, where a mean of random ones sees no single draw."""
+"""Stochastic rounding for every draw: count how many round up, which the mean of random draws cannot show."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from tcfp_jax.formats.float_bits import Grid, round_bits, round_to_grid
 @pytest.mark.parametrize("mbits", [7, 19, 22])
 @pytest.mark.parametrize("part", [0, 1, 0.5, -1])
 def test_as_many_draws_go_up_as_the_rest_says(mbits, part):
-    """A number that is held stays whatever is drawn; of all draws of the dropped bits `rest` take the next."""
+    """Exact values never change; of all draws of the dropped bits, `rest` round up."""
     drop = 23 - mbits
     rest = int(part * 2**drop) if part == 0.5 else part % 2**drop
     draws = jnp.arange(2**drop, dtype=jnp.uint32) << (32 - drop)

@@ -1,4 +1,4 @@
-"""At the ends of what numbers and scales hold, where a clip in the wrong place changes nothing else."""
+"""The ends of the range of numbers and scales: only here does a clip in the wrong place show."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ def test_exponents_toward_zero_overflow_from_infinity_alone(roundmode, beyond):
 
 @pytest.mark.parametrize("name", ["int8_F", "nf4", "uint8_FF"])
 def test_a_tile_of_the_smallest_floats_has_a_scale(name):
-    """Their quotient by the largest value is subnormal, and a scale of zero would make zeros of them."""
+    """Their quotient by the largest value is subnormal, and a scale of zero would round them to zero."""
     x = jnp.full(64, 2.0**-125)
     got = cast(x, CATALOG[name])
     assert (got > 0).all() and (unpack(pack(x, CATALOG[name])) == got).all()

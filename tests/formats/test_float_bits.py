@@ -1,4 +1,4 @@
-"""Quotients and shifts of float32 taken apart, beside float64, to the ends of the range."""
+"""Quotients and shifts of float32 bits, compared with float64 over the whole range."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 def pairs():
-    """Magnitudes of the whole range, and such whose quotients lie at both ends of it."""
+    """Return magnitudes of the whole range, and pairs whose quotients lie at both ends of it."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(1 << 23, 255 << 23, (2, 20_000)).astype(np.int32).view(np.float32)
     near = rng.uniform(0.5, 2, 4_000).astype(np.float32)
@@ -38,7 +38,7 @@ def test_quotients_are_rounded_once_and_are_zero_below_the_range(odd):
 
 @pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 126, 127])
 def test_a_power_of_two_is_divided_by_exactly_or_to_an_end_of_the_range(exponent):
-    """As bits: a subnormal that comes out would be compared as zero."""
+    """Compare bits, because a CPU compares subnormals as zero."""
     powers = np.ldexp(np.float64(1), np.arange(-149, 128)).astype(np.float32)
     exact = np.ldexp(powers.astype(np.float64), -exponent)
     got = jax.jit(scale_down)(jnp.asarray(powers.view(np.int32)), jnp.int32(exponent))

@@ -1,4 +1,4 @@
-"""Scales, datatypes and the catalog: codes, contradictions, exact bits, and names that say what they are."""
+"""Scales, datatypes and the catalog: codes, contradictions, exact bits, and names."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Numbers and codebooks: what a code describes, against ml_dtypes for every dtype and every code."""
+"""Numbers and codebooks, compared with ml_dtypes for every dtype and every code."""
 
 import jax.numpy as jnp
 import ml_dtypes

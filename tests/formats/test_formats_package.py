@@ -16,7 +16,7 @@ PLUMBING = {
 
 
 def imports(path):
-    """(module, name or None) of every import of a file, lazy ones too."""
+    """Yield (module, name or None) for every import of a file, lazy ones too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)

@@ -1,4 +1,4 @@
-"""Casts against other libraries, where they are exact: gfloat, and torch where it is installed."""
+"""Casts compared with other libraries where these are exact: gfloat, and torch if it is installed."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def test_gfloat_rounds_the_same(name, roundmode):
 @pytest.mark.parametrize("roundmode", ROUND)
 @pytest.mark.parametrize("precision", range(1, 8))
 def test_gfloat_rounds_to_p3109_the_same(precision, roundmode):
-    """But for one bit of precision, whose bias a later draft moved, and whose ties go to the even code there."""
+    """They agree, except with one bit of precision: a later draft moved its bias, and its ties go to the even code."""
     gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
     from gfloat import formats as infos
 
@@ -59,7 +59,7 @@ def test_gfloat_rounds_to_p3109_the_same(precision, roundmode):
 
 @pytest.mark.parametrize("name", ["mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2"])
 def test_gfloat_quantizes_blocks_the_same(name):
-    """But for its log2 in floats, for NaN, and for E8M0 below its smallest value."""
+    """They agree, except for gfloat's log2 in floats, NaN, and E8M0 below its smallest value."""
     gfloat = pytest.importorskip("gfloat", reason="gfloat is not installed")
     from gfloat import formats as infos
 
@@ -93,7 +93,7 @@ NO_TORCH = "torch is not installed; the GPU machine has it"
     ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"],
 )
 def test_torch_casts_the_same(name):
-    """Torch's own conversions on the CPU: bit for bit but for the disagreements of docs/formats.md, named here."""
+    """Torch's conversions on the CPU have the same bits, except for the cases of docs/formats.md, named here."""
     torch = pytest.importorskip("torch", reason=NO_TORCH)
     x = awkward_inputs(name)
     theirs = torch.from_numpy(x.copy()).to(getattr(torch, name)).float().numpy()
@@ -116,7 +116,7 @@ def test_torch_casts_the_same(name):
 
 @pytest.mark.parametrize("name", ["mxfp8e5", "mxfp8e4", "mxfp6e3", "mxfp6e2", "mxfp4e2"])
 def test_microxcalings_operations_give_the_same(name):
-    """Its operations in eager torch, but for what its log2 in float32 and its treatment of inf do."""
+    """Its operations in eager torch agree, except for its log2 in float32 and its treatment of inf."""
     torch = pytest.importorskip("torch", reason=NO_TORCH)
     made = getattr(formats, name)
     number = made.number

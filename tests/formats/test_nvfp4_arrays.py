@@ -1,4 +1,4 @@
-"""NVFP4 in arrays: what packing stores, and the one-pass kernel in Pallas's interpreter with the definition's bits."""
+"""NVFP4 in arrays: the bits of packing, and the bits of the kernel in Pallas's interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ CASES = [
 
 
 def awkward(dtype):
-    """Rows of many magnitudes, and tiles with zeros, NaN, infinities, an outlier and values without weight."""
+    """Return rows of many magnitudes, and tiles with zeros, NaN, infinities, an outlier and negligible values."""
     random = np.random.default_rng(0)
     x = np.ldexp(random.standard_normal(SHAPE), random.integers(-14, 3, (SHAPE[0], 1))).astype(np.float32)
     x[0], x[1, 3], x[2, 5], x[3, 7], x[4, :16], x[5, 1] = 0, np.nan, np.inf, 1e4, -0.0, -np.inf
@@ -34,7 +34,7 @@ def awkward(dtype):
 
 
 def same_codes(got, expected):
-    """Equal bit for bit in every array."""
+    """Return True if all arrays have equal bits."""
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(got, expected, strict=True))
 
 
@@ -108,7 +108,7 @@ def test_other_shapes_and_dtypes_take_the_definition():
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_on_an_h200_it_is_one_kernel():
-    """And nothing of x's size beside it."""
+    """It needs no memory of the size of x."""
     mesh = h200s(1)
     x, amax = on(mesh, (4096, 4096), jnp.bfloat16), on(mesh, (), jnp.float32)
     compiled = compile_for(mesh, lambda x, amax: quantize_nvfp4(x, rule="fold_exact", amax=amax), x, amax)

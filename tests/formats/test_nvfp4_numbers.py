@@ -1,4 +1,4 @@
-"""NVFP4 as numbers: the bits of the cast in every mode; the kernel; rotations; which bits are drawn."""
+"""NVFP4 as numbers: the bits of the cast in every mode, of the kernel, and of parts of a mesh; rotations."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ along = jax.jit(nvfp4_arrays.along, static_argnums=1, static_argnames="interpret
 
 
 def wild(spread, shape=(32, 64)):
-    """Values of many magnitudes, with ties, a block of zeros, an outlier and a NaN."""
+    """Return values of many magnitudes, with ties, a block of zeros, an outlier and a NaN."""
     random = np.random.default_rng(0)
     x = np.float32(random.standard_normal(shape) * np.exp(spread * random.standard_normal(shape)))
     x[5, :32], x[5, 0] = np.arange(32) / 4 - 4, 6
@@ -34,7 +34,7 @@ def wild(spread, shape=(32, 64)):
 
 
 def both(x, place, key):
-    """(values, outer) of numbers and of the cast."""
+    """Return (values, outer) of numbers and of the cast."""
     drawn = None
     if key is not None:  # a block's values follow each other
         whole = (-1, SIDE, x.shape[1]) if place == "first" else (*x.shape, 1)
@@ -55,7 +55,7 @@ def test_numbers_are_the_values_of_the_cast_bit_for_bit(place, keys):
 
 
 def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_bit():
-    """Random numbers next to the one that decides, and quotients with few digits, which it may equal."""
+    """Random numbers lie next to the decisive one, and quotients have few digits, so that both may be equal."""
     random, count = np.random.default_rng(0), 1 << 17
     f = np.float32(random.integers(1 << 23, 1 << 24, count) * 2.0 ** random.integers(-60, 40, count))
     f[::2] = np.exp2(np.frexp(f[::2])[1])
@@ -87,7 +87,7 @@ def test_the_kernel_has_the_bits_of_xla(axis, signs, key):
 
 @pytest.mark.parametrize("axes", [("a", None), (None, "a")])
 def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
-    """By the kernel, and without it, if a part has too few columns."""
+    """The kernel runs in one case; in the other, parts have too few columns for it."""
     x, mesh = wild(2.0, (32, 128)), jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     got = along(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), interpret=True)
@@ -98,7 +98,7 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_on_an_h200_rotated_values_are_written_once():
-    """Two kernels, one for the maximum, and no float32 of x's size beside them."""
+    """Two kernels run, one of them for the maximum, and no float32 array of the size of x exists."""
     mesh = h200s(1)
     x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
     run = lambda x, key, turn: nvfp4_arrays.along(x, 0, (key[0], key[1]), turn)

@@ -1,4 +1,4 @@
-"""How tiles of NVFP4 find their scales: amax / 6, four over six, folded for FP8 tensor cores, and one level alone."""
+"""The rules by which tiles of NVFP4 find scales: amax / 6, four over six, fold-exact, and one level alone."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ FOLDED = FOLDED[(FOLDED == 0) | (FOLDED >= 2.0**-3)]
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
-SHAPE = (128, 64)  # of every array but those of squares: a program for each rule
+SHAPE = (128, 64)  # the shape of every array except squares, so that each rule compiles once
 
 
 def normal(shape=SHAPE):
@@ -28,14 +28,14 @@ def normal(shape=SHAPE):
 
 
 def cast(x, rule):
-    """(the packed array, the cast), which unpacking gives, too."""
+    """Return (the packed array, the cast), and check that unpacking gives the cast."""
     packed, unpacked, found = packed_and_cast(jnp.asarray(x), formats.nvfp4, scalemode=rule)
     assert same_bits(unpacked, found)
     return packed, found
 
 
 def noise(x, got):
-    """dB of signal over noise."""
+    """Return the signal-to-noise ratio in dB."""
     x, got = np.asarray(x, np.float64), np.asarray(got, np.float64)
     return 10 * np.log10(np.sum(x**2) / np.sum((x - got) ** 2))
 
@@ -45,7 +45,7 @@ def scales_of(packed):
 
 
 def oracle(x, rule):
-    """The rules in float64 but for the float32 products that NVFP4 has; ties between candidates do not occur here."""
+    """Compute the rules in float64, with NVFP4's float32 products; candidates never tie here."""
     blocks = np.asarray(x, np.float32).reshape(-1, 16)
     outer = np.float32(np.abs(blocks).max() / np.float32(6 * (448 if rule == "max" else 256)))
     amax = np.abs(blocks).max(-1, keepdims=True).astype(np.float64)
@@ -87,11 +87,11 @@ def test_what_the_rules_are_worth():
 
 
 def test_folded_scales_times_codes_are_numbers_of_e4m3():
-    """Every scale and every code over 2**3, and other scales where the share says so."""
+    """Check every folded scale with every code, and `exact_share` for all other scales."""
     in_e4m3 = lambda products: products.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == products
     assert len(FOLDED) == 37 and FOLDED[-1] == 384 and in_e4m3(FOLDED[:, None] / 8 * CODES).all()
     small = EVERY_SCALE[EVERY_SCALE < 64]
-    # Beside a scale in the binade of 32 nothing is shifted.
+    # Next to a scale in the binade of 32, exponents do not shift.
     pairs = jnp.asarray(np.stack([np.full_like(small, 32), small], -1), jnp.float8_e4m3fn)
     shares = jax.jit(jax.vmap(exact_share), compiler_options=QUICK)(pairs)
     assert np.array_equal(shares == 1, in_e4m3(small[:, None] * CODES).all(-1)) and np.isin(shares, (0.5, 1)).all()

@@ -1,4 +1,4 @@
-"""Real bits: unpack(pack(x)) is the cast bit for bit, in exactly the bytes that the datatype says."""
+"""Real storage: unpack(pack(x)) has the bits of the cast, in exactly the bytes of the datatype."""
 
 import os
 
@@ -52,7 +52,7 @@ PROGRAMS = int(os.environ.get("PACKING_PROGRAMS", "20"))
 
 
 def random_program(seed):
-    """(datatype, shape, dtype) over the catalog, with tiles along any axis."""
+    """Return (datatype, shape, dtype) for the catalog, with tiles along any axis."""
     random = np.random.default_rng(seed)
     made = CATALOG[DRAWN[seed * 37 % len(DRAWN)]]
     if made.scale is not None and len(made.scale.tiles) == 1:
@@ -67,7 +67,7 @@ def random_program(seed):
 @pytest.mark.slow_except("0")
 @pytest.mark.parametrize("start", range(4))
 def test_unpack_is_the_cast_on_random_draws(start):
-    """200 of (datatype, shape, axis, dtype, values)."""
+    """Return 200 draws of (datatype, shape, axis, dtype, values)."""
     for draw in range(start, 200, 4):
         made, shape, dtype = random_program(draw % PROGRAMS)
         random = np.random.default_rng(draw)

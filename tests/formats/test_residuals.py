@@ -13,13 +13,13 @@ BOOKS = {"linear": "linear4", "nf4": "nf4"}
 
 
 def tcfp12(block=32, residual="linear"):
-    """The packed format as a datatype, from its parts."""
+    """Return the packed format as a datatype made of its parts."""
     rest = formats.datatype(BOOKS[residual], f"e8m0_t{block}_mse")
     return formats.datatype("e4m3fn", f"e8m0_t{block}_ceil", residual=rest)
 
 
 def every_magnitude(shape):
-    """Rows of all binades of float32 whose values are normal, rows of zeros, values exact in E4M3, and far below."""
+    """Return rows of all normal binades of float32, rows of zeros, and values exact in E4M3 and far below it."""
     random = np.random.default_rng(0)
     x = random.standard_normal(shape)
     x = np.sign(x) * np.maximum(np.abs(x), 2.0**-6)
@@ -84,7 +84,7 @@ def test_a_residual_keeps_what_is_finite_finite_and_loses_no_small_one():
     largest = jnp.full((1, 32), np.finfo(np.float32).max)
     got = np.asarray(quick(largest, formats.tcfp12))
     assert np.all(np.isfinite(got)) and np.all(got >= 1.99 * 2.0**127)
-    # Counted in units of the tile's scale, what E4M3 leaves of the smallest normal numbers is no subnormal.
+    # In units of the tile's scale, the remainder of the smallest normal numbers is not subnormal.
     small = np.ldexp(1 + np.arange(32) / 32, -126).astype(np.float32)[None]
     error = np.abs(np.asarray(quick(jnp.asarray(small), formats.tcfp12), np.float64) - small)
     assert error.max() <= 2.0 ** (-126 - 8)
@@ -115,7 +115,7 @@ def test_stochastic_residuals_are_unbiased():
 
 
 def rounded_at(blocks, line, exponent):
-    """Each value of `blocks / 2**exponent` at its nearest of `line`, in float64 (ties are not decided here)."""
+    """Round `blocks / 2**exponent` to the nearest value of `line`, in float64 (without a rule for ties)."""
     scaled = np.ldexp(blocks.astype(np.float64), -exponent)
     return np.ldexp(line[np.abs(scaled[..., None] - line).argmin(-1)], exponent)
 

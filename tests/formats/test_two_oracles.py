@@ -22,13 +22,13 @@ def quantized(x, dtype, block=None, tile="vector", scale="pow2"):
 
 
 def datatype_of(dtype, block=None, tile="vector"):
-    """What `tcfp_jax.quantize` stores, as the format library spells it: scales that cover the largest value."""
+    """The datatype of `tcfp_jax.quantize`: scales that cover the largest value."""
     tiles = "" if block is None else f"_t{block}" * (2 if tile == "square" else 1)
     return formats.datatype(DTYPES[dtype], f"e8m0{tiles}_ceil")
 
 
 def matrices(shape, block):
-    """(what it is, a matrix): magnitudes over the whole range that both define the same, and edges of the formats."""
+    """Yield (name, matrix): magnitudes of the whole range that both define equally, and edges of the formats."""
     random = np.random.default_rng(block)
     normal = lambda: random.standard_normal(shape).astype(np.float32)
     rows = lambda low, high: np.ldexp(normal(), random.integers(low, high, (shape[0], 1))).astype(np.float32)

@@ -34,7 +34,7 @@ def operands(m=32, k=48, n=32, dtype=jnp.float32):
     return x.at[3, 7].set(20), w / 7, g * jnp.exp(jax.random.normal(jax.random.key(9), (m, 1), dtype))
 
 
-# Each quantizer is compiled once for all tests, in the place of all products that are made of them.
+# Each quantizer is compiled once for all tests, instead of once in each product.
 along = jax.jit(nvfp4_arrays.along, static_argnums=1, compiler_options=QUICK)
 squares = jax.jit(nvfp4_arrays.squares, compiler_options=QUICK)
 
