@@ -33,7 +33,7 @@ from tcfp_jax.monitor.readings import (
     read_gradients,
     read_product,
 )  # fmt: skip
-from tcfp_jax.optim.gradients import filled, places_of, slots_of
+from tcfp_jax.optim.gradients import with_slots
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
 from tcfp_jax.products.fp4_training import OperandName
@@ -110,13 +110,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        chosen = places_of(argnums, args)
-
-        def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
-            own = dict(zip(chosen, slots, strict=True))
-            return tuple(filled(arg, own[i]) if i in own else arg for i, arg in enumerate(args))
-
-        slots = tuple(slots_of(args[place]) for place in chosen)
+        chosen, slots, given = with_slots(argnums, args)
         program = programs.trace(fun, given(slots), kwargs)
         body = program.jaxpr.jaxpr, program.jaxpr.consts
         _, plan = _find(body, _origins(given(slots), kwargs, chosen), ())

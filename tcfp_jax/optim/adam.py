@@ -31,12 +31,11 @@ from tcfp_jax.optim.encoding import (
     found,
     kept,
     narrow_leaves,
-    own,
     spread,
     stream,
     zeros,
 )
-from tcfp_jax.optim.steps import Quality, Scalars, Step, float_step, fused_step, scalars_of
+from tcfp_jax.optim.steps import Quality, Scalars, Step, float_step, fused_step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves, put
 from tcfp_jax.weights.stored import Stored
@@ -138,7 +137,9 @@ def adamw(
         zero = lambda dtype: jnp.zeros((), dtype)  # a new array each time, because a state may be donated
         nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32)) if leaf.is_stored else None
         qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
-        return tree.state((zero(jnp.int32), zero(jnp.int32)), first, second, own(words), qualities)
+        return tree.state(
+            (zero(jnp.int32), zero(jnp.int32)), first, second, None if words is None else jnp.copy(words), qualities
+        )
 
     def update(grads: PyTree, state: AdamWState, params: PyTree = None) -> tuple[PyTree, AdamWState]:
         if params is None:
@@ -148,7 +149,7 @@ def adamw(
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = scalars_of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
+        scalars = Scalars.of(count, lr, b1, b2, (eps, eps_root), weight_decay, factor)
         made, first, second, qualities = tree.stepped(gradients, state, scalars, (count, keep), nesterov)
         skipped = state.skipped + jnp.where(keep, 0, 1).astype(jnp.int32)
         counts = jnp.where(keep, count, state.count), skipped

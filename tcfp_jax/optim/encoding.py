@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       values: the codes, in the moment's shape: float8_e4m3fn, or uint8 for "ue5m3".
-      scale: one scale for each block of 128 along the last axis of `blocked_shape`: float8_e8m0fnu, or uint8.
+      scale: one scale for each block of 128 along the last axis of `_blocked_shape`: float8_e8m0fnu, or uint8.
     """
 
     values: jax.Array
@@ -81,10 +81,10 @@ def check_moment(name: str, form: Format, x: jax.Array) -> None:
         block_parts(parts)
 
 
-def blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape whose last axis is cut into blocks: trailing axes merge until they hold a block's values.
 
-    >>> blocked_shape((512, 12, 64)), blocked_shape((64, 64)), blocked_shape((64, 200))
+    >>> _blocked_shape((512, 12, 64)), _blocked_shape((64, 64)), _blocked_shape((64, 200))
     ((512, 768), (4096,), (64, 200))
     """
     *leading, last = shape
@@ -99,8 +99,8 @@ def block_parts(values: Parts) -> Parts:
     Raises:
       ValueError: the mesh cuts a block.
     """
-    runs = neighbours(values.shape, blocked_shape(values.shape))
-    assert runs is not None, "blocked_shape merges neighbours"
+    runs = neighbours(values.shape, _blocked_shape(values.shape))
+    assert runs is not None, "_blocked_shape merges neighbours"
     blocked = replace(values, name=f"{values.name}, whose 8-bit moments have blocks that run on over short rows,")
     blocked = replace(blocked.merged(runs), name=values.name)
     sizes = (*[1] * (len(blocked.shape) - 1), codes.BLOCK)
@@ -128,7 +128,7 @@ def _zeros(form: Format, values: jax.Array) -> Blocks:
 
 
 def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
-    shape = blocked_shape(x.shape)
+    shape = _blocked_shape(x.shape)
     if form == "ue5m3":
         # "ue5m3" has no sign. A negative value shows that the field holds no second moment, so its block becomes NaN.
         x = jnp.where(x < 0, jnp.float32(jnp.nan), x)
@@ -138,14 +138,14 @@ def _in_blocks(form: Format, x: jax.Array, hashed: jax.Array) -> Blocks:
 
 
 def _of_blocks(x: Blocks) -> jax.Array:
-    values = x.values.reshape(blocked_shape(x.values.shape))
+    values = x.values.reshape(_blocked_shape(x.values.shape))
     code = codes.decode_v if values.dtype == jnp.uint8 else codes.decode_m
     return code(values, x.scale).reshape(x.values.shape)
 
 
 def _zeros_in_blocks(form: Format, values: jax.Array) -> Blocks:
     # Take one code of each block, so that scales are sharded as the values are. Zeros have base 0 in v, scale 1 in m.
-    scale = values.reshape(blocked_shape(values.shape))[..., :: codes.BLOCK]
+    scale = values.reshape(_blocked_shape(values.shape))[..., :: codes.BLOCK]
     if form == "ue5m3":
         return Blocks(values, scale)
     m = lax.bitcast_convert_type(values, codes.E4M3)
@@ -270,11 +270,6 @@ def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) ->
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     return key.astype(jnp.uint32).reshape(-1)
-
-
-def own(words: jax.Array | None) -> jax.Array | None:
-    """Return a copy for one state, which may be donated."""
-    return None if words is None else jnp.array(words, copy=True)
 
 
 def stream(key: jax.Array | None, *words: Any) -> Keys | None:

@@ -48,16 +48,9 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
-        chosen = places_of(argnums, args)
-
-        def of_slots(*slots: Any) -> Any:
-            given = list(args)
-            for place, slot in zip(chosen, slots, strict=True):
-                given[place] = filled(args[place], slot)
-            return fun(*given, **kwargs)
-
-        every = tuple(range(len(chosen)))
-        result, gradients = jax.value_and_grad(of_slots, every, has_aux)(*(slots_of(args[place]) for place in chosen))
+        _, slots, given = with_slots(argnums, args)
+        of_slots = lambda slots: fun(*given(slots), **kwargs)
+        result, gradients = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
         return result, gradients[0] if isinstance(argnums, int) else gradients
 
     return with_gradients
@@ -83,29 +76,44 @@ def grad(
     return gradients_alone
 
 
-def places_of(argnums: int | Sequence[int], args: Sequence[Any]) -> list[int]:
-    """Return the places of the arguments that `argnums` names, counted from the first.
+def with_slots(
+    argnums: int | Sequence[int], args: Sequence[PyTree]
+) -> tuple[list[int], tuple[PyTree, ...], Callable[[Sequence[PyTree]], tuple[PyTree, ...]]]:
+    """Return places, slots and the function that makes the arguments of a call from the slots.
+
+    The places are those of the arguments that `argnums` names, counted from the first. The slots are these arguments
+    with zeros of the kernel's shape instead of stored weights, sharded as those are.
 
     Raises:
-      ValueError: there is no such argument.
+      ValueError: the call lacks an argument.
 
-    >>> places_of((0, -1), "abc")
-    [0, 2]
+    >>> places, slots, given = with_slots((0, -1), (1.0, 2.0, 3.0))
+    >>> places, slots, given((5.0, 6.0))
+    ([0, 2], (1.0, 3.0), (5.0, 2.0, 6.0))
     """
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for place in places:
+    for place in (argnums,) if isinstance(argnums, int) else argnums:
         if not -len(args) <= place < len(args):
             raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
-    return [place % len(args) for place in places]
+    places = [place % len(args) for place in ((argnums,) if isinstance(argnums, int) else argnums)]
+
+    def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        arguments = list(args)
+        for place, slot in zip(places, slots, strict=True):
+            arguments[place] = jax.tree.map(_filled, args[place], slot, is_leaf=is_stored)
+        return tuple(arguments)
+
+    slots = tuple(jax.tree.map(_slot, args[place], is_leaf=is_stored) for place in places)
+    return places, slots, given
 
 
-def slots_of(tree: PyTree) -> PyTree:
-    """Return the tree with zeros of the kernel's shape instead of stored weights, sharded as those are."""
+def _slot(leaf: Any) -> Any:
+    if not is_stored(leaf):
+        return leaf
+    return jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype, out_sharding=_sharding_of_kernel(leaf))
 
-    def zeros(leaf: Stored) -> jax.Array:
-        return jnp.zeros(kernel_shape(leaf), training_of(leaf).gradient_dtype, out_sharding=_sharding_of_kernel(leaf))
 
-    return jax.tree.map(lambda leaf: zeros(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored)
+def _filled(leaf: Any, slot: Any) -> Any:
+    return with_slot(leaf, slot) if is_stored(leaf) else slot
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:
@@ -118,9 +126,3 @@ def _sharding_of_kernel(stored: Stored) -> Sharding:
     spec = split_entries(sharding, entries(sharding, len(groups)), [[shape[axis] for axis in g] for g in groups])
     by_axis = dict(zip(sum(groups, ()), spec, strict=True))
     return with_entries(sharding, [by_axis[axis] for axis in range(len(shape))])
-
-
-def filled(tree: PyTree, slots: PyTree) -> PyTree:
-    """Return the tree with `slots` in its stored weights, and with the leaves of `slots` elsewhere."""
-    fill = lambda leaf, slot: with_slot(leaf, slot) if is_stored(leaf) else slot
-    return jax.tree.map(fill, tree, slots, is_leaf=is_stored)

@@ -24,7 +24,6 @@ from tcfp_jax.optim.encoding import (
     found,
     kept,
     narrow_leaves,
-    own,
     stream,
 )
 from tcfp_jax.optim.stored import dequantize
@@ -155,7 +154,7 @@ def low_precision_moments(
             check_moment("/".join(names), form, leaf)
         # Without the barrier XLA rounds the zeros at compile time, which takes seconds.
         first = lax.optimization_barrier(first)
-        return encoded(first, chosen, jnp.zeros((), jnp.int32), own(words), params)
+        return encoded(first, chosen, jnp.zeros((), jnp.int32), None if words is None else jnp.copy(words), params)
 
     def update(
         updates: PyTree, state: LowPrecisionState, params: PyTree = None, **extra: Any

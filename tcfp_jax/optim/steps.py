@@ -52,6 +52,27 @@ class Scalars(NamedTuple):
     weight_decay: jax.Array
     factor: jax.Array
 
+    @staticmethod
+    def of(
+        count: jax.Array,
+        lr: ArrayLike,
+        b1: Any,
+        b2: Any,
+        epsilons: tuple[ArrayLike, ArrayLike],
+        weight_decay: ArrayLike,
+        factor: jax.Array,
+    ) -> "Scalars":
+        """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and eps_root.
+
+        >>> round(float(Scalars.of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
+        0.1
+        """
+        bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
+        following = optax.safe_increment(count)
+        # As in optax, 1 - b of Python numbers is computed in float64 and then rounded to float32.
+        values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)
+        return Scalars(*(jnp.asarray(value, jnp.float32) for value in (*values, weight_decay, factor)))
+
 
 class Step(NamedTuple):
     """Static part of a parameter's step; hashable, so that parameters of one shape share a traced function."""
@@ -60,27 +81,6 @@ class Step(NamedTuple):
     nesterov: bool
     decays: bool
     quality: bool
-
-
-def scalars_of(
-    count: jax.Array,
-    lr: ArrayLike,
-    b1: Any,
-    b2: Any,
-    epsilons: tuple[ArrayLike, ArrayLike],
-    weight_decay: ArrayLike,
-    factor: jax.Array,
-) -> Scalars:
-    """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and eps_root.
-
-    >>> round(float(scalars_of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
-    0.1
-    """
-    bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
-    following = optax.safe_increment(count)
-    # As in optax, 1 - b of Python numbers is computed in float64 and then rounded to float32.
-    values = (b1, 1 - b1, b2, 1 - b2, bias(b1, count), bias(b1, following), bias(b2, count), *epsilons, lr)
-    return Scalars(*(jnp.asarray(value, jnp.float32) for value in (*values, weight_decay, factor)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

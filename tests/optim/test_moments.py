@@ -16,7 +16,7 @@ from optax import contrib
 
 from pallas_kernels import counter
 from tcfp_jax import optim
-from tcfp_jax.optim.encoding import Blocks, blocked_shape, decode, encode, narrow_leaves, stream, zeros
+from tcfp_jax.optim.encoding import Blocks, _blocked_shape, decode, encode, narrow_leaves, stream, zeros
 from tests.helpers import decibels, filled, mesh_of, nnx_model, same_bits
 
 SHAPES = {"layer": {"kernel": (64, 128), "bias": (128,)}, "small": {"kernel": (32, 32)}, "embed": {"table": (64, 128)}}
@@ -203,7 +203,7 @@ def test_blocks_of_any_shape(shape, form):
     x = x * x if form == "ue5m3" else x
     stored = encode(form, jnp.asarray(x), stream(jnp.uint32([1, 2]), 0, 0))
     if form != "bfloat16":
-        *leading, last = blocked_shape(shape)
+        *leading, last = _blocked_shape(shape)
         assert stored.values.shape == shape and stored.scale.shape == (*leading, -(-last // 128))
     assert decibels(x, decode(form, stored)) > (48 if form == "bfloat16" else 27)
 
