@@ -1,8 +1,8 @@
-"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only where `-m gpu` asks for it.
+"""One process, eight virtual CPU devices, strict dtype promotion; the GPU only with `-m gpu`.
 
-Programs are compiled quickly, that is without LLVM's optimizations (XLA's own passes run as ever), because tests
-compile much and compute little. Tests marked `optimized` compile as users do: those that compare bits of two programs,
-read compiled programs, or run thousands of steps; and so do all tests marked `gpu`.
+Programs are compiled without LLVM's optimizations (XLA's own passes run), because tests compile much and compute
+little. Tests marked `optimized` compile as users do: they compare bits of two programs, read compiled programs, or run
+thousands of steps. All tests marked `gpu` do, too.
 """
 
 import contextlib
@@ -17,28 +17,27 @@ import jax
 import pytest
 
 QUICK = "jax_disable_most_optimizations"
-# What is set already stays. With XLA's older emitters for a CPU all tests take 647 s, and 1,009 with its new ones. They
-# cannot be chosen for one test, and jax 0.11 no longer has them (XLA stops at a flag that it does not know), so the run
-# of `.ci/run` on the newest jax has those that users have.
+# Flags that are set already stay. With XLA's older emitters for a CPU all tests take 647 s, with the new ones 1,009. XLA
+# stops at an unknown flag, and jax 0.11 no longer has this one, so `.ci/run` uses the new ones there.
 FLAGS = {
     "--xla_force_host_platform_device_count": "8",
-    # A worker has one core: a program that is split to be compiled by several threads takes a tenth longer.
+    # A worker has one core, on which compiling in several threads takes a tenth longer.
     "--xla_cpu_parallel_codegen_split_count": "1",
 }
 if jax.__version_info__ < (0, 11):
     FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
-# Read when JAX first looks for devices, which no import of a test file does before this one.
+# JAX reads them when it first looks for devices, which no import does before this file.
 for flag, setting in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={setting}"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Traces make many objects that live long. Looked through less often they take as much memory, and tests 5 % less time.
+# Traces make many long-lived objects. A rarer garbage collection takes no more memory, and tests take 5 % less time.
 gc.set_threshold(50_000, 50, 1000)
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 
 
-# Files that take longest. `--dist loadfile` hands out whole files: the long ones first, or one ends alone.
+# Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one of them ends alone.
 LONGEST = (
     "test_wild", "test_adamw", "test_moments", "test_convergence", "test_stored", "test_benchmarks", "test_train",
     "test_house", "test_kernels", "test_tcfp12", "test_gemm", "test_train_step", "test_scaled_recipes",
@@ -48,7 +47,7 @@ LONGEST = (
 
 
 def asks_for_gpu(expression: str) -> bool:
-    """Whether the expression of `pytest -m` selects tests marked `gpu`.
+    """Return whether the expression of `pytest -m` selects tests marked `gpu`.
 
     >>> [asks_for_gpu(e) for e in ("gpu", "gpu and not slow", "not slow and gpu", "not gpu", "not (gpu)", "")]
     [True, True, True, False, False, False]
@@ -57,10 +56,10 @@ def asks_for_gpu(expression: str) -> bool:
 
 
 def share_programs(config: pytest.Config) -> None:
-    """One empty folder of compiled programs for all workers of this run, and for the processes that tests start.
+    """Give all workers and their processes one empty folder of compiled programs.
 
-    From empty it saves 9 % of the CPU time (245 to 224 s for layers, optimizer and weights with two workers): files
-    that different workers run compile the same programs.
+    From empty it saves 9 % of the CPU time (245 to 224 s for layers, optimizer and weights with two workers), because
+    files of different workers compile the same programs.
     """
     if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
@@ -73,7 +72,7 @@ def share_programs(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Whatever form the option has on the command line; workers of pytest-xdist get their parent's.
+    # pytest-xdist passes the option to its workers.
     on_gpu = asks_for_gpu(config.option.markexpr)
     if not on_gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
@@ -81,14 +80,14 @@ def pytest_configure(config: pytest.Config) -> None:
         share_programs(config)
     _PROGRAMS["default"] = not on_gpu
     jax.config.update(QUICK, not on_gpu)
-    # xdist would hand out files with many tests first, whatever they take.
+    # xdist would hand out files with many tests first, even if they are short.
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
 @contextlib.contextmanager
 def no_meshes() -> Iterator[None]:
-    """Refuse to make meshes: what runs while files are collected must not need the eight devices of a CPU.
+    """Refuse to make meshes while files are collected, which must not need the eight devices of a CPU.
 
     `pytest -m gpu` imports every file on machines with one GPU.
     """
@@ -108,15 +107,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def compiled_for_users(item: pytest.Item) -> bool:
-    """Whether a test compiles with all optimizations."""
+    """Return whether a test compiles with all optimizations."""
     return any(item.get_closest_marker(name) for name in ("optimized", "gpu"))
 
 
 def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark `slow` the cases of a parametrized test that `slow_except` does not name.
+    """Mark as `slow` the cases of a parametrized test that `slow_except` does not name.
 
     Raises:
-      UsageError: no case of a test has such a name, so that a case that was renamed does not vanish unseen.
+      UsageError: a test has no case of such a name, so that a renamed case does not vanish unseen.
     """
     kept: dict[str, set[str]] = {}
     for item in items:
@@ -127,7 +126,7 @@ def mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         kept.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(case)
         if case not in marker.args:
             item.add_marker(pytest.mark.slow)
-    # A case that was asked for by its own name leaves the others out.
+    # If a case was asked for by name, the others are not collected.
     if not any("[" in argument for argument in config.args):
         for test, missing in kept.items():
             if missing:
@@ -156,7 +155,7 @@ def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     quick = _PROGRAMS["default"] and not compiled_for_users(request.node)
     optimized_in = None if quick else request.node.path
     if optimized_in not in (None, _PROGRAMS["optimized in"]):
-        # JAX holds programs by what they compute, not by how they were compiled: an earlier test's would be taken.
+        # JAX caches programs regardless of how they were compiled, so it would reuse those of an earlier test.
         jax.clear_caches()
     _PROGRAMS["optimized in"] = optimized_in
     jax.config.update(QUICK, quick)
@@ -164,5 +163,5 @@ def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update(QUICK, _PROGRAMS["default"])
 
 
-# Whether modules' fixtures compile quickly, and the file whose optimized tests have made all programs that are held.
+# If fixtures of modules compile quickly, and the file whose optimized tests made all cached programs.
 _PROGRAMS = {"default": True, "optimized in": None}

@@ -1,5 +1,7 @@
 """The suite itself: `-m gpu` works with one device, and what a machine was expected to show is shown."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -48,3 +50,9 @@ def test_no_file_needs_devices_to_be_collected():
 @pytest.mark.skipif(not h200.expected(), reason="TCFP_EXPECT_H200_COMPILER=1 says that this run compiles for an H200")
 def test_programs_are_compiled_for_an_h200_where_that_was_expected():
     assert h200.missing() is None, f"no program was compiled for an H200: {h200.missing()}"
+
+
+def test_ci_names_files_that_exist():
+    root = Path(__file__).parents[1]
+    named = re.findall(r"\btests/[\w/]+(?:\.py)?", (root / ".ci" / "run").read_text())
+    assert len(named) > 10 and [path for path in named if not (root / path).exists()] == []
