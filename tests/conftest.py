@@ -17,8 +17,8 @@ import jax
 import pytest
 
 QUICK = "jax_disable_most_optimizations"
-# Flags that are set already stay. With XLA's older emitters for a CPU all tests take 647 s, with the new ones 1,009. XLA
-# stops at an unknown flag, and jax 0.11 no longer has this one, so `.ci/run` uses the new ones there.
+# Flags that are set already stay. With older emitters of XLA for a CPU all tests take 647 s, with the new ones 1,009.
+# XLA stops at an unknown flag, and jax 0.11 no longer has this one, so `.ci/run` uses the new emitters there.
 FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # A worker has one core, on which compiling in several threads takes a tenth longer.
