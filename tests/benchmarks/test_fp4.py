@@ -1,4 +1,4 @@
-"""The benchmark of FP4 products: it checks every product, counts bits, and times what it checked."""
+"""The benchmark of FP4 products: it checks every product, counts bits, and times checked products."""
 
 import pytest
 

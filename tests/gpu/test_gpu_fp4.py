@@ -1,4 +1,4 @@
-"""The decode kernel of FP4 weights on a GPU: every scale byte times every code, all shapes, and what it refuses."""
+"""The decode kernel of FP4 weights on a GPU: every scale byte times every code, all shapes, and refusals."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ in_e4m3 = functools.partial(fp4_matmul, activation="float8_e4m3fn", out_dtype=jn
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """Products of one GPU, also in a process that sees more: of several, rows are rounded before devices have parts."""
+    """Run as on one GPU, also in a process that sees more: with several, rows are rounded before the kernel."""
     monkeypatch.setattr(mosaic, "device_count", lambda: 1)
 
 
@@ -40,7 +40,7 @@ def operands(scaling, n, k):
 
 
 def exact(q):
-    """Codes times scales, float64: what products add."""
+    """Return codes times scales in float64."""
     numbers = np.asarray(fp4.numbers(fp4.unpack(q.values)), np.float64)
     return numbers * np.asarray(q.scaling.spread(q.scale, q.shape), np.float64)
 
@@ -50,8 +50,8 @@ def exact(q):
 def test_every_scale_times_every_code_goes_through_the_kernel(form, steps):
     scaling = Fp4(form)
     block, k = scaling.block, steps * 16 * scaling.block
-    # Each of 256 rows has one scale byte and all codes; x picks out one value after another. Two steps are split, and
-    # decide with that which end of the kernel writes.
+    # Each of 256 rows has one scale byte and all codes; x picks out one value after another. Two steps are split,
+    # so that the other end of the kernel writes.
     assert mosaic.choose(reference.Options(jnp.dtype(jnp.float32)), scaling, 16, k, 256).splits == steps
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, k // 16))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // block, axis=1)
@@ -62,7 +62,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form, steps):
         x = jnp.zeros((16, k), jnp.bfloat16).at[jnp.arange(16), first + jnp.arange(16)].set(1)
         y = np.asarray(fp4_matmul(x, w, out_dtype=jnp.float32, backend="mosaic"))
         numbers = np.asarray(scale[:, 0].astype(jnp.float32), np.float64)
-        # 6 * 2**126 is beyond bfloat16, and what is infinite is NaN times an x of zero.
+        # 6 * 2**126 is beyond bfloat16, and infinity times an x of zero is NaN.
         broken = ~(6 * np.abs(numbers) < 2.0**128)
         assert not np.isfinite(y[:, broken]).all(axis=0).any()
         # Below its normal numbers a tensor core may flush.

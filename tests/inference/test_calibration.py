@@ -82,7 +82,7 @@ def test_a_search_is_never_worse_than_a_rule(format, tile):
     for w in (W, W * jnp.exp(2 * W / 0.02)):  # normal, and heavy tails
         found = error(searched(w, Fp4(format, tile)), w)
         for rule in rules:
-            # What is stretched to w's length has 1 / (1 - e) times its relative error e.
+            # Stretched to w's length, a result has 1 / (1 - e) times its relative error e.
             assert found <= error(nearest(w, Fp4(format, tile, rule)), w) * 1.02
 
 
@@ -109,7 +109,7 @@ def test_a_search_does_not_square_what_float32_cannot(largest):
 
 @pytest.mark.parametrize("scales", ["rule", "search"])
 def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
-    """Zeros, tiny values, an outlier: what names the rule keeps to it, as FP8 products rely on it."""
+    """Zeros, tiny values, an outlier: operands that name the rule keep to it, because FP8 products rely on it."""
     hard = np.array(W)
     hard[0], hard[1], hard[2, 3], hard[5:9] = 0, 1e-30, 1e4, hard[5:9] * 1e-3
     scaling = Fp4(rule="fold_exact")
@@ -120,11 +120,11 @@ def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
 
 
 def test_a_rule_is_checked_scale_by_scale():
-    """By `exact_share` of each scale beside 384, the rule's largest; NaN is loud as it is."""
+    """Compare with `exact_share` of each scale together with 384, the rule's largest; NaN shows anyway."""
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)[:127]
     beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
     held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
-    held[every == 448] = False  # beside which 384 would have another factor
+    held[every == 448] = False  # with it 384 would have another factor
     assert held[np.isin(every, table(Fp4(rule="fold_exact")))].all() and 30 < held.sum() < 50
     of = lambda scale: Operand(jnp.zeros((1, 8 * scale.size), jnp.uint8), scale[None], scaling=Fp4(rule="fold_exact"))
     check_rule("w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), "")
@@ -166,7 +166,7 @@ def test_gptq_is_the_published_algorithm():
     expected = gptq_by_definition(W, H, scale)
     made = np.asarray(compensated(W, H).dequantize())
     close = np.isclose(made, expected, rtol=1e-5, atol=1e-7)
-    assert close.mean() > 0.97, close.mean()  # float32 may decide a near tie otherwise, and what follows from it
+    assert close.mean() > 0.97, close.mean()  # float32 may decide a near tie otherwise, and later columns follow it
     wrong = expected - np.asarray(W, np.float64)
     assert loss(compensated(W, H), H) == pytest.approx(np.trace(wrong @ np.asarray(H, np.float64) @ wrong.T), rel=0.05)
 

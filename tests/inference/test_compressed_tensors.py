@@ -1,6 +1,6 @@
 """Folders that the compressed-tensors package and Transformers read, and one that compressed-tensors wrote.
 
-They bring torch, so they are no part of `.[test]`: `pip install -e .[export-test]` in an environment of its own.
+They bring torch and are not part of `.[test]`: `pip install -e .[export-test]` in a separate environment.
 """
 
 import json
@@ -27,7 +27,7 @@ scales = pytest.importorskip("compressed_tensors.quantization.utils", reason=REA
 compressors = pytest.importorskip("compressed_tensors.compressors", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of other packages
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of other packages
 
 CONFIG = LlamaConfig(layers=2, width=64, heads=2, kv_heads=1, hidden=96, context=16, head="untied")
 TOKENS = np.arange(12)[None] * 7 % 256
@@ -104,7 +104,7 @@ def test_transformers_model_has_our_logits(tmp_path, scaling, llama):
     assert float(theirs.std()) > 0.05
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=2e-6)
     if isinstance(scaling, Fp4) and scaling == Fp4(scaling.format):
-        # W4A16: the codes of the file are what our products read, beside activations in bfloat16.
+        # W4A16: our products read the codes of the file and activations in bfloat16.
         model = convert_to_tcfp(Llama(CONFIG), scaling.format, jnp.asarray(TOKENS), include=("linear", "small"))
         served = model.apply(from_huggingface(found, CONFIG), TOKENS)
         np.testing.assert_allclose(np.asarray(served), theirs, atol=0.05 * theirs.std())

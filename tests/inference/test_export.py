@@ -1,4 +1,4 @@
-"""Folders that other engines read, byte by byte and without torch: what is written, read and refused."""
+"""Folders that other engines read, byte by byte and without torch: writing, reading, and refusals."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def saved(folder, operand, **options):
 
 
 def decoded(entries):
-    """A weight by the format's description: an oracle that shares no line with what reads and writes."""
+    """Decode a weight by the format's description: an oracle that shares no line with the reader and the writer."""
     held = {name.removeprefix(f"{NAME}.weight"): entry for name, entry in entries}
     numbers = lambda e, dtype: np.frombuffer(e["data"], dtype).reshape(e["shape"]).astype(np.float32)
     scale = held["_scale"]
@@ -228,7 +228,7 @@ def test_zeros_go_out_and_come_back(tmp_path):
     assert np.frombuffer(dict(entries)[f"{NAME}.weight_global_scale"]["data"], np.float32) == 1
     back = load_compressed(tmp_path)[0][f"{NAME}.weight"]
     assert not np.asarray(dequantized(back)).any() and float(back.forward.outer) == 1
-    # What is NaN stays loud.
+    # NaN stays NaN.
     with pytest.raises(ValueError, match=r"has outer=nan"):
         saved(tmp_path, dataclasses.replace(zeros, outer=jnp.float32(np.nan)))
 
@@ -297,7 +297,7 @@ def test_the_divisor_gives_the_outer_back():
         back = np.float32(1) / divisor_of("w", outer)
         assert abs(back / outer - 1) <= 2**-23
         kept += back == outer
-    assert kept > 200  # of the others no float32 has this reciprocal
+    assert kept > 200  # no float32 has the reciprocal of the others
     for outer in (0.0, np.inf, 1e-45):
         with pytest.raises(ValueError, match="positive and finite"):
             divisor_of("w", np.float32(outer))
@@ -511,20 +511,20 @@ def test_a_llama_goes_out_and_comes_back(tmp_path, llama, exported):
     np.testing.assert_array_equal(variables["params"]["head"]["kernel"], llama["head"]["kernel"])
     up = variables["tcfp"]["layers"]["up"]["kernel"]
     assert up.shape == (2, 64, 96)
-    # What serves goes out as it came in; it is quantized already, so `scaling` is refused.
+    # Served weights are written as they came; they are quantized already, so `scaling` is refused.
     again = to_huggingface(variables, CONFIG, dtype=jnp.float32)
     save_compressed(tmp_path / "again", again, config=llama_dict(CONFIG))
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="quantized already"):
         to_huggingface(variables, CONFIG, Fp4())
     plain = to_huggingface(llama, CONFIG, dtype=jnp.float32)
-    plain["model.layers.0.mlp.up_proj.input_global_scale"] = jnp.ones(1)  # of activations, which stay float here
+    plain["model.layers.0.mlp.up_proj.input_global_scale"] = jnp.ones(1)  # activations stay float here
     floats = from_huggingface(plain, CONFIG)["params"]
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), floats, llama))
 
 
 def test_variables_that_serve_go_out_if_their_families_share_a_scale(tmp_path, llama, served_llama):
-    """One call makes them so, and whoever did without is told which call it is."""
+    """One call makes them so, and the error names that call."""
     names = ("query", "key", "value")
     weights = {path: weight for path, weight in served_llama[1].items() if path.split("/")[1] in names}
     layers = lambda variables: {n: variables["tcfp"]["layers"][n]["kernel"].forward for n in names}
@@ -557,7 +557,7 @@ def test_variables_that_serve_go_out_if_their_families_share_a_scale(tmp_path, l
 
 
 def test_a_folder_serves_in_a_converted_model(tmp_path, llama, exported, served_llama):
-    """The codes of the file are what the products read; MXFP4's are tried beside Transformers' model."""
+    """Products read the codes of the file; Transformers' model is compared for MXFP4."""
     save_compressed(tmp_path, exported, config=llama_dict(CONFIG))
     tensors, config = load_compressed(tmp_path)
     tokens, (model, weights) = TOKENS, served_llama

@@ -159,7 +159,7 @@ def test_nnx_models_run_without_the_float_kernels(storage, tmp_path):
         np.testing.assert_allclose(forward(bare, TOKENS), y, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="quantized kernels only"):
         export(bare)
-    # What is switched off multiplies by what is stored, in the dtype of the model.
+    # Layers that are switched off multiply by the stored weight, in the dtype of the model.
     np.testing.assert_allclose(
         forward(to_bf16(bare, "heads"), TOKENS), expected, rtol=0, atol=0.1 * float(jnp.abs(expected).max())
     )
@@ -277,7 +277,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str)
 def test_what_only_training_needs_is_left_out(change):
-    """Of recipes that draw random bits or carry an amax; weights are rounded to nearest, by their own amax."""
+    """Recipes may draw random bits or carry an amax; here weights are rounded to nearest, by their own amax."""
     params = {"kernel": jax.random.normal(jax.random.key(0), (32, 16))}
     recipe = tcfp_recipe("tcfp12", **change)
     for asked in (recipe, {"kernel": Weight(recipe, Layout((0,), (1,)))}):
@@ -287,7 +287,7 @@ def test_what_only_training_needs_is_left_out(change):
 
 @pytest.mark.parametrize("other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"])
 def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
-    """What has lost its classes would stand for other numbers: a scale that is spread otherwise fits most values."""
+    """Dicts without classes would stand for other numbers: a scale that is spread otherwise fits most values."""
     w = {"kernel": jax.random.normal(jax.random.key(0), (64, 48))}
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"):
         held = quantize_params(w, name)["tcfp"]["kernel"].forward

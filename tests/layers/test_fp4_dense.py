@@ -1,4 +1,4 @@
-"""Layers and models with packed weights: drop-in for Flax's own, served without floats, frozen beside adapters."""
+"""Layers and models with packed weights: drop-in for Flax's own, served without floats, frozen next to adapters."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Products with FP4 weights on CPUs: codes, the definition, what is refused, and devices."""
+"""Products with FP4 weights on CPUs: codes, the definition, bad input, and devices."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ W, X = (jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in ((N
 
 @functools.cache
 def _quantized():
-    """Of each of `KINDS` the operand, what it stands for, and the format library's cast."""
+    """Return the operand of each of `KINDS`, its dequantized values, and the format library's cast."""
     of = lambda w, s: (made := quantize_fp4(w, s), made.dequantize(), formats.cast(w, datatype_of(s)))
     return quick(lambda w: [of(w[:, :k], scaling) for scaling, k in KINDS])(W)
 
@@ -100,7 +100,7 @@ def test_decoding_to_e4m3_gives_the_bits_of_the_definition():
     scale = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     broken = np.isnan(scale)
     assert (got == expected)[~broken].all() and ((got & 127) == 127)[broken].all() and broken.sum() == 2
-    # Nothing saturated, and fold-exact scales made nothing round but what is subnormal.
+    # Nothing saturated, and with fold-exact scales only subnormal numbers rounded.
     exact = fp4.E2M1[codes] * (scale * np.float32(reference.E4M3_FACTOR))[:, None]
     normal = (np.abs(exact) >= 2.0**-6) & np.isin(np.arange(256) % 8, (0, 2, 4))[:, None]
     np.testing.assert_array_equal(got.view(ml_dtypes.float8_e4m3fn).astype(np.float32)[normal], exact[normal])
@@ -109,7 +109,7 @@ def test_decoding_to_e4m3_gives_the_bits_of_the_definition():
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_decoding_to_bfloat16_gives_the_definition(form):
-    # The same instructions have run on a GPU: what reads them here is tested by it.
+    # The same instructions have run on a GPU, so this also tests the interpreter of PTX.
     w, _ = exhaustive(form)
     words = np.asarray(w.values).view(np.uint32)
     scale = decode.table_of(form, "bfloat16")[:, None]
@@ -170,7 +170,7 @@ def test_a_thread_decodes_what_its_part_of_wgmma_multiplies(form, dtype, monkeyp
 def test_a_weight_is_unpacked_as_the_definition_says(n, k, tile, turned):
     scaling, rng = Fp4(tile=tile, rule="fold_exact"), np.random.default_rng(0)
     codes = rng.integers(0, 256, (n, k // 2), np.uint8)
-    # Each scale byte is there, where there are so many: 127 and 255 are NaN.
+    # A scale of each byte, if there are 256 scales: 127 and 255 are NaN.
     scale = np.arange(math.prod(scaling.scale_shape((n, k))), dtype=np.uint8).reshape(scaling.scale_shape((n, k)))
     w = Operand(jnp.asarray(codes), jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), scaling=scaling)
     assert unpacked.serves(w) and not unpacked.serves(dataclasses.replace(w, values=w.values[:, :-1]))
@@ -205,7 +205,7 @@ def test_blocks_round_rows_as_the_definition_does(m, steps, warpgroups, monkeypa
     x[0], x[1, 3], x[2:3, -1], x[-1, 5] = 0, np.nan, np.inf, -1e-39
     x[3:4] *= 1e-14
     x = x.astype(ml_dtypes.bfloat16)
-    # Shared memory: what warps found, and rows as `wgmma` takes them, tiles of 8 rows of 128 bytes.
+    # Shared memory: the largest magnitudes of warps, then rows in the tiles of `wgmma`, 8 rows of 128 bytes.
     warps, threads = 4 * warpgroups, np.arange(128 * warpgroups)
     first_row = 4 * 8 * warps
     memory = np.zeros(first_row + 2048 * steps, np.uint8)
@@ -251,7 +251,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monke
     options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
 
     def call(config, form, x, codes, scales, table, factors=None, out=None):
-        # What the kernel is defined as, from what it is given.
+        # The definition of the kernel, from its own operands.
         scale = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
         w = Operand(codes, scale, scaling=Fp4(), outer=jnp.float32(1))
         values = reference.decode(w, jnp.float8_e4m3fn, reference.E4M3_FACTOR)
@@ -368,7 +368,7 @@ def test_odd_k_and_other_bad_weights_are_refused():
         quantize_fp4(jnp.ones(8))
     with pytest.raises(ValueError, match="do not fill whole bytes"):
         fp4.pack(jnp.ones((2, 3), jnp.uint8))
-    with pytest.raises(ValueError, match="rule='fold_exact' is none of mxfp4's"):
+    with pytest.raises(ValueError, match="rule='fold_exact' is not a rule of mxfp4"):
         Fp4("mxfp4", rule="fold_exact")
     q, x, _ = operands(Fp4())
     with pytest.raises(ValueError, match="has outer=None"):

@@ -41,7 +41,7 @@ def test_decoding_stays_in_registers(form, n, m, capfd):
     assert compiled.targets == ["mosaic_gpu_v2"] and "u32[256]{0} fusion" not in compiled.text
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
-    # What exists beside the weight is of the size of x and of the result.
+    # Other arrays than the weight have the size of x or of the result.
     assert compiled.temporary_bytes < 4 * (m * K * 2 + m * n * 4 * 4)
     # x is ordered, and where k is split parts of sums are added and scaled.
     assert len(compiled.results("fusion")) <= (1 if n == 28672 else 3)
@@ -59,7 +59,7 @@ def test_decoding_to_e4m3_stays_in_registers(m, n, capfd):
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * (m != 4) + ["mosaic_gpu_v2"]
     said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes stack frame", said)) == {"0"} and "serialized" not in said
-    # Where k is whole the kernel writes the product, and what exists beside it is x; parts of k are float32.
+    # With whole k the kernel writes the product, and x is the only other array; parts of k are float32.
     assert compiled.temporary_bytes == 0 or m != 4
     assert compiled.temporary_bytes < 8 * m * K + (32 * 40 * N * 4 if m < 64 else 0)
 

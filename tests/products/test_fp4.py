@@ -46,7 +46,7 @@ multiply = quick(fp4_matmul, static_argnames="recipe")
 
 
 def float64_of(operand):
-    """What packed codes `[n, k]` stand for, by NumPy alone."""
+    """Return the values of packed codes `[n, k]`, by NumPy alone."""
     values = np.asarray(operand.values)
     numbers = np.asarray(E2M1, np.float64)[np.stack([values & 15, values >> 4], -1).reshape(operand.shape)]
     n, k = operand.shape
@@ -348,8 +348,8 @@ def test_recipes():
         ),
         ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"),
         ("nvfp4", dict(scale="pow2"), "its scales are its own"),
-        ("nvfp4", dict(rule="best"), "rule='best' is none of nvfp4's"),
-        ("mxfp4", dict(rule="one_level"), "is none of mxfp4's"),
+        ("nvfp4", dict(rule="best"), "rule='best' is not a rule of nvfp4"),
+        ("mxfp4", dict(rule="one_level"), "is not a rule of mxfp4"),
         ("tensorwise", dict(rule="amax"), "rules choose the scales of FP4 weights"),
         ("nvfp4", dict(amax="delayed"), 'use amax="fresh"'),
     ],
@@ -364,7 +364,7 @@ def test_contradictions_say_how_to_repair_them(name, overrides, words):
 
 @pytest.mark.parametrize(("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33), ("...k,nk->...n", K)])
 def test_error_feedback_packs_along_what_is_contracted(layout, k):
-    """A table `[n, k]` as a head is packed along k, too, and what rounding left is fed back."""
+    """A table `[n, k]` of a head is packed along k, too, and the rounding error is fed back."""
     contraction = parse(layout, 2)
     kernel = W[:k].T if contraction.layout.transposed else W[:k]
     how = recipe("nvfp4", remainder="feedback")
@@ -474,7 +474,7 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
     with jax.set_mesh(mesh):
         codes = packed_by(put(w, "a"), RECIPES[name]).forward
         assert codes.values.sharding.spec[1] == codes.scale.sharding.spec[1] == ("a" if whole else None)
-        # Whoever packs it, bytes can be cut where scales cannot.
+        # Codes that someone else sharded may be cut where scales cannot.
         cut = of_operand(dataclasses.replace(codes, values=put(codes.values, None, "a")))
         split = run(put(x, None, "a"), put(w, "a"), cut)
     exact, ones = float64_of(codes).T, np.ones((4, N))
