@@ -1,9 +1,9 @@
 """Flax Linen layers: `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.LayerNorm` and `nn.Embed` with low precision.
 
-A layer creates `params` only, with the names and shapes of Flax's own, so checkpoints are interchangeable both ways.
-It multiplies by its stored kernel if the caller passes one in the `tcfp` collection (`tcfp_jax.layer_state`); under
-`nn.scan` and `nn.vmap` the collection must be named, `variable_axes={"params": 0, "tcfp": 0}`. Otherwise it quantizes
-its parameter on the fly, so that `init`, evaluation and plain use need nothing. No forward pass writes a variable.
+A layer creates `params` only, with Flax's names and shapes, so checkpoints of both are interchangeable. Pass the
+`tcfp` collection (`tcfp_jax.layer_state`) to multiply by stored kernels; under `nn.scan` and `nn.vmap` name it in
+`variable_axes={"params": 0, "tcfp": 0}`. Without it a layer quantizes its parameter at each call, as `init` and
+evaluation do. No forward pass writes a variable.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ __all__ = [
 COLLECTION = "tcfp"
 RNG = "tcfp"
 
-# Whether a layer of ours, by its path, runs Flax's own code for now: set while a model that `to_bf16` switched is
-# traced, and part of the key of every cache of traced functions, because it decides what the trace is.
+# Tells by a layer's path if it runs Flax's own code now; set while a model that `to_bf16` switched off is traced. It
+# changes the trace, so it is part of the key of every cache of traced functions.
 OFF: contextvars.ContextVar[Callable[[str], bool] | None] = contextvars.ContextVar("tcfp_linen_off", default=None)
 _TRACE_KEY = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def switched_off(patterns: tuple[str, ...], is_off: Callable[[str], bool]) -> Iterator[None]:
-    """Let layers of ours run Flax's own code where `is_off` says so of their path."""
+    """Let layers of ours run Flax's own code inside this context if `is_off` of their path is true."""
     token = OFF.set(is_off)
     try:
         with _TRACE_KEY(patterns):
@@ -48,14 +48,14 @@ def switched_off(patterns: tuple[str, ...], is_off: Callable[[str], bool]) -> It
         OFF.reset(token)
 
 
-def runs_flax(layer: nn.Module) -> bool:
-    """Whether `to_bf16` switched off a bound layer of ours."""
+def _runs_flax(layer: nn.Module) -> bool:
+    """Return whether `to_bf16` switched off a bound layer of ours."""
     is_off = OFF.get()
     return is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path))
 
 
 def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
-    """The layer's parameter, or `Absent` where inference weights took its place."""
+    """Return the layer's parameter, or `Absent` if inference weights replaced it."""
     dtype = getattr(layer, "param_dtype", jnp.float32)
     if not layer.is_initializing() and layer.has_variable("params", name):
         kernel = Absent.of(nn.meta.unbox(layer.get_variable("params", name)))
@@ -66,32 +66,32 @@ def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
                     "parameters of this model"
                 )
             return kernel
-    if not (layer.is_initializing() or layer.has_variable("params", name) or stored_weight(layer, name) is None):
-        bias = nn.meta.unbox(layer.get_variable("params", "bias"))  # who cast a layer's parameters cast its kernel
+    if not (layer.is_initializing() or layer.has_variable("params", name) or _stored_weight(layer, name) is None):
+        bias = nn.meta.unbox(layer.get_variable("params", "bias"))  # a cast of the parameters includes the kernel
         return Absent(tuple(shape), jnp.dtype(dtype if bias is None else bias.dtype))
     return layer.param(name, init, shape, dtype)
 
 
-def stored_weight(layer: nn.Module, name: str) -> Any:
-    """The quantized parameter of a bound layer, or None."""
+def _stored_weight(layer: nn.Module, name: str) -> Any:
+    """Return the quantized parameter of a bound layer, or None."""
     return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
 
 
-def multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
-    """The products of a bound Linen layer: with its stored kernel if the caller passed one.
+def _multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
+    """Return the product of a bound Linen layer, which reads the stored kernel if the caller passed one.
 
     >>> class Layer(nn.Module):
     ...     def __call__(self, x):
-    ...         return multiplier(self, Recipe())("bk,kn->bn", x, jnp.ones((3, 4)))
+    ...         return _multiplier(self, Recipe())("bk,kn->bn", x, jnp.ones((3, 4)))
     >>> Layer().apply({}, jnp.ones((2, 3))).shape
     (2, 4)
     """
-    # What `init` computes is thrown away, so that any key serves it.
+    # The output of `init` is thrown away, so any key serves.
     of_init = lambda: jax.random.key(0) if layer.is_initializing() else None
     key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
 
     def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
-        return layers.product(equation, x, kernel, recipe=recipe, stored=stored_weight(layer, name), key=key)
+        return layers.product(equation, x, kernel, recipe=recipe, stored=_stored_weight(layer, name), key=key)
 
     return multiply
 
@@ -100,15 +100,15 @@ def _recipe_of(layer: Any) -> Recipe:
     return layer.recipe if isinstance(layer.recipe, Recipe) else named_recipe(layer.recipe)
 
 
-def body(kind: type, method: str) -> Callable[..., Any]:
-    """The function that a class defines as a method, without the wrapper that Linen puts around it."""
+def _body(kind: type, method: str) -> Callable[..., Any]:
+    """Return the function of a method, without the wrapper that Linen puts around it."""
     return inspect.unwrap(getattr(kind, method))
 
 
-def refusal(layer: Any, kind: type) -> str | None:
-    """Why the layer's own way to multiply keeps it from a recipe, or None.
+def _refusal(layer: Any, kind: type) -> str | None:
+    """Return the field by which a layer chose its own product, so that no recipe can, or None.
 
-    >>> refusal(nn.Dense(4, precision="highest"), nn.Dense)
+    >>> _refusal(nn.Dense(4, precision="highest"), nn.Dense)
     "precision='highest'"
     """
     fields = getattr(kind, "__dataclass_fields__", {})
@@ -118,13 +118,9 @@ def refusal(layer: Any, kind: type) -> str | None:
     return None
 
 
-def check_unused(layer: Any, kind: type) -> None:
-    """Raise if a field is set that the recipe decides.
-
-    Raises:
-      ValueError: names the field.
-    """
-    reason = refusal(layer, kind)
+def _check_unused(layer: Any, kind: type) -> None:
+    """Raise a ValueError if a field is set that the recipe decides."""
+    reason = _refusal(layer, kind)
     if reason is not None:
         raise ValueError(
             f"{type(layer).__name__}({reason}): the recipe decides how the product is computed; "
@@ -132,8 +128,8 @@ def check_unused(layer: Any, kind: type) -> None:
         )
 
 
-def read(layer: Any) -> layers.Reader:
-    """A bound Linen layer as `tcfp_jax.layers` reads it; parameters are made with Flax's names and initial values."""
+def _read(layer: Any) -> layers.Reader:
+    """Return the `Reader` of a bound Linen layer; it makes parameters with Flax's names and initial values."""
     return _Reader(layer)
 
 
@@ -176,7 +172,7 @@ class _Reader:
         return self._layer.embedding
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        return body(nn.LayerNorm, "__call__")(layer, x, mask=mask)
+        return _body(nn.LayerNorm, "__call__")(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
         value = getattr(self._layer, name)
@@ -184,7 +180,7 @@ class _Reader:
 
 
 def _reshaping(init: Any, flat: tuple[int, ...] | None) -> Any:
-    """An initializer that is called for the shape `flat`, and whose result is reshaped."""
+    """Return an initializer that runs for the shape `flat` and reshapes the result."""
     if flat is None:
         return init
 
@@ -205,14 +201,13 @@ class TCFPDense(nn.Dense):
     Attributes:
       recipe: a `tcfp_jax.Recipe` or the name of one.
 
-    `dtype` is the dtype of x, y and b; the kernel is quantized from its own `param_dtype`, because rounding it to
-    bfloat16 first would cost the residual's precision. A stochastic residual without state draws its bits from the
-    rng stream "tcfp" if the caller passes one, and otherwise from a fixed key (evaluation, `init`).
+    `dtype` is the dtype of x, y and b. The kernel is quantized from its own `param_dtype`, because rounding it to
+    bfloat16 first would lose the residual. A stochastic residual without state draws its bits from the rng stream
+    "tcfp" if the caller passes one, otherwise from a fixed key (evaluation, `init`).
 
     Raises:
       TypeError: integer or complex inputs.
-      ValueError: `precision`, `dot_general`, `dot_general_cls` or `promote_dtype` is set; the recipe decides how the
-        product is computed, so they would be ignored.
+      ValueError: `precision`, `dot_general`, `dot_general_cls` or `promote_dtype` is set, which the recipe overrides.
 
     >>> layer = TCFPDense(4, recipe="tcfp12")
     >>> variables = jax.eval_shape(layer.init, jax.random.key(0), jax.numpy.ones((2, 3)))
@@ -224,11 +219,11 @@ class TCFPDense(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """`inputs` `[..., k]` to `[..., features]`."""
-        if runs_flax(self):
-            return body(nn.Dense, "__call__")(self, inputs)
-        check_unused(self, nn.Dense)
-        return layers.dense(read(self), multiplier(self, _recipe_of(self)), inputs)
+        """Map `inputs` `[..., k]` to `[..., features]`."""
+        if _runs_flax(self):
+            return _body(nn.Dense, "__call__")(self, inputs)
+        _check_unused(self, nn.Dense)
+        return layers.dense(_read(self), _multiplier(self, _recipe_of(self)), inputs)
 
 
 class Fp4Dense(TCFPDense):
@@ -248,11 +243,11 @@ class Fp4Dense(TCFPDense):
 
 
 class TCFPDenseGeneral(nn.DenseGeneral):
-    """`nn.DenseGeneral` whose product follows a recipe; kernel `[*batch, *in, *features]`, a matrix a batch entry.
+    """`nn.DenseGeneral` whose product follows a recipe; its kernel is `[*batch, *in, *features]`.
 
     Fields, parameter names, shapes and initial values are those of `nn.DenseGeneral`, plus `recipe`, as in
-    `TCFPDense`. A kernel of more than two axes is stored as the matrix that it is only if
-    `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))` builds the state.
+    `TCFPDense`. To store a kernel of more than two axes as a matrix, build the state with
+    `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))`.
 
     Raises:
       TypeError: integer or complex inputs.
@@ -268,17 +263,17 @@ class TCFPDenseGeneral(nn.DenseGeneral):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """`inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
-        if runs_flax(self):
-            return body(nn.DenseGeneral, "__call__")(self, inputs)
-        check_unused(self, nn.DenseGeneral)
-        return layers.dense_general(read(self), multiplier(self, _recipe_of(self)), inputs)
+        """Map `inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
+        if _runs_flax(self):
+            return _body(nn.DenseGeneral, "__call__")(self, inputs)
+        _check_unused(self, nn.DenseGeneral)
+        return layers.dense_general(_read(self), _multiplier(self, _recipe_of(self)), inputs)
 
 
 class TCFPEinsum(nn.Einsum):
-    """`nn.Einsum` whose product follows a recipe; letters shared by x, kernel and result have a scale each.
+    """`nn.Einsum` whose product follows a recipe; letters that x, kernel and result share have a scale per entry.
 
-    Fields, parameter names, shapes and initial values are those of `nn.Einsum`, plus `recipe`; state as in
+    Fields, parameter names, shapes and initial values are those of `nn.Einsum`, plus `recipe`. Build its state as for
     `TCFPDenseGeneral`.
 
     Raises:
@@ -296,17 +291,17 @@ class TCFPEinsum(nn.Einsum):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        """The einsum of `inputs` and the kernel, plus the bias."""
-        if runs_flax(self):
-            return body(nn.Einsum, "__call__")(self, inputs, einsum_str)
-        check_unused(self, nn.Einsum)
-        return layers.einsum(read(self), multiplier(self, _recipe_of(self)), inputs, einsum_str)
+        """Return the einsum of `inputs` and the kernel, plus the bias."""
+        if _runs_flax(self):
+            return _body(nn.Einsum, "__call__")(self, inputs, einsum_str)
+        _check_unused(self, nn.Einsum)
+        return layers.einsum(_read(self), _multiplier(self, _recipe_of(self)), inputs, einsum_str)
 
 
 class TCFPLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` whose scale and bias are rounded to the packed TCFP-12 format, with a straight-through gradient.
 
-    Block scales come from amax: sigma scales would clip gains. Fields and parameters are those of `nn.LayerNorm`.
+    Block scales come from amax, because sigma scales would clip gains. Fields and parameters are `nn.LayerNorm`'s.
 
     >>> layer = TCFPLayerNorm()
     >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 4)))
@@ -317,15 +312,15 @@ class TCFPLayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nn.LayerNorm`."""
-        if runs_flax(self):
-            return body(nn.LayerNorm, "__call__")(self, x, mask=mask)
-        return layers.layer_norm(read(self), x, mask=mask)
+        if _runs_flax(self):
+            return _body(nn.LayerNorm, "__call__")(self, x, mask=mask)
+        return layers.layer_norm(_read(self), x, mask=mask)
 
 
 class TCFPEmbed(nn.Embed):
     """`nn.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
 
-    Fields and the parameter are those of `nn.Embed`, plus `recipe`, of `attend` only. The rounding has a
+    Fields and the parameter are those of `nn.Embed`, plus `recipe`, which is for `attend` only. The rounding has a
     straight-through gradient.
 
     Raises:
@@ -340,21 +335,21 @@ class TCFPEmbed(nn.Embed):
     recipe: Recipe | str = "tcfp12"
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Integer tokens `[...]` to `[..., features]`."""
-        if runs_flax(self):
-            return body(nn.Embed, "__call__")(self, inputs)
-        check_unused(self, nn.Embed)
-        return layers.embed(read(self), inputs)
+        """Map integer tokens `[...]` to `[..., features]`."""
+        if _runs_flax(self):
+            return _body(nn.Embed, "__call__")(self, inputs)
+        _check_unused(self, nn.Embed)
+        return layers.embed(_read(self), inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`query` `[..., features]` to scores `[..., num_embeddings]`."""
-        if runs_flax(self):
-            return body(nn.Embed, "attend")(self, query)
-        check_unused(self, nn.Embed)
-        return layers.attend(read(self), multiplier(self, _recipe_of(self)), query)
+        """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
+        if _runs_flax(self):
+            return _body(nn.Embed, "attend")(self, query)
+        _check_unused(self, nn.Embed)
+        return layers.attend(_read(self), _multiplier(self, _recipe_of(self)), query)
 
 
-# Flax's class of each of ours.
+# The Flax class of each layer of ours.
 OWN: dict[type, type] = {
     TCFPDense: nn.Dense, Fp4Dense: nn.Dense, TCFPDenseGeneral: nn.DenseGeneral, TCFPEinsum: nn.Einsum,
     TCFPEmbed: nn.Embed, TCFPLayerNorm: nn.LayerNorm,

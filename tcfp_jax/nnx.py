@@ -1,9 +1,9 @@
 """Flax NNX layers: `nnx.Linear`, `LinearGeneral`, `Einsum`, `LayerNorm` and `Embed` with low precision.
 
-Each is a subclass of Flax's own with the same `Param`s, so states are interchangeable both ways. A layer multiplies by
-the quantized kernel in `stored`, whose arrays are the optimizer's own variables after
-`tcfp_jax.conversion.sync(model, optimizer)`, and quantizes its parameter on the fly where there is none. No forward
-pass writes a variable.
+Each is a subclass of Flax's own with the same `Param`s, so states of both are interchangeable. A layer multiplies by
+the quantized kernel in `stored`, or else quantizes its parameter at each call. After
+`tcfp_jax.conversion.sync(model, optimizer)` the arrays of `stored` are the optimizer's own variables. No forward pass
+writes a variable.
 """
 
 import inspect
@@ -29,36 +29,36 @@ Lookup = Literal["packed", "float"]
 
 
 class LowPrecision:
-    """What the layers share: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
+    """Attributes of all layers: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
 
-    Named last among the bases, and without slots of its own: the layout of an object then stays that of Flax's class,
-    so that conversion can change a layer's class in place.
+    It is the last base class and has no slots, so an object keeps the memory layout of Flax's class, and conversion can
+    change a layer's class in place.
     """
 
     __slots__ = ()
     recipe: Recipe | None
     products: Products
     stored: Any  # a stored weight whose arrays are `nnx.Variable`s, or None
-    keys: nnx.RngStream  # only where products draw random bits
+    keys: nnx.RngStream  # only if products draw random bits
     forward: Callable[..., jax.Array]
 
 
-def call(self: Any, *args: Any, **options: Any) -> jax.Array:
-    """The layer's output; arguments are those of Flax's own layer, the class before `LowPrecision`."""
+def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
+    """Return the layer's output; the arguments are those of the Flax layer, the class before `LowPrecision`."""
     kinds = type(self).__mro__
     flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
     if self.products == "flax":
         return flax_call(self, *args, **options)
     given = dict(inspect.signature(flax_call).bind(self, *args, **options).arguments)
     given.pop("self")
-    return type(self).forward(self, multiplier(self, given.pop("out_sharding", None)), **given)
+    return type(self).forward(self, _multiplier(self, given.pop("out_sharding", None)), **given)
 
 
-def multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
-    """The products of an NNX layer: with its stored kernel where there is one, their results sharded as asked.
+def _multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
+    """Return the product of an NNX layer, which reads its stored kernel if there is one.
 
     >>> layer = TCFPLinear(3, 4, rngs=nnx.Rngs(0))
-    >>> multiplier(layer)("bk,kn->bn", jnp.ones((2, 3)), layer.kernel[...]).shape
+    >>> _multiplier(layer)("bk,kn->bn", jnp.ones((2, 3)), layer.kernel[...]).shape
     (2, 4)
     """
 
@@ -73,7 +73,7 @@ def multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
 
 
 def stored_weight(layer: Any) -> Any:
-    """The stored weight of a layer with the arrays that its variables hold now, or None.
+    """Return the stored weight of a layer, with the present arrays of its variables, or None.
 
     >>> stored_weight(TCFPLinear(3, 4, rngs=nnx.Rngs(0))) is None
     True
@@ -83,7 +83,7 @@ def stored_weight(layer: Any) -> Any:
 
 
 def store(layer: Any, weight: Any) -> None:
-    """Let a layer multiply by a stored weight; arrays that are not variables yet become some.
+    """Let a layer multiply by a stored weight; its arrays become variables unless they are already.
 
     >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
     >>> from tcfp_jax.weights.stored import quantize_weight
@@ -95,20 +95,20 @@ def store(layer: Any, weight: Any) -> None:
     layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
-def prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
-    """Give a layer the attributes of `LowPrecision`, and a stream of keys where its products draw random bits.
+def _prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
+    """Give a layer the attributes of `LowPrecision`, and a stream of keys if its products draw random bits.
 
     Raises:
       ValueError: a choice of the layer that the recipe would override, such as `precision`.
     """
-    reason = refusal(layer)
+    reason = _refusal(layer)
     if reason is not None and recipe is not None:
         raise ValueError(f"{type(layer).__name__}({reason}): the recipe decides how the product is computed; unset it")
     layer.recipe = None if recipe is None else named_recipe(recipe)
     layer.products = "recipe"
     layer.stored = nnx.data(None)
     if layer.recipe is not None and layer.recipe.draws and rngs is not None:
-        # As Flax's Dropout has it: each call takes another key, by a count in the layer's state.
+        # As in Flax's Dropout, each call takes another key by a count in the layer's state.
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
 
 
@@ -131,10 +131,10 @@ def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | N
     return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
 
 
-def refusal(layer: Any) -> str | None:
-    """Why the layer's own way to multiply keeps it from a recipe, or None.
+def _refusal(layer: Any) -> str | None:
+    """Return the field by which a layer chose its own product, so that no recipe can, or None.
 
-    >>> refusal(nnx.Linear(2, 2, precision="highest", rngs=nnx.Rngs(0)))
+    >>> _refusal(nnx.Linear(2, 2, precision="highest", rngs=nnx.Rngs(0)))
     "precision='highest'"
     """
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
@@ -146,7 +146,7 @@ def refusal(layer: Any) -> str | None:
 
 
 def kernel_name(layer: Any) -> str:
-    """The name of the parameter that a layer multiplies by.
+    """Return the name of the parameter that a layer multiplies by.
 
     >>> kernel_name(TCFPEmbed(8, 4, rngs=nnx.Rngs(0)))
     'embedding'
@@ -155,7 +155,7 @@ def kernel_name(layer: Any) -> str:
 
 
 def restore_class(layer: Any) -> None:
-    """Flax's own class again, and nothing of this project left in the layer."""
+    """Give a layer Flax's own class again, without the attributes of this project."""
     base = next(kind for kind in type(layer).__mro__[1:] if kind not in OWN and kind is not LowPrecision)
     for name in ("recipe", "products", "stored", "lookup", "keys"):
         if name in vars(layer):
@@ -163,8 +163,8 @@ def restore_class(layer: Any) -> None:
     object.__setattr__(layer, "__class__", base)
 
 
-def read(layer: Any) -> layers.Reader:
-    """An NNX layer as `tcfp_jax.layers` reads it; its parameters are there, so shapes are not looked at."""
+def _read(layer: Any) -> layers.Reader:
+    """Return the `Reader` of an NNX layer; its parameters exist, so it ignores the shapes."""
     return _Reader(layer)
 
 
@@ -225,12 +225,12 @@ class TCFPLinear(nnx.Linear, LowPrecision):
     (2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.dense, read))
-    __call__ = call
+    forward = staticmethod(forward_of(layers.dense, _read))
+    __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
-        prepare(self, recipe, options.get("rngs"))
+        _prepare(self, recipe, options.get("rngs"))
 
 
 class Fp4Dense(TCFPLinear):
@@ -257,12 +257,12 @@ class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.dense_general, read))
-    __call__ = call
+    forward = staticmethod(forward_of(layers.dense_general, _read))
+    __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
-        prepare(self, recipe, options.get("rngs"))
+        _prepare(self, recipe, options.get("rngs"))
 
 
 class TCFPEinsum(nnx.Einsum, LowPrecision):
@@ -275,12 +275,12 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.einsum, read))
-    __call__ = call
+    forward = staticmethod(forward_of(layers.einsum, _read))
+    __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
-        prepare(self, recipe, options.get("rngs"))
+        _prepare(self, recipe, options.get("rngs"))
 
 
 class TCFPLayerNorm(nnx.LayerNorm):
@@ -292,7 +292,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nnx.LayerNorm`."""
-        return layers.layer_norm(read(self), x, mask=mask)
+        return layers.layer_norm(_read(self), x, mask=mask)
 
 
 class TCFPEmbed(nnx.Embed):
@@ -318,22 +318,22 @@ class TCFPEmbed(nnx.Embed):
         self, *args: Any, recipe: Recipe | str | None = "tcfp12", lookup: Lookup = "packed", **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        prepare(self, recipe, options.get("rngs"))
+        _prepare(self, recipe, options.get("rngs"))
         if lookup not in ("packed", "float"):
             raise ValueError(f'lookup={lookup!r} is unknown; use "packed" or "float"')
         self.lookup = lookup
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Integer tokens `[...]` to `[..., features]`."""
+        """Map integer tokens `[...]` to `[..., features]`."""
         if self.products == "flax" or self.lookup == "float":
             return super().__call__(inputs, out_sharding)
-        return layers.embed(read(self), inputs, out_sharding)
+        return layers.embed(_read(self), inputs, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """`query` `[..., features]` to scores `[..., num_embeddings]`."""
+        """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
         if self.products == "flax" or self.recipe is None:
             return super().attend(query, out_sharding)
-        return layers.attend(read(self), multiplier(self, out_sharding), query)
+        return layers.attend(_read(self), _multiplier(self, out_sharding), query)
 
 
 OWN = (TCFPLinear, Fp4Dense, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm)

@@ -25,7 +25,7 @@ from pallas_kernels.scaling import Fp4
 from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import PyTree, path_names
 from tcfp_jax.weights.layout import Layout
-from tcfp_jax.weights.parts import Parts, neighbours, parts_of
+from tcfp_jax.weights.placement import Placement, neighbours, placement_of
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
@@ -84,11 +84,11 @@ class _Parameter:
     layout: Layout | None = None
 
     @property
-    def kernel(self) -> Parts:
+    def kernel(self) -> Placement:
         assert self.shape is not None, "_learn_shapes found it"
-        return parts_of(self.name, self.shape, self.sharding)
+        return placement_of(self.name, self.shape, self.sharding)
 
-    def matrix(self, shape: Sequence[int]) -> Parts:
+    def matrix(self, shape: Sequence[int]) -> Placement:
         """Return the parts of the stored matrix, or stack of matrices, of this shape."""
         assert self.shape is not None
         groups = self.layout.groups if self.layout is not None else neighbours(self.shape, shape)
@@ -100,7 +100,7 @@ class _Parameter:
             )
         return self.kernel.merged(groups)
 
-    def matrix_of(self, stored: Stored) -> Parts:
+    def matrix_of(self, stored: Stored) -> Placement:
         """Return the parts of the stored matrix; padded 4-bit codes may have one value more along k."""
         assert self.shape is not None
         if isinstance(stored.scaling, Fp4) and self.layout is None:
@@ -140,7 +140,7 @@ class _Units:
         parts = self._parts(path, node)
         return NamedSharding(self.mesh, PartitionSpec()) if parts is None else parts.sharding
 
-    def _parts(self, path: _Path, leaf: Any) -> Parts | None:
+    def _parts(self, path: _Path, leaf: Any) -> Placement | None:
         """Return how an array is cut; None if every device holds it whole."""
         shape = jnp.shape(leaf)
         values_path = self._beside(path, _SCALES)
@@ -215,13 +215,13 @@ class _Units:
         )
 
 
-def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
+def _of_stored(stored: Stored, matrix: Placement, parameter: _Parameter) -> Stored:
     """Return a stored weight with shardings instead of arrays."""
     stack = range(len(matrix.shape) - 2)
     sizes = matrix.shape[:-2]
     beside: Any = lambda array: None if array is None else matrix.taken([*stack, None], array.shape).sharding
 
-    def operand(given: Any, parts: Parts) -> Any:
+    def operand(given: Any, parts: Placement) -> Any:
         if given is None:
             return None
         scale = parts.scales(given.scaling)
@@ -249,7 +249,7 @@ def _of_stored(stored: Stored, matrix: Parts, parameter: _Parameter) -> Stored:
     )
 
 
-def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Parts | None:
+def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Placement | None:
     """Return how an array of a state is cut: a parameter's copy, its matrix, a stack of copies, or some of its axes."""
     assert parameter.shape is not None, "an array in its place has a shape"
     whole = parameter.kernel

@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
 from tcfp_jax.paths import PyTree, find, named_leaves, put
-from tcfp_jax.weights.parts import Parts, explicit_parts, known_parts, neighbours
+from tcfp_jax.weights.placement import Placement, explicit_placement, known_placement, neighbours
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
@@ -76,7 +76,7 @@ def zeros(form: Format, like: jax.Array) -> Moment:
 
 def check_moment(name: str, form: Format, x: jax.Array) -> None:
     """Raise a ValueError if the sharding of `x` is known and cuts a block of a moment of this format."""
-    parts = known_parts(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
+    parts = known_placement(name, x) if form in ("float8_e4m3fn", "ue5m3") else None
     if parts is not None:
         block_parts(parts)
 
@@ -93,7 +93,7 @@ def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*leading, last)
 
 
-def block_parts(values: Parts) -> Parts:
+def block_parts(values: Placement) -> Placement:
     """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie.
 
     Raises:
@@ -157,7 +157,7 @@ def _under_mesh(function: Callable[..., Any], x: jax.Array, like: type[Blocks] |
 
     JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the axes are automatic inside.
     """
-    parts = explicit_parts("a moment", x)
+    parts = explicit_placement("a moment", x)
     if parts is None:
         return function
     sharding = parts.sharding

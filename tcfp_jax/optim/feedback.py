@@ -29,7 +29,7 @@ from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.delayed import next_amax
 from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.parts import check_blocks
+from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.stored import Stored, quantize_weight
 
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")

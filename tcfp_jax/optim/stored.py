@@ -22,7 +22,7 @@ from tcfp_jax.paths import PyTree, named_leaves
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.parts import check_blocks
+from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import (
     Remainder,

@@ -1,4 +1,4 @@
-"""What a layer multiplies: the product with its backward pass, einsums as products, and what runs them."""
+"""Products of layers, with their backward passes: matrices, einsums, and weights of four bits."""
 
 from tcfp_jax.products.fp4_api import fp4_linear, fp4_matmul, pack_fp4
 

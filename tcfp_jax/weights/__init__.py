@@ -1,1 +1,1 @@
-"""What a stored weight is: its quantized tensors, their layout, and the packed format."""
+"""Stored weights: quantized tensors, their layout, and the packed format."""

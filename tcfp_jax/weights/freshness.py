@@ -1,11 +1,11 @@
-"""Whether a stored weight still is the parameter beside it: a sample of it travels along and is compared.
+"""A check that a stored weight still belongs to its parameter, by a sample of the parameter's values.
 
-Stored weights live in the optimizer's state, parameters live beside it, and nothing ties the two: averaged (EMA),
-restored or edited parameters beside an old state would be multiplied by what they were. So `error_feedback` keeps 16
-values of each parameter, 64 bytes a matrix, and `current` compares them with the parameter that a layer holds.
+Stored weights live in the optimizer's state, apart from the parameters. After parameters were averaged (EMA), restored
+or edited, layers would silently multiply by their old values. So `error_feedback` keeps 16 values of each parameter, 64
+bytes per matrix, and `current` compares them with the parameter that a layer holds.
 
-The sample sees what changes a weight as a whole: a step of an optimizer, an average, another checkpoint, a factor. It
-cannot promise to see a change of a few values that it does not hold, such as one row of a table.
+The sample detects changes of a whole weight: an optimizer's step, an average, another checkpoint, a factor. It may miss
+a change of a few values, such as one row of a table.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.specs import entries_of, sharding_of
 from tcfp_jax.weights.stored import Stored
 
-SIZE = 16  # values of a sample
-# Multiples of these spread evenly over the unit square, whatever their number (the plastic number's R2 sequence).
+SIZE = 16  # values in a sample
+# Multiples of these numbers spread evenly over the unit square (the R2 sequence of the plastic number).
 _STEPS = (0.7548776662466927, 0.5698402909980532)
 
 
 def sample_of(w: jax.Array) -> jax.Array:
-    """16 values of each matrix of `w` `[..., k, n]`, at places that depend on k and n alone; float32 `[..., 16]`.
+    """Return 16 values of each matrix of `w` `[..., k, n]`, float32 `[..., 16]`; their places depend on k and n alone.
 
-    Half of the places are the transposes of the other half, so that a matrix and its transpose have one sample in two
-    orders. In a `shard_map` each device sees a part of the weight, whose places are others: the sample is then NaN,
-    which stands for "not known" and fits every weight. So it is of a matrix without values.
+    Half of the places are the transposes of the other half, so a matrix and its transpose have the same sample in two
+    orders. The sample is NaN, which means "not known" and fits every weight, for a matrix without values and inside
+    `shard_map`, where a device sees a part of the weight with other places.
 
     >>> sample_of(jnp.ones((3, 8, 4))).shape
     (3, 16)
@@ -41,16 +41,15 @@ def sample_of(w: jax.Array) -> jax.Array:
 
 
 def current(stored: Stored, w: jax.Array) -> Stored:
-    """The stored weight, if it was made of this parameter; its sample is gone, for it has served.
+    """Return the stored weight without its sample, if it was made of this parameter.
 
-    With concrete arrays another parameter raises. In a traced program, where nothing can raise, it makes the scales
-    NaN, and every product with them: loud, and as cheap as reading 16 values. A sharded parameter costs one reduction
-    of 64 bytes over its devices, and is never gathered. Inside `shard_map` nothing is compared: places count within the
-    part that a device holds there, and would be others than those of the whole.
+    With concrete arrays another parameter raises. A traced program cannot raise, so it makes the scales NaN, and every
+    product with them; this costs reading 16 values. A sharded parameter is not gathered: its devices add up 64 bytes.
+    Inside `shard_map` nothing is compared, because a device sees only its part.
 
     Args:
-      stored: as `layer_state` holds it; without a sample it is returned as it is.
-      w: the parameter as the same matrix `[..., k, n]` (`Layout.matrix` of it), before any `swap`. It gets no gradient.
+      stored: a weight from `layer_state`. Without a sample it is returned unchanged.
+      w: the parameter as the same matrix `[..., k, n]` (its `Layout.matrix`), before any `swap`. It gets no gradient.
 
     Raises:
       ValueError: the parameter has another shape, or, with concrete arrays, other values.
@@ -67,7 +66,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
         return stored
     if not stored.holds(w.shape):
         raise ValueError(
-            f"the stored weight is {list(stored.shape)}, but the parameter beside it is the matrix {list(w.shape)}; "
+            f"the stored weight is {list(stored.shape)}, but its parameter is the matrix {list(w.shape)}; "
             "pass the layer_state of the optimizer that owns these parameters"
         )
     checked = dataclasses.replace(stored, sample=None)
@@ -87,7 +86,7 @@ def current(stored: Stored, w: jax.Array) -> Stored:
 
 
 def places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rows and columns of a matrix `[k, n]` that its sample holds.
+    """Return the rows and columns of the values in the sample of a matrix `[k, n]`.
 
     >>> rows, columns = places(100, 200)
     >>> swapped = places(200, 100)
@@ -100,7 +99,7 @@ def places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _in_shard_map(w: jax.Array) -> bool:
-    """Whether `w` is, or may be, one device's part of a weight."""
+    """Return whether `w` is, or may be, one device's part of a weight."""
     kind = jax.typeof(w)
     mesh = getattr(getattr(kind, "sharding", None), "mesh", None)
     return bool(getattr(kind, "vma", None)) or AxisType.Manual in getattr(mesh, "axis_types", ())
@@ -108,13 +107,13 @@ def _in_shard_map(w: jax.Array) -> bool:
 
 @jax.jit
 def _sample(w: jax.Array) -> jax.Array:
-    # Single values are gathered, so a partitioned program reads them where they lie and adds up 16 numbers.
+    # A gather of single values: a partitioned program reads them on their devices and adds up 16 numbers.
     taken = w.at[(..., *places(*w.shape[-2:]))]
     return taken.get(mode="promise_in_bounds", out_sharding=_of_stack(w)).astype(jnp.float32)
 
 
 def _of_stack(w: jax.Array) -> NamedSharding | None:
-    """Under a mesh with explicit axes, that of a sample of `w`: its stack's, and the sample whole."""
+    """Return the sharding of a sample of `w` under explicit axes: split as its stack, with the 16 values whole."""
     sharding = sharding_of(w)
     stack = entries_of(w)[: w.ndim - 2]
     return None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*stack, None))
@@ -122,11 +121,11 @@ def _of_stack(w: jax.Array) -> NamedSharding | None:
 
 @jax.jit
 def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
-    """Whether each matrix of `w` `[..., k, n]` has this sample `[..., 16]`; bool `[...]`.
+    """Return whether each matrix of `w` `[..., k, n]` has this sample `[..., 16]`; bool `[...]`.
 
-    `params + updates` is computed twice in a training step, by the optimizer's transformation and by the caller, and a
-    compiler may round the two differently: with a fused multiply-add a value differs in the last bits of the larger
-    term, and rounded to 16 bits it may come out as the neighbour of the other.
+    A training step computes `params + updates` twice, in the optimizer's transformation and in the caller, and a
+    compiler may round the two differently. With a fused multiply-add a value differs in the last bits of the larger
+    term, and rounded to 16 bits it may be the neighbour of the other.
     """
     found = _sample(w)
     sharding = _of_stack(w)
@@ -136,13 +135,13 @@ def _agrees(w: jax.Array, sample: jax.Array) -> jax.Array:
     tolerance = 8 * float(jnp.finfo(jnp.float32).eps) * largest
     if jnp.finfo(w.dtype).bits < 32:
         tolerance = tolerance + 2 * float(jnp.finfo(w.dtype).eps) * jnp.abs(sample)
-    # A NaN in a sample: not known, or of a weight whose scale is NaN by itself.
+    # NaN in a sample means "not known", or the weight's own scale is NaN.
     close = (jnp.abs(found - sample) <= tolerance) | (found == sample) | jnp.isnan(sample)
     return jnp.all(close, axis=-1)
 
 
 def _differ(w: jax.Array, sample: jax.Array) -> str:
-    """The values that differ most, in words."""
+    """Return a message about the values that differ most."""
     found, kept = (np.asarray(values).reshape(-1) for values in (_sample(w), sample))
     i = int(np.argmax(np.where(np.isnan(kept), 0, np.nan_to_num(np.abs(found - kept), nan=math.inf))))
     return f"a value of it was {kept[i]:.9g} and is {found[i]:.9g}"

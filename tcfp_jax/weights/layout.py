@@ -1,12 +1,12 @@
-"""`Layout`: which axes of a kernel a product contracts. A kernel of any shape is a stack of matrices.
+"""`Layout`: the axes of a kernel that a product contracts, by which a kernel of any shape is a stack of matrices.
 
     einsum("...k,khd->...hd", x, w):  inputs (0,), outputs (1, 2)      w as a matrix: [k, h d]
     einsum("...hd,hdn->...n", x, w):  inputs (0, 1), outputs (2,)                     [h d, n]
     einsum("...k,nk->...n", x, w):    inputs (1,), outputs (0,)                       [n, k], read transposed
     einsum("...ek,ekn->...en", x, w): stack (0,), inputs (1,), outputs (2,)           [e, k, n], a scale each
 
-The matrix keeps the order of the kernel's axes where it can, so that it is a view and not a copy. A matrix `[n, k]` is
-stored as it is, and its layer multiplies by `Stored.swap()` of it.
+The matrix keeps the order of the kernel's axes if possible, so that it is a view instead of a copy. A matrix `[n, k]`
+is stored untransposed, and its layer multiplies by its `Stored.swap()`.
 """
 
 import functools
@@ -28,12 +28,12 @@ class Layout:
     """The axes of a kernel by their part in the product.
 
     Attributes:
-      inputs: contracted with x; together k.
+      inputs: axes that are contracted with x; together k.
       outputs: axes of the result; together n.
-      stack: shared by kernel, x and result, or the axis that `nn.scan` and `nn.vmap` add: one scale for each entry.
+      stack: axes that kernel, x and result share, or that `nn.scan` and `nn.vmap` add; each entry has its own scale.
 
     Raises:
-      ValueError: the axes are not those of an array, each once, or one of k and n has none.
+      ValueError: the axes do not count up from 0, each once, or k or n has none.
 
     >>> Layout((0,), (1, 2)).matrix_shape((8, 4, 2))
     (8, 8)
@@ -53,16 +53,16 @@ class Layout:
 
     @functools.cached_property
     def transposed(self) -> bool:
-        """Whether the matrix is `[n, k]`: the outputs come first in the kernel."""
+        """True if the matrix is `[n, k]`, because the outputs come first in the kernel."""
         return self.outputs[0] < self.inputs[0]
 
     @functools.cached_property
     def ndim(self) -> int:
-        """How many axes the kernel has."""
+        """The number of axes of the kernel."""
         return len(self.stack) + len(self.inputs) + len(self.outputs)
 
     def stacked(self, ndim: int) -> "Layout":
-        """The layout of the same kernel with axes added in front, up to `ndim`: layers of `nn.scan`.
+        """Return the layout of the kernel with axes added in front, up to `ndim`, such as layers of `nn.scan`.
 
         Raises:
           ValueError: `ndim` is less than the kernel has.
@@ -77,7 +77,7 @@ class Layout:
         return Layout(shift(self.inputs), shift(self.outputs), tuple(range(extra)) + shift(self.stack))
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` where `transposed`.
+        """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`.
 
         Raises:
           ValueError: the kernel has another number of axes.
@@ -95,7 +95,7 @@ class Layout:
         return regrouped(kernel.transpose(order), [[shape[axis] for axis in group] for group in self.groups])
 
     def kernel(self, matrix: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The opposite of `matrix`: the kernel of this shape.
+        """Return the kernel of this shape from its `matrix`.
 
         >>> import jax.numpy as jnp
         >>> layout = Layout((1,), (2,), (0,))
@@ -109,7 +109,7 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes of the kernel that each axis of the matrix is made of.
+        """The axes of the kernel that make each axis of the matrix.
 
         >>> Layout((1,), (2, 3), (0,)).groups
         ((0,), (1,), (2, 3))
@@ -120,13 +120,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """How one parameter is stored and multiplied: what `tcfp_jax.error_feedback` needs to know of it.
+    """Storage and use of one parameter, as `tcfp_jax.error_feedback` needs it.
 
     Attributes:
-      recipe: of the layer that multiplies by it.
-      layout: which of its axes that layer contracts.
-      float_reads: what else reads the parameter as floats: "none", so that weights for inference need no float copy of
-        it, or "lookup", a table whose rows are also looked up.
+      recipe: the recipe of the layer that multiplies by it.
+      layout: the axes that this layer contracts.
+      float_reads: "lookup" if rows of the parameter are also looked up as floats; "none" if inference needs no float
+        copy.
 
     Raises:
       ValueError: an unknown `float_reads`.
@@ -146,16 +146,11 @@ class Weight:
 
 
 def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise unless `stored` is the matrix, or the stack of matrices, that a kernel of this shape is.
-
-    Raises:
-      ValueError: it has another shape, or its stack was quantized as one tensor; the repair is in the message.
-    """
+    """Raise a ValueError unless `stored` is the matrix, or the stack of matrices, of a kernel of this shape."""
     wanted = layout.matrix_shape(shape)
     if not stored.holds(wanted) or stored.stack != wanted[:-2]:
         raise ValueError(
             f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
             f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
-            f"{list(shape)}); build it with what tcfp_jax.conversion.find_weights(model, *inputs) finds, in the place "
-            "of a recipe"
+            f"{list(shape)}); build the state from tcfp_jax.conversion.find_weights(model, *inputs) instead of a recipe"
         )

@@ -83,15 +83,14 @@ def split(
       key: JAX random key; rounds `lo` stochastically, so that E[hi + lo] s = w + error, reproducibly.
       amax: the magnitude to scale by instead of max |w + error|; `lo` catches values that clip in `hi`.
       block: 32, 64 or 128 values share an E8M0 scale; None: all of w shares one.
-      tile: of blocks: "square" (of a matrix), or "vector" along the last axis.
+      tile: "square" blocks of a matrix, or "vector" blocks along the last axis.
 
     Returns:
       An `Operand` with `hi`, `lo`, `scale`, `nbytes` and `dequantize()`.
 
     Raises:
       TypeError: `w` or `error` is not real floating point.
-      ValueError: the shape of `error` is not that of `w`, `block` or `tile` is unknown, `amax` with blocks, or `tile`
-        without.
+      ValueError: `error` and `w` differ in shape, `block` or `tile` is unknown, `amax` with blocks, or `tile` without.
 
     >>> w = jnp.array([1.0, 0.3])
     >>> q = split(w)

@@ -5,15 +5,15 @@
 `value = round(x / scale)` in E4M3, and the residual `x / scale - value` is rounded to one of 16 levels times a power of
 two. There are two tables of levels: "linear", the integers -8 to 7, and "nf4", the quantiles of a normal distribution
 (QLoRA), which are denser around zero. Both hold an exact zero, so a residual of zero comes back as zero. At block 32
-that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, and that is what is stored: codes are packed two to a byte.
+that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte packs two codes.
 
-The scale of the residual is the power of two that covers the block's largest residual, or half of it where that has the
+The scale of the residual is the power of two that covers the block's largest residual, or half of it if that has the
 smaller squared error: E4M3's residuals shrink with |x|, so most of a block lies far below its largest one.
 A stochastic residual always takes the covering scale, because clipping would bias it.
 
-The format is the datatype `tcfp_jax.formats.tcfp12`, and its rounding is done there. This module adds what a weight of
-a training step needs: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN instead of
-standing alone, subnormal float32 read as zero, and an array type whose fields products and checkpoints read directly.
+The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This module adds the needs of weights in
+training: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN, subnormal float32 read as
+zero, and an array type whose fields products and checkpoints read directly.
 For finite `x` without subnormals, and below 1.75 * 2**127 where the two clip their scales differently,
 `quantize_tcfp12(x).dequantize()` is `formats.cast(x, formats.tcfp12)` bit for bit.
 
@@ -47,7 +47,7 @@ BlockScale = Literal["amax", "sigma"]
 
 VALUE_DTYPE = jnp.float8_e4m3fn
 SIGMA = 3.0
-LARGEST_BLOCK = 1024  # sums of squares in steps of 1/256 stay below 2**31
+LARGEST_BLOCK = 1024  # keeps sums of squares in steps of 1/256 below 2**31
 _FIXED_POINT = 256.0
 _BOOKS = {"linear": codebook("linear4"), "nf4": codebook("nf4")}
 LEVELS: dict[str, np.ndarray] = {name: np.array(book.tables[0], np.float32) for name, book in _BOOKS.items()}
@@ -61,9 +61,9 @@ class PackedTCFP12:
     Attributes:
       values: float8_e4m3fn `[..., blocks, block]`; a short last block is padded with zeros.
       codes: uint8 `[..., blocks, block / 2]`, two residual codes per byte, the even position in the low half.
-      scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is exactly zero has code 0 as its
-        residual scale.
-      length: size of the last axis of the tensor it stands for.
+      scale, residual_scale: float8_e8m0fnu `[..., blocks]`. A block whose residual is zero has code 0 as its residual
+        scale.
+      length: size of the last axis of the unpacked tensor.
       residual: "linear" or "nf4".
     """
 
@@ -76,20 +76,20 @@ class PackedTCFP12:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor it stands for."""
+        """Shape of the unpacked tensor."""
         return (*self.values.shape[:-2], self.length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored."""
+        """Bytes of all its arrays."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """(value + level * residual_scale) * scale, in float32 and then `dtype`."""
+        """Return `(value + level * residual_scale) * scale`, in float32 and then `dtype`."""
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
         levels = jnp.asarray(LEVELS[self.residual])[pairs.reshape(self.values.shape)]
         residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
-        # values were rounded before they were cast (`round_to`), so XLA may cancel this cast and changes nothing.
+        # The values were rounded before they were cast (`round_to`), so XLA changes nothing if it cancels this cast.
         total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(self.scale)[..., None]
         flat = total.reshape(*total.shape[:-2], total.shape[-2] * total.shape[-1])
         return flat[..., : self.length].astype(dtype)
@@ -104,19 +104,19 @@ def quantize_tcfp12(
     sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> PackedTCFP12:
-    """`x` in the packed TCFP-12 format; see the module's docstring for the formula.
+    """Return `x` in the packed TCFP-12 format; see the module's docstring for the formula.
 
     Args:
-      x: real floats `[..., length]` of any length, since a short last block is padded; arithmetic is float32.
-      block: values that share two scales, an even number up to 1024; it takes 12 + 16 / block bits per value.
+      x: real floats `[..., length]`; a short last block is padded, and arithmetic is float32.
+      block: the number of values that share two scales, even and up to 1024; a value takes 12 + 16 / block bits.
       residual: "linear" or "nf4", the table of levels.
-      scale: "amax" scales a block by its max |x|; "sigma" by min(max |x|, sigma * RMS), which spends the range of E4M3
-        on the bulk of a block and leaves what lies beyond to the residual, or clips it.
-      sigma: how many times the RMS of a block, for `scale="sigma"`; positive.
+      scale: "amax" scales a block by its max |x|. "sigma" scales it by min(max |x|, sigma * RMS): E4M3's range then
+        serves the bulk of the block, and larger values are left to the residual or clipped.
+      sigma: the positive factor of the RMS for `scale="sigma"`.
       key: JAX random key; rounds the residual stochastically, so that E[dequantized] = x.
 
     Returns:
-      `PackedTCFP12`. A block that holds a NaN or inf is NaN; the others are not touched by it.
+      `PackedTCFP12`. A NaN or inf makes its block NaN, and no other.
 
     Raises:
       TypeError: `x` is not real floating point.
@@ -130,7 +130,7 @@ def quantize_tcfp12(
     """
     x = jnp.asarray(x)
     _check(x, block, residual, scale, sigma, key)
-    # The last axis is cut into blocks, so with explicit axes it comes out whole.
+    # Blocks cut the last axis, so the result has it whole under explicit axes.
     leading = entries_of(x)[:-1]
     packed = functools.partial(_packed, block, residual, scale, sigma)
     return with_automatic_axes(packed, lambda leaf: PartitionSpec(*leading[: leaf.ndim]), x, key)
@@ -155,7 +155,7 @@ def _packed(
 
 
 def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The tensor that `packed` stands for, in `dtype`.
+    """Return the unpacked tensor, in `dtype`.
 
     >>> x = jnp.array([1.0, -0.5, 0.25])
     >>> dequantize_tcfp12(quantize_tcfp12(x)).tolist()
@@ -174,9 +174,9 @@ def fake_quantize(
     sigma: float = SIGMA,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """`x` rounded to the packed TCFP-12 format, in its own dtype, with the gradient of the identity (straight-through).
+    """Return `x` rounded to the packed TCFP-12 format, in its own dtype, with the straight-through gradient.
 
-    Arguments and errors are those of `quantize_tcfp12`.
+    It has the arguments and errors of `quantize_tcfp12`.
 
     >>> float(jax.grad(lambda x: fake_quantize(x[None])[0])(0.3))
     1.0
@@ -185,23 +185,23 @@ def fake_quantize(
     options: Any = dict(residual=residual, scale=scale, sigma=sigma)
     rounded = lambda x, key: quantize_tcfp12(x, block, key=key, **options).dequantize(x.dtype)
     same = PartitionSpec(*entries_of(x))
-    # x - stop_gradient(x) is 0 with gradient 1: the value stays exactly the dequantized one.
+    # x - stop_gradient(x) is 0 with gradient 1, so the value stays exactly the dequantized one.
     return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (x - lax.stop_gradient(x))
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:
-    """`[..., length]` as `[..., blocks, block]`, zero-padded."""
+    """Return `[..., length]` as `[..., blocks, block]`, padded with zeros."""
     count = -(-x.shape[-1] // block)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
     return padded.reshape(*x.shape[:-1], count, block)
 
 
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
-    """The magnitude of a block that E4M3's largest value stands for at least."""
+    """Return the magnitude of each block that E4M3's largest value must reach."""
     amax = numerics.amax(blocks, axis=-1)
     if scale == "amax":
         return amax
-    # In units of a power of two near amax: squares of large and small numbers leave float32's range.
+    # The unit is a power of two near amax, because squares of large and small numbers leave float32's range.
     unit = numerics.pow2_cover(amax, 4.0)
     squares = _fixed_point_square(blocks * numerics.reciprocal_pow2(unit)[..., None])
     root_mean_square = unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
@@ -211,9 +211,9 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="residual")
 def _round(scaled: jax.Array, residual: Residual, random: jax.Array | None) -> tuple[jax.Array, ...]:
-    """(float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of blocks that are scaled already."""
+    """Return (float32 values of E4M3, int32 codes of the residual, its E8M0 scales) of scaled blocks."""
     finite = jnp.isfinite(scaled)
-    # What is not finite must stay visible, and the format library would saturate an inf.
+    # The format library saturates an inf, which must stay visible.
     scaled = jnp.where(finite, scaled, jnp.float32(jnp.nan))
     modes = Modes() if random is None else Modes(roundmode="stochastic")
     parts = quantize(to_bits(scaled), _scaled_format(residual), modes, random)
@@ -226,18 +226,18 @@ def _round(scaled: jax.Array, residual: Residual, random: jax.Array | None) -> t
 
 
 def _scaled_format(residual: Residual) -> DataType:
-    """`formats.tcfp12` of what is divided by its scale already, a block to a row: a block may have any size."""
+    """Return `formats.tcfp12` for values that are scaled already, with one block of any size in each row."""
     return datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
 
 
 def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32 whose 24 highest bits are `jax.random.uniform`'s numbers, so that a key gives what it always gave."""
+    """Return uint32 with the numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its results."""
     uniform = jax.random.uniform(key, shape, jnp.float32)
     return (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
 
 
 def _fixed_point_square(x: jax.Array) -> jax.Array:
-    """Sum over the last axis of round(256 x)**2, for |x| <= 4: in integers, so exact in any order on any backend."""
+    """Return the sum over the last axis of round(256 x)**2, |x| <= 4; integers make it exact on every backend."""
     steps = lax.round(x * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
     steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(jnp.int32)
     return jnp.sum(steps * steps, axis=-1)

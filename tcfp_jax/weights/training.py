@@ -1,15 +1,15 @@
-"""A stored weight that is the parameter itself: `W_hi + W_lo` are all there is of it, and training rounds into them.
+"""A stored weight that is the parameter itself: only `W_hi + W_lo` exist, and training rounds into them.
 
-A `Stored` of a parameter tree has a `Training` beside its values: how its kernel looks to the model, where its gradient
-goes, and what rounding needs. A float8 array cannot take the gradient (three bits, no scale), so `value_and_grad` puts
-a float `slot` of the kernel's shape into the weight, which products never read and through which the gradient comes.
+In a parameter tree a `Stored` has a `Training` next to its values: the kernel's shape and dtype, the slot of its
+gradient, and the state of rounding. A float8 array cannot hold a gradient (three bits, no scale). So `value_and_grad`
+puts a float `slot` of the kernel's shape into the weight. Products never read the slot; its gradient is the weight's.
 
-**The scale rule.** A kernel that updates a weight in one pass cannot know the largest value that it will write, so each
-rounding leaves `amax` and the next one scales by it. Scales change by whole binades, in which nothing is rounded, and
-only when `amax / scale` left (14, 112]; they then bring it into (28, 56]. So a weight may wander over three binades
-before its scale moves, and may grow eightfold in a single step before `W_hi` and `W_lo`, which together reach twice as
-far as E4M3's 448, clip it; fourfold costs it no precision. A weight of normal values has 60 dB everywhere there. One of
-zeros, which has no amax, waits with the scale 2**-16: a first step between 1e-8 and 1e-2 fits.
+**The scale rule.** A kernel that updates a weight in one pass cannot know the largest value that it will write. So each
+rounding leaves `amax`, and the next one scales by it. Scales change by whole binades, which rounds nothing, and only
+when `amax / scale` leaves (14, 112]; the new scale brings it into (28, 56]. So a weight may wander over three binades
+before its scale moves. It may grow fourfold in one step without loss, and eightfold before it is clipped, because
+`W_hi` and `W_lo` together reach twice as far as E4M3's 448. Normal values have 60 dB everywhere there. A weight of
+zeros has no amax and starts with the scale 2**-16, which fits a first step between 1e-8 and 1e-2.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
 
-# Four bits of mantissa: a step of the grid that values of this size have is what an error is rounded by.
+# An error needs mantissa and little range: it is at most half a step of the grid of `W_lo`.
 ERROR_DTYPE = jnp.float8_e3m4
 _ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
-WORD_BITS = 24  # of a seed or a count: integers that float32 holds exactly
+WORD_BITS = 24  # float32 holds integers of 24 bits exactly
 _HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
 _static: Any = functools.partial(field, metadata=dict(static=True))
@@ -41,21 +41,21 @@ _static: Any = functools.partial(field, metadata=dict(static=True))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Training:
-    """What a stored weight has beside its values where it is the parameter.
+    """State of a stored weight that is the parameter.
 
     Attributes:
-      rounding: of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, integers
-        below 2**24. They are floats so that `jax.grad` gets as far as the error that names `value_and_grad`.
-      amax: the largest |w| that the last rounding saw, float32 `[*stack]`.
-      error: what the last rounding left, E3M4 in sixteenths of the step between neighbours of each `W_lo`, where
-        `remainder` is "feedback".
-      slot: zeros of the kernel's shape, through which the gradient comes; only inside of `value_and_grad`.
+      rounding: state of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, as
+        integers below 2**24. Integer arrays would make `jax.grad` fail before the error that names `value_and_grad`.
+      amax: the largest |w| at the last rounding, float32 `[*stack]`.
+      error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step between neighbours
+        of each `W_lo`.
+      slot: zeros of the kernel's shape whose gradient is the weight's; only inside `value_and_grad`.
       weight: recipe and layout of the kernel.
-      shape: of the kernel, without the axes of a stack of layers.
-      dtype: of the float parameter.
-      gradient_dtype: of its gradient.
-      remainder: what becomes of what rounding leaves: "stochastic", both neighbours are likely so that the mean is
-        right; "feedback", it is kept, rounded to E3M4, and added to the next update; or "dropped".
+      shape: shape of the kernel, without the axes of a stack of layers.
+      dtype: dtype of the float parameter.
+      gradient_dtype: dtype of its gradient.
+      remainder: "stochastic" rounds to either neighbour so that the mean is right; "feedback" keeps the error in E3M4
+        and adds it to the next update; "dropped" forgets it.
     """
 
     rounding: jax.Array | None
@@ -74,20 +74,20 @@ class Training:
 class Rewritten:
     """The update of a stored weight by an optimizer that has written the new weight already.
 
-    It is a class of its own, so that `optax.apply_updates`, which would add FP8 codes, finds two different trees.
+    It is another class than `Stored`, so `optax.apply_updates`, which would add FP8 codes, raises on unequal trees.
 
     Attributes:
       stored: the new weight.
-      applies: float32 1. Transformations that come after the optimizer scale the arrays of an update; what scales this
-        one cannot scale the weight, and it shows: 0, as `optax.MultiSteps` makes it between its steps, leaves the old
-        weight; with any other value the new one is NaN.
+      applies: float32 1. Transformations after the optimizer scale the arrays of an update, but cannot scale this
+        weight, and the factor shows it. With 0, as from `optax.MultiSteps` between its steps, the old weight stays;
+        with any other factor the new weight is NaN.
     """
 
     stored: Stored
     applies: jax.Array
 
     def onto(self, old: Stored) -> Stored:
-        """The weight after the update."""
+        """Return the weight after the update."""
         if not isinstance(self.applies, jax.core.Tracer) and float(self.applies) == 1.0:
             return self.stored
         chosen = jax.tree.map(lambda new, before: jnp.where(self.applies == 0, before, new), self.stored, old)
@@ -96,15 +96,15 @@ class Rewritten:
 
 
 def is_stored(node: Any) -> bool:
-    """Whether a node of a tree is a stored weight: for `is_leaf`."""
+    """Return whether a node of a tree is a stored weight; use it as `is_leaf`."""
     return isinstance(node, Stored)
 
 
 def training_of(stored: Stored) -> Training:
-    """What makes a stored weight a parameter.
+    """Return the training state of a stored weight.
 
     Raises:
-      TypeError: it is none.
+      TypeError: the weight is not a parameter.
     """
     if stored.training is None and isinstance(stored.scaling, Fp4):
         raise TypeError(NO_GRADIENT)
@@ -119,14 +119,14 @@ def training_of(stored: Stored) -> Training:
 def train(
     kernel: jax.Array, weight: Weight, *, key: jax.Array | None, remainder: Remainder, gradient_dtype: Any = None
 ) -> Stored:
-    """A kernel as a stored weight that is the parameter from now on.
+    """Return a kernel as a stored weight that is the parameter from now on.
 
     Args:
-      kernel: real floats; axes before those of the layout are a stack of layers with a scale each.
+      kernel: real floats; axes in front of the layout's are a stack of layers with a scale each.
       weight: recipe and layout.
-      key: of its stochastic rounding, for `remainder="stochastic"`.
-      remainder: what becomes of what rounding leaves.
-      gradient_dtype: of its gradient; None for that of the kernel.
+      key: random key for `remainder="stochastic"`.
+      remainder: the treatment of the rounding error, see `Training`.
+      gradient_dtype: dtype of the gradient; None is the kernel's.
 
     Raises:
       TypeError: the kernel is not real floating point, or its gradient would not be, in 16 bits or more.
@@ -159,9 +159,9 @@ def train(
 
 
 def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
-    """The float kernel that a stored weight stands for, in the parameter's own shape and dtype.
+    """Return the float kernel of a stored weight, in the parameter's shape and dtype.
 
-    Inside of `value_and_grad` it has a gradient like any parameter.
+    Inside `value_and_grad` it has a gradient like any parameter.
     """
     training = training_of(stored)
     values = values_of(stored).dequantize().astype(dtype or training.dtype)
@@ -170,24 +170,24 @@ def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
 
 
 def kernel_shape(stored: Stored) -> tuple[int, ...]:
-    """The shape of the kernel that a stored weight stands for, with the axes of a stack of layers."""
+    """Return the shape of the kernel of a stored weight, with the axes of a stack of layers."""
     training = training_of(stored)
     extra = _ndim(stored) - training.weight.layout.ndim
     return (*stored.shape[:extra], *training.shape)
 
 
 def with_slot(stored: Stored, slot: jax.Array | None) -> Stored:
-    """The weight with this slot for its gradient."""
+    """Return the weight with this slot for its gradient."""
     return dataclasses.replace(stored, training=dataclasses.replace(training_of(stored), slot=slot))
 
 
 def values_of(stored: Stored) -> Stored:
-    """The values alone, as products read them."""
+    """Return the values without the training state, as products read them."""
     return dataclasses.replace(stored, training=None)
 
 
 def rewrite(stored: Stored, target: jax.Array) -> Stored:
-    """The weight after its values were changed to `target`, a float32 matrix `[*stack, k, n]`, rounded as it says.
+    """Return the weight with the values `target`, float32 `[*stack, k, n]`, rounded by its own rule.
 
     A NaN or inf in the target makes the whole weight NaN.
     """
@@ -203,7 +203,7 @@ def rewrite(stored: Stored, target: jax.Array) -> Stored:
 
 
 def advanced(rounding: jax.Array | None) -> jax.Array | None:
-    """The state of stochastic rounding after one more; the count starts again after 2**24."""
+    """Return the state of stochastic rounding after one more rounding; the count restarts after 2**24."""
     if rounding is None:
         return None
     count = rounding[..., 2]
@@ -212,7 +212,7 @@ def advanced(rounding: jax.Array | None) -> jax.Array | None:
 
 
 def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """The scale of the next rounding, from the last one and the amax that it saw (see the module's docstring).
+    """Return the next scale, from the last one and the amax of the last rounding (see the module's docstring).
 
     >>> [float(next_scale(jnp.float32(1.0), jnp.float32(a))) for a in (100.0, 112.0, 113.0, 14.0, 13.0, 0.0)]
     [1.0, 1.0, 4.0, 0.25, 0.25, 1.52587890625e-05]
@@ -224,12 +224,12 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def weight_scaling(stored: Stored) -> Any:
-    """Which values of a stored weight share a scale, by its recipe."""
+    """Return the scaling of a stored weight, from its recipe."""
     return training_of(stored).weight.recipe.scaling
 
 
 def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, rounding: jax.Array | None = None) -> Stored:
-    """Values, error and copies of `target` in the place of those of `stored`; `scale` is None for blocks."""
+    """Return `stored` with values, error and copies made from `target`; `scale` is None for blocks."""
     training = training_of(stored)
     recipe, stochastic = training.weight.recipe, training.remainder == "stochastic"
     rounding = training.rounding if rounding is None else rounding
@@ -239,7 +239,7 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
         if stochastic:
             bits = counter.bits_of(target.shape, *counter.keys(*(rounding[i].astype(jnp.uint32) for i in range(3))))
         error = jnp.zeros(target.shape, jnp.float32) if training.remainder == "feedback" else None
-        # XLA's, which needs no array of random bits: they are computed where they are used.
+        # XLA's backend computes the random bits where it uses them, and needs no array of them.
         parts = dual_quantize(
             target, recipe.scaling, dtype=_format(recipe), bits=bits, error=error,
             amax=None if scale is None else _covered(scale, recipe), backend="xla",
@@ -257,31 +257,32 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
 
 
 def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
-    """What rounding left, float32, in `ERROR_DTYPE`; scales are those of these very values, so nothing was clipped."""
-    # One after the other: the scale of the smallest weights times a step is no float32. Division is not exact on GPUs.
+    """Return a float32 rounding error in `ERROR_DTYPE`; nothing clips, because the scale is that of the same values."""
+    # Two factors: the scale of the smallest weights times a step underflows float32. Division is not exact on GPUs.
     scaled = left * numerics.reciprocal_pow2(rows.scale_of_values())
     units = scaled * numerics.reciprocal_pow2(_step_of(rows) / _ERRORS_IN_STEP)
     return numerics.round_to(units, ERROR_DTYPE).astype(ERROR_DTYPE)
 
 
 def _error_of(kept: jax.Array, rows: Operand) -> jax.Array:
-    """The error that was kept beside these values, float32."""
+    """Return the error that was kept with these values, in float32."""
     return kept.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
 
 
 def _step_of(rows: Operand) -> jax.Array:
-    """The distance between the neighbours of each `W_lo`, in units of the scale: a power of two, float32."""
+    """Return the distance between neighbours of each `W_lo` in units of the scale: a power of two, float32."""
     assert rows.lo is not None, "a stored parameter has two halves"
     return numerics.spacing(rows.lo.astype(jnp.float32), rows.dtype)
 
 
 def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
-    """The largest magnitude that a scale is the scale of; of weights above 2**125, whose scale is 2**121, a float32."""
+    """Return the largest magnitude that has this scale."""
+    # Weights above 2**125 have the scale 2**121, whose largest magnitude is not a float32.
     return jnp.minimum(scale * numerics.largest(_format(recipe)), jnp.finfo(jnp.float32).max)
 
 
 def reads_lo_forward(recipe: Recipe) -> bool:
-    """Whether the forward product of a recipe reads both halves of a weight."""
+    """Return whether the forward product of a recipe reads both halves of a weight."""
     return recipe.stored is not None and recipe.stored.forward == "hi+lo"
 
 
@@ -296,13 +297,13 @@ def _one(stored: Stored) -> Operand:
 
 
 def _ndim(stored: Stored) -> int:
-    """How many axes the kernel has: those of its layout, and in front of them those of a stack of layers."""
+    """Return the number of axes of the kernel: those of a stack of layers, then those of its layout."""
     layout = training_of(stored).weight.layout
     return layout.ndim + len(stored.shape) - len(layout.stack) - 2
 
 
 def _unstacked(weight: Weight) -> Weight:
-    """The weight of one layer of a stack: `nn.scan` takes the arrays of a stack apart, and what is static must fit."""
+    """Return the weight of one layer of a stack: `nn.scan` takes arrays apart, and static fields must fit the parts."""
     layout, count = weight.layout, len(weight.layout.stack)
     if layout.stack != tuple(range(count)):
         return weight
@@ -320,7 +321,7 @@ def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:
         raise ValueError(
             f"weight={recipe.stored} with scaling={recipe.scaling}: codes of four bits are too coarse to be a "
             'parameter that updates change; keep float parameters, which recipe("nvfp4") packs in every step '
-            "(error_feedback keeps them packed beside), or freeze the packed weight and train adapters (LoRA, see "
+            "(error_feedback keeps the codes), or freeze the packed weight and train adapters (LoRA, see "
             "docs/fp4.md)"
         )
     if recipe.stored is None:

@@ -1,9 +1,8 @@
-"""How an array lies on a mesh, and what follows for arrays that are made of it: transposes, merged axes, blocks.
+"""`Placement`: how an array lies on a mesh, and how its transposes, merged axes and scales lie then.
 
-A mesh cuts each axis of an array into equal parts. What a state keeps of a kernel has other axes than the kernel: the
-matrix that it is has some of them merged, the transposed copy has them swapped, a scale has one entry for each block.
-Where the parts of the one are parts of the other, nothing crosses the mesh when it is made; where they are not, an
-error says so, before a program does it in every step.
+A mesh cuts each axis of an array into equal parts. A state keeps other arrays than the kernel: its matrix merges axes,
+the transposed copy swaps them, and a scale has one entry for each block. If their parts come from the parts of the
+kernel, making them moves nothing across the mesh. If not, an error says so, before a program moves data at each step.
 """
 
 import itertools
@@ -20,21 +19,21 @@ from pallas_kernels.specs import entries, names, sharding_of, shards
 
 
 @dataclass(frozen=True)
-class Parts:
+class Placement:
     """An array on a mesh.
 
     Attributes:
-      name: of the array, for messages.
-      shape: of the whole array.
+      name: the array's name in messages.
+      shape: the shape of the whole array.
       mesh: a mesh or an abstract one.
-      axes: of each axis of the array the names of the mesh axes that cut it, the slowest first.
+      axes: the names of the mesh axes that cut each axis of the array, the slowest first.
 
     Raises:
       ValueError: the parts of an axis are not equal.
 
     >>> import jax
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
-    >>> Parts("kernel", (4, 6), mesh, (("fsdp",), ())).turned().axes
+    >>> Placement("kernel", (4, 6), mesh, (("fsdp",), ())).turned().axes
     ((), ('fsdp',))
     """
 
@@ -54,32 +53,32 @@ class Parts:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The same as JAX has it."""
+        """JAX's form of the placement."""
         spec = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.axes]
         while spec and spec[-1] is None:
             spec.pop()
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def count(self, axis: int) -> int:
-        """In how many parts an axis is cut."""
+        """Return the number of parts of an axis."""
         return shards(self.mesh, self.axes[axis])
 
-    def taken(self, places: Sequence[int | None], shape: Sequence[int], name: str | None = None) -> "Parts":
-        """An array with these axes of this one, and with whole ones where None is."""
+    def taken(self, places: Sequence[int | None], shape: Sequence[int], name: str | None = None) -> "Placement":
+        """Return the placement of an array with these axes of this one; None stands for a whole axis."""
         chosen = tuple(() if place is None else self.axes[place] for place in places)
         return replace(self, name=name or self.name, shape=tuple(shape), axes=chosen)
 
-    def turned(self) -> "Parts":
-        """The transposed matrix."""
+    def turned(self) -> "Placement":
+        """Return the placement of the transposed matrix."""
         *stack, first, second = range(len(self.shape))
         order = (*stack, second, first)
         return self.taken(order, [self.shape[axis] for axis in order])
 
-    def merged(self, groups: Sequence[Sequence[int]]) -> "Parts":
-        """The array whose axes are those of each group merged, after a transposition to their order.
+    def merged(self, groups: Sequence[Sequence[int]]) -> "Placement":
+        """Return the placement of the array transposed to the order of the groups, with each group merged.
 
         Raises:
-          ValueError: an axis is cut whose parts are no neighbours in the merged one.
+          ValueError: the parts of an axis are not contiguous in the merged one.
         """
         axes, shape = [], []
         for group in groups:
@@ -88,19 +87,19 @@ class Parts:
                 if self.count(axis) > 1:
                     raise ValueError(
                         f"{self.name} {list(self.shape)}: its axes {list(group)} are stored as one, and "
-                        f"{self._over(axis)} splits axis {axis}, whose parts are no neighbours there; split axis "
-                        f"{whole} in its place, or leave both whole"
+                        f"{self._over(axis)} splits axis {axis}, whose parts are not contiguous there; split axis "
+                        f"{whole} instead, or leave both whole"
                     )
             axes.append(tuple(name for axis in group for name in self.axes[axis]))
             shape.append(math.prod(self.shape[axis] for axis in group))
         return replace(self, shape=tuple(shape), axes=tuple(axes))
 
-    def counted(self, sizes: Sequence[int], what: str) -> "Parts":
-        """The array of one value for each block of these sizes, of which the last one of an axis may be short.
+    def counted(self, sizes: Sequence[int], repair: str) -> "Placement":
+        """Return the placement of an array with one value for each block; the last block of an axis may be short.
 
         Args:
-          sizes: of a block along each axis.
-          what: has the blocks, for messages, with how to be without them.
+          sizes: the size of a block along each axis.
+          repair: advice in the error's message.
 
         Raises:
           ValueError: a block is cut.
@@ -112,12 +111,12 @@ class Parts:
                 raise ValueError(
                     f"{self.name}: blocks of {size} values along axis {axis} of {list(self.shape)} are cut, as each of "
                     f"the {count} devices of {self._over(axis)} has {length / count:g} of its {length} values; split "
-                    f"it over {most} at most, split another axis, or use {what}"
+                    f"it over {most} at most, split another axis, or use {repair}"
                 )
         return replace(self, shape=tuple(-(-n // size) for n, size in zip(self.shape, sizes, strict=True)))
 
-    def scales(self, scaling: Scaling) -> "Parts":
-        """The scales of values that lie like this.
+    def scales(self, scaling: Scaling) -> "Placement":
+        """Return the placement of the scales of values with this one.
 
         Raises:
           ValueError: a block is cut.
@@ -138,49 +137,49 @@ class Parts:
         return "x".join(repr(name) for name in self.axes[axis])
 
 
-def parts_of(name: str, shape: Sequence[int], sharding: NamedSharding) -> Parts:
-    """An array of this shape with this sharding.
+def placement_of(name: str, shape: Sequence[int], sharding: NamedSharding) -> Placement:
+    """Return the placement of an array of this shape with this sharding.
 
     Raises:
-      ValueError: the sharding describes more axes, or does not fit; see `Parts`.
+      ValueError: the sharding describes more axes, or does not fit; see `Placement`.
     """
     if len(sharding.spec) > len(shape):
         raise ValueError(
             f"{name}: {sharding.spec} describes {len(sharding.spec)} axes, but the array is {list(shape)}; give the "
             "sharding of this parameter"
         )
-    return Parts(name, tuple(shape), sharding.mesh, tuple(names(entry) for entry in entries(sharding, len(shape))))
+    return Placement(name, tuple(shape), sharding.mesh, tuple(names(entry) for entry in entries(sharding, len(shape))))
 
 
-def explicit_parts(name: str, array: jax.Array) -> Parts | None:
-    """How the type of an array says that it lies, where its mesh has explicit axes, which programs must follow."""
+def explicit_placement(name: str, array: jax.Array) -> Placement | None:
+    """Return the placement in the type of an array, which programs must keep, or None without explicit axes."""
     sharding = sharding_of(array)
-    return None if sharding is None else parts_of(name, array.shape, sharding)
+    return None if sharding is None else placement_of(name, array.shape, sharding)
 
 
-def known_parts(name: str, array: jax.Array) -> Parts | None:
-    """How an array lies, where that is known: by its type, or because it is there and no tracer."""
+def known_placement(name: str, array: jax.Array) -> Placement | None:
+    """Return the placement of an array by its type or, if it is concrete, by its devices; None if it is unknown."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    return parts_of(name, array.shape, sharding) if isinstance(sharding, NamedSharding) else explicit_parts(name, array)
+    return (
+        placement_of(name, array.shape, sharding)
+        if isinstance(sharding, NamedSharding)
+        else explicit_placement(name, array)
+    )
 
 
 def check_blocks(name: str, matrix: jax.Array, scaling: Scaling, *, turned: bool) -> None:
-    """Raise where it is known that a mesh cuts a block of a matrix, or of its transpose where that is made too.
-
-    Raises:
-      ValueError: it does.
-    """
+    """Raise a ValueError if a mesh is known to cut a block of a matrix, or of its transpose if `turned` makes one."""
     if isinstance(scaling, Block | Fp4):
-        parts = known_parts(name, matrix)
+        parts = known_placement(name, matrix)
         if parts is None:
             return
-        once = isinstance(scaling, Fp4)  # codes lie one way: as the matrix, or as its transpose
+        once = isinstance(scaling, Fp4)  # codes have one orientation: the matrix, or its transpose
         for each in (parts.turned(),) if turned and once else (parts, parts.turned()) if turned else (parts,):
             each.scales(scaling)
 
 
 def neighbours(shape: Sequence[int], merged: Sequence[int]) -> list[list[int]] | None:
-    """The runs of neighbouring axes of a shape whose products are the other shape; None where there are none.
+    """Return the runs of neighbouring axes of a shape whose products are the other shape, or None.
 
     >>> neighbours((8, 4, 2), (8, 8)), neighbours((3, 4), (4, 3))
     ([[0], [1, 2]], None)
