@@ -11,6 +11,7 @@ and vectors adapt to single lines, and are found anew for each contraction axis:
 larger than the rest. All have the same methods, so callers need not ask which one they hold.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -53,7 +54,7 @@ class Tensor:
     def __post_init__(self) -> None:
         _check_scale(self.scale)
 
-    @property
+    @functools.cached_property
     def along_rows(self) -> "Tensor":
         """Scaling of the activation or gradient that such a weight multiplies."""
         return self
@@ -97,7 +98,7 @@ class Row:
     def __post_init__(self) -> None:
         _check_scale(self.scale)
 
-    @property
+    @functools.cached_property
     def along_rows(self) -> "Row":
         """Scaling of the activation or gradient that such a weight multiplies."""
         return self
@@ -153,7 +154,7 @@ class Block:
         """True if one quantization of a matrix also serves its transpose."""
         return self.tile == "square"
 
-    @property
+    @functools.cached_property
     def along_rows(self) -> "Block":
         """Scaling of the activation or gradient that such a weight multiplies: vectors of the same size."""
         return Block(self.size, "vector")
@@ -271,7 +272,7 @@ class Fp4:
         """True if the scales have a scale themselves."""
         return self.format == "nvfp4"
 
-    @property
+    @functools.cached_property
     def along_rows(self) -> Row:
         """Scaling of an 8-bit activation that such a weight multiplies."""
         return Row("float32")
