@@ -227,13 +227,14 @@ def test_narrow_scales_are_clipped_to_their_range():
 
 
 @pytest.mark.parametrize("scale", ["e4m0b120", "e2m0b127_t32", "e5m0b127_t32"])
-@pytest.mark.parametrize("code", ["e4m3fn", "e5m2", "e2m1f", "int8", "nf4"])
-def test_values_far_above_a_narrow_scale_saturate(code, scale):
-    made = datatype(code, scale)
-    largest = np.float32(made.number.maxfloat * 2.0**made.scale.number.emax)
+def test_values_far_above_a_narrow_scale_saturate(scale):
     x = jnp.array([[1.0, -1e10, 1e30, -3e38] * 8])
-    assert np.array_equal(np.asarray(quick(x, made))[0, :4], largest * np.array([1, -1, 1, -1], np.float32))
-    assert same_bits(unpack(pack(x, made)), quick(x, made))
+    for code in ("e4m3fn", "e5m2", "e2m1f", "int8", "nf4"):
+        made = datatype(code, scale)
+        largest = np.float32(made.number.maxfloat * 2.0**made.scale.number.emax)
+        _, unpacked, got = packed_and_cast(x, made)
+        assert np.array_equal(np.asarray(got)[0, :4], largest * np.array([1, -1, 1, -1], np.float32))
+        assert same_bits(unpacked, got)
     whole = datatype("e4m3fn", scale, residual=datatype("linear4", scale))
     assert np.all(np.abs(np.asarray(quick(x, whole)) / np.asarray(quick(x, datatype("e4m3fn", scale)))) >= 1)
 

@@ -76,6 +76,7 @@ def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_
     assert same(*run(m, f, drawn))
 
 
+@pytest.mark.slow_except("last-nearest", "first, rotated-stochastic")
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize(("axis", "signs"), [(-1, None), (0, SIGNS)], ids=["last", "first, rotated"])
 def test_the_kernel_has_the_bits_of_xla(axis, signs, key):
