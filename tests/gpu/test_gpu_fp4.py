@@ -13,6 +13,7 @@ from pallas_kernels.fp4_matmul import mosaic, reference, unpacked
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.kernel import Config
 from pallas_kernels.operands import Fp4, Operand
+from tcfp_jax import matmul, recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 pytestmark = [
@@ -245,3 +246,14 @@ def test_what_the_kernel_does_not_take_is_named(change, message):
     with pytest.raises(NotImplementedError, match=message):
         fp4_matmul(x, q, backend="mosaic", **options)
     assert fp4_matmul(x, q, **options).shape[0] == sizes["m"]
+
+
+@pytest.mark.parametrize("m", [1, 40, 600])
+def test_both_operands_in_nvfp4_are_those_of_float64(m):
+    q, x = operands(Fp4(), 256, 2048)
+    x = jnp.tile(x, (3, 1))[:m].astype(jnp.bfloat16)
+    how = recipe("nvfp4", activation="float4_e2m1fn")
+    got = np.asarray(jax.jit(functools.partial(matmul, recipe=how))(x.astype(jnp.float32), q), np.float64)
+    of_x = jax.jit(quantize_fp4)(x)
+    wide, w = float(of_x.outer) * exact(of_x), float(q.outer) * exact(q)
+    assert (np.abs(got - wide @ w.T) <= (np.abs(wide) @ np.abs(w.T)) * 2.0**-20).all()
