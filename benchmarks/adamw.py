@@ -25,7 +25,7 @@ from benchmarks.common import Result, markdown_table, times
 from pallas_kernels import counter, moments, numerics
 from pallas_kernels.adamw.api import Moments, Rates, Step, adamw
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.dual_quantize.api import dual_quantize
+from pallas_kernels.quantize.api import dual_quantize
 
 NAME = "adamw"
 E4M3 = moments.E4M3

@@ -17,13 +17,12 @@ from jax import lax
 from benchmarks.shapes import GemmShape, dot_bf16
 from benchmarks.timing import threaded
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Config, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.skip_matmul import mosaic as skip_mosaic
 from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.tuning import Key

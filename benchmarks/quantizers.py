@@ -22,8 +22,7 @@ from benchmarks import common, gemm, products, timing
 from benchmarks.common import Result, markdown_table, times
 from pallas_kernels import counter, operands
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.dual_quantize.api import dual_quantize
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
 from tcfp_jax.formats import nvfp4_arrays
 

@@ -27,10 +27,9 @@ from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from benchmarks.timing import time_interleaved
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import Backend, device_kind
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import scale_rows
 from pallas_kernels.operands import BLOCK_SIZES, Accumulation, Block, Orientation, Row
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tuning import Entry
 
 ROUNDS, CALLS = 3, 4

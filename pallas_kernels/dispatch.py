@@ -275,4 +275,6 @@ def shared(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def surroundings() -> Hashable:
     """Return the inputs of the choice besides its arguments, which JAX does not know: the device and the times."""
-    return device_kind(), compute_capability(), device_cores(0), tuning.load()
+    kind = device_kind()
+    # A CPU runs no kernel that is not named, so times decide nothing there.
+    return kind, compute_capability(), device_cores(0), None if kind == "cpu" else tuning.load()

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Call, Verdict, recording
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tuning import estimate, is_timed, timed_device, written
+from pallas_kernels.tuning import estimate, is_timed, load, timed_device, written
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.matmul import matmul
@@ -173,7 +173,7 @@ def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
     >>> weigh(8, 32, 64, named_recipe("bf16")).device == dispatch.device_kind()
     True
     """
-    return _weighed(rows, k, n, recipe, (dispatch.surroundings(), has_explicit_axes()))
+    return _weighed(rows, k, n, recipe, (dispatch.surroundings(), load(), has_explicit_axes()))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,10 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Row
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 
 
 def main() -> None:

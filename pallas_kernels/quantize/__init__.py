@@ -1,1 +1,1 @@
-"""Tensors as FP8 values with a scale for all, for every row, or for every block."""
+"""Quantizers: a tensor as one or two FP8 tensors with their scales."""

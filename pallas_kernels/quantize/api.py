@@ -1,6 +1,10 @@
-"""`quantize`: a tensor as FP8 values with their scales, for products over either side from one pass."""
+"""`quantize` and `dual_quantize`: a tensor as one or two FP8 tensors with their scales.
+
+Both can return the result for products over either side from one pass over the input.
+"""
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
@@ -13,8 +17,9 @@ from pallas_kernels.operands import (
     Scaling,
     Tensor,
     check_quantizer,
+    check_real,
 )
-from pallas_kernels.quantize import reference, triton, triton_rows
+from pallas_kernels.quantize import reference, triton, triton_dual, triton_rows
 
 _XLA = Implementation("xla", reference.quantize, key=reference.key)
 _TILES = Implementation("triton", triton.quantize, triton.reject, timed=True)
@@ -22,6 +27,11 @@ IMPLEMENTATIONS = {
     Tensor: (_TILES, _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
     Block: (_TILES, Implementation("xla", triton.by_reference, key=reference.key)),
+}
+_DUAL_TILES = Implementation("triton", triton_dual.dual_quantize, triton_dual.reject, timed=True)
+DUAL_IMPLEMENTATIONS = {
+    Tensor: (_DUAL_TILES, Implementation("xla", reference.dual_quantize, key=reference.dual_key)),
+    Block: (_DUAL_TILES, Implementation("xla", triton_dual.by_reference, key=reference.dual_key)),
 }
 
 
@@ -58,10 +68,72 @@ def quantize(
       ValueError: x has no such rows or blocks, `amax` without one scale, or an unknown `orientation` or `backend`.
       NotImplementedError: the named backend cannot run it; the message says why.
 
-    >>> import jax.numpy as jnp
     >>> q = quantize(jnp.array([1.0, -3.0]), jnp.float8_e4m3fn).rows
     >>> [float(v) for v in q.values], float(q.scale)
     ([128.0, -384.0], 0.0078125)
     """
     options = check_quantizer("x", x, Quantization(dtype, scaling, orientation), amax)
     return dispatch("quantize", IMPLEMENTATIONS[type(scaling)], backend, options, x, amax)
+
+
+def dual_quantize(
+    w: jax.Array,
+    scaling: Scaling = Tensor(),
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    error: jax.Array | None = None,
+    bits: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    orientation: Orientation = "rows",
+    backend: Backend | None = None,
+) -> Quantized:
+    """Split `w + error` into two FP8 tensors that share power-of-two scales, and return the remaining error.
+
+    `hi = round((w + e) / s)`, `lo = round((w + e) / s - hi)`, `new error = (w + e) - (hi + lo) * s`.
+    After scaling, the residual is at most half of the widest spacing (16 for E4M3), so it needs no scale of its own and
+    both products add in one accumulator. If a stale `amax` clips `hi`, `lo` catches the rest. A block whose `lo` is all
+    zeros has E8M0's code 0 in `lo_scale`, so that a product can skip it.
+
+    Args:
+      w: real floats `[..., k]`, or a matrix for squares; arithmetic is float32.
+      scaling: `Tensor()` or `Block(size, tile)`.
+      dtype: format of both halves.
+      error: error of earlier roundings, shape of `w`, in units of `w`.
+      bits: uint32 random bits, shape of `w`. With them `lo` is rounded stochastically, so `E[(hi + lo) * s] = w + e`.
+      amax: float32 scalar to scale a whole tensor by instead of `max |w + e|`.
+      orientation: "both" also returns the transpose of a matrix as `columns`.
+      backend: None for the fastest one, or a name.
+
+    Returns:
+      `Quantized(rows, columns, error)`; `error` has the dtype of the one that came in, or is None. A NaN or inf makes
+      every value that shares its scale NaN.
+
+    Raises:
+      TypeError: `w` or `error` is not real floating point, `bits` is not uint32, `dtype` is not FP8.
+      ValueError: shapes differ, w has no such blocks, scales are not powers of two, the scaling is rows (which have no
+        residual) or has several scales for one `amax`, columns of vectors, or an unknown `orientation` or `backend`.
+      NotImplementedError: the named backend cannot run it; the message says why.
+
+    >>> q = dual_quantize(jnp.array([[1.0, 0.3]]), error=jnp.zeros((1, 2)))
+    >>> q.rows.dequantize()[0].tolist()
+    [1.0, 0.2998046875]
+    """
+    options = check_quantizer("w", w, Quantization(dtype, scaling, orientation), amax)
+    _check_scaling(scaling, orientation)
+    if error is not None:
+        check_real("error", error)
+    if bits is not None and bits.dtype != jnp.uint32:
+        raise TypeError(f"bits has dtype {bits.dtype}, not uint32; use jax.random.bits(key, w.shape)")
+    for name, x in (("error", error), ("bits", bits)):
+        if x is not None and x.shape != w.shape:
+            raise ValueError(f"{name} has shape {x.shape}, but w has {w.shape}; they must be equal")
+    return dispatch("dual_quantize", DUAL_IMPLEMENTATIONS[type(scaling)], backend, options, w, error, bits, amax)
+
+
+def _check_scaling(scaling: Scaling, orientation: str) -> None:
+    if isinstance(scaling, Row):
+        raise ValueError(f"scaling={scaling}: a residual needs scales that both orientations share; use Tensor()")
+    if scaling.scale != "pow2":
+        raise ValueError(f'scaling={scaling}: a residual is exact only under a power-of-two scale; use scale="pow2"')
+    if orientation == "both" and not scaling.serves_both:
+        raise ValueError(f'orientation="both" with {scaling}: w.T has other vectors; quantize it, or use squares')

@@ -43,7 +43,7 @@ def skip_matmul(
       TypeError, ValueError: as `matmul`; or a weight without blocks or without the scales of a residual.
       NotImplementedError: the named backend cannot run it.
 
-    >>> from pallas_kernels.dual_quantize.api import dual_quantize
+    >>> from pallas_kernels.quantize.api import dual_quantize
     >>> from pallas_kernels.quantize.api import quantize
     >>> w = dual_quantize(jnp.ones((32, 64)), Block(32)).rows
     >>> x = quantize(jnp.ones((32, 64)), jnp.float8_e4m3fn, Block(32, "vector")).rows

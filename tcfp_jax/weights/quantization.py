@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Block, Operand, Scale, Scaling, Tensor, Tile
+from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize as quantize_values
 
 

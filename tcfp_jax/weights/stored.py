@@ -25,10 +25,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Quantized, Scaling
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.specs import device_count, entries_of, shards
 from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
 from tcfp_jax.weights.fp4_packing import quantize_fp4

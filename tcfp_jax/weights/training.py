@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import counter, numerics
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
+from pallas_kernels.quantize.api import dual_quantize
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import NO_GRADIENT, Stored

@@ -18,12 +18,12 @@ import pytest
 from jax import lax
 
 import tcfp_jax
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Problem, candidates
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import SUM_BOUND
 from pallas_kernels.matmul.api import matmul as matmul_fp8
 from pallas_kernels.operands import Operand, Product, Tensor
+from pallas_kernels.quantize.api import dual_quantize
 from pallas_kernels.quantize.api import quantize as quantize_values
 from tcfp_jax.weights.stored import quantize_weight
 from tests.helpers import float64_of, same_bits

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import Problem
 from pallas_kernels.matmul.api import SUM_BOUND, matmul
 from pallas_kernels.operands import Block, Product
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.skip_matmul import mosaic
 from pallas_kernels.skip_matmul.api import skip_matmul
 from tests.helpers import float64_of, same_bits

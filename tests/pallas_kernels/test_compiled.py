@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Row
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
 from tcfp_jax.weights.stored import quantize_weight
 from tests import compile_for_h200 as h200

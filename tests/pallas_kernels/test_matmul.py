@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import mosaic
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.helpers import float64_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

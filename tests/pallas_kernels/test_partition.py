@@ -14,12 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.adamw.api import Moments, Rates, adamw
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.fp4_matmul import rows as fp4_rows
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.tiled import Tiling
 from tcfp_jax.formats import CATALOG, cast_kernel, nvfp4_arrays
 from tests.helpers import float64_of, mesh_of, same_bits

@@ -9,10 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Block, Row, Tensor
 from pallas_kernels.quantize import triton_rows
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.helpers import decibels, float64_of, same_bits
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.dual_quantize.api import dual_quantize
 from pallas_kernels.hopper.plan import SMALLEST_JAX, Problem
 from pallas_kernels.matmul import reference
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.operands import Block, Product, Tensor
-from pallas_kernels.quantize.api import quantize
+from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.skip_matmul import mosaic
 from pallas_kernels.skip_matmul.api import skip_matmul
 from tests import compile_for_h200 as h200

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import numerics
-from pallas_kernels.dual_quantize import reference
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
+from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tiled import Output, Tiling, blocks_of, map_tiles, misfit
 

@@ -1,1 +1,0 @@
-"""Tensors as two FP8 tensors that share their scales."""
