@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share."""
+"""Fixtures of all tests of benchmarks."""
 
 import jax
 import pytest

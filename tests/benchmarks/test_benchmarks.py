@@ -40,7 +40,7 @@ def smoke(tmp_path_factory):
 
     @functools.cache
     def run(name):
-        # `benchmarks.gemm` runs others beside it, each of which is asked for alone here.
+        # `benchmarks.gemm` runs other benchmarks, too, which have cases of their own here.
         more = ["--measure", "products"] if name == "gemm" else []
         return common.main(name, ["--smoke", "--out", str(out), *more])
 
@@ -171,7 +171,7 @@ def test_the_grid_of_layers_times_what_its_layers_are_made_of(tmp_path, monkeypa
     sizes = [(s.m, s.k, s.n) for s in tune.GRID]
     asked = [(size, name) for size in sizes for name in ("tensorwise", "rowwise")]
     asked += [(size, "blockwise") for size in sizes if min(size) >= 2048]
-    # Llama-8B's, llama-124m's, and what lies between the grid's.
+    # Shapes of Llama-8B, of llama-124m, and between those of the grid.
     asked += [((8192, 4096, n), name) for n in (1024, 4096, 14336) for name in (*one_scale, "blockwise")]
     asked += [(size, name) for size in ((16384, 768, 2048), (8192, 1024, 1024), (4096, 768, 768)) for name in one_scale]
     for (m, k, n), name in asked:

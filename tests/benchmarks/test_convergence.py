@@ -152,7 +152,7 @@ def test_ratios_are_of_one_base():
     summarize = convergence_tables.summarize
     more = [row("stored", 2, "c", 9.0), row("stored", 0, "a", 5.0, task="digits")]
     (summary,) = (s for s in summarize([*rows, *more]) if s.name == "stored")
-    assert summary.pairs == 3  # of c, and of digits, there is no baseline
+    assert summary.pairs == 3  # base c and the digits have no baseline
     assert (summary.min_ratio, summary.max_ratio) == pytest.approx((math.exp(-0.1), math.exp(0.1)))
     found = [math.exp(0.1), math.exp(-0.1), 1.0]
     assert summary.standard_error == pytest.approx(statistics.stdev(found) / math.sqrt(3))

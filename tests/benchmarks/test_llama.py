@@ -1,4 +1,4 @@
-"""The Llama benchmark: it checks before it times, counts operations, and says where time goes."""
+"""The Llama benchmark: its checks before the timing, its operations, and its kinds of kernels."""
 
 import argparse
 import dataclasses
@@ -48,7 +48,7 @@ def test_kernels_are_summed_by_what_they_are_for():
 def test_operations_of_a_step_are_those_of_its_products():
     size = LlamaConfig(layers=3, width=64, heads=4, kv_heads=2, hidden=96, context=32, vocabulary=512)
     weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
-    scores = 3 * 2 * 32 * 32 * 64  # of a sequence: two products, and half of each is masked
+    scores = 3 * 2 * 32 * 32 * 64  # two products of a sequence, half of each masked
     assert llama.operations(size, (2, 32), "block") == 3 * 2 * (2 * 32 * weights + scores)
     assert llama.operations(size, (2, 32), "step") == 3 * 2 * (2 * 32 * (weights + 64 * 512) + scores)
 

@@ -1,4 +1,4 @@
-"""The pages say what the JSON says, and how old it is."""
+"""Pages agree with the JSON and say how old it is."""
 
 import dataclasses
 import doctest
@@ -11,7 +11,7 @@ import pytest
 from benchmarks import common, report, train_step
 
 HEADER = {"device": "Chip", "platform": "gpu", "jax": "1", "python": "3", "commit": "abc", "date": "2026-01-01"}
-SECTIONS = ("train_step", "train_step-recipes")  # those that the pages of these tests have
+SECTIONS = ("train_step", "train_step-recipes")  # sections of the pages in these tests
 
 
 def step(part, recipe, speed, shape="32x32x48"):

@@ -1,4 +1,4 @@
-"""What Llama's blocks and steps need beside their arguments, compiled for an H200: recipes never more than BF16."""
+"""Temporary memory of Llama's blocks and steps, compiled for an H200: recipes never need more than BF16."""
 
 import dataclasses
 
@@ -28,16 +28,16 @@ SIZE = LlamaConfig(
 TOKENS = (8, 2048)
 # Without a device to time them, GEMMs of Triton only take longer to compile.
 OPTIONS = h200.OPTIONS | {"xla_gpu_enable_triton_gemm": False}
-FEW = 2**16  # bytes: scales, keys and sums, which BF16 does not have
+FEW = 2**16  # bytes of scales, keys and sums, which BF16 does not have
 
 
 class CaughtError(Exception):
-    """Ends a benchmark where it would compile."""
+    """Ends a benchmark before it compiles."""
 
 
 @jax.custom_vjp
 def attention(q, k, v):
-    """What flash attention reads, writes and keeps, as cuDNN's does not compile without a device."""
+    """Read, write and keep the same arrays as flash attention; cuDNN's does not compile without a device."""
     return _attend(q, k, v)[0]
 
 
@@ -59,7 +59,7 @@ attention.defvjp(_attend, _attend_backward)
 
 @pytest.fixture
 def arena(monkeypatch):
-    """The temporary bytes of a candidate of `benchmarks.llama`, of shapes alone."""
+    """Return the temporary bytes of a candidate of `benchmarks.llama`, from shapes alone."""
     caught = {}
 
     def catch(jitted, *args):
@@ -72,7 +72,7 @@ def arena(monkeypatch):
 
     def bytes_of(part, name, size):
         config = benchmark.Config(size, size, TOKENS, TOKENS, (name,), include=("linear", "small"))
-        # Both before and in the lowering: which kernels run is chosen for the device.
+        # In tracing and lowering, because both choose kernels for the device.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.numpy_dtype_promotion("standard"):
             with pytest.raises(CaughtError):
                 benchmark.MAKE[part](config, name)

@@ -1,4 +1,4 @@
-"""Text and token ids of one's own: what is read, what is held out, and what is refused."""
+"""Your own text and token ids: which files are read, held out, and refused."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TEXTS = {f"chapter_{index}.txt": f"The text of chapter {index}: où, 世界. " *
 
 @pytest.fixture
 def folder(tmp_path):
-    """Text in a folder and in one below it, and what is no text or hidden."""
+    """Return a folder of text with a folder in it, and with hidden files and files that are not text."""
     root = tmp_path / "book"
     for index, (name, text) in enumerate(TEXTS.items()):
         path = root / ("part" if index % 2 else ".") / name
@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def ids(tmp_path):
-    """A function that saves an array and returns its path."""
+    """Return a function that saves an array and returns its path."""
 
     def save(values, dtype="uint16"):
         path = tmp_path / "ids.npy"
@@ -47,7 +47,7 @@ def test_a_folder_is_read_whole_and_its_last_twentieth_is_held_out(folder):
     assert len(corpus.train_files) + len(corpus.heldout_files) in (40, 41)  # one of them may lie in both
     assert {name.rpartition("/")[2] for name in corpus.train_files + corpus.heldout_files} == set(TEXTS)
     assert "book/part/chapter_1.txt" in corpus.train_files + corpus.heldout_files
-    # The order is that of hashes, so held out is not the end of the book.
+    # Files are ordered by hash, so the held-out part is not the end of the book.
     assert not np.array_equal(sorted(corpus.train_files), corpus.train_files)
 
 

@@ -1,4 +1,4 @@
-"""Training on meshes and in several processes: the losses of one device, and checkpoints that know no mesh."""
+"""Training on meshes and in several processes: the losses of one device, and checkpoints that fit any mesh."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ from tests.collectives import collectives
 from tests.helpers import same_bits
 
 ROOT = Path(__file__).parents[2]
-# As small as two devices may split it along each axis without cutting a block of 128 values.
+# The smallest size that two devices can split along each axis without cutting a block of 128 values.
 MICRO = LlamaConfig(layers=1, width=256, heads=4, kv_heads=2, hidden=256, context=16)
 FLOAT = TrainConfig(
     model=MICRO, recipe="tcfp12", steps=6, batch=8, sequence=16, steps_per_call=2, heldout_windows=8,
@@ -47,7 +47,7 @@ FLOAT = TrainConfig(
 )  # fmt: skip
 STORED = dataclasses.replace(FLOAT, recipe="tcfp12_single", weights="stored", moments="8bit")
 CONFIGS = {"float": FLOAT, "stored": STORED}
-# A sum over devices is in another order, and a value between two of FP8 goes to the other one.
+# A sum over devices has another order, which moves some values to the other neighbour in FP8.
 CLOSE = 0.01
 
 
@@ -59,7 +59,7 @@ def standard_promotion():
 
 
 def trained(config, mesh, state=None, count=6):
-    """The state after so many steps, and their losses."""
+    """Return the state after `count` steps, and their losses."""
     text = everywhere(running.corpus_of(config).train, mesh)
     state = training.init(config, mesh) if state is None else state
     state, losses = training.make_train_step(config, count, mesh)(state, text, training.batch_key(config))
@@ -87,7 +87,7 @@ def test_a_mesh_has_the_losses_of_one_device(name):
     np.testing.assert_allclose(losses, expected, rtol=CLOSE)
     assert losses[-1] < losses[0] - 1
     kernel = state.params["layers"]["down"]["kernel"]
-    # Every matrix is split, and what was made of it likewise: nothing of its size lies whole on a device.
+    # Every matrix and every array made of it is split: no device holds a whole array of its size.
     whole = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -135,7 +135,7 @@ def free_port():
 
 
 def start_two(out, *arguments, each=((), ()), launcher="options"):
-    """Two processes of two devices each, started as `launcher` says."""
+    """Start two processes of two devices each, with `launcher`."""
     port = free_port()
     environment = {
         **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
@@ -158,7 +158,7 @@ def start_two(out, *arguments, each=((), ()), launcher="options"):
 
 
 def finish(started, timeout=240):
-    """(status, output, errors) of each process."""
+    """Return (status, output, errors) of each process."""
     try:
         texts = [process.communicate(timeout=timeout) for process in started]
         return [(process.returncode, *text) for process, text in zip(started, texts, strict=True)]
@@ -172,14 +172,14 @@ def losses_of(out):
 
 
 def restored_on(mesh, out, config):
-    """The newest checkpoint of a folder, on a mesh."""
+    """Return the newest checkpoint of a folder, on a mesh."""
     with RunDirectory(out, config, running.corpus_of(config).digest, resume="allowed") as directory:
         return directory.restore(training.init(config, mesh))[0]
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_one_continues(tmp_path):
-    """Started as by SLURM: the first process writes and prints, and the losses are those of one device."""
+    """SLURM starts them: the first process writes and prints, and the losses equal those of one device."""
     out = tmp_path / "run"
     two = start_two(out, "--mesh=data=2,fsdp=2", "--steps=6", "--checkpoint-every=2", launcher="SLURM")
     _, expected = on_one_device("float")
@@ -208,7 +208,7 @@ def test_two_processes_train_as_one_and_one_continues(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "by"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["killed", "silent"])
 def test_a_lost_process_ends_the_other_and_keeps_the_last_checkpoint(tmp_path, lost, by):
-    """Lost within a save: the one that is killed closes its connections, the one that is silent is missed later."""
+    """A process is lost within a save: a killed one closes its connections, a silent one is noticed later."""
     out = tmp_path / "run"
     two = start_two(
         out, "--mesh=data=2,fsdp=2", "--recipe=bf16", "--steps=10000", "--checkpoint-every=2", "--heartbeat-timeout=10"
@@ -255,7 +255,7 @@ def test_what_one_process_lacks_ends_both(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# What starts processes ----------------------------------------------------------------------------------------------
+# Launchers ----------------------------------------------------------------------------------------------------------
 
 SLURM = dict(
     SLURM_JOB_ID="7", SLURM_STEP_NODELIST="node[1-2]", SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_LOCALID="0"
@@ -264,7 +264,7 @@ SLURM = dict(
 
 @pytest.fixture
 def started(monkeypatch):
-    """What `jax.distributed.initialize` was called with."""
+    """Record the arguments of `jax.distributed.initialize`."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:

@@ -1,4 +1,4 @@
-"""The Llama: what it computes, what it keeps for the backward pass, what conversion makes of it, what it refuses."""
+"""The Llama: results, memory of its backward pass, conversion, and errors."""
 
 import dataclasses
 import doctest
@@ -33,7 +33,7 @@ def standard_promotion():
 
 
 def llama(config=MICRO, **changes):
-    """(the model in float32, variables of NumPy's)."""
+    """Return (the model in float32, variables of NumPy)."""
     model = Llama(dataclasses.replace(config, **changes), dtype="float32")
     return model, variables_of(model, jnp.asarray(TOKENS))
 
@@ -44,7 +44,7 @@ def loss(apply, variables):
 
 
 def numpy_llama(config, params, tokens):
-    """The forward pass in float64, written from the equations: heads one by one, rotations as complex numbers."""
+    """Return the forward pass in float64, written from the equations: single heads, complex rotations."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     norm = lambda x, scale: x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps) * scale
     size, positions = config.head_size, tokens.shape[1]
@@ -91,7 +91,7 @@ def test_rotations_are_complex_numbers():
     angles = np.arange(16)[:, None, None] * 500.0 ** (-np.arange(4) / 4)
     expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
     np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=1e-5)
-    # What attention sees of two positions is their distance alone.
+    # Attention depends only on the distance of two positions.
     q, k = (jnp.broadcast_to(jnp.asarray(x[:1, :1]), (1, 16, 3, 8)) for _ in range(2))
     q, k = (rotate(a, rotations(16, 8, 500.0))[0, :, 0] for a in (q, k))
     assert float(q[9] @ k[4]) == pytest.approx(float(q[7] @ k[2]), abs=1e-4)
@@ -336,7 +336,7 @@ def test_a_backward_pass_of_losses_holds_no_logits():
 
     kept = jax.tree.leaves(jax.eval_shape(lambda v: jax.vjp(of_losses, v)[1], variables))
     assert not [leaf.shape for leaf in kept if leaf.shape[-1:] == (300,) and leaf.shape[0] != UNTIED.width]
-    # What the same parameters' losses are without it.
+    # Losses of the same parameters without it.
     by_logits = lambda v: losses.cross_entropy(model.apply(v, tokens[:, :-1]), tokens[:, 1:]).mean()
     found, expected = (jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)

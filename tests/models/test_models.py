@@ -1,4 +1,4 @@
-"""The corpus and the models: what they read, what they compute, and what they refuse."""
+"""The corpus and the models: input, results, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_installed_packages_are_read_once_each(library):
     (packages / "short.py").write_text("x = 1\n")
     corpus = load_installed([packages, library])
     texts = (corpus.train.tobytes() + corpus.heldout.tobytes()).split(SEPARATOR)[:-1]
-    assert len(texts) == len(set(texts)) == 40 + 60  # modules of both roots, and neither copies nor what is short
+    assert len(texts) == len(set(texts)) == 40 + 60  # modules of both roots, without copies and short files
     names = corpus.train_files + corpus.heldout_files
     assert sum(name.startswith("site-packages/tests/") for name in names) == 40
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)

@@ -52,7 +52,7 @@ def test_a_run_is_observed(tmp_path):
 
 def test_colors_do_not_make_a_picture_of_noise():
     names, values = matrix_of({5: {"up": {"x": {"snr": 31.5}}, "down": {"x": {"snr": None}}, "b": {}}}, ("x", "snr"))
-    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])  # what is not known has a place
+    assert names == ["up", "down"] and values[0, 0] == 31.5 and np.isnan(values[1, 0])  # a gap
     low, high = color_range(values, (None, None), 10.0)
     assert (low, high) == (26.5, 36.5)
     assert color_range(np.array([5.0, 31.5]), (None, None), 10.0) == (5.0, 31.5)
@@ -96,7 +96,7 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
         init(dataclasses.replace(config, start=str(written)))
     with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
         run(dataclasses.replace(config, start=str(written)), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()  # the right file may start a run there
+    assert not (tmp_path / "run").exists()  # the folder stays free for a run with the right file
     np.save(tmp_path / "one.npy", np.ones(3))
     (tmp_path / "empty.npz").touch()
     (tmp_path / "cut.npz").write_bytes(base.read_bytes()[:-100])
@@ -124,7 +124,7 @@ def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch
             run(config, out=out)
     export(base, init(dataclasses.replace(CONFIG, seed=4)).params)  # another of the same name
     base.rename(tmp_path / "moved.npz")
-    # No second state is made beside the one that is read.
+    # Restoring makes no second state.
     monkeypatch.setattr(running, "init", killed)
     resumed = run(config, out=out, resume="allowed")
     assert np.array_equal(resumed.train_loss, whole.train_loss)
@@ -146,7 +146,7 @@ class FakeWriter:
 
 def test_tensorboard_gets_losses_and_reports(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=FakeWriter))
-    done = tmp_path / "metrics.jsonl"  # of a run that was killed: what its writer held back is written anew
+    done = tmp_path / "metrics.jsonl"  # a killed run lost lines that its writer held back
     done.write_text('{"step": 3, "loss": 3.0}\n{"step": 4, "loss": 2.5, "monitor": {"layers/up": {"moved": 0.25}}}\n')
     board = Board(tmp_path, done)
     board.add(5, np.array([2.0, 1.0]), json.loads('{"layers/up": {"x": {"snr": [31.5, null]}, "moved": 0.5}}'))

@@ -1,6 +1,6 @@
-"""Layers over stages: losses and gradients are the unsplit model's, state stays on its stage, bad input is refused.
+"""Layers over stages: loss and gradients of the unsplit model, state that stays on its stage, and errors.
 
-The unsplit model runs over what devices have of microbatches, one by one: scales are of these rows' tensors.
+The unsplit model runs on each device's part of a microbatch in turn, because scales are of these rows.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def parameters(model, weights="float"):
 
 
 def gradients_of(model):
-    """Of the mean loss; `quantized` is the optimizer's, where there is one."""
+    """Return the gradients of the mean loss; `quantized` is the optimizer's collection."""
 
     @jax.jit
     @tcfp_jax.value_and_grad
@@ -114,7 +114,7 @@ def test_a_step_leaves_state_on_its_stage_and_changes_it_as_the_unsplit_one_does
 
 @pytest.mark.slow
 def test_only_activations_travel_between_stages():
-    """What a stage sends to the next one is one microbatch, and no array of layers is ever brought together."""
+    """A stage sends one microbatch to the next one, and no array of all layers ever exists."""
     model = pipeline(2, recipe="tcfp12_single")
     params = parameters(model, "stored")
     placed = jax.device_put(params, model.shardings(params))

@@ -54,7 +54,7 @@ def standard_promotion():
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """A function that gives the folder and the result of the run of a name, made where it is asked for first."""
+    """Return a function of a name that returns the folder and the result of that run, which runs once."""
     runs = {}
 
     def whole(name):
@@ -218,7 +218,7 @@ def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
     (out, result), config = whole_run(name), CONFIGS[name]
-    path = tmp_path / "exports" / name / "weights.npz"  # of folders that are yet to be made
+    path = tmp_path / "exports" / name / "weights.npz"  # in folders that do not exist yet
     train.export_run(out, path)
     exported = dict(np.load(path))
     params = tcfp_jax.dequantize(final_state(out, config).params)
@@ -400,7 +400,7 @@ class TestCommand:
         assert summary["run"]["heldout_loss"] < 1.5 and summary["config"]["data"] == ["book"]
 
         def resume():
-            running._corpus.cache_clear()  # of this process
+            running._corpus.cache_clear()  # the cache of this process
             return train.main(["--resume", "--compare=none", "--out=run"])
 
         assert resume() == 0

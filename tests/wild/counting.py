@@ -1,8 +1,8 @@
-"""Products of parameters in a program, counted by taint: the independent judge of what conversion reports.
+"""Products of parameters in a program, counted by taint, as an independent check of the report of conversion.
 
-Nothing here is the library's. A program (a jaxpr) is walked once for every call site, and every value carries two
-facts: the parameters that it was computed from, and whether an input had a part in it. A product is one of parameters
-where one operand comes from parameters alone and the other one from an input. No axes, no layouts, no layer types.
+It uses no code of the library. A program (a jaxpr) is walked once for every call site. Every value carries two facts:
+the parameters behind it, and whether it depends on an input. A product of a parameter has one operand that comes from
+parameters alone, and one that comes from an input. It needs no axes, layouts or layer types.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-# What leaves the values of an array as they are: rearranged, rounded to another dtype, or a part of them.
+# Primitives that rearrange, round or cut an array, and compute no new values.
 SHOWS = (
     "reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "slice", "copy",
     "copy_p", "dynamic_slice", "stop_gradient", "sharding_constraint", "reshard", "name", "optimization_barrier",
@@ -24,12 +24,12 @@ SHOWS = (
 
 @dataclass(frozen=True)
 class Taint:
-    """What a value was computed from.
+    """The origin of a value.
 
     Attributes:
-      parameters: paths.
-      of_input: whether an input had a part.
-      computed: whether anything but a look at one parameter happened.
+      parameters: Paths of the parameters behind it.
+      of_input: If it depends on an input.
+      computed: If anything other than a view of one parameter happened.
     """
 
     parameters: frozenset[str] = frozenset()
@@ -42,12 +42,12 @@ class Counted:
     """One product of a parameter.
 
     Attributes:
-      paths: of the parameters that its weight comes from.
-      primitive: name of the equation's primitive; "float8" for a whole product in low precision.
-      shapes: of the weight and of what it is multiplied with, as the equation sees them.
-      inside: names of the higher-order primitives around it, outermost first.
-      computed: whether the weight was computed from parameters, not only shown.
-      contracts: whether anything is summed; a norm's scale written as an einsum sums nothing.
+      paths: Paths of the parameters behind its weight.
+      primitive: Name of the equation's primitive; "float8" for a whole product in low precision.
+      shapes: Shapes of the weight and of the other operand in the equation.
+      inside: Names of the higher-order primitives around it, outermost first.
+      computed: If the weight was computed from parameters, and is not only a view.
+      contracts: If anything is summed; a norm's scale in an einsum sums nothing.
     """
 
     paths: frozenset[str]
@@ -59,26 +59,26 @@ class Counted:
 
     @property
     def pays(self) -> bool:
-        """Whether it is what `transform` converts: `parameter x input`, summed, in no rule of the user's own."""
+        """If `transform` converts it: `parameter x input`, summed, outside of the user's own rules."""
         own_rule = any(name.startswith(("custom_", "shard_map", "pallas")) for name in self.inside)
         return self.primitive == "dot_general" and self.contracts and not self.computed and not own_rule
 
 
 def name_of(path: Any) -> str:
-    """`a/b/0` of a path of keys."""
+    """Return `a/b/0` for a path of keys."""
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def count(fn: Callable[..., Any], params: Any, *inputs: Any) -> list[Counted]:
-    """Every product of parameters in `fn(params, *inputs)`, in the order of the program.
+    """Return every product of parameters in `fn(params, *inputs)`, in the order of the program.
 
     Args:
-      fn: any function.
-      params: a tree of arrays, what is trained.
-      inputs: further arguments; what they hold besides arrays is passed as it is.
+      fn: Any function.
+      params: Tree of trained arrays.
+      inputs: Further arguments; values in them that are not arrays are passed unchanged.
 
     Returns:
-      The records. What `fn` closes over counts as constant: it is neither parameter nor input.
+      The records. Values that `fn` closes over are constants, neither parameter nor input.
     """
     arrays, structure = jax.tree.flatten((params, *inputs))
     traced = [isinstance(leaf, jax.typing.ArrayLike) and not isinstance(leaf, (bool, str)) for leaf in arrays]
@@ -99,12 +99,12 @@ def count(fn: Callable[..., Any], params: Any, *inputs: Any) -> list[Counted]:
 
 
 def float8_products(records: Iterable[Counted]) -> list[Counted]:
-    """Those of a transformed program that run in low precision."""
+    """Return the products of a transformed program that run in low precision."""
     return [record for record in records if record.primitive == "float8"]
 
 
 def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
-    """How many `dot_general` equations of a program, everywhere in it, read two FP8 operands, and how many do not."""
+    """Return the numbers of `dot_general` equations of a program that read two FP8 operands, and that do not."""
     narrow = wide = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "dot_general":
@@ -117,7 +117,7 @@ def dots_of_float8(jaxpr: Any) -> tuple[int, int]:
 
 
 def mentions_float8(jaxpr: Any) -> bool:
-    """Whether a value of the program, anywhere in it, is FP8."""
+    """Return whether any value of the program is FP8."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return any(_is_float8(variable.aval) for variable in [*jaxpr.invars, *jaxpr.constvars]) or any(
         any(_is_float8(variable.aval) for variable in equation.outvars) or any(map(mentions_float8, _bodies(equation)))
@@ -131,7 +131,7 @@ def _is_float8(aval: Any) -> bool:
 
 
 def _bodies(equation: Any) -> list[Any]:
-    """The programs inside an equation."""
+    """Return the programs inside an equation."""
     values = [leaf for value in equation.params.values() for leaf in (value if isinstance(value, tuple) else (value,))]
     return [value for value in values if isinstance(value, ClosedJaxpr) or hasattr(value, "eqns")]
 
@@ -149,7 +149,7 @@ Note = Callable[[Counted], None]
 
 
 def _walk(jaxpr: Any, consts: list[Taint], given: list[Taint], inside: tuple[str, ...], note: Note) -> list[Taint]:
-    """Taints of the results; every product is noted."""
+    """Return the taints of the results, and note every product."""
     known: dict[Any, Taint] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, given, strict=True))
 
@@ -167,7 +167,7 @@ def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: 
     if name in PRODUCTS:
         _note_product(equation, taints, inside, note)
     if name in ("dynamic_slice", "gather"):
-        # Which part is taken is no part of the values; but a looked-up row is chosen by the input: it stands for it.
+        # Indices are not part of the values. But an input chooses a looked-up row, which therefore depends on it.
         source = taints[0] if name == "dynamic_slice" else _union(taints)
         return [source] * len(equation.outvars)
     if name in SHOWS:
@@ -191,7 +191,7 @@ def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: 
 
 
 def _merge(taints: Iterable[Taint]) -> Taint:
-    """Of a value that is one of several: shown parameters stay shown while they are one and the same."""
+    """Return the taint of one of several values; equal views of a parameter stay a view."""
     taints = list(taints)
     same = len({taint.parameters for taint in taints}) <= 1
     return _union(taints, computed=not same)
@@ -202,13 +202,13 @@ def _enter(body: Any, taints: list[Taint], inside: tuple[str, ...], note: Note) 
     jaxpr = getattr(body, "jaxpr", body)
     if not hasattr(body, "consts"):
         consts = [Taint()] * len(jaxpr.constvars)
-    # A call that is inlined or kept as one is no place of its own.
+    # A call counts in the same place whether it is inlined or not.
     shown = inside[:-1] if inside[-1] in ("jit", "pjit", "closed_call", "core_call") else inside
     return _walk(jaxpr, consts, taints, shown, note)
 
 
 def _settle(step: Callable[[list[Taint], Note], list[Taint]], carry: list[Taint], note: Note) -> list[Taint]:
-    """What a loop's body makes of the carry, again and again until nothing changes; products are noted once."""
+    """Run a loop's body on the carry until its taints no longer change; note products once."""
     while True:
         after = [_merge(pair) if pair[0] != pair[1] else pair[0]
                  for pair in zip(carry, step(carry, lambda record: None), strict=True)]  # fmt: skip
@@ -233,7 +233,7 @@ def _scan(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: Not
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:
-    """Constants and carried values; jax 0.12 may keep them as a tree of flags."""
+    """Return the numbers of constants and carried values; jax 0.12 may keep them as a tree of flags."""
     if "num_consts" in equation.params:
         return equation.params["num_consts"], equation.params["num_carry"]
     split = equation.params["ft_in"].unpack()

@@ -1,4 +1,4 @@
-"""A subject converted by the library, whatever its kind, and trained in float32 and converted."""
+"""A subject that the library converts, and its training in float32 and converted."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class Low:
     """A converted subject.
 
     Attributes:
-      call: `call(params, stored, *inputs)`, options last as `pure` has them; stored as `layer_state` gives it, or {}.
-      report: what the library says of it.
-      weights: what `error_feedback` takes.
-      model: the converted function, module or model.
+      call: `call(params, stored, *inputs)` with options last, as in `pure`; stored is `layer_state`, or {}.
+      report: Report of the library.
+      weights: Argument of `error_feedback`.
+      model: The converted function, module or model.
     """
 
     call: Callable[..., Any]
@@ -74,7 +74,7 @@ def train_float(subject: Subject, made: Made) -> list[float]:
 
 
 def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
-    """The losses of `STEPS` steps with weights that the optimizer quantizes, with error feedback."""
+    """Return the losses of `STEPS` steps with weights that the optimizer quantizes, with error feedback."""
     optimizer = optax.chain(optax.adamw(subject.rate), tcfp_jax.error_feedback(low.weights))
     if subject.kind == "nnx":
         return _train_nnx(subject, made, low.model, optimizer)
@@ -84,7 +84,7 @@ def train_low(subject: Subject, made: Made, low: Low) -> list[float]:
 
 
 def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
-    """The losses of `STEPS` steps of weights of which no float copy exists."""
+    """Return the losses of `STEPS` steps with weights that have no float copy."""
     params, inputs = made.params, (*made.inputs, dict(made.options))
     if subject.kind == "nnx":
         _, params, _ = nnx.split(low.model, nnx.Param, ...)
@@ -106,7 +106,7 @@ def train_stored(subject: Subject, made: Made, low: Low) -> list[float]:
 
 
 def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:
-    """(parameters in which stored weights are shapes, the stored weights, paths of which both exist)."""
+    """Return (parameters with shapes instead of stored weights, stored weights, paths that have both)."""
     served = quantize_params(made.params, low.weights)
     floats, stored = set(paths.leaves(served["params"])), set(paths.entries(served["tcfp"]))
 
@@ -114,14 +114,14 @@ def serve(made: Made, low: Low) -> tuple[Any, dict[str, Any], set[str]]:
         name = paths.join(*paths.path_names(path))
         return leaf if name in floats else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    # Linen takes what is left as it is; a function's parameters keep their structure, whatever that is.
+    # Linen accepts missing parameters, but a function's parameters must keep their structure.
     is_linen = not isinstance(low.model, Transformed)
     params = served["params"] if is_linen else jax.tree_util.tree_map_with_path(left, made.params)
     return params, served["tcfp"], floats & stored
 
 
 def step_of(subject: Subject, call: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """One jitted training step `(params, state) -> (params, state, loss)`; `call(params, state)` is the output."""
+    """Return a jitted step `(params, state) -> (params, state, loss)`; `call(params, state)` is the output."""
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
@@ -141,7 +141,7 @@ def _train(subject: Subject, call: Any, params: Any, optimizer: optax.GradientTr
 
 
 def nnx_step(subject: Subject, made: Made) -> Callable[..., Any]:
-    """One step of an NNX model and its optimizer, both changed in place; the loss."""
+    """Return a step of an NNX model and its optimizer, which changes both in place and returns the loss."""
 
     @nnx.jit
     def step(model: Any, optimizer: nnx.Optimizer) -> Any:

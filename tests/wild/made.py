@@ -1,7 +1,7 @@
-"""Small models of other people's packages, real classes with few and narrow layers, and what they are trained on.
+"""Small models of other people's packages: real classes with few and narrow layers, and data to train them.
 
-Each is made by one function, which imports its package: a test skips where that is not installed. Parameters are
-NumPy's normal values in the shapes that the package's own initialization has, so nothing is compiled to make them.
+One function makes each of them and imports its package; a test skips if that is not installed. Parameters are random
+normal values of NumPy in the shapes of the package's own initialization, so that nothing must be compiled.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 @dataclass(frozen=True)
 class Made:
-    """A model with all that a call of it takes.
+    """A model with the arguments of a call.
 
     Attributes:
-      model: a function `(params, *inputs)`, a Linen module or an NNX model.
-      inputs: positional arguments.
-      params: of a function, or of a Linen module (its collection "params"); None for NNX.
-      options: keyword arguments of the call.
-      rest: other collections of a Linen module.
-      apply_options: keyword arguments of Linen's `apply`: mutable, rngs, method.
-      select: the floats that the loss is made of, from the model's output.
-      context: what to be in when the model is called, such as a mesh.
+      model: A function `(params, *inputs)`, a Linen module or an NNX model.
+      inputs: Positional arguments.
+      params: Parameters of a function or of a Linen module (its collection "params"); None for NNX.
+      options: Keyword arguments of the call.
+      rest: Other collections of a Linen module.
+      apply_options: Keyword arguments of Linen's `apply`: mutable, rngs, method.
+      select: Function that takes the floats of the loss from the output.
+      context: Context of every call, such as a mesh.
     """
 
     model: Any
@@ -51,11 +51,11 @@ class Subject:
     """One model.
 
     Attributes:
-      name: of package and model.
-      kind: how it is called.
-      make: makes it.
-      products: how many products of parameters the issue's transformation must convert, and how many there are.
-      packages: names of modules without which it cannot be made.
+      name: Names of package and model.
+      kind: Kind of the call.
+      make: Function that makes it.
+      products: Number of products of parameters that conversion must convert, and number of all.
+      packages: Modules that it needs.
       target: "tokens", cross entropy against random classes, or "square", distance from random values.
     """
 
@@ -75,7 +75,7 @@ SUBJECTS: list[Subject] = []
 
 
 def subject(name: str, kind: Kind, products: tuple[int, int], *packages: str, **options: Any) -> Callable[..., Any]:
-    """Enter what the decorated function makes; arguments after `name` are those of `Subject`."""
+    """Register the decorated function as a subject; arguments after `name` are fields of `Subject`."""
 
     def enter(make: Callable[[], Made]) -> Callable[[], Made]:
         SUBJECTS.append(Subject(name, kind, make, products, packages, **options))
@@ -85,7 +85,7 @@ def subject(name: str, kind: Kind, products: tuple[int, int], *packages: str, **
 
 
 def loss_of(values: jax.Array, target: str) -> jax.Array:
-    """Distance of a model's output from fixed random targets, float32."""
+    """Return the distance of a model's output from fixed random targets, float32."""
     rng = np.random.default_rng(7)
     values = values.astype(jnp.float32)
     if target == "square":
@@ -95,7 +95,7 @@ def loss_of(values: jax.Array, target: str) -> jax.Array:
 
 
 def pure(made: Made, kind: Kind) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """`(fn, params, inputs)` of any subject: `fn(params, *inputs)` are the floats of the loss; options come last."""
+    """Return `(fn, params, inputs)` of any subject: `fn(params, *inputs)` returns the floats of the loss."""
     inputs = (*made.inputs, dict(made.options))
     if kind == "nnx":
         from flax import nnx
@@ -119,7 +119,7 @@ def pure(made: Made, kind: Kind) -> tuple[Callable[..., Any], Any, tuple[Any, ..
 
 
 def filled(tree: Any, seed: int = 0) -> Any:
-    """Arrays in the place of shapes: scales and variances one, biases and means zero, matrices normal."""
+    """Replace shapes by arrays: scales and variances one, biases and means zero, matrices normal."""
     rng = np.random.default_rng(seed)
 
     def fill(path: Any, leaf: Any) -> Any:
@@ -131,7 +131,7 @@ def filled(tree: Any, seed: int = 0) -> Any:
         if leaf.ndim < 2 or any(word in name for word in ("scale", "norm", "bias")):
             ones = any(word in name.rsplit("/", 1)[-1] for word in ("scale", "var", "sigma", "weight", "w"))
             return jnp.full(leaf.shape, float(ones and "bias" not in name), leaf.dtype)
-        # Of a kernel [k, heads, d], wherever a stack of layers has its axis, k; too large ones make attention sharp.
+        # The contraction of a kernel [k, heads, d] is k, also in a stack; larger values make attention sharp.
         filters = "conv" in name or "patch" in name
         fan_in = math.prod(leaf.shape[:-1]) if filters else max(leaf.shape[:-1])
         return jnp.asarray(rng.standard_normal(leaf.shape) / np.sqrt(fan_in), leaf.dtype)
@@ -140,17 +140,17 @@ def filled(tree: Any, seed: int = 0) -> Any:
 
 
 def tokens(*shape: int) -> jax.Array:
-    """Random tokens, `[batch, length]` unless told."""
+    """Return random tokens, by default `[batch, length]`."""
     return jnp.asarray(np.random.default_rng(3).integers(1, VOCABULARY, shape or (BATCH, LENGTH)), jnp.int32)
 
 
 def floats(*shape: int) -> jax.Array:
-    """Random normal values."""
+    """Return random normal values."""
     return jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.float32)
 
 
 def linen_made(module: Any, *inputs: Any, options: Mapping[str, Any] | None = None, **more: Any) -> Made:
-    """A Linen module with values in all its variables."""
+    """Return a Linen module with values in all its variables."""
     options = dict(options or {})
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     shapes = jax.eval_shape(lambda: module.init(rngs, *inputs, **options))
@@ -159,9 +159,9 @@ def linen_made(module: Any, *inputs: Any, options: Mapping[str, Any] | None = No
 
 
 def without_meshes() -> None:
-    """What importing tunix does to Flax: variables with a sharding may be made where there is no mesh.
+    """Let Flax make variables with a sharding outside of a mesh, as importing tunix does.
 
-    `conftest.py` takes it back after each test, so a subject that needs it asks for it.
+    `conftest.py` reverts it after each test, so a subject that needs it calls this.
     """
     import flax
 
@@ -169,7 +169,7 @@ def without_meshes() -> None:
 
 
 def nnx_made(make: Callable[[Any], Any], *inputs: Any, **more: Any) -> Made:
-    """An NNX model, `make(rngs)`, with values in all its variables."""
+    """Return an NNX model, `make(rngs)`, with values in all its variables."""
     from flax import nnx
 
     graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))

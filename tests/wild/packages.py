@@ -88,7 +88,7 @@ def tunix_lora() -> Made:
 def gemma() -> Made:
     from flax import linen as nn
 
-    # Importing gemma replaces `nn.Module.param` for everyone, by one that transformers' models cannot call.
+    # Importing gemma replaces `nn.Module.param` globally, and transformers' models cannot call the new one.
     param = nn.Module.param
     try:
         from gemma import gm
@@ -109,7 +109,7 @@ def gemma() -> Made:
 
 
 def maxtext(axis: int = 1, shards: int = 1, **options: Any) -> Made:
-    """MaxText's llama2 decoder, its layers scanned over a stack on `axis`, on a mesh of `shards` devices."""
+    """MaxText's llama2 decoder on a mesh of `shards` devices, with its layers scanned over a stack on `axis`."""
     import numpy as np
     from flax import linen as nn
     from maxtext.configs import pyconfig

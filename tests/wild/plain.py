@@ -1,4 +1,4 @@
-"""Subjects written here in plain Flax, as its users write models: every way a weight reaches its product."""
+"""Subjects in plain Flax, as users write models, with every way from a weight to its product."""
 
 import functools
 from typing import Any
@@ -197,7 +197,7 @@ subject("nnx shared Param, raw Param", "nnx", (3, 3), target="square")(lambda: n
 
 
 class Scaled(nnx.Embed):
-    """A table that scales what it looks up."""
+    """A table whose lookup is scaled."""
 
     def __call__(self, ids: Any) -> Any:
         return super().__call__(ids) * WIDTH**0.5

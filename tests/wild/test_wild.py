@@ -1,6 +1,6 @@
-"""Models of other packages: the report is what another count finds, all that pays is converted, and it trains.
+"""Models of other packages: another count finds the same products, all that gain are converted, and the models train.
 
-What runs depends on what is installed (the extra `wild`); plain Flax's subjects always run.
+The installed packages decide which subjects run (the extra `wild`); subjects of plain Flax always run.
 """
 
 import re
