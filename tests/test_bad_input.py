@@ -114,7 +114,7 @@ def test_a_form_of_blocks_without_blocks_raises():
 def test_state_of_another_recipe_raises():
     with pytest.raises(ValueError, match="same recipe"):
         tcfp_jax.matmul(X, W, recipe="tcfp12", quantized=tcfp_jax.quantize(W))
-    with pytest.raises(ValueError, match="in one orientation; build"):  # of vectors, both are read
+    with pytest.raises(ValueError, match="in one orientation; build"):  # a product of vectors reads both
         tcfp_jax.matmul(X, W, recipe="mxfp8", quantized=tcfp_jax.quantize(W, block=32))
     with pytest.raises(ValueError, match="dequantize it"):
         tcfp_jax.matmul(X, W, recipe="bf16", quantized=tcfp_jax.quantize(W))

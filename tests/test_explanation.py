@@ -1,4 +1,4 @@
-"""`explain`: it records the step that runs; what was measured decides, and a named backend is shown with its reason."""
+"""`explain` records the step that runs: measured times decide, and a named backend is shown with its reason."""
 
 import dataclasses
 import json
@@ -129,7 +129,7 @@ def test_the_optimizers_choices_are_part_of_the_step(error_dtype, monkeypatch):
     tx = optax.chain(optax.sgd(1e-3), tcfp_jax.error_feedback("tcfp12", error_dtype=error_dtype))
     found = calls((32, 64), (64, 32), "tcfp12", optimizer=tx)["quantize w"]
     assert found.operands == f"float32[64, 32] x {error_dtype}[64, 32]"
-    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA L4")  # which nobody has timed
+    monkeypatch.setattr(dispatch, "device_kind", lambda: "NVIDIA L4")  # a device without times
     found = calls((32, 64), (64, 32), tcfp_jax.recipe("tcfp12", backend="xla"), optimizer=tx)["quantize w"]
     assert f"error {error_dtype}) was not timed" in {v.backend: v.reason for v in found.verdicts}["triton"]
     fresh = tcfp_jax.explain((32, 64), (64, 32), "tcfp12", optimizer=optax.sgd(0.1))

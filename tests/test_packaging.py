@@ -1,4 +1,4 @@
-"""What an installation shows: two packages, editable or not."""
+"""An installation, editable or not, shows two packages and nothing else."""
 
 import tomllib
 from pathlib import Path

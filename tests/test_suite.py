@@ -1,4 +1,4 @@
-"""The suite itself: `-m gpu` works with one device, and what a machine was expected to show is shown."""
+"""The suite itself: `-m gpu` works with one device, and a machine runs the tests that it was expected to run."""
 
 import re
 from pathlib import Path

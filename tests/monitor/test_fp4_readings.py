@@ -69,7 +69,7 @@ def test_what_is_observed_is_what_products_multiply():
     for values, (made, seen) in zip((x, w), jax.jit(both, compiler_options=QUICK)(x, w), strict=True):
         assert same_bits(made, seen.found)
         assert (jnp.abs(seen.found.values.astype(jnp.float32)) <= seen.largest).all()
-        # A rotation keeps what there is in all.
+        # A rotation keeps the sum of squares.
         np.testing.assert_allclose(jnp.linalg.norm(seen.exact), jnp.linalg.norm(values), rtol=1e-5)
 
 

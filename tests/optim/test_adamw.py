@@ -1,4 +1,4 @@
-"""`tcfp_jax.optim.adamw` on float and stored parameters: optax's arithmetic, rounding, steps left out, bits."""
+"""`tcfp_jax.optim.adamw` on float and stored parameters: optax's arithmetic, rounding, skipped steps, bits."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ PARAMS = filled(
 )
 GRADS = filled(PARAMS, seed=1)
 KEY = jax.random.key(3)
-STACK = {"layers": PARAMS.pop("layers")}  # in a few tests: it doubles what is compiled
+STACK = {"layers": PARAMS.pop("layers")}  # for a few tests only, because it doubles the compile time
 STACK_GRADS = {"layers": GRADS.pop("layers")}
 STORED = optim.store(PARAMS, "tcfp12_single", key=KEY)
 MOMENTS = ("8bit", "bfloat16", "float32")
@@ -315,7 +315,7 @@ def test_scales_follow_weights_that_grow(growth, steps, moments):
 
 @functools.cache
 def _grown(moments):
-    """A program: (least SNR of any step, the weight) of so many steps that do nothing but decay."""
+    """Return a program that takes steps of decay alone and returns the least SNR of any step, and the weight."""
 
     @jax.jit
     def run(params, decay, steps):
@@ -516,7 +516,7 @@ def test_both_moments_of_a_weight_are_rounded_by_bits_of_their_own():
 
 
 def test_a_mask_leaves_stored_weights_undecayed():
-    """Of a gradient of zeros nothing is left but decay."""
+    """With a gradient of zeros, a step does nothing but decay."""
     grads = jax.tree.map(jnp.zeros_like, GRADS)
     masks = {"all": None, "small": lambda params: jax.tree.map(lambda leaf: leaf.size < 4096, params)}
     sizes = {}

@@ -1,4 +1,4 @@
-"""`low_precision_moments`: any optax transformation, what is stored how, and the bits of it."""
+"""`low_precision_moments`: any optax transformation, the formats of its moments, and their bits."""
 
 import functools
 
@@ -100,13 +100,16 @@ def test_any_transformation(name):
     rounded, state = steps(EIGHT_BITS(make()))
     found = formats_of(state.inner)
     assert {field: found[field] for field in expected} == expected
-    for path in ("small", "embed"):  # whose moments stay float32; other programs may contract other products
+    for path in ("small", "embed"):  # their moments stay float32, but another program may contract other products
         for a, b in zip(jax.tree.leaves(exact[path]), jax.tree.leaves(rounded[path]), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
     a, b = (np.asarray(tree["layer"]["kernel"], np.float64) for tree in (exact, rounded))
-    # m's rounding is 2**-4 / sqrt(3) of it at most, and the signs of Lion and Muon turn with what is nearly zero.
+    # m's rounding error is at most 2**-4 / sqrt(3) of m. Lion and Muon read signs, which turn if m is nearly zero.
     assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
-    if name not in ("lion", "schedule free"):  # one sign, and what lies in float32 beside a v that hardly moves
+    if name not in (
+        "lion",
+        "schedule free",
+    ):  # Lion reads a sign alone; schedule free keeps z in float32 and its v hardly moves
         assert np.linalg.norm(a - b) > 1e-3 * np.linalg.norm(a)
 
 
@@ -225,7 +228,7 @@ def test_rounding_is_unbiased(form):
 
     mean, deviation = (np.asarray(v, np.float64) for v in sums(jnp.asarray(x)))
     standard = deviation / np.sqrt(n)
-    assert (np.abs(mean) <= 4.5 * standard + 1e-6).all()  # of 128 values four standard errors are seen now and then
+    assert (np.abs(mean) <= 4.5 * standard + 1e-6).all()  # among 128 values, four standard errors occur now and then
     assert np.sqrt(np.mean((mean / np.where(standard == 0, 1, standard)) ** 2)) < 1.3
     assert (deviation > 0).mean() > 0.9
 

@@ -160,7 +160,7 @@ def test_stack_of_layers_has_a_scale_each():
     stacked = tcfp_jax.layer_state(state)["kernel"]
     alone = [quantize_weight(w, tcfp_jax.recipe("tcfp12"))[0] for w in stack]
     assert stacked.forward.scale.shape == stacked.backward.scale.shape == stacked.stack == (3,)
-    stacked = dataclasses.replace(stacked, sample=None)  # what was quantized by itself has none
+    stacked = dataclasses.replace(stacked, sample=None)  # weights that were quantized alone have none
     assert same(stacked, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 

@@ -27,7 +27,7 @@ def arrays():
 
 
 def train(place):
-    """The parameters and the optimizer's state after so many steps from equal gradients; `place` distributes arrays."""
+    """Return parameters and the optimizer's state after some steps with equal gradients; `place` distributes arrays."""
     kernel, gradient = map(place, arrays())
     tx = tcfp_jax.optim.adamw(1e-2, weight_decay=0.1, moments="8bit", key=jax.random.key(1))
 

@@ -1,4 +1,4 @@
-"""Stored weights beside the parameters of a training run: never a false alarm, and never silence beside others."""
+"""Freshness of stored weights: no false alarm in a training run, and never silence next to other parameters."""
 
 import dataclasses
 import functools
@@ -142,7 +142,7 @@ AFTER = {
     "adam": optax.adam(1e-3),
     "trace": optax.trace(0.9),
 }
-# Wrappers that make an update of their own of that of the transformation inside.
+# Wrappers that turn the update of the transformation inside into another one.
 AROUND = {
     "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(1e-2)),
     "mechanize": optax.contrib.mechanize,

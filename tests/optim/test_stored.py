@@ -180,7 +180,7 @@ def test_every_kind_of_model_is_multiplied_and_differentiated_as_with_float_para
     assert count == len(weights) > 0
     floats = tcfp_jax.dequantize(stored)
     assert jax.tree.map(jnp.shape, floats) == jax.tree.map(jnp.shape, params)
-    copies = {}  # the same FP8 values beside float parameters, as an optimizer with masters would have them
+    copies = {}  # the same FP8 values next to float parameters, as an optimizer with masters would hold them
     for path, leaf in leaves(stored, is_stored).items():
         if is_stored(leaf):
             put(copies, path.split("/"), values_of(leaf))
@@ -224,7 +224,7 @@ def test_storage_is_a_choice_apart_from_the_recipe(recipe, remainder):
     both = chosen.copies == "both"
     kernel = params["up"]["kernel"]
     assert (kernel.forward is not None) == both
-    if both:  # the copies are those of the new weight
+    if both:  # the copies hold the new weight
         assert same_bits(kernel.forward.values, kernel.backward.values.T)
         assert (kernel.forward.lo is not None) == (chosen.weight.forward == "hi+lo")
 
@@ -312,7 +312,7 @@ def test_rounding_follows_the_mean_of_small_updates():
 
 @pytest.mark.parametrize(("part", "least", "most"), [(4, 0.99, 1.01), (64, 0.99, 1.01), (512, 0.0, 0.2)])
 def test_feedback_keeps_what_e3m4_does(part, least, most):
-    """Updates of a part of the grid's step: of a sixty-fourth all arrives, and of much less nearly nothing."""
+    """Updates are a part of the grid's step: a sixty-fourth arrives whole, much less arrives hardly at all."""
     w = jnp.asarray(np.random.default_rng(3).uniform(0.5, 1.0, (64, 64)), jnp.float32)
     params, size = stored_of({"kernel": w}, remainder="feedback"), 2.0**-9 / part  # in E4M3, with a scale of 2**-5
     step = lambda params, _: (tcfp_jax.apply_updates(params, {"kernel": jnp.full((64, 64), size)}), None)
@@ -323,7 +323,7 @@ def test_feedback_keeps_what_e3m4_does(part, least, most):
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_blockwise"])
 @pytest.mark.parametrize("binade", [-100, 0, 120])
 def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
-    """Of weights of every size below their scale, small and large."""
+    """Weights have every size below their scale, small and large."""
     rng, unit = np.random.default_rng(5), 2.0**binade
     values = rng.choice([-1.0, 1.0], (128, 256)) * 2.0 ** rng.uniform(-14, 0, (128, 256))
     wanted = (values * unit).astype(np.float32)
@@ -339,7 +339,7 @@ def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
 
 
 def test_errors_of_the_smallest_weights_are_numbers():
-    """Their scale times a step of the grid is no float32."""
+    """Their scale times a step of the grid underflows float32."""
     params = stored_of({"kernel": jnp.full((4, 4), 2.0**-124)}, remainder="feedback")
     params = tcfp_jax.apply_updates(params, {"kernel": jnp.full((4, 4), 2.0**-126)})
     assert float(kernel_of(params["kernel"])[0, 0]) == 1.25 * 2.0**-124
@@ -347,7 +347,7 @@ def test_errors_of_the_smallest_weights_are_numbers():
 
 
 def test_weights_near_the_largest_float_are_stored():
-    """Their scale times the largest number of E4M3 is no float32."""
+    """Their scale times the largest number of E4M3 overflows float32."""
     kernel = PARAMS["up"]["kernel"] / jnp.max(jnp.abs(PARAMS["up"]["kernel"])) * np.float32(3e38)
     assert decibels(kernel, kernel_of(stored_of({"kernel": kernel})["kernel"])) > 58
 
@@ -459,7 +459,7 @@ def test_the_product_with_a_swapped_weight_sends_its_gradient_to_the_parameter()
     np.testing.assert_allclose(turned, wanted.T, rtol=1e-6)
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Mistakes -------------------------------------------------------------------------------------------------------------
 def test_code_that_does_not_know_stored_weights_says_what_to_use():
     params = stored_of()
     with pytest.raises(TypeError, match=r"tcfp_jax\.value_and_grad"):
@@ -541,7 +541,7 @@ def test_what_scales_a_rewritten_weight_is_seen(factor, scaling):
 
 
 def test_a_copy_holds_the_halves_that_its_product_reads():
-    """`W_lo` for the transposed copy would be a byte that nobody reads."""
+    """A product that reads `W_hi` alone needs no `W_lo` in the transposed copy: it would be a wasted byte."""
     for recipe, halves in (("tcfp12_single", "hi"), ("tcfp12_fast", "hi+lo")):
         kernel = stored_of(recipe=tcfp_jax.recipe(recipe, copies="both"))["up"]["kernel"]
         for weight in (kernel, rewrite(kernel, kernel.dequantize())):

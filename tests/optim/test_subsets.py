@@ -1,4 +1,4 @@
-"""Optimizers that see a part of a model's weights: what they hold, what stays stored, and what is surely a mistake."""
+"""Optimizers that see a part of a model's weights hold that part, and a mapping without any match is an error."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Shardings of states follow from those of the parameters; states keep them, and their bits depend on no mesh."""
+"""Shardings of states follow from the parameters' shardings, steps keep them, and bits do not depend on the mesh."""
 
 import functools
 import re
@@ -62,7 +62,7 @@ FEEDBACK = optax.chain(
 )
 
 
-# What follows ---------------------------------------------------------------------------------------------------------
+# Shardings ------------------------------------------------------------------------------------------------------------
 
 
 def test_stored_parameters_and_their_moments():
@@ -319,7 +319,7 @@ TRANSFORMATIONS = {
 
 
 def types_of(function, *arguments):
-    """The types of what a function returns, shardings among them; nothing is compiled."""
+    """Return the types of a function's results, with their shardings; nothing is compiled."""
     shapes = jax.eval_shape(function, *arguments)
     return jax.tree.map(jax.typeof, shapes)
 
@@ -329,7 +329,7 @@ def strings(types):
 
 
 def matched(types, shardings):
-    """Whether the shardings in the types are those of `state_shardings`."""
+    """Return whether types have the shardings that `state_shardings` returns."""
     pairs = zip(jax.tree.leaves(types), jax.tree.leaves(shardings), strict=True)
     return all(
         kind.sharding.is_equivalent_to(NamedSharding(kind.sharding.mesh, s.spec), kind.ndim) for kind, s in pairs
