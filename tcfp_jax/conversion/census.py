@@ -166,8 +166,8 @@ def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) ->
 def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place: Place) -> Fact:
     name, at = eqn.primitive.name, operand_number(eqn, number)
     if at is not None and (source := inputs[at]).view is not None:
-        # Where a slice begins is unknown before the program runs, and makes no difference to the view.
-        view = move(source.view, eqn, number, [None] * len(eqn.invars[0].aval.shape))
+        # The start of a slice makes no difference to the view, so 0 stands for one that is not known yet.
+        view = move(source.view, eqn, number, [0] * max(1, len(eqn.invars[0].aval.shape)))
         if view is not None:
             return dataclasses.replace(source, view=view)
     found.read(eqn, inputs)

@@ -19,6 +19,7 @@ from tcfp_jax.conversion.policy import Examined, Include, Policy, Rules, by_hand
 from tcfp_jax.conversion.report import Report, check_strict, not_a_model, not_converted, nothing_converted
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.optim.feedback import layer_state
+from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -29,11 +30,11 @@ _Model = TypeVar("_Model")
 def convert_to_tcfp(
     model: _Model,
     recipe: Recipe | str,
-    *inputs: Any,
+    *inputs: PyTree,
     rules: Rules = None,
     include: Iterable[Include] | Include | None = None,
     strict: bool = False,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, PyTree] | None = None,
     rngs: flax_nnx.Rngs | flax_nnx.RngStream | None = None,
 ) -> _Model:
     """Return the model with every product of a parameter and an input computed by `recipe`.
@@ -106,7 +107,7 @@ def convert_to_tcfp(
     raise not_a_model(model)
 
 
-def survey(model: object, *inputs: Any, options: Mapping[str, Any] | None = None) -> Report:
+def survey(model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None) -> Report:
     """Return the report of every product of a parameter: its recipe, or the reason why it was left alone.
 
     Args:
@@ -127,7 +128,7 @@ def survey(model: object, *inputs: Any, options: Mapping[str, Any] | None = None
     return _examined(model, inputs, options, "survey")[0].report
 
 
-def find_weights(model: object, *inputs: Any, options: Mapping[str, Any] | None = None) -> dict[str, Weight]:
+def find_weights(model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None) -> dict[str, Weight]:
     """Return the weights of a converted model by parameter path, for `tcfp_jax.error_feedback` and `quantize_params`.
 
     Each weight has its own recipe, and the axes that its first converted product contracts; layers of a loop are a
@@ -194,7 +195,7 @@ def sync(model: flax_nnx.Module, optimizer: flax_nnx.Optimizer | None) -> None:
 
 
 @overload
-def export(model: Transformed) -> Callable[..., Any]: ...
+def export(model: Transformed) -> Callable[..., PyTree]: ...
 @overload
 def export(model: _Model) -> _Model: ...
 def export(model: Any) -> Any:
@@ -321,7 +322,7 @@ def _settled(name: str, found: Examined, chosen: Policy, *, strict: bool) -> tup
 
 
 def _examined(
-    model: object, inputs: tuple[Any, ...], options: Mapping[str, Any] | None, asked: str
+    model: object, inputs: tuple[PyTree, ...], options: Mapping[str, PyTree] | None, asked: str
 ) -> tuple[Examined, Policy]:
     """Return the decisions about a call of a model, and the policy of the model."""
     options, sampled = dict(options or {}), bool(inputs or options)
@@ -356,7 +357,7 @@ def _linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
     return linen_models.plain(model), linen_models.conversion_of(model) or Conversion(type(model), by_hand())
 
 
-def hand_out(model: flax_nnx.Module, weights: Mapping[str, Any]) -> int:
+def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
     """Give stored weights to the layers written by hand and to the converted modules; return how many were taken."""
     own = {paths.join(path, nnx.kernel_name(layer)): layer for path, layer in _own_layers(model).items()}
     for path in set(weights) & set(own):
@@ -370,7 +371,7 @@ def _own_layers(model: flax_nnx.Module) -> dict[str, Any]:
     return {p: m for p, m in nnx_models.modules_of(model).items() if isinstance(m, nnx.LowPrecision | nnx.TCFPEmbed)}
 
 
-def _devices_of(tree: Any) -> int:
+def _devices_of(tree: PyTree) -> int:
     """Return the largest number of shards of any array in the tree; an array without a sharding counts as one."""
     shards = [1]
     for leaf in jax.tree.leaves(tree):
@@ -380,7 +381,7 @@ def _devices_of(tree: Any) -> int:
     return max(shards)
 
 
-def _check_inputs(inputs: tuple[Any, ...]) -> None:
+def _check_inputs(inputs: tuple[PyTree, ...]) -> None:
     for value in jax.tree.leaves(inputs):
         if isinstance(value, str):
             raise TypeError(f"the input {value[:40]!r} is a string; pass arrays, such as the tokens that it stands for")

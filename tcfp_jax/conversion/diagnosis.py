@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tcfp_jax.conversion.report import Record
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
+from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.layout import Weight
@@ -104,11 +106,11 @@ class Diagnosis:
 
 
 def diagnose(
-    model: Any,
-    *inputs: Any,
+    model: nn.Module | flax_nnx.Module | Callable[..., PyTree],
+    *inputs: PyTree,
     recipe: Recipe | str = "tcfp12_fast",
-    params: Any = None,
-    options: dict[str, Any] | None = None,
+    params: PyTree = None,
+    options: dict[str, PyTree] | None = None,
 ) -> Diagnosis:
     """Print and return the effect of `recipe` on every layer: eligibility, bytes, signal-to-noise ratio and speed.
 
@@ -206,7 +208,7 @@ def _points(recipe: Recipe) -> list[tuple[float, float]]:
     return sorted((2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows)
 
 
-def _line(record: Record, usual: Policy, kernel: Any) -> Line:
+def _line(record: Record, usual: Policy, kernel: jax.Array | None) -> Line:
     product, recipe = record.product, record.recipe
     assert recipe is not None
     choice, size = usual.choose(product), math.prod(product.shape)
@@ -240,7 +242,7 @@ def _refused(record: Record) -> Line:
                 None, None)  # fmt: skip
 
 
-def _rounded(kernel: Any, record: Record, recipe: Recipe) -> tuple[float, float | None]:
+def _rounded(kernel: jax.Array, record: Record, recipe: Recipe) -> tuple[float, float | None]:
     """Return the signal over rounding noise in dB of a part of a kernel, and `Line.exact` of it.
 
     The part is the first values, quantized as one tensor. For FP4 it is whole rows of the first matrix `[n, k]`,

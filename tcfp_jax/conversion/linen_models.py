@@ -25,10 +25,11 @@ from tcfp_jax.conversion.policy import Examined, Policy
 from tcfp_jax.conversion.trace import trace
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
 
 # Nested mappings, of arrays or of shapes.
-_Tree = Mapping[str, Any]
+_Tree = Mapping[str, PyTree]
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,15 +77,13 @@ def conversion_of(model: object) -> Conversion | None:
     return getattr(type(model), "tcfp_conversion", None)
 
 
-def examine(
-    model: nn.Module, policy: Policy, inputs: tuple[Any, ...], options: Mapping[str, Any]
-) -> tuple[Examined, _Tree]:
+def examine(model: nn.Module, policy: Policy, inputs: tuple[PyTree, ...], options: _Tree) -> tuple[Examined, _Tree]:
     """Return the decisions about a call of an unconverted model, and the shapes of its parameters."""
     rngs = {name: jax.random.key(0) for name in ("params", "dropout", "tcfp")}
     variables = nn.meta.unbox(_shapes(lambda *args, **kwargs: model.init(rngs, *args, **kwargs), inputs, options))
     rest = {name: value for name, value in variables.items() if name != "params"}
 
-    def call(params: _Tree, rest: _Tree, *args: Any, **kwargs: Any) -> Any:
+    def call(params: _Tree, rest: _Tree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         with switched_off(policy.off, policy.is_off):
             return model.apply({"params": params, **rest}, *args, rngs=rngs, mutable=nn.DenyList("params"), **kwargs)
 
@@ -92,7 +91,7 @@ def examine(
     return Transformed(call, policy, 0, stateful=True).examine(params, rest, *inputs, **options), params
 
 
-def _apply(self: Any, variables: _Tree, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+def _apply(self: Any, variables: _Tree, *args: PyTree, method: Any = None, **kwargs: PyTree) -> PyTree:
     """Run `nn.Module.apply`, with a function that is not a method of the module converted as if it were one.
 
     Models of transformers encode and decode by such functions, which take a part of the module and call it.
@@ -104,13 +103,13 @@ def _apply(self: Any, variables: _Tree, *args: Any, method: Any = None, **kwargs
         given = method
 
         @functools.wraps(given)
-        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def method(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return _call(module, given, args, kwargs)
 
     return super(type(self), self).apply(variables, *args, method=method, **kwargs)
 
 
-def _call(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Run any method of a converted module; it overrides `nn.Module._call_wrapped_method`."""
     original, name = super(type(self), self)._call_wrapped_method, getattr(fun, "__name__", "function")
     if self.scope is None or self.is_initializing() or name == "setup":
@@ -137,7 +136,7 @@ def _call(self: Any, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         # Another method than `__call__` may have fewer parameters than the state has weights.
         state = {path: weight for path, weight in state.items() if path in paths.leaves(params)}
 
-    def call(params: _Tree, rest: _Tree, rngs: _Tree, args: tuple[Any, ...], kwargs: _Tree) -> Any:
+    def call(params: _Tree, rest: _Tree, rngs: _Tree, args: tuple[PyTree, ...], kwargs: _Tree) -> PyTree:
         # Patterns of a converted model around this one are not for layers of this one: having none is a choice, too.
         switched = conversion.policy.off or OFF.get() is not None
         off = switched_off(conversion.policy.off, conversion.policy.is_off) if switched else contextlib.nullcontext()
@@ -193,7 +192,7 @@ def _known_shapes(conversion: Conversion, absent: Mapping[str, Stored]) -> _Tree
 
 
 def _shapes_of_call(
-    model: nn.Module, fun: Callable[..., Any], rngs: _Tree, args: tuple[Any, ...], kwargs: _Tree
+    model: nn.Module, fun: Callable[..., PyTree], rngs: _Tree, args: tuple[PyTree, ...], kwargs: _Tree
 ) -> _Tree:
     """Return the shapes of the parameters that a method makes when it initializes the model."""
     init = nn.init(lambda module, *args, **kwargs: nn.Module._call_wrapped_method(module, fun, args, kwargs), model)
@@ -211,7 +210,7 @@ def _shapes_of_call(
     return nn.meta.unbox(shapes).get("params", {})
 
 
-def _shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: _Tree) -> Any:
+def _shapes(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: _Tree) -> PyTree:
     """Run `jax.eval_shape` with arguments of which some are not arrays."""
     program = trace(function, args, kwargs)
     return program.rebuild(program.outputs)
@@ -235,7 +234,7 @@ def _check_parameters(name: str, absent: Mapping[str, Stored], params: _Tree, sh
         )
 
 
-def _completed(params: Any, shapes: Any, cast: Mapping[jnp.dtype, jnp.dtype]) -> Any:
+def _completed(params: PyTree, shapes: PyTree, cast: Mapping[jnp.dtype, jnp.dtype]) -> PyTree:
     """Return the parameters, with a shape for each one of which only the stored form exists."""
     if not isinstance(shapes, Mapping):
         return jax.ShapeDtypeStruct(shapes.shape, cast.get(shapes.dtype, shapes.dtype)) if params is None else params
@@ -243,7 +242,7 @@ def _completed(params: Any, shapes: Any, cast: Mapping[jnp.dtype, jnp.dtype]) ->
     return {**held, **{name: _completed(held.get(name), below, cast) for name, below in shapes.items()}}
 
 
-def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[jnp.dtype, jnp.dtype]:
+def _cast(held: _Tree, shapes: _Tree) -> dict[jnp.dtype, jnp.dtype]:
     """Map each dtype of `init` to the dtype that all remaining parameters of it have now.
 
     A stored weight does not know the dtype that its parameter had, and the layer's result has that dtype. A model whose
@@ -255,11 +254,11 @@ def _cast(held: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[jnp.dtype,
     return {dtype: next(iter(found)) for dtype, found in became.items() if len(found) == 1}
 
 
-def _reduce(self: Any) -> Any:
+def _reduce(self: Any) -> tuple[object, ...]:
     """Pickle a converted model without its class, which no module holds."""
     conversion = type(self).tcfp_conversion
     return _again, (conversion.base, fields_of(self), conversion.policy)
 
 
-def _again(base: type[nn.Module], fields: dict[str, Any], policy: Policy) -> Any:
+def _again(base: type[nn.Module], fields: dict[str, Any], policy: Policy) -> nn.Module:
     return converted(base(**fields, parent=None), Conversion(base, policy))

@@ -19,6 +19,7 @@ from tcfp_jax import paths
 from tcfp_jax.conversion.policy import Examined, Policy
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
+from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.training import is_stored
 
 # The attributes that conversion adds to a module. They are gone inside of a call, and after `export`.
@@ -27,7 +28,6 @@ _PATH, _STORED, _SAMPLE, _KEYS = _ADDED = ("tcfp_path", "tcfp_stored", "tcfp_sam
 _CLASSES: dict[tuple[type, Policy], type] = {}
 # Policies whose weights `find_weights` gave out, to be kept in an optimizer, and that `sync` has not given back yet.
 AWAITED: set[Policy | None] = set()
-
 # The path of a node in a model: names of attributes and numbers in lists.
 Path = tuple[Any, ...]
 
@@ -35,11 +35,11 @@ Path = tuple[Any, ...]
 class Sample:
     """The sample arguments of a conversion as shapes, equal if these are equal: it is part of a model's graph."""
 
-    def __init__(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    def __init__(self, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> None:
         shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         self.args, self.options = jax.tree.map(shape, (args, dict(options)))
 
-    def _key(self) -> Any:
+    def _key(self) -> tuple[object, ...]:
         leaves, treedef = jax.tree.flatten((self.args, self.options))
         return treedef, tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else repr(leaf) for leaf in leaves)
 
@@ -80,7 +80,7 @@ def conversion_of(module: object) -> Policy | None:
 
 
 def convert(
-    model: Any, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: nnx.RngStream | None = None
+    model: nnx.Module, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: nnx.RngStream | None
 ) -> None:
     """Give converted classes to the modules that hold these weights, or any parameter if the weights are unknown."""
     if weights is None:
@@ -120,7 +120,7 @@ def sample_of(model: object) -> Sample | None:
     return getattr(model, _SAMPLE, None)
 
 
-def store(model: nnx.Module, weights: Mapping[str, Any]) -> int:
+def store(model: nnx.Module, weights: Mapping[str, PyTree]) -> int:
     """Let the modules of a model hold stored weights, by the path of the parameter; return how many were taken."""
     AWAITED.discard(conversion_of(model))
     modules, taken = modules_of(model), 0
@@ -146,7 +146,7 @@ def forget(model: nnx.Module) -> int:
     return len(held)
 
 
-def stored_weights(model: nnx.Module) -> dict[str, Any]:
+def stored_weights(model: nnx.Module) -> dict[str, PyTree]:
     """Return the stored weights that the modules hold now, by path."""
     read = lambda variable: variable[...] if _is_variable(variable) else variable
     return {
@@ -162,7 +162,7 @@ def rename(model: nnx.Module, chosen: Policy) -> None:
             object.__setattr__(module, "__class__", _class_of(own_class(module), chosen))
 
 
-def examine(model: nnx.Module, chosen: Policy, args: tuple[Any, ...], options: Mapping[str, Any]) -> Examined:
+def examine(model: nnx.Module, chosen: Policy, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> Examined:
     """Return the decisions of a policy about a call of the model."""
     call = _Call(model, own_class(model).__call__, args, options)
     return call.transformed(chosen).examine(*call.arguments)
@@ -200,8 +200,8 @@ def _is_method(value: object) -> bool:
     return not (inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner))
 
 
-def _method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **options: Any) -> Any:
+def _method(original: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
+    def method(self: Any, *args: PyTree, **options: PyTree) -> PyTree:
         chosen = conversion_of(self)
         assert chosen is not None
         return _Call(self, original, args, options).run(chosen)
@@ -218,33 +218,33 @@ def _strip(module: nnx.Module) -> None:
     object.__setattr__(module, "__class__", own_class(module))
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
+def _reduce(self: Any, protocol: int) -> tuple[object, ...]:
     """Pickle a converted module without its class, which no Python module holds."""
     return _again, (own_class(self), conversion_of(self)), dict(vars(self))
 
 
-def _again(base: type, chosen: Policy) -> Any:
+def _again(base: type, chosen: Policy) -> object:
     return object.__new__(_class_of(base, chosen))
 
 
 class _Call:
     """One call of a method: its variables and arguments as trees of arrays, and the pure function of them."""
 
-    def __init__(self, model: nnx.Module, original: Callable[..., Any], args: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nnx.Module, original: Callable[..., PyTree], args: PyTree, options: PyTree) -> None:
         self.model, self.original = model, original
         leaves, self._treedef = jax.tree.flatten((args, dict(options)), is_leaf=_is_node)
         # Modules among the arguments are split together with the model, because they may share variables with it.
-        self._nodes = [model, *(leaf for leaf in leaves if _is_node(leaf))]
         self._places = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
+        self._nodes = [model, *(leaves[i] for i in self._places)]
         self._graphdef, state = nnx.split(self._nodes)
-        params: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
+        params: dict[str, PyTree] = {}
+        rest: dict[str, PyTree] = {}
         self._state = []
         for path, variable in _flat_state(state):
             own = path[0] == 0 and isinstance(variable, nnx.Param)  # node 0 is the model
-            values, name = (params, path[1:]) if own else (rest, path)
-            values["/".join(map(str, name))] = _raw(variable)
-            self._state.append((path, variable, own, "/".join(map(str, name))))
+            name = "/".join(map(str, path[1:] if own else path))
+            (params if own else rest)[name] = _raw(variable)
+            self._state.append((path, variable, own, name))
         self._absent = absent_of(model)
         for at, (kernel, _) in self._absent.items():
             params[at] = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)  # only its stored form has values
@@ -255,7 +255,7 @@ class _Call:
         prefix = getattr(self.model, _PATH, "")
         return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix, stateful=True)
 
-    def run(self, chosen: Policy) -> Any:
+    def run(self, chosen: Policy) -> PyTree:
         """Return the method's result, and write its changes back to the model."""
         params, stored = self.arguments[0], stored_weights(self.model)
         # The warning is for training only; a tracer of a derivative is the one sign of it that a call can see.
@@ -281,7 +281,7 @@ class _Call:
                 setattr(nodes[path], name, value)
         return jax.tree.map(lambda leaf: nodes[leaf.path] if isinstance(leaf, _Node) else leaf, out)
 
-    def _pure(self, params: Mapping[str, Any], rest: Mapping[str, Any], inputs: list[Any]) -> Any:
+    def _pure(self, params: Mapping[str, PyTree], rest: Mapping[str, PyTree], inputs: list[PyTree]) -> PyTree:
         state = []
         for path, variable, own, name in self._state:
             value = (params if own else rest)[name]
@@ -306,14 +306,14 @@ class _Call:
         out = jax.tree.map(lambda leaf: _Node(places[id(leaf)]) if known(leaf) else leaf, out, is_leaf=known)
         return out, _changes(nodes, before, values, absent)
 
-    def _materialize(self, nodes: Any, params: Mapping[str, Any]) -> set[tuple[Path, Any]]:
+    def _materialize(self, nodes: Any, params: Mapping[str, PyTree]) -> set[Path]:
         """Put traced parameters where the model has shapes, one for all places of a shared parameter; return where."""
         owners, found = dict(nnx.iter_graph(nodes)), set()
         for path, (_, places) in self._absent.items():
             parameter = nnx.Param(params[path])
             for place in places:
                 put(owners[0, *place[:-1]], place[-1], parameter)
-                found.add(((0, *place[:-1]), place[-1]))
+                found.add((0, *place))
         return found
 
 
@@ -328,7 +328,7 @@ class _Gone:
     """Stands for an attribute that a method deleted."""
 
 
-def _changes(nodes: Any, before: Mapping[Path, Any], values: Mapping[Path, Any], absent: set[tuple[Path, Any]]) -> Any:
+def _changes(nodes: PyTree, before: dict[Path, PyTree], values: dict[Path, PyTree], absent: set[Path]) -> PyTree:
     """Return `[(path, value)]` of changed variables and `[(path, name, value)]` of changed attributes of modules.
 
     `before` holds the attributes of the modules, and `values` the flattened values of the variables, before the method
@@ -347,7 +347,7 @@ def _changes(nodes: Any, before: Mapping[Path, Any], values: Mapping[Path, Any],
     for path, module in _nodes_of(nodes, nnx.Module).items():
         now, old = vars(module), before.get(path, vars(module))
         for name in {*now, *old}:
-            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (path, name) in absent:
+            if name.startswith("_pytree__") or now.get(name, _Gone) is old.get(name, _Gone) or (*path, name) in absent:
                 continue
             value = now.get(name, _Gone())
             if isinstance(value, nnx.Module):
@@ -361,7 +361,7 @@ def _changes(nodes: Any, before: Mapping[Path, Any], values: Mapping[Path, Any],
     return list(changed.items()), [(path, name, value) for (path, name), value in attributes.items()]
 
 
-def _flat_state(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _flat_state(state: Any, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
     """Yield the variables of a state by path, in its own order: paths mix names and numbers, which have none."""
     for name, value in state.items():
         if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
@@ -370,7 +370,7 @@ def _flat_state(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield (*path, name), value
 
 
-def _raw(variable: Any) -> Any:
+def _raw(variable: Any) -> PyTree:
     """Return the value of a variable; an array that is an attribute without a variable is its own value."""
     return variable.get_raw_value() if _is_variable(variable) else variable
 
@@ -392,7 +392,7 @@ def absent_of(model: nnx.Module) -> dict[str, tuple[Absent, list[Path]]]:
     return {"/".join(map(str, places[0])): (node, places) for node, places in found.values()}
 
 
-def put(owner: Any, name: Any, value: Any) -> None:
+def put(owner: Any, name: str | int, value: object) -> None:
     """Set an attribute of a module, or an entry of a list or a dict of modules."""
     if isinstance(name, int) or isinstance(owner, dict):
         owner[name] = value

@@ -27,6 +27,7 @@ from tcfp_jax.weights.layout import Weight
 
 Include = Literal["linear", "head", "small", "measured", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
+Leaves = Mapping[str, jax.Array | jax.ShapeDtypeStruct]  # parameters by path
 Rules = Mapping[str, Recipe | str | None] | Iterable[Rule] | None
 
 # The traffic of its operands bounds a matrix with a side below this, whatever its other side is. Products of 4096 and a
@@ -233,7 +234,7 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
-def _checked(rule: Any) -> Rule:
+def _checked(rule: object) -> Rule:
     if callable(rule):
         return rule
     if not isinstance(rule, tuple | list) or len(rule) != 2:
@@ -263,7 +264,7 @@ class Examined:
 
     program: Program
     census: Census
-    leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct]
+    leaves: Leaves
     prefix: str
     plan: Plan
     report: Report
@@ -280,7 +281,7 @@ class Examined:
         return settled, self.by(settled)
 
 
-def judge(program: Program, found: Census, leaves: Mapping[str, Any], chosen: Policy, prefix: str = "") -> Examined:
+def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = "") -> Examined:
     """Return the decisions of a policy about a program, from the census of the program."""
     # Rules know a parameter by its path in the whole model, also if a part of the model is called by itself.
     named = found.products
@@ -317,7 +318,7 @@ def judge(program: Program, found: Census, leaves: Mapping[str, Any], chosen: Po
     return Examined(program, found, leaves, prefix, plan_of(steps), report, weights, gains)
 
 
-def _gains(found: Census, leaves: Mapping[str, Any]) -> frozenset[str]:
+def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
     """Return vectors that multiply an input, and the other vectors of their layers, which are added to one."""
     vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
     gains = {path for path in vectors if "mul" in found.reads.get(path, ())}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Tensor
 from pallas_kernels.specs import entries, regrouped, ungrouped
 from tcfp_jax.conversion.trace import SHAPES
-from tcfp_jax.conversion.views import Axes, Equation, Factors, Shape, View
+from tcfp_jax.conversion.views import Axes, Equation, Factors, Shape, Start, View
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored, quantize_weight
@@ -48,7 +48,7 @@ class Shown:
     stacked: tuple[int, ...] = _static()
     dtype: str = _static()
     local: jax.Array | None = None
-    gathers: tuple[tuple[int, Any], ...] = _static(default=())
+    gathers: tuple[tuple[int, Hashable], ...] = _static(default=())
 
     @staticmethod
     def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: DTypeLike | None = None) -> "Shown":
@@ -131,7 +131,7 @@ class Shown:
         root = None if self.root is None else _split(self.root, view.sizes)
         return self._with(view, root=root, local=self.local if kept else None)
 
-    def at(self, axis: int, index: Any) -> "Shown":
+    def at(self, axis: int, index: Start) -> "Shown":
         """Return one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
@@ -139,14 +139,14 @@ class Shown:
         entry = one(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays))
         return entry._with(self.view.at(axis, index))
 
-    def part(self, axis: int, start: Any, size: int) -> "Shown":
+    def part(self, axis: int, start: Start, size: int) -> "Shown":
         """Return some neighbouring entries of an axis; no stored form serves them."""
         if not self.axes[axis]:
             return self
         root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
         return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
 
-    def gather(self, axis: int, name: Any, devices: int) -> "Shown | None":
+    def gather(self, axis: int, name: Hashable, devices: int) -> "Shown | None":
         """Return all devices' parts of an axis; XLA gathers the float numbers only if something reads them."""
         view = self.view.gather(axis, name, devices)
         if view is None or (self.gathers and self.local is None):

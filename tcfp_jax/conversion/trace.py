@@ -16,6 +16,7 @@ from jax.extend import core, source_info_util
 from tcfp_jax.conversion.report import Product
 from tcfp_jax.conversion.views import Equation, View, factors, layout_of
 from tcfp_jax.layers import Absent
+from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import Mark
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -26,8 +27,6 @@ CHECKPOINTS = ("remat2", "checkpoint", "remat")
 # Shapes that stand for arrays without values.
 SHAPES = (jax.ShapeDtypeStruct, Absent)
 _Value = TypeVar("_Value")
-
-
 # A program and its constants.
 Body = tuple[core.Jaxpr, Sequence[Any]]
 
@@ -43,10 +42,10 @@ class Program(NamedTuple):
 
     jaxpr: core.ClosedJaxpr
     outputs: list[jax.ShapeDtypeStruct]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
 
 
-def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+def trace(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Program:
     """Trace a function whose arguments and result may hold strings, modules and other values besides arrays.
 
     >>> program = trace(lambda x, how: (x + 1, how), (jax.numpy.ones(2), "up"), {})
@@ -57,7 +56,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     rebuild: Any = None
 
     # A new function for every call: no cache holds a trace of it, so none can be stale.
-    def run(arrays: list[Any]) -> list[Any]:
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
         nonlocal rebuild
         args, kwargs = rebuild_arguments(arrays)
         outputs, rebuild = _split(function(*args, **kwargs))
@@ -67,25 +66,27 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     return Program(jaxpr, outputs, rebuild)
 
 
-def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def _split(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]]:
     """Return the arrays of a tree, and the function that puts other arrays in their places."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     others = [None if is_array(leaf) else leaf for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def rebuild(arrays: Sequence[Any]) -> Any:
+    def rebuild(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> PyTree:
         filled = list(others)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
         return treedef.unflatten(filled)
 
     # make_jaxpr knows shapes by JAX's own class only.
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
+    shape: Callable[[Any], Any] = lambda leaf: (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
+    )
     return [shape(leaves[place]) for place in places], rebuild
 
 
-def arrays_in(tree: Any) -> list[Any]:
+def arrays_in(tree: PyTree) -> list[jax.Array]:
     """Return the arrays of a tree, in the order of the inputs of a `Program`."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
@@ -124,7 +125,7 @@ def eval_jaxpr(
     return [read(var) for var in jaxpr.outvars]
 
 
-def bind(eqn: Equation, arrays: Sequence[Any]) -> list[Any]:
+def bind(eqn: Equation, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the outputs of an equation, unchanged."""
     found = eqn.primitive.get_bind_params(eqn.params)
     functions, params = found if isinstance(found, tuple) else ((), found)  # jax 0.11 returns the parameters alone

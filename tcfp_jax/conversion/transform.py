@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from jax.typing import DTypeLike
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.census import Fact, census
@@ -25,12 +26,16 @@ from tcfp_jax.conversion.report import check_state, check_strict, nothing_conver
 from tcfp_jax.conversion.shown import Shown
 from tcfp_jax.conversion.trace import SHAPES, arrays_in, is_array, trace
 from tcfp_jax.conversion.views import View
+from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight, check_fits
 from tcfp_jax.weights.stored import Stored, quantize_weight
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import is_stored, kernel_of, training_of, values_of
+
+_Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
+_Args = tuple[PyTree, ...]
 
 
 class Transformed:
@@ -43,7 +48,7 @@ class Transformed:
     """
 
     def __init__(
-        self, function: Callable[..., Any], chosen: Policy, params: int, *, strict: bool = False, name: str = "",
+        self, function: Callable[..., PyTree], chosen: Policy, params: int, *, strict: bool = False, name: str = "",
         prefix: str = "", stateful: bool = False,
     ) -> None:  # fmt: skip
         """Take the argument with the parameters; that after it may be other state, such as running averages."""
@@ -53,8 +58,8 @@ class Transformed:
         self._prefix, self._stateful = prefix, stateful
 
     def __call__(
-        self, *args: Any, stored: Mapping[str, Any] | None = None, product_key: jax.Array | None = None, **kwargs: Any
-    ) -> Any:
+        self, *args: PyTree, stored: _Tree | None = None, product_key: jax.Array | None = None, **kwargs: PyTree
+    ) -> PyTree:
         """Return the function's result.
 
         Args:
@@ -76,12 +81,12 @@ class Transformed:
         return self._run(found, args, kwargs, stored, product_key)
 
     def evaluate(
-        self, *args: Any, stored: Mapping[str, Any] | None = None, product_key: jax.Array | None = None, **kwargs: Any
-    ) -> Any:
+        self, *args: PyTree, stored: _Tree | None = None, product_key: jax.Array | None = None, **kwargs: PyTree
+    ) -> PyTree:
         """Return the function's result even if nothing is converted: a method of a model may multiply nothing."""
         return self._run(self.examine(*args, **kwargs), args, kwargs, stored, product_key)
 
-    def examine(self, *args: Any, **kwargs: Any) -> Examined:
+    def examine(self, *args: PyTree, **kwargs: PyTree) -> Examined:
         """Return the function's program and the decisions about it; nothing is computed.
 
         Raises:
@@ -101,7 +106,7 @@ class Transformed:
         ]
         return judge(program, census(program.jaxpr, facts), leaves, self.policy, self._prefix)
 
-    def run_on(self, machine: Machine, found: Examined, args: tuple[Any, ...], probes: Mapping[str, Any]) -> list[Any]:
+    def run_on(self, machine: Machine, found: Examined, args: _Args, probes: _Tree) -> list[jax.Array]:
         """Return the arrays of the result from another machine, whose products find `probes` as stored weights."""
         own = [Shown.of(leaf, probes.get(path), found.weights.get(path)) for path, leaf in found.leaves.items()]
         return self._outputs(machine, found, own, self._others(args, {}))
@@ -113,9 +118,7 @@ class Transformed:
             stateful=self._stateful,
         )  # fmt: skip
 
-    def _run(
-        self, found: Examined, args: Any, kwargs: Any, stored: Mapping[str, Any] | None, key: jax.Array | None
-    ) -> Any:
+    def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
         trained = self._trained(args)
         kept = {path: values_of(leaf) for path, leaf in trained.items()} | paths.entries(stored or {})
         absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
@@ -130,24 +133,24 @@ class Transformed:
         return found.program.rebuild(outputs)
 
     def _outputs(
-        self, machine: Machine, found: Examined, own: list[Shown], others: tuple[list[Any], list[Any]],
+        self, machine: Machine, found: Examined, own: list[Shown], others: tuple[list[jax.Array], list[jax.Array]],
         key: jax.Array | None = None,
     ) -> list[jax.Array]:  # fmt: skip
         jaxpr, (before, after) = found.program.jaxpr, others
         outputs = machine.run((jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key)
         return bare(outputs, jaxpr.jaxpr.outvars)
 
-    def _others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    def _others(self, args: _Args, kwargs: _Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the arrays of the arguments before and after the parameters, in the order of the program's inputs."""
         before = arrays_in(args[: self._params]) if self._params else []
         return before, arrays_in((args[self._params + 1 :], dict(kwargs)))
 
-    def _trained(self, args: tuple[Any, ...]) -> dict[str, Stored]:
+    def _trained(self, args: _Args) -> dict[str, Stored]:
         """Return the parameters that are stored weights themselves, by path."""
         leaves = paths.leaves(args[self._params], lambda node: isinstance(node, Stored))
         return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
 
-    def _floats(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _floats(self, args: _Args) -> _Args:
         """Return the arguments with float parameters instead of stored ones.
 
         Code that is not a product reads the floats. A program without such code never computes them.
@@ -164,7 +167,9 @@ class Transformed:
         return (*args[: self._params], floats, *args[self._params + 1 :])
 
 
-def _parameter(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: Any, *, rounded: bool) -> Shown:
+def _parameter(
+    leaf: Any, stored: PyTree, weight: Weight | None, gradient_dtype: DTypeLike | None, *, rounded: bool
+) -> Shown:
     """Return a parameter as an input of the program, with its stored form if that fits."""
     if isinstance(stored, PackedTCFP12):
         if weight is not None and not isinstance(
@@ -197,7 +202,7 @@ def _quantized(kernel: jax.Array, weight: Weight) -> Stored:
 
 
 def transform(
-    fn: Callable[..., Any],
+    fn: Callable[..., PyTree],
     recipe: Recipe | str,
     *,
     params: int = 0,

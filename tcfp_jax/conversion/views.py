@@ -14,10 +14,11 @@ views hold arrays, therefore moves by the same rules as the census.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
@@ -35,6 +36,7 @@ _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
+Start = jax.Array | int  # where a slice begins
 
 
 class Equation(Protocol):
@@ -56,9 +58,9 @@ class _Movable(Protocol):
     def arrange(self, axes: Sequence[int | None]) -> Self: ...
     def cast(self, dtype: DTypeLike) -> Self: ...
     def reshape(self, old: Shape, new: Shape) -> Self | None: ...
-    def at(self, axis: int, index: Any) -> Self: ...
-    def part(self, axis: int, start: Any, size: int) -> Self: ...
-    def gather(self, axis: int, name: Any, devices: int) -> Self | None: ...
+    def at(self, axis: int, index: Start) -> Self: ...
+    def part(self, axis: int, start: Start, size: int) -> Self: ...
+    def gather(self, axis: int, name: Hashable, devices: int) -> Self | None: ...
     def same(self, eqn: Equation) -> Self: ...
 
 
@@ -155,18 +157,18 @@ class View:
             taken=(*self.taken, lost) if alone else self.taken, whole=self.whole and alone,
         )  # fmt: skip
 
-    def at(self, axis: int, index: Any) -> "View":
+    def at(self, axis: int, index: Start) -> "View":
         """Return the view of one entry of an axis, which stays with size 1."""
         if not self.axes[axis]:
             return self
         moved = self.drop(axis)
         return dataclasses.replace(moved, axes=(*moved.axes[:axis], (), *moved.axes[axis:]))
 
-    def part(self, axis: int, start: Any, size: int) -> "View":
+    def part(self, axis: int, start: Start, size: int) -> "View":
         """Return the view of some neighbouring entries of an axis."""
         return self._resized(axis, size, whole=False) if self.axes[axis] else self
 
-    def gather(self, axis: int, name: Any, devices: int) -> "View | None":
+    def gather(self, axis: int, name: Hashable, devices: int) -> "View | None":
         """Return the view of all devices' parts of an axis, joined in order; None if the axis has several atoms."""
         if len(self.axes[axis]) != 1:
             return None
@@ -201,7 +203,7 @@ def operand_number(eqn: Equation, number: int) -> int | None:
     return 0 if len(eqn.invars) == 1 or name in ("dynamic_slice", "gather") else None
 
 
-def move(view: _V, eqn: Equation, number: int, starts: Sequence[Any]) -> _V | None:
+def move(view: _V, eqn: Equation, number: int, starts: Sequence[Start]) -> _V | None:
     """Return the view that output `number` of an equation is, or None if it shows no parameter.
 
     Args:
@@ -238,7 +240,7 @@ def move(view: _V, eqn: Equation, number: int, starts: Sequence[Any]) -> _V | No
     return None
 
 
-def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Any]) -> _V | None:
+def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Start]) -> _V | None:
     for axis, (before, after) in enumerate(zip(old, new, strict=True)):
         if before != after:
             if len(view.axes[axis]) > 1:
@@ -247,7 +249,7 @@ def _sliced(view: _V, old: Shape, new: Shape, starts: Sequence[Any]) -> _V | Non
     return view
 
 
-def _gathered(view: _V, eqn: Equation, starts: Sequence[Any]) -> _V | None:
+def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
     """Return the view of `w[i]` with a single index; a gather of several rows is a lookup and not a view."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     collapsed, old = tuple(numbers.collapsed_slice_dims), eqn.invars[0].aval.shape
@@ -257,7 +259,7 @@ def _gathered(view: _V, eqn: Equation, starts: Sequence[Any]) -> _V | None:
     axis = collapsed[0]
     if any(size != old[i] for i, size in enumerate(sizes) if i != axis):
         return None
-    moved = view.at(axis, starts[0] if starts else None)
+    moved = view.at(axis, starts[0])
     return moved.arrange([i for i in range(len(old)) if i != axis])
 
 
