@@ -76,7 +76,12 @@ def cast(
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     if array.size == 0:
         return array
-    rounded = lambda array, key: _rounded(array, datatype, modes, key)
+
+    def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
+        if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and cast_kernel.wanted():
+            return _in_one_pass(x, datatype, modes)
+        return _define(x, datatype, modes, key)
+
     # Tables are looked up and tiles are cut, which explicit axes refuse.
     same = PartitionSpec(*entries_of(array))
     return _straight_through(array, with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(array), key))
@@ -90,12 +95,6 @@ def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
 @_straight_through.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[1], tangents[0]
-
-
-def _rounded(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
-    if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and cast_kernel.wanted():
-        return _in_one_pass(x, datatype, modes)
-    return _define(x, datatype, modes, key)
 
 
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))

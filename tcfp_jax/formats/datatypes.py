@@ -126,10 +126,7 @@ def datatype(
     made = DataType(spec, shared, residual, name or (spec.name if shared is None else f"{spec.name}_{shared.name}"))
     if residual is not None and residual.residual is not None:
         raise ValueError(f"{made.name}: its residual {residual.name} has a residual of its own; use one level")
-    if shared is None:
-        _check_unscaled(made)
-    else:
-        _check_scaled(made, shared)
+    _check(made)
     return made
 
 
@@ -141,21 +138,16 @@ def _number(code: "str | DTypeLike | NumberSpec | CodebookSpec") -> NumberSpec |
     return number(code)
 
 
-def _check_unscaled(made: DataType) -> None:
-    if isinstance(made.number, CodebookSpec) and made.number.selector_bits:
-        raise ValueError(f"{made.name}: a codebook of several tables is selected tile by tile; add a scale")
-    _check_width(made)
-
-
-def _check_width(made: DataType) -> None:
-    spec = made.number
+def _check(made: DataType) -> None:
+    spec, shared, name = made.number, made.scale, made.name
     if isinstance(spec, NumberSpec) and spec.is_integer and spec.mbits > 24:
-        raise ValueError(f"{made.name}: {spec.name} has more digits than float32's 24, in which casts work; use int25")
-
-
-def _check_scaled(made: DataType, shared: ScaleSpec) -> None:
-    spec, name = made.number, made.name
-    _check_width(made)
+        raise ValueError(f"{name}: {spec.name} has more digits than float32's 24, in which casts work; use int25")
+    if shared is None:
+        if isinstance(spec, CodebookSpec) and spec.selector_bits:
+            raise ValueError(
+                f"{name}: a tile selects among a codebook's tables, so there must be tiles; add a scale"
+            )
+        return
     if isinstance(spec, CodebookSpec):
         if shared.offset or shared.zero:
             raise ValueError(f"{name}: a codebook takes neither subtile offsets nor a zero point")

@@ -243,11 +243,7 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
 def _factor_of(parts: Parts) -> jax.Array:
     """Return the factor of the values of each tile."""
     assert parts.scale is not None
-    return _two_level(parts.scale, parts.outer)
-
-
-def _two_level(factor: jax.Array, outer: jax.Array | None) -> jax.Array:
-    return factor if outer is None else _settled(factor * outer)
+    return parts.scale if parts.outer is None else _settled(parts.scale * parts.outer)
 
 
 def _settled(values: jax.Array) -> jax.Array:

@@ -83,7 +83,8 @@ def choose_exponent(
         limit = number.midmax if mode in ("midmax", "auto") else number.maxfloat
         wanted = wanted + (mantissa > (int(np.float32(limit).view(np.int32)) & _MANTISSA)).astype(jnp.int32)
     smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1) if mode == "mse" else scale.emin
-    return jnp.clip(wanted, smallest, _largest_exponent(number, scale)), wanted
+    # The largest value of the number, times the scale, must be a float32.
+    return jnp.clip(wanted, smallest, min(scale.emax, 127 - number.emax)), wanted
 
 
 def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> jax.Array:
@@ -100,11 +101,6 @@ def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> ja
     steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
     whole = jnp.clip(lax.round(error * jnp.float32(steps), lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
     return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=axes, keepdims=True)
-
-
-def _largest_exponent(number: NumberSpec | CodebookSpec, scale: NumberSpec) -> int:
-    """Return the largest e for which 2**e is a scale and 2**e * maxfloat a float32."""
-    return min(scale.emax, 127 - number.emax)
 
 
 def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
