@@ -144,9 +144,7 @@ def _check(made: DataType) -> None:
         raise ValueError(f"{name}: {spec.name} has more digits than float32's 24, in which casts work; use int25")
     if shared is None:
         if isinstance(spec, CodebookSpec) and spec.selector_bits:
-            raise ValueError(
-                f"{name}: a tile selects among a codebook's tables, so there must be tiles; add a scale"
-            )
+            raise ValueError(f"{name}: a tile selects among a codebook's tables, so there must be tiles; add a scale")
         return
     if isinstance(spec, CodebookSpec):
         if shared.offset or shared.zero:

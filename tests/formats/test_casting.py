@@ -254,7 +254,7 @@ def test_subtile_offsets_add_a_bit():
 
 
 def test_subtile_offsets_count_from_the_scale_that_is_stored():
-    largest = 2.0 ** (7 + 2) * 1.5  # of e2m1 with the largest scale of e4m0
+    largest = 2.0 ** (7 + 2) * 1.5  # e2m1 under the largest scale of e4m0
     x = jnp.array([[1e6] * 8 + [0.9 * largest] * 8 + [largest / 4] * 16])
     got = np.asarray(quick(x, datatype("e2m1f", "e4m0_t32s8o1")))[0]
     assert got[::8].tolist() == [largest, largest, largest / 4, largest / 4]

@@ -49,7 +49,7 @@ def test_gfloat_rounds_to_p3109_the_same(precision, roundmode):
     assert ours.bias == (63 if precision == 1 else theirs.bias)
     line = np.array(ours.number_line())
     x = np.concatenate([EVERY_BFLOAT16[np.isfinite(EVERY_BFLOAT16)], ((line[1:] + line[:-1]) / 2).astype(np.float32)])
-    if precision == 1:  # what both hold, and no tie
+    if precision == 1:  # values of both, without ties
         away = (np.abs(np.frexp(x)[0]) != 0.75) if roundmode != "zero" else True
         x = x[(np.abs(x) < theirs.max) & (np.abs(x) >= ours.smallest_subnormal) & away]
     mode = getattr(gfloat.RoundMode, ROUND[roundmode])

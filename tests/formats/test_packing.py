@@ -112,7 +112,7 @@ def test_bits_of_shapes_that_no_array_of_the_datatype_has_raise(name, shape):
 @pytest.mark.parametrize("name", ["mxfp4e2", "int8_Fc", "e4m3fn", "uint4_fi32", "mx6", "icb44fi4_e32s8", "tcfp12"])
 def test_bytes_of_any_shape_are_those_counted(name, shape):
     made = getattr(formats, name)
-    run = (lambda f, x: f(x)) if shape == (4, 0, 64) else jax.eval_shape  # bytes are those of shapes
+    run = (lambda f, x: f(x)) if shape == (4, 0, 64) else jax.eval_shape  # the count needs only shapes
     assert run(lambda x: pack(x, made), jnp.ones(shape)).nbytes == expected_bytes(made, shape)
     assert made.bits_per_value(shape) * np.prod(shape) == sum(made.stored_bits(shape).values()) * (0 not in shape)
 
