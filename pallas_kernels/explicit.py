@@ -146,7 +146,7 @@ def on_parts(
         [sizes[letter] // shards(mesh, entry) for letter, entry in zip(side, spec, strict=True)]
         for side, spec in zip(wide.outputs, outs, strict=True)
     ]
-    structure: list[Any] = []
+    structure: list[jax.tree_util.PyTreeDef] = []
 
     def leaves(results: Any) -> tuple[jax.Array, ...]:
         flat, tree = jax.tree.flatten(results)

@@ -249,7 +249,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
     return lax.bitcast_convert_type(((exponent + _BIAS) << _MANTISSA_BITS) + (quotient - hidden), jnp.float32)
 
 
-def clip_finite(x: jax.Array, limit: float) -> jax.Array:
+def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
     """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
     return jnp.where(jnp.isfinite(x), clipped, jnp.full_like(x, jnp.nan))
@@ -264,7 +264,7 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     >>> [float(v) for v in saturating_cast(jnp.array([1.06, 1e9, -500.0]), "float8_e4m3fn")]
     [1.0, 448.0, -448.0]
     """
-    return clip_finite(x.astype(jnp.float32), largest(dtype)).astype(float8_dtype(dtype))
+    return _clip_finite(x.astype(jnp.float32), largest(dtype)).astype(float8_dtype(dtype))
 
 
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -292,7 +292,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     >>> [float(v) for v in round_to(jnp.array([1.06, 1.07, 1e9]), "float8_e4m3fn")]
     [1.0, 1.125, 448.0]
     """
-    clipped = clip_finite(x, largest(dtype))
+    clipped = _clip_finite(x, largest(dtype))
     spacing, inverse = _grid(clipped, dtype)
     return lax.round(clipped * inverse, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
 
@@ -308,7 +308,7 @@ def stochastic_round_to(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.
     >>> [float(stochastic_round_to(halfway, "float8_e4m3fn", jnp.uint32(b))) for b in (0, 2**32 - 1)]
     [1.125, 1.0]
     """
-    clipped = clip_finite(x, largest(dtype))
+    clipped = _clip_finite(x, largest(dtype))
     spacing, inverse = _grid(clipped, dtype)
     units = clipped * inverse
     lower = jnp.floor(units)

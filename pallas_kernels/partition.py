@@ -57,6 +57,7 @@ def partitioned(
       wanted: entries of the one result under explicit axes; None takes the entries of the operands.
     """
     letters = Letters.read(rule, merged)
+    # Callers may name letters that only some of their rules have.
     blocks = {letter: of for letter, of in (blocks or {}).items() if letter in letters.named}
     letters = replace(letters, blocks=blocks, whole=whole, scattered=scattered)
 
@@ -66,6 +67,7 @@ def partitioned(
     def on_explicit_axes(*operands: jax.Array) -> Any:
         return on_parts(_partition(local, letters.of_arrays()), automatic, letters, operands, wanted)
 
+    # Without a mesh `custom_partitioning` costs nothing: XLA inlines `local` into the program.
     of_matrices = one_at_a_time(automatic)
     return under_own_mesh(lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands))
 
@@ -98,6 +100,7 @@ def _partition(local: Callable[..., Any], letters: Letters) -> Callable[..., tup
         partial = _partial_sums(sides, split, len(outputs), letters.kept) if letters.scattered else {}
         chosen = {x: axes for x, axes in _choose_axes(sides, split, partial).items() if x not in letters.whole}
         chosen = _between_blocks(mesh, chosen, blocks)
+        # The result of a device is partial over these axes; `local` adds it up, since only it knows how (psum or pmax).
         summed = _summed(chosen, letters)
         handed = _scatters(mesh, results, chosen, summed, outputs[0]) if letters.scattered else []
         over = {axis for scatter in handed for axis in scatter.axes}
@@ -109,6 +112,7 @@ def _partition(local: Callable[..., Any], letters: Letters) -> Callable[..., tup
             entry = lambda place, x: handed.get(place) or chosen.get(x) or None
             return [NamedSharding(mesh, PartitionSpec(*(entry(i, x) for i, x in enumerate(side)))) for side in sides]
 
+        # A result that is handed out is split by the axes of its sum, which split no letter of it.
         handed_out = {scatter.dimension: scatter.axes for scatter in handed}
         result_shardings = jax.tree.unflatten(jax.tree.structure(results), shardings(outputs, handed_out))
         return mesh, functools.partial(local, **options), result_shardings, tuple(shardings(inputs, {}))
@@ -159,6 +163,7 @@ def varying(results: Any, *operands: Any) -> Any:
         if isinstance(result, jax.ShapeDtypeStruct):
             kind = jax.sharding.ManualAxisType(varying=axes)
             return jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=kind)
+        # Sorted, so that the program, and with it the key of the compilation cache, does not depend on a set's order.
         missing = tuple(sorted(axes - jax.typeof(result).manual_axis_type.varying))
         return lax.pcast(result, missing, to="varying") if missing else result
 
@@ -177,6 +182,7 @@ def _partial_sums(
     found: dict[str, set[tuple[str, ...]]] = {}
     for side, axes in zip(sides[results:], split[results:], strict=True):
         for letter, entry in zip(side, axes, strict=True):
+            # "u" marks scalars, one value for all: they are neither split nor summed.
             if letter not in kept and letter != "u":
                 found.setdefault(letter, set()).add(entry)
     return {letter: one for letter, alike in found.items() if len(alike) == 1 and (one := next(iter(alike)))}
@@ -190,6 +196,7 @@ def _choose_axes(
     used = {axis for axes in first.values() for axis in axes}
     for side, axes in zip(sides, split, strict=True):
         for letter, entry in zip(side, axes, strict=True):
+            # A mesh axis that splits two letters would give each device a diagonal block of the result alone.
             if entry and letter not in chosen and not used & set(entry):
                 chosen[letter] = entry
                 used |= set(entry)

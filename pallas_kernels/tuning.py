@@ -57,7 +57,7 @@ class Entry:
         object.__setattr__(self, "shape", tuple(self.shape))
 
 
-class Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
+class _Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
     """Entries by device kind and op; compared by identity, so that it can be part of the key of a traced function."""
 
     __eq__ = object.__eq__
@@ -66,10 +66,10 @@ class Tuned(dict[str, dict[str, tuple[Entry, ...]]]):
 
 
 @functools.lru_cache(maxsize=1)
-def load() -> Tuned:
+def load() -> _Tuned:
     """Return the entries of `tuned.json` by device kind and op."""
     content = json.loads(PATH.read_text(encoding="utf-8"))
-    return Tuned(
+    return _Tuned(
         {
             device: {op: tuple(Entry(**entry) for entry in entries) for op, entries in ops.items()}
             for device, ops in content.items()

@@ -10,7 +10,7 @@ interpreters, `triton.Device` for the compiled kernel. Both give the same bits, 
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -134,16 +134,16 @@ class Coefficients(NamedTuple):
     The factors of the gradient contain its scale.
     """
 
-    b1: Any
-    one_minus_b1: Any
-    b2: Any
-    one_minus_b2: Any
-    correction: Any
-    eps_root: Any
-    eps: Any
-    rate: Any
-    rate_g: Any
-    decay: Any
+    b1: jax.Array
+    one_minus_b1: jax.Array
+    b2: jax.Array
+    one_minus_b2: jax.Array
+    correction: jax.Array
+    eps_root: jax.Array
+    eps: jax.Array
+    rate: jax.Array
+    rate_g: jax.Array
+    decay: jax.Array
 
 
 class State(NamedTuple):
@@ -163,37 +163,37 @@ class State(NamedTuple):
 class Arithmetic(Protocol):
     """The elementary operations of `update` on float32, each rounded once, to nearest."""
 
-    def multiply(self, a: Any, b: Any) -> Any:
+    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a * b, never contracted with an addition."""
 
-    def add_exact_product(self, a: Any, b: Any, c: Any) -> Any:
+    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """Return a * b + c for an a * b that float32 holds exactly, so that contraction changes nothing."""
 
-    def add(self, a: Any, b: Any) -> Any:
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a + b."""
 
-    def subtract(self, a: Any, b: Any) -> Any:
+    def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a - b."""
 
-    def root(self, x: Any) -> Any:
+    def root(self, x: jax.Array) -> jax.Array:
         """Return the root of x >= 2**-100; NaN for an infinite x."""
 
-    def reciprocal(self, x: Any) -> Any:
+    def reciprocal(self, x: jax.Array) -> jax.Array:
         """Return 1 / x for x in [2**-50, 2**125]."""
 
-    def e4m3(self, x: Any) -> tuple[Any, Any]:
+    def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (x in E4M3, the same value as float32): to nearest, ties to even, saturating."""
 
-    def stochastic_e4m3(self, x: Any, inverse: Any | None, random: Any) -> Any:
+    def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
         """Return `moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
 
-    def add_v_bits(self, v: Any, bits: Any) -> Any:
+    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
         """Return `moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
 
-    def largest(self, x: Any) -> Any:
+    def largest(self, x: jax.Array) -> jax.Array:
         """Return the largest |x| of each block that is not NaN."""
 
-    def largest_or_nan(self, v: Any) -> Any:
+    def largest_or_nan(self, v: jax.Array) -> jax.Array:
         """Return the largest v >= 0 of each block, or NaN if it has one."""
 
 

@@ -30,7 +30,7 @@ _STATE = 6  # hi, lo, m, m_scale, v, v_scale
 _TINY, _HUGE = "0f03800000", "0f7B800000"  # 2**-120 and 2**120 in PTX
 
 
-def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str | None:
+def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: object) -> str | None:
     """Return the reason why this kernel cannot take the step, or None."""
     k, n = hi.shape
     if k % ROWS or n % BLOCK:
@@ -38,7 +38,7 @@ def reject(options: Options, g: jax.Array, hi: jax.Array, *arrays: Any) -> str |
     return None
 
 
-def decline(options: Options, *arrays: Any) -> str | None:
+def decline(options: Options, *arrays: object) -> str | None:
     """Return the reason why this kernel is not the first choice, or None.
 
     It needs the instructions that convert E4M3, which NVIDIA GPUs have from 8.9 on. On an H200 XLA's fusions of the
@@ -75,10 +75,10 @@ class _Words(NamedTuple):
       k0, k1: key words.
     """
 
-    unit: Any
-    keep: Any
-    k0: Any
-    k1: Any
+    unit: jax.Array
+    keep: jax.Array
+    k0: jax.Array
+    k1: jax.Array
 
 
 def _words(rates: Rates, key: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
         return _partitioned(options, *operands)
 
     @call.def_vmap
-    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[Any, Any]:
+    def _rule(size: int, is_mapped: list[bool], *operands: jax.Array) -> tuple[list[jax.Array], list[bool]]:
         whole = [
             x if maps else jnp.broadcast_to(x, (size, *x.shape)) for x, maps in zip(operands, is_mapped, strict=True)
         ]
@@ -272,7 +272,7 @@ class Device:
     def __init__(self, gradient: jax.Array) -> None:
         pass
 
-    def _run(self, assembly: str, *values: Any) -> jax.Array:
+    def _run(self, assembly: str, *values: jax.Array) -> jax.Array:
         from jax.experimental.pallas import triton as plgpu
 
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in values))
@@ -281,19 +281,19 @@ class Device:
             constraints="=f" + ",f" * len(values), result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
         )[0]  # fmt: skip
 
-    def multiply(self, a: Any, b: Any) -> jax.Array:
+    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a * b."""
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
-    def add_exact_product(self, a: Any, b: Any, c: Any) -> jax.Array:
+    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         """Return a * b + c."""
         return self._run("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
-    def add(self, a: Any, b: Any) -> jax.Array:
+    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a + b."""
         return self._run("add.rn.ftz.f32 $0, $1, $2;", a, b)
 
-    def subtract(self, a: Any, b: Any) -> jax.Array:
+    def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a - b."""
         return self._run("sub.rn.ftz.f32 $0, $1, $2;", a, b)
 

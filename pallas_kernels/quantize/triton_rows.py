@@ -105,7 +105,7 @@ def _apply(dtype: DTypeLike, *operands: jax.Array, summed_over: tuple[str, ...] 
     return _on_platform(functools.partial(_call_apply, dtype), *operands)
 
 
-def _on_platform(call: Callable[..., Any], *operands: jax.Array) -> Any:
+def _on_platform(call: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
     return lax.platform_dependent(
         *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
     )
