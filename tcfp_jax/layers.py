@@ -176,6 +176,7 @@ def product(
                     "the kernel is a stored parameter, and the state holds a quantized copy of it, too; train with "
                     "tcfp_jax.store or with error_feedback, not with both"
                 )
+            # The slot takes the gradient; outside value_and_grad there is none.
             stored, floats = values_of(parameter), training_of(parameter).slot
     else:
         floats = kernel
@@ -186,6 +187,7 @@ def product(
     if drawn is None and recipe.stochastic:
         drawn = jax.random.key(0)  # evaluation draws the same bits at each call
     if floats is not None:
+        # A shape that does not fit is left to `contract`, whose error names the repair.
         if stored is not None and stored.holds(layout.matrix_shape(floats.shape)):
             stored = current(stored, layout.matrix(floats))
         floats = mark(floats, layout, recipe, contraction.tokens(x.shape))  # the census of the model reads it
@@ -198,6 +200,7 @@ def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """Return `Dense` or `Linear` of x `[..., k]`: `y = x W + b`, W `[k, features]`."""
     inputs, features = _promotable("inputs", inputs), as_tuple(read.features)
     kernel, bias = read.kernel((inputs.shape[-1], *features)), read.bias(features)
+    # Only x is cast to the compute dtype: a kernel in BF16 would have lost the residual that quantization splits off.
     dtype = _dtype_of(inputs, kernel, bias, read.dtype)
     y = multiply(matrix_product(inputs.ndim), inputs.astype(dtype), kernel)
     return y if bias is None else y + bias.astype(dtype).reshape((1,) * (y.ndim - 1) + features)

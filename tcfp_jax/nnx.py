@@ -45,6 +45,7 @@ class LowPrecision:
 
 def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
     """Return the layer's output; the arguments are those of the Flax layer, the class before `LowPrecision`."""
+    # Users may subclass a layer of ours, so Flax's class is found by its place behind the class that has `forward`.
     kinds = type(self).__mro__
     flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
     if self.products == "flax":
@@ -78,6 +79,7 @@ def stored_weight(layer: Any) -> Any:
     >>> stored_weight(TCFPLinear(3, 4, rngs=nnx.Rngs(0))) is None
     True
     """
+    # Read at each call, because the optimizer writes new arrays into the same variables.
     is_variable = lambda node: isinstance(node, nnx.Variable)
     return jax.tree.map(lambda variable: variable[...], layer.stored, is_leaf=is_variable)
 

@@ -24,20 +24,24 @@ def dot(
     dtype: DTypeLike,
     sharding: Sharding = None,
 ) -> jax.Array:
-    """Return the product over some axes of each, in bfloat16 or float32; `sharding` is that of `lax.dot_general`.
+    """Return the product over some axes of each in `dtype`, summed in float32; `sharding` as in `lax.dot_general`.
 
     >>> dot(jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 1), jnp.bfloat16), (1,), (0,), jnp.float32).tolist()
     [[3.0], [3.0]]
     """
     k = math.prod(a.shape[axis] for axis in a_axes)
-    note(Key("dot_general", str(jnp.dtype(dtype)), (a.size // max(1, k), k, b.size // max(1, k))), a, b)
+    # A BF16 result comes straight from the product; a cast of a float32 one would be a pass over it.
+    product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    note(Key("dot_general", str(jnp.dtype(product_dtype)), (a.size // max(1, k), k, b.size // max(1, k))), a, b)
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return lax.dot_general(a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=dtype, out_sharding=sharding)
+        return lax.dot_general(
+            a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
+        )
 
     # Only for weight gradients, whose bits it does not change; in other products it would change the order of sums.
-    by_first = jnp.dtype(dtype) == jnp.float32 and a_axes[0] == b_axes[0] == 0
-    return on_cpu_in_float32(product, a, b) if by_first else product(a, b)
+    by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
+    return (on_cpu_in_float32(product, a, b) if by_first else product(a, b)).astype(dtype)
 
 
 def on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:

@@ -156,6 +156,7 @@ def parse(equation: str, x_ndim: int) -> Contraction:
     inputs, outputs = axes(lambda x, out: x and not out), axes(lambda x, out: out and not x)
     if not inputs or not outputs:
         raise NotImplementedError(f"equation {equation!r} contracts nothing or is not a matrix product; keep the layer")
+    # A letter in all three operands is a stack, like the batch of a batched product.
     stack = axes(lambda x, out: x and out)
     of_x = lambda chosen: tuple(x.index(kernel[axis]) for axis in chosen)
     rest = [letter for letter in x if letter not in kernel]
@@ -227,6 +228,7 @@ def _contracted(
     x_quantized: Quantized | None,
 ) -> jax.Array:
     contraction, layout, asked = options.contraction, options.contraction.layout, options.product
+    # The common case needs no transposes, and its program should not have any.
     if asked.out_sharding is None and contraction == matrix_product(x.ndim):
         return product(asked, x, kernel, stored, key, x_quantized)
     matrix = None if kernel is None else layout.matrix(kernel)
@@ -240,6 +242,7 @@ def _contracted(
     stack, rest = len(contraction.stack), len(contraction.rest)
     inputs, outputs = ([options.shape[axis] for axis in axes] for axes in (layout.inputs, layout.outputs))
     leading = [[size] for size in x.shape[: stack + rest]]
+    # Merged axes let one matrix product serve any number of them; groups of one axis change nothing.
     if layout.transposed:
         leading = _one_of_rest(x, leading, stack)
     x = regrouped(x, [*leading, inputs])
@@ -251,6 +254,7 @@ def _contracted(
         _, merged = merged_entries(spec, [*leading, outputs])
         out_sharding = with_entries(asked.out_sharding, merged[stack:])
     multiply: Callable[..., jax.Array] = functools.partial(product, Asked(asked.recipe, out_sharding))
+    # vmap quantizes each matrix of the stack on its own, so that each has its own scales.
     for _ in range(stack):
         multiply = jax.vmap(multiply)
     y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])

@@ -84,6 +84,7 @@ def matmul(
     if isinstance(w, Operand):
         w = of_operand(w)
     if isinstance(w, Stored):
+        # A stored weight is the parameter; with quantized= there would be two answers to which one is multiplied.
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
         quantized, w = _opened(w)
@@ -91,6 +92,7 @@ def matmul(
         quantized = of_operand(quantized)
     if w is None and quantized is not None:
         fp4_weights.check_width(jnp.shape(x), quantized)
+    # Equal layers share one trace; a deep model would otherwise trace and lower the same product many times.
     return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
 
 
@@ -129,6 +131,8 @@ def product(
         _check_input("w", w)
     n = _check_shapes(x.shape, None if w is None else w.shape, quantized)
     empty = 0 in (*x.shape, n)
+    # The weight is quantized outside the custom_vjp, so a remat policy can keep the result by its name, and the
+    # gradient with respect to w does not pass through rounding.
     if quantized is not None:
         quantized = constant(quantized)
     elif recipe.stored is not None and not empty:
@@ -144,9 +148,9 @@ def product(
     quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
     x, w, quantized = _varying_alike((x, w, quantized))
     if empty:
-        # There are no values to find a scale of, and all sums are zero.
+        # A scale needs at least one value; without values every sum is zero, in any arithmetic.
         wide = jnp.zeros((x.shape[-1], n), jnp.bfloat16) if w is None else w.astype(jnp.bfloat16)
-        return _dot_bf16(x.astype(jnp.bfloat16), wide, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
+        return bf16.dot(x.astype(jnp.bfloat16), wide, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
     if x.ndim == 1:
         # The weight gradient contracts the tokens, so there must be an axis of them.
         rows = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
@@ -165,6 +169,7 @@ def _of_rows(
     key: jax.Array | None,
     x_quantized: Quantized | None,
 ) -> jax.Array:
+    # FP4 training has its own custom_vjp: it keeps x in BF16, and its backward pass needs random words.
     if asked.recipe.fp4 is None:
         return _product(asked, x, w, quantized, x_quantized)
     assert w is not None, "FP4 training stores nothing"
@@ -181,6 +186,7 @@ def _varying_alike(operands: _T) -> _T:
 
     This happens outside the `custom_vjp`, so JAX sums the gradient of an operand that was the same on every device.
     """
+    # A custom_vjp must return gradients that vary over the same axes as its operands; only JAX's own pcast sums them.
     varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
     axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
 
@@ -206,6 +212,7 @@ class _Saved:
     x: jax.Array | Operand
     w: jax.Array | None
     quantized: Stored | None
+    # A gradient must have the type of its operand, which may not be kept.
     x_type: jax.core.ShapedArray = field(metadata=dict(static=True))
     w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
 
@@ -214,6 +221,7 @@ class _Saved:
 def _product(
     asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
 ) -> jax.Array:
+    # JAX runs this body only if nobody differentiates; otherwise it takes the rule below, without the site.
     result = _forward(asked, x, w, quantized, x_quantized)[0]
     return site(result, asked.recipe, (x, w, quantized, x_quantized))
 
@@ -229,21 +237,24 @@ def _forward(
             x_q = quantize_operand(x, recipe.activation, recipe)
     with jax.named_scope("forward"):
         if is_packed:
+            # Codes are decoded to exact BF16 numbers, so x may stay in BF16.
             assert quantized is not None, "packed weights are stored"
             y = fp4_weights.forward(x, quantized, recipe, asked.out_sharding)
         elif recipe.forward == "bf16":
             kernel = _bf16_weight(w, quantized, "hi+lo" if recipe.stored is None else recipe.stored.forward)
-            y = _dot_bf16(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
+            y = bf16.dot(x.astype(jnp.bfloat16), kernel, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
         else:
             assert recipe.stored is not None and quantized is not None and x_q is not None, "FP8 reads stored weights"
             weight = quantized.for_forward(recipe.stored.forward)
             y = _multiply(x_q.rows, weight, recipe, recipe.forward, out_dtype=x.dtype, out_sharding=asked.out_sharding)
+    # Only what wgrad reads is kept: one byte per value in FP8, two in BF16, and never the rows of the forward product.
     if recipe.wgrad == "bf16":
         kept: jax.Array | Operand | None = x.astype(jnp.bfloat16)
     else:
         assert x_q is not None, "quantized above"
         kept = x_q.columns
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
+    # dgrad reads the quantized weight, so its float copy need not live until the backward pass.
     w_type = None if w is None else jax.typeof(w)
     return y, _Saved(kept, w if quantized is None else None, quantized, jax.typeof(x), w_type)
 
@@ -254,6 +265,7 @@ def _forward_rule(
     if quantized is not None:
         # Nothing reads w then, and JAX would drop an unread operand together with this check.
         quantized, w = differentiated_once((quantized, w))
+    # Pure BF16 products have true second derivatives, and may be differentiated again.
     x = differentiated_once(x) if _rounds(asked.recipe) else x
     return _forward(asked, x, w, quantized, x_quantized)
 
@@ -269,6 +281,7 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
     g = differentiated_once(g) if _rounds(recipe) else g
     is_packed, g_q = isinstance(recipe.scaling, Fp4), None
     wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
+    # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad (columns).
     if wgrad_reads_fp8 or (recipe.dgrad != "bf16" and not is_packed):
         with jax.named_scope("quantize_g"):
             g_q = quantize_operand(g, recipe.gradient, recipe)
@@ -278,12 +291,13 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
             dx = fp4_weights.dgrad(g, saved.quantized, recipe, x_type.shape[-1], x_type.dtype, x_sharding)
         elif recipe.dgrad == "bf16":
             kernel = _bf16_weight(saved.w, saved.quantized, "hi+lo" if recipe.stored is None else recipe.stored.dgrad)
-            dx = _dot_bf16(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_type.dtype, x_sharding)
+            dx = bf16.dot(g.astype(jnp.bfloat16), kernel, (g.ndim - 1,), (1,), x_type.dtype, x_sharding)
         else:
             assert recipe.stored is not None and saved.quantized is not None and g_q is not None
             weight = saved.quantized.for_dgrad(recipe.stored.dgrad)
             dx = _multiply(g_q.rows, weight, recipe, recipe.dgrad, out_dtype=x_type.dtype, out_sharding=x_sharding)
     if w_type is None:
+        # A frozen weight, such as one for inference or under LoRA adapters, costs no wgrad.
         return dx, None, None, None
     w_sharding = sharding_in(w_type)
     with jax.named_scope("wgrad"):
@@ -298,7 +312,7 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
                 dw = bf16.weight_gradient(saved.x, g, w_type.dtype, w_sharding, recipe.wire)
             else:
                 tokens = tuple(range(g.ndim - 1))
-                dw = _dot_bf16(saved.x, g, tokens, tokens, w_type.dtype, w_sharding)
+                dw = bf16.dot(saved.x, g, tokens, tokens, w_type.dtype, w_sharding)
     return dx, dw, None, None
 
 
@@ -327,6 +341,7 @@ def _multiply(
     """Return `a @ b.T` of dequantized operands `[..., *c]` and `[n, *c]`, as `[..., n]`."""
     assert how != "bf16", "a BF16 product has no FP8 operands"
     if recipe.stored is not None and recipe.stored.blocks == "nonzero" and b.lo is not None:
+        # Its kernel reads values that are contracted along their last axis.
         return skip_matmul(a, b.settled(), out_dtype=out_dtype, out_sharding=out_sharding, backend=recipe.backend)
     return multiply(
         a, b, out_dtype=out_dtype, out_sharding=out_sharding, accumulation=how, backend=recipe.backend, wire=wire
@@ -337,24 +352,13 @@ def _bf16_weight(w: jax.Array | None, quantized: Stored | None, halves: Halves) 
     if quantized is None:
         assert w is not None, "one of w and quantized is there"
         return w.astype(jnp.bfloat16)
+    # FP8 times a power of two is exact in BF16; hi + lo is summed in float32 and rounded once.
     return (quantized.drop_residual() if halves == "hi" else quantized).dequantize(jnp.bfloat16)
-
-
-def _dot_bf16(
-    a: jax.Array,
-    b: jax.Array,
-    a_axes: tuple[int, ...],
-    b_axes: tuple[int, ...],
-    dtype: DTypeLike,
-    sharding: Sharding = None,
-) -> jax.Array:
-    # A BF16 result comes straight from the product; a cast of a float32 one would be a pass over it.
-    product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    return bf16.dot(a, b, a_axes, b_axes, product_dtype, sharding).astype(dtype)
 
 
 def _check_input(name: str, x: jax.Array) -> None:
     check_real(name, x)
+    # FP8 without its scale would be multiplied as if the scale were one.
     if jnp.dtype(x.dtype).itemsize < 2:
         raise TypeError(
             f"{name} has dtype {x.dtype}; matmul quantizes by itself, pass bfloat16 or float32, or a Stored weight as w"

@@ -55,6 +55,7 @@ class Placement:
     def sharding(self) -> NamedSharding:
         """JAX's form of the placement."""
         spec = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.axes]
+        # Trailing entries of None mean nothing, and would make equal specs differ.
         while spec and spec[-1] is None:
             spec.pop()
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -107,6 +108,7 @@ class Placement:
         for axis, (size, length) in enumerate(zip(sizes, self.shape, strict=True)):
             count = self.count(axis)
             if count > 1 and length % (count * size):
+                # The largest number of devices that would still hold whole blocks, for the message.
                 most = max(i for i in range(1, count + 1) if length % (i * size) == 0 or i == 1)
                 raise ValueError(
                     f"{self.name}: blocks of {size} values along axis {axis} of {list(self.shape)} are cut, as each of "
