@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.typing import Initializer
+from jax.typing import DTypeLike
 
 from tcfp_jax import layers
 from tcfp_jax.layers import CHOICES, Absent, Multiply
@@ -22,6 +24,7 @@ from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.stored import Stored
 
 __all__ = [
     "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPEinsum", "TCFPEmbed",
@@ -54,7 +57,7 @@ def _runs_flax(layer: nn.Module) -> bool:
     return is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path))
 
 
-def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
+def _kernel_of(layer: Any, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array | Absent:
     """Return the layer's parameter, or `Absent` if inference weights replaced it."""
     dtype = getattr(layer, "param_dtype", jnp.float32)
     if not layer.is_initializing() and layer.has_variable("params", name):
@@ -72,7 +75,7 @@ def _kernel_of(layer: Any, name: str, init: Any, shape: tuple[int, ...]) -> Any:
     return layer.param(name, init, shape, dtype)
 
 
-def _stored_weight(layer: nn.Module, name: str) -> Any:
+def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
     """Return the quantized parameter of a bound layer, or None."""
     return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
 
@@ -90,7 +93,9 @@ def _multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
     of_init = lambda: jax.random.key(0) if layer.is_initializing() else None
     key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
 
-    def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
+    def multiply(
+        equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
+    ) -> jax.Array:
         return layers.product(equation, x, kernel, recipe=recipe, stored=_stored_weight(layer, name), key=key)
 
     return multiply
@@ -105,7 +110,7 @@ def _body(kind: type, method: str) -> Callable[..., Any]:
     return inspect.unwrap(getattr(kind, method))
 
 
-def _refusal(layer: Any, kind: type) -> str | None:
+def _refusal(layer: object, kind: type) -> str | None:
     """Return the field by which a layer chose its own product, so that no recipe can, or None.
 
     >>> _refusal(nn.Dense(4, precision="highest"), nn.Dense)
@@ -118,7 +123,7 @@ def _refusal(layer: Any, kind: type) -> str | None:
     return None
 
 
-def _check_unused(layer: Any, kind: type) -> None:
+def _check_unused(layer: object, kind: type) -> None:
     """Raise a ValueError if a field is set that the recipe decides."""
     reason = _refusal(layer, kind)
     if reason is not None:
@@ -160,7 +165,7 @@ class _Reader:
     def equation(self, given: str | None) -> str:
         return nn.merge_param("einsum_str", self._layer.einsum_str, given)
 
-    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
+    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | Absent:
         return _kernel_of(self._layer, "kernel", _reshaping(self._layer.kernel_init, flat), shape)
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
@@ -168,7 +173,7 @@ class _Reader:
             return None
         return self._layer.param("bias", _reshaping(self._layer.bias_init, flat), shape, self._layer.param_dtype)
 
-    def embedding(self) -> Any:
+    def embedding(self) -> jax.Array | Absent:
         return self._layer.embedding
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
@@ -179,12 +184,12 @@ class _Reader:
         return (lambda *args, **options: change(value(*args, **options))) if name == "param" else value
 
 
-def _reshaping(init: Any, flat: tuple[int, ...] | None) -> Any:
+def _reshaping(init: Initializer, flat: tuple[int, ...] | None) -> Initializer:
     """Return an initializer that runs for the shape `flat` and reshapes the result."""
     if flat is None:
         return init
 
-    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    def initialize(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         value = init(key, flat, dtype)
         if isinstance(value, nn.meta.AxisMetadata):
             return nn.meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.specs import Sharding
 from tcfp_jax import layers
-from tcfp_jax.layers import CHOICES, Multiply, forward_of
+from tcfp_jax.layers import CHOICES, Absent, Multiply, forward_of
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.stored import Stored
 
 __all__ = ["Fp4Dense", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm", "TCFPLinear", "TCFPLinearGeneral"]
 
 RNG = "tcfp"
-Products = Literal["recipe", "flax"]
-Lookup = Literal["packed", "float"]
 
 
 class LowPrecision:
@@ -37,8 +37,8 @@ class LowPrecision:
 
     __slots__ = ()
     recipe: Recipe | None
-    products: Products
-    stored: Any  # a stored weight whose arrays are `nnx.Variable`s, or None
+    products: Literal["recipe", "flax"]
+    stored: Stored | None  # its arrays are `nnx.Variable`s
     keys: nnx.RngStream  # only if products draw random bits
     forward: Callable[..., jax.Array]
 
@@ -55,7 +55,7 @@ def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
     return type(self).forward(self, _multiplier(self, given.pop("out_sharding", None)), **given)
 
 
-def _multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
+def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
     """Return the product of an NNX layer, which reads its stored kernel if there is one.
 
     >>> layer = TCFPLinear(3, 4, rngs=nnx.Rngs(0))
@@ -63,7 +63,9 @@ def _multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
     (2, 4)
     """
 
-    def multiply(equation: str | Contraction, x: jax.Array, kernel: Any, *, name: str = "kernel") -> jax.Array:
+    def multiply(
+        equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
+    ) -> jax.Array:
         keys = getattr(layer, "keys", None)
         options: Any = dict(
             recipe=layer.recipe, stored=stored_weight(layer), key=lambda: None if keys is None else keys()
@@ -73,7 +75,7 @@ def _multiplier(layer: Any, out_sharding: Any = None) -> Multiply:
     return multiply
 
 
-def stored_weight(layer: Any) -> Any:
+def stored_weight(layer: Any) -> Stored | None:
     """Return the stored weight of a layer, with the present arrays of its variables, or None.
 
     >>> stored_weight(TCFPLinear(3, 4, rngs=nnx.Rngs(0))) is None
@@ -84,7 +86,7 @@ def stored_weight(layer: Any) -> Any:
     return jax.tree.map(lambda variable: variable[...], layer.stored, is_leaf=is_variable)
 
 
-def store(layer: Any, weight: Any) -> None:
+def store(layer: Any, weight: Stored) -> None:
     """Let a layer multiply by a stored weight; its arrays become variables unless they are already.
 
     >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
@@ -133,7 +135,7 @@ def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | N
     return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
 
 
-def _refusal(layer: Any) -> str | None:
+def _refusal(layer: object) -> str | None:
     """Return the field by which a layer chose its own product, so that no recipe can, or None.
 
     >>> _refusal(nnx.Linear(2, 2, precision="highest", rngs=nnx.Rngs(0)))
@@ -147,7 +149,7 @@ def _refusal(layer: Any) -> str | None:
     return None
 
 
-def kernel_name(layer: Any) -> str:
+def kernel_name(layer: object) -> str:
     """Return the name of the parameter that a layer multiplies by.
 
     >>> kernel_name(TCFPEmbed(8, 4, rngs=nnx.Rngs(0)))
@@ -156,7 +158,7 @@ def kernel_name(layer: Any) -> str:
     return "embedding" if isinstance(layer, nnx.Embed) else "kernel"
 
 
-def restore_class(layer: Any) -> None:
+def restore_class(layer: object) -> None:
     """Give a layer Flax's own class again, without the attributes of this project."""
     base = next(kind for kind in type(layer).__mro__[1:] if kind not in OWN and kind is not LowPrecision)
     for name in ("recipe", "products", "stored", "lookup", "keys"):
@@ -197,13 +199,13 @@ class _Reader:
             raise ValueError("Einsum has no einsum_str, neither in the layer nor in the call; pass one")
         return equation
 
-    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> Any:
-        return layers.Absent.of(self._layer.kernel[...])
+    def kernel(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | Absent:
+        return Absent.of(self._layer.kernel[...])
 
     def bias(self, shape: tuple[int, ...], flat: tuple[int, ...] | None = None) -> jax.Array | None:
         return None if self._layer.bias is None else self._layer.bias[...]
 
-    def embedding(self) -> Any:
+    def embedding(self) -> jax.Array | Absent:
         return self._layer.embedding[...]
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
@@ -312,12 +314,16 @@ class TCFPEmbed(nnx.Embed):
     """
 
     recipe: Recipe | None
-    products: Products
-    stored: Any
-    lookup: Lookup
+    products: Literal["recipe", "flax"]
+    stored: Stored | None
+    lookup: Literal["packed", "float"]
 
     def __init__(
-        self, *args: Any, recipe: Recipe | str | None = "tcfp12", lookup: Lookup = "packed", **options: Any
+        self,
+        *args: Any,
+        recipe: Recipe | str | None = "tcfp12",
+        lookup: Literal["packed", "float"] = "packed",
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
@@ -325,13 +331,13 @@ class TCFPEmbed(nnx.Embed):
             raise ValueError(f'lookup={lookup!r} is unknown; use "packed" or "float"')
         self.lookup = lookup
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map integer tokens `[...]` to `[..., features]`."""
         if self.products == "flax" or self.lookup == "float":
             return super().__call__(inputs, out_sharding)
         return layers.embed(_read(self), inputs, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
         if self.products == "flax" or self.recipe is None:
             return super().attend(query, out_sharding)

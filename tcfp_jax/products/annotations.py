@@ -10,7 +10,7 @@ A name costs nothing: it is gone when the program is lowered. A differentiated p
 of the body with the site.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -41,7 +41,7 @@ class Site(NamedTuple):
     """
 
     recipe: Recipe
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -73,7 +73,7 @@ def marked(name: str) -> Mark | None:
     return found if isinstance(found, Mark) else None
 
 
-def site(result: jax.Array, recipe: Recipe, operands: tuple[Any, ...], words: jax.Array | None = None) -> jax.Array:
+def site(result: jax.Array, recipe: Recipe, operands: tuple[object, ...], words: jax.Array | None = None) -> jax.Array:
     """Return the result itself, annotated with the product that made it.
 
     >>> from tcfp_jax.recipes import recipe
@@ -111,7 +111,7 @@ def differentiated_once(operands: _T) -> _T:
 
 
 @differentiated_once.defjvp
-def _refuse_twice(primals: Any, tangents: Any) -> Any:
+def _refuse_twice(primals: object, tangents: object) -> NoReturn:
     raise TypeError(
         "a second derivative of a product in low precision is asked for (a gradient of gradients, a Hessian): the "
         "gradient is that of rounded operands, and rounding has no derivative of its own, so terms would silently be "

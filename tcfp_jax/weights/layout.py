@@ -12,15 +12,13 @@ is stored untransposed, and its layer multiplies by its `Stored.swap()`.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 
 from pallas_kernels.specs import regrouped
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.stored import Stored
-
-FloatReads = Literal["none", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,11 @@ class Weight:
 
     recipe: Recipe
     layout: Layout
-    float_reads: FloatReads = "none"
+    float_reads: Literal["none", "lookup"] = "none"
 
     def __post_init__(self) -> None:
-        if self.float_reads not in get_args(FloatReads):
-            raise ValueError(f"float_reads={self.float_reads!r} is unknown; use one of {list(get_args(FloatReads))}")
+        if self.float_reads not in ("none", "lookup"):
+            raise ValueError(f"float_reads={self.float_reads!r} is unknown; use one of ['none', 'lookup']")
 
 
 def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:

@@ -202,7 +202,7 @@ class Stored:
             values = values[..., : -self.padding]
         return values if self.backward is not None else values.swapaxes(-1, -2)
 
-    def __getitem__(self, index: Any) -> "Stored":
+    def __getitem__(self, index: object) -> "Stored":
         """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so.
 
         Raises:
@@ -227,11 +227,11 @@ class Stored:
         """Raise, because it is not a float array."""
         self._refuse()
 
-    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+    def __array__(self, *args: object, **options: object) -> NoReturn:
         """Raise, because it is not a float array."""
         self._refuse()
 
-    def _operator(self, *args: Any) -> NoReturn:
+    def _operator(self, *args: object) -> NoReturn:
         self._refuse()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
@@ -251,7 +251,7 @@ def _constant(stored: Stored) -> Stored:
 
 
 @_constant.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
     if isinstance(primals[0].scaling, Fp4):
         raise TypeError(NO_GRADIENT)
     raise TypeError(

@@ -19,9 +19,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
-from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
+from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
@@ -64,8 +65,8 @@ class Training:
     slot: jax.Array | None
     weight: Weight = _static()
     shape: tuple[int, ...] = _static()
-    dtype: Any = _static()
-    gradient_dtype: Any = _static()
+    dtype: DTypeLike = _static()
+    gradient_dtype: DTypeLike = _static()
     remainder: Remainder = _static()
 
 
@@ -95,7 +96,7 @@ class Rewritten:
         return chosen.poisoned_unless(whole)
 
 
-def is_stored(node: Any) -> bool:
+def is_stored(node: object) -> bool:
     """Return whether a node of a tree is a stored weight; use it as `is_leaf`."""
     return isinstance(node, Stored)
 
@@ -117,7 +118,12 @@ def training_of(stored: Stored) -> Training:
 
 
 def train(
-    kernel: jax.Array, weight: Weight, *, key: jax.Array | None, remainder: Remainder, gradient_dtype: Any = None
+    kernel: jax.Array,
+    weight: Weight,
+    *,
+    key: jax.Array | None,
+    remainder: Remainder,
+    gradient_dtype: DTypeLike | None = None,
 ) -> Stored:
     """Return a kernel as a stored weight that is the parameter from now on.
 
@@ -158,7 +164,7 @@ def train(
     return _written(Stored(None, None, training=training), target, scale)
 
 
-def kernel_of(stored: Stored, dtype: Any = None) -> jax.Array:
+def kernel_of(stored: Stored, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the float kernel of a stored weight, in the parameter's shape and dtype.
 
     Inside `value_and_grad` it has a gradient like any parameter.
@@ -223,7 +229,7 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.where(keep, scale, fresh)
 
 
-def weight_scaling(stored: Stored) -> Any:
+def weight_scaling(stored: Stored) -> Scaling:
     """Return the scaling of a stored weight, from its recipe."""
     return training_of(stored).weight.recipe.scaling
 
@@ -286,7 +292,7 @@ def reads_lo_forward(recipe: Recipe) -> bool:
     return recipe.stored is not None and recipe.stored.forward == "hi+lo"
 
 
-def _format(recipe: Recipe) -> Any:
+def _format(recipe: Recipe) -> DTypeLike:
     assert recipe.stored is not None, "checked when the weight was stored"
     return recipe.stored.dtype
 
