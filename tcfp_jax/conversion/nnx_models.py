@@ -89,7 +89,7 @@ def convert(
     # All classes are made before the first module changes: an error leaves the model unchanged. Flax's lists and dicts
     # of modules multiply nothing themselves.
     planned = {
-        path: (module, _class_of(own_class(module), chosen)) for path, module in modules_of(model).items()
+        path: (module, _class_of(_own_class(module), chosen)) for path, module in modules_of(model).items()
         if (path in above or not path) and not isinstance(module, nnx.List | nnx.Dict)
     }  # fmt: skip
     export(model)  # a second conversion replaces the first
@@ -110,7 +110,7 @@ def export(model: nnx.Module) -> int:
     return len(converted)
 
 
-def own_class(module: object) -> type:
+def _own_class(module: object) -> type:
     """Return the class that a module had before its conversion."""
     return type(module).__mro__[1] if conversion_of(module) is not None else type(module)
 
@@ -159,12 +159,12 @@ def rename(model: nnx.Module, chosen: Policy) -> None:
     """Give the converted modules of a model another policy; the stored weights that they hold stay."""
     for module in modules_of(model).values():
         if conversion_of(module) is not None:
-            object.__setattr__(module, "__class__", _class_of(own_class(module), chosen))
+            object.__setattr__(module, "__class__", _class_of(_own_class(module), chosen))
 
 
 def examine(model: nnx.Module, chosen: Policy, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> Examined:
     """Return the decisions of a policy about a call of the model."""
-    call = _Call(model, own_class(model).__call__, args, options)
+    call = _Call(model, _own_class(model).__call__, args, options)
     return call.transformed(chosen).examine(*call.arguments)
 
 
@@ -215,12 +215,12 @@ def _strip(module: nnx.Module) -> None:
     for name in _ADDED:
         if name in vars(module):
             delattr(module, name)
-    object.__setattr__(module, "__class__", own_class(module))
+    object.__setattr__(module, "__class__", _own_class(module))
 
 
 def _reduce(self: Any, protocol: int) -> tuple[object, ...]:
     """Pickle a converted module without its class, which no Python module holds."""
-    return _again, (own_class(self), conversion_of(self)), dict(vars(self))
+    return _again, (_own_class(self), conversion_of(self)), dict(vars(self))
 
 
 def _again(base: type, chosen: Policy) -> object:
@@ -253,7 +253,7 @@ class _Call:
     def transformed(self, chosen: Policy) -> Transformed:
         """Return the method as a function of `arguments`."""
         prefix = getattr(self.model, _PATH, "")
-        return Transformed(self._pure, chosen, 0, name=own_class(self.model).__name__, prefix=prefix, stateful=True)
+        return Transformed(self._pure, chosen, 0, name=_own_class(self.model).__name__, prefix=prefix, stateful=True)
 
     def run(self, chosen: Policy) -> PyTree:
         """Return the method's result, and write its changes back to the model."""

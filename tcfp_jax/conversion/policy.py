@@ -81,7 +81,7 @@ class Policy:
             return Choice(None, _SWITCHED_OFF)
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
-            return Choice(recipe, f"rule {rule_name(self.rules[number])}", number)
+            return Choice(recipe, f"rule {_rule_name(self.rules[number])}", number)
         if reason := self._left(product):
             return Choice(None, reason)
         settled = dict(self.settled).get(product.path)
@@ -212,10 +212,10 @@ def by_hand() -> Policy:
     return Policy(None, (), frozenset())
 
 
-def rule_name(rule: Rule) -> str:
+def _rule_name(rule: Rule) -> str:
     """Return a rule as reports show it.
 
-    >>> rule_name(("mlp", "tensorwise"))
+    >>> _rule_name(("mlp", "tensorwise"))
     "'mlp'"
     """
     return getattr(rule, "__name__", repr(rule)) if callable(rule) else repr(rule[0])
@@ -313,7 +313,7 @@ def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefi
     steps |= dict.fromkeys(lookups, "packed")
     gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
     matched = {choice.rule for choice in choices.values()}
-    unmatched = tuple(rule_name(rule) for number, rule in enumerate(chosen.rules) if number not in matched)
+    unmatched = tuple(_rule_name(rule) for number, rule in enumerate(chosen.rules) if number not in matched)
     report = Report(tuple(converted), tuple(skipped), unmatched, tuple(sorted({*lookups.values(), *gains})))
     return Examined(program, found, leaves, prefix, plan_of(steps), report, weights, gains)
 
