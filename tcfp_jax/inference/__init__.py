@@ -12,8 +12,8 @@ served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(
 """
 
 from tcfp_jax.inference.calibration import hessians
-from tcfp_jax.inference.choosing import choose_codes, gptq, search_scales
-from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
+from tcfp_jax.inference.choosing import gptq, search_scales
+from tcfp_jax.inference.serving import choose_codes, load_quantized, quantize_params, restored, unpack
 
 __all__ = [
     "choose_codes",

@@ -31,24 +31,31 @@ sum. Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax import paths
-from tcfp_jax.inference import blocks
-from tcfp_jax.inference.shared_scales import families, store_together
-from tcfp_jax.paths import PyTree
+from tcfp_jax.formats import nvfp4_xla
+from tcfp_jax.formats.float_bits import TINY
+from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.scale_rules import CLIPPED_FROM, LEAST_FOLDED, round_scale
 from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
-from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import Stored
 
 # Importance that every column has at least, in parts of the mean: a calibration may not have seen all inputs.
 _FLOOR = 0.01
+_LARGEST = 6.0  # E2M1 number
+# A search tries the scales within amax / (12 outer) ... amax / (3 outer). A larger one maps a block to 0, 0.5, 1, 1.5,
+# 2 and 3 at most; half of it has the same values and more. A smaller one cuts the largest value to less than half.
+_SMALLEST_PART, _LARGEST_PART = 12.0, 3.0
+_E4M3 = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+# Mantissas 1, 1.25 and 1.5: times any E2M1 number, over 2**3, they are E4M3 numbers.
+_FOLDS = np.array([value >= LEAST_FOLDED and math.frexp(value)[0] * 2 in (1.0, 1.25, 1.5) for value in _E4M3])
+_POWERS = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
 _EXACT = lax.Precision.HIGHEST
 _Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the scales)
 
@@ -135,73 +142,23 @@ def gptq(
     return compensate(w, hessian, jnp.float32(damping))
 
 
-def choose_codes(
-    served: Mapping[str, PyTree],
-    params: PyTree,
-    weights: Mapping[str, Weight],
-    choose: Callable[[str, jax.Array], Operand],
-    *,
-    fused: Sequence[Sequence[str]] = (),
-) -> dict[str, PyTree]:
-    """Return variables of `quantize_params` in which your function has chosen the codes of every FP4 weight.
-
-    Products read these codes and scales like any others.
-
-    Args:
-      served: from `quantize_params(params, weights)`.
-      params: the float parameters, nested dicts.
-      weights: from `find_weights`.
-      choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
-        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The result has the format and tile of the
-        recipe. It keeps its own rule, because products follow the rule of the codes; but FP8 products of a recipe with
-        the rule "fold_exact" rely on it, so there the result must have it, too.
-      fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
-
-    Raises:
-      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen operand does not fit: its shape,
-        its format, a rule other than the recipe's "fold_exact", or scales that break that rule.
-
-    >>> import jax.numpy as jnp
-    >>> from tcfp_jax.inference import quantize_params, search_scales
-    >>> from tcfp_jax.recipes import recipe
-    >>> from tcfp_jax.weights.layout import Layout
-    >>> params, weights = {"w": jnp.ones((32, 4))}, {"w": Weight(recipe("nvfp4"), Layout((0,), (1,)))}
-    >>> served = quantize_params(params, weights)
-    >>> chosen = choose_codes(served, params, weights, lambda path, w: search_scales(w))
-    >>> chosen["tcfp"]["w"].shape
-    (32, 4)
-    """
-    leaves = paths.leaves(params)
-    stored = paths.entries(served["tcfp"])
-    packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
-    if not packed:
-        raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
-    chosen: dict[str, PyTree] = {}
-    made = dict(stored)
-    for family in families(packed, fused):
-        made |= store_together(family, leaves, weights, choose)
-    for path, one in made.items():
-        paths.put(chosen, path.split("/"), one)
-    return {**served, "tcfp": chosen}
-
-
 # The search -----------------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames="scaling")
 def _search(w: jax.Array, importance: jax.Array, scaling: Fp4) -> Operand:
-    tiles = blocks.split(w, scaling)
-    scale, outer = _best_scales(tiles, importance, scaling)
+    values, lost = _split(w, scaling)
+    scale, outer = _best_scales(values, importance, scaling)
     factor = (scale * outer)[:, None, :, None]
-    numbers = blocks.rounded(tiles.values, factor)
+    numbers = _rounded(values, factor)
     if scaling.has_outer and scaling.rule != "one_level":
-        outer = outer * _lengthening(tiles.values, numbers * factor, _spread(importance, tiles.values.shape))
-    return blocks.operand(numbers, scale, outer, tiles.lost, (w, scaling))
+        outer = outer * _lengthening(values, numbers * factor, _spread(importance, values.shape))
+    return _operand(numbers, scale, outer, lost, (w, scaling))
 
 
 def _lengthening(w: jax.Array, q: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the factor f that rescales q so that `<w, f q> = <w, w>`."""
-    unit = blocks.unit_of(jnp.abs(w).max(initial=0))
+    unit = _unit_of(jnp.abs(w).max(initial=0))
     wanted, made = (jnp.sum(w * unit * (other * unit) * weights) for other in (w, q))
     return jnp.where(made > 0, wanted / jnp.where(made > 0, made, 1), 1)
 
@@ -213,22 +170,21 @@ def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """
     weights = importance.astype(jnp.float32)
     amax = weights.max(initial=0)
-    weights = jnp.where(amax == 0, 1, weights * blocks.unit_of(amax))  # a calibration without inputs weighs all alike
+    weights = jnp.where(amax == 0, 1, weights * _unit_of(amax))  # a calibration without inputs weighs all alike
     weights = jnp.pad(weights + _FLOOR * weights.mean(), (0, math.prod(shape[2:]) - len(weights)))
     return weights.reshape(shape[2:])
 
 
-def _best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+def _best_scales(values: jax.Array, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
     """Return (scales of the tiles, scale of the scales) with the smallest error, float32."""
-    values = tiles.values
     amax = jnp.abs(values).max(axis=(1, 3))
-    weights, unit = _spread(importance, values.shape), blocks.unit_of(amax)
+    weights, unit = _spread(importance, values.shape), _unit_of(amax)
     # Each tile is searched in units of its own values; errors of all tiles are added in one unit.
-    shared = jnp.square(blocks.unit_of(amax.max(initial=0)) / unit)
+    shared = jnp.square(_unit_of(amax.max(initial=0)) / unit)
 
     def of_scale(scale: jax.Array, outer: jax.Array) -> jax.Array:
         factor = (scale * outer)[:, None, :, None]
-        error = (values - blocks.rounded(values, factor) * factor) * unit[:, None, :, None]
+        error = (values - _rounded(values, factor) * factor) * unit[:, None, :, None]
         return jnp.sum(jnp.square(error) * weights, axis=(1, 3))
 
     def better(best: tuple[jax.Array, jax.Array], scale: jax.Array, outer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -236,14 +192,14 @@ def _best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> t
         return jnp.minimum(best[0], error), jnp.where(error < best[0], scale, best[1])
 
     def of_outer(best: _Best, outer: jax.Array) -> tuple[_Best, None]:
-        tried = blocks.candidates(amax, outer, scaling, search=True)
+        tried = _candidates(amax, outer, scaling, search=True)
         first = jnp.full_like(amax, jnp.inf), tried[0]
         error, scale = jax.lax.scan(lambda found, one: (better(found, one, outer), None), first, tried)[0]
         total = jnp.sum(error * shared)
         take = total < best[0]
         return (jnp.minimum(total, best[0]), jnp.where(take, scale, best[1]), jnp.where(take, outer, best[2])), None
 
-    tried = blocks.outers(jnp.max(amax, initial=0), scaling, search=True)
+    tried = _outers(jnp.max(amax, initial=0), scaling, search=True)
     start = jnp.asarray(jnp.inf, jnp.float32), jnp.zeros_like(amax), tried[0]
     _, scale, outer = jax.lax.scan(of_outer, start, tried)[0]
     return jnp.where(amax > 0, scale, 0), outer
@@ -254,15 +210,14 @@ def _best_scales(tiles: blocks.Blocks, importance: jax.Array, scaling: Fp4) -> t
 
 @functools.partial(jax.jit, static_argnames=("scaling", "search"))
 def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: Fp4, search: bool) -> Operand:
-    tiles = blocks.split(w, scaling)
-    groups, rows, count, block = tiles.values.shape
+    values, lost = _split(w, scaling)
+    groups, rows, count, block = values.shape
     factor = _inverse_factor(hessian.astype(jnp.float32), damping, count * block)
-    amax = jnp.abs(tiles.values).max(initial=0)
     if search:
-        _, outer = _best_scales(tiles, jnp.diagonal(hessian), scaling)
+        _, outer = _best_scales(values, jnp.diagonal(hessian), scaling)
     else:
-        (outer,) = blocks.outers(amax, scaling, search=False)
-    matrix = tiles.values.reshape(groups * rows, count * block)
+        (outer,) = _outers(jnp.abs(values).max(initial=0), scaling, search=False)
+    matrix = values.reshape(groups * rows, count * block)
 
     def step(matrix: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         at = number * block
@@ -270,11 +225,11 @@ def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: F
         lines = lax.dynamic_slice_in_dim(factor, at, block, axis=0)
         corner = lax.dynamic_slice_in_dim(lines, at, block, axis=1)
         largest = jnp.abs(mine).reshape(groups, rows * block).max(axis=1)
-        tried = blocks.candidates(largest, outer, scaling, search=search)
+        tried = _candidates(largest, outer, scaling, search=search)
         tried = jnp.where(largest > 0, tried, 0)
         numbers, errors = _propagate(mine, corner, jnp.repeat(tried, rows, axis=1) * outer)
         # Tiles may lie anywhere in float32's range, so each one's errors are in units of its own values.
-        lifted = errors.reshape(len(tried), groups, rows * block) * blocks.unit_of(largest)[:, None]
+        lifted = errors.reshape(len(tried), groups, rows * block) * _unit_of(largest)[:, None]
         losses = jnp.square(lifted).sum(axis=2)
         best = jnp.argmin(losses, axis=0)
         of_row = jnp.repeat(best, rows)[None, :, None]
@@ -285,8 +240,7 @@ def _compensate(w: jax.Array, hessian: jax.Array, damping: jax.Array, scaling: F
 
     _, (numbers, scale) = lax.scan(step, matrix, jnp.arange(count))
     numbers = numbers.transpose(1, 0, 2).reshape(groups, rows, count, block)
-    lost = tiles.lost | ~jnp.isfinite(factor).all()
-    return blocks.operand(numbers, scale.T, outer, lost, (w, scaling))
+    return _operand(numbers, scale.T, outer, lost | ~jnp.isfinite(factor).all(), (w, scaling))
 
 
 def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Array:
@@ -296,7 +250,7 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Ar
     U = V⁻¹ and no inverse of H is ever formed. The unit of H does not matter.
     """
     k = len(hessian)
-    hessian = hessian * blocks.unit_of(jnp.diagonal(hessian).max(initial=0))
+    hessian = hessian * _unit_of(jnp.diagonal(hessian).max(initial=0))
     mean = jnp.mean(jnp.diagonal(hessian))
     never = mean == 0  # no input reached it: all columns are alike
     scaled = hessian / jnp.where(never, 1, mean) + jnp.where(never, 1, damping) * jnp.eye(k, dtype=jnp.float32)
@@ -318,7 +272,7 @@ def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tupl
         left, numbers, errors = state
         mine = lax.dynamic_index_in_dim(left, j, axis=2, keepdims=False)
         line = lax.dynamic_index_in_dim(corner, j, axis=0, keepdims=False)
-        number = blocks.rounded(mine, factors)
+        number = _rounded(mine, factors)
         error = (mine - number * factors) / line[j]
         left = left - error[..., None] * line
         put = lambda whole, one: lax.dynamic_update_index_in_dim(whole, one, j, axis=2)
@@ -328,3 +282,107 @@ def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tupl
     zeros = jnp.zeros_like(start)
     _, numbers, errors = lax.fori_loop(0, values.shape[1], column, (start, zeros, zeros))
     return numbers, errors
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
+    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or inf.
+
+    Returns:
+      (values, float32 `[tiles along n, rows of a tile, blocks along k, block]`, with zeros for padding, NaN and inf;
+      lost tiles, bool `[tiles along n, blocks along k]`).
+    """
+    block = scaling.block
+    rows = block if scaling.tile == "square" else 1
+    n, k = w.shape
+    padded = jnp.pad(w.astype(jnp.float32), ((0, -n % rows), (0, -k % block)))
+    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
+    finite = jnp.isfinite(tiles)
+    return jnp.where(finite, tiles, 0), ~finite.all(axis=(1, 3))
+
+
+def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return the E2M1 numbers of values under a factor, scale times outer, that broadcasts; a factor of 0 gives 0."""
+    return jnp.where(factor > 0, jnp.copysign(nvfp4_xla.nearest(jnp.abs(values), factor), values), 0)
+
+
+def _unit_of(amax: jax.Array) -> jax.Array:
+    """Return the power of two that brings a largest magnitude to 1 to 2, or to 4 if its own inverse is subnormal.
+
+    Squares of values times it lie in float32's range, however large or small the values are.
+    """
+    exponent = (lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127
+    return lax.bitcast_convert_type((127 - jnp.clip(exponent, -126, 126)) << 23, jnp.float32)
+
+
+def _table(scaling: Fp4) -> np.ndarray:
+    """Return the positive scales that a block may have, in order."""
+    if scaling.format == "mxfp4":
+        return _POWERS
+    return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
+
+
+def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
+    """Return the scales of the scales to try, float32 `[count]`; 1 if the format has none.
+
+    A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, which includes all rules' scales.
+    `amax` is the largest magnitude of the matrix.
+    """
+    if scaling.format == "mxfp4" or scaling.rule == "one_level":
+        return jnp.ones(1, jnp.float32)
+    most = _table(scaling)
+    largest = most[most >= 256.0]
+    if not search:
+        largest = largest[-1:] if scaling.rule == "amax" else largest[:1]
+    divided = amax / (_LARGEST * jnp.asarray(largest))
+    return jnp.where(amax > 0, jnp.maximum(divided, TINY), 1)
+
+
+def _candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
+    """Return the scales to try for blocks with these largest magnitudes `[...]`, float32 `[count, ...]`."""
+    allowed = _table(scaling)
+    values = jnp.asarray(allowed)
+    wanted = lambda part: amax / (part * outer)
+    at = lambda index: values[jnp.clip(index, 0, len(values) - 1)]
+    if search:
+        octaves = math.log2(_SMALLEST_PART / _LARGEST_PART)
+        count = round(octaves * np.count_nonzero((allowed >= 1) & (allowed < 2))) + 1
+        first = jnp.searchsorted(values, wanted(_SMALLEST_PART))
+        return at(first + jnp.arange(count).reshape(-1, *[1] * amax.ndim))
+    if scaling.format == "mxfp4":  # OCP's rule: the largest power of two that is not above amax / 4
+        return at(jnp.searchsorted(values, wanted(4.0), side="right") - 1)[None]
+    if scaling.rule == "fold_exact":
+        first = jnp.searchsorted(values, wanted(CLIPPED_FROM))
+        return at(first + jnp.arange(3).reshape(-1, *[1] * amax.ndim))
+    parts = (_LARGEST, 4.0) if scaling.rule == "four_over_six" else (_LARGEST,)
+    return jnp.stack([round_scale(wanted(part), number("e4m3fn")) for part in parts])
+
+
+def _operand(
+    numbers: jax.Array, scale: jax.Array, outer: jax.Array, lost: jax.Array, like: tuple[jax.Array, Fp4]
+) -> Operand:
+    """Store E2M1 numbers and their scales as an operand.
+
+    Args:
+      numbers: float32 in the tiles of `_split`.
+      scale: float32 `[tiles along n, blocks along k]`.
+      outer: float32 `[]`.
+      lost: the tiles whose scale is NaN.
+      like: the matrix `[n, k]`, k even, and its scaling.
+    """
+    w, scaling = like
+    n, k = w.shape
+    groups, rows, blocks, block = numbers.shape
+    wide = numbers.reshape(groups * rows, blocks * block)[:n, :k]
+    size = jnp.abs(wide)
+    # Codes 0 to 4 are steps of a half; 3, 4 and 6 are the codes 5, 6 and 7.
+    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7)).astype(jnp.uint8)
+    code = code | (jnp.signbit(wide).astype(jnp.uint8) << 3)
+    scale = jnp.where(lost, jnp.nan, scale)
+    if scaling.format == "mxfp4":
+        byte = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        return Operand(pack(code), lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), scaling=scaling)
+    # Each scale is an E4M3 number already, so the cast rounds nothing.
+    return Operand(pack(code), scale.astype(jnp.float8_e4m3fn), scaling=scaling, outer=outer)

@@ -25,14 +25,16 @@ import numpy as np
 
 from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand, Row, Tensor
 from tcfp_jax.inference import safetensors
-from tcfp_jax.inference.blocks import check_rule
-from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_global_scales, divisor_of, with_zeros
+from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_rule, with_zeros
 from tcfp_jax.weights.stored import Stored
 
 _WEIGHTS_FILE, _INDEX_FILE, _CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
 _NVFP4, _MXFP4, _FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
 # Metadata of the file: the rule that found the scales of its NVFP4 weights, or, in JSON, the rule of each by name.
 _RULE = "tcfp_jax.fp4_rule"
+# A weight with larger values is suspect: this is the largest float16.
+_LARGEST_WEIGHT = float(np.finfo(np.float16).max)
+_LARGEST_CODE = 6.0
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
 _COPY = "copy all files"
 _INVERT = 'store 1 / weight_global_scale, or, if the file is not yours, load_compressed(folder, global_scale="{other}")'
@@ -96,7 +98,7 @@ def save_compressed(
             raise ValueError(f"{taken[0]} is among the tensors, but holds a part of {name}.weight in a file; drop it")
         written |= arrays
     repair = "quantize the weight itself, or exclude it"
-    check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
+    _check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
     rules = {name: one.rule for name, one in scalings.items() if isinstance(one, Fp4) and one.has_outer}
     noted: set[str] = set(rules.values())
@@ -159,7 +161,7 @@ def load_compressed(
     if (lone := next(alone, None)) is not None:
         raise ValueError(f"{lone} is there, but {lone.removesuffix('_packed')}_scale is missing; {_COPY}")
     other = "divisor" if global_scale == "multiplier" else "multiplier"
-    check_global_scales(largest, _INVERT.format(other=other))
+    _check_global_scales(largest, _INVERT.format(other=other))
     return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
 
 
@@ -255,7 +257,7 @@ def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
         return {f"{name}.weight_packed": values, f"{name}.weight_scale": scale.view(np.uint8)}
     outer = np.float32(1 if weight.outer is None else weight.outer)
     held = {f"{name}.weight_packed": values, f"{name}.weight_scale": scale}
-    return held | {f"{name}.weight_global_scale": divisor_of(name, outer).reshape(1)}
+    return held | {f"{name}.weight_global_scale": _divisor_of(name, outer).reshape(1)}
 
 
 def _check_bytes(name: str, scale: np.ndarray) -> None:
@@ -269,15 +271,41 @@ def _top(scale: jax.Array | np.ndarray) -> float:
     return float(np.asarray(scale).astype(np.float32).max(initial=0))
 
 
+def _check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str) -> None:
+    """Raise if most NVFP4 weights have a global scale that looks inverted.
+
+    A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
+    block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
+    7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds the largest float16, 65504, and a file is inverted
+    if more than half of the weights whose global scale is not 1 are suspect. That never holds if half of the weights
+    fit float16, and always if the largest values of most weights are below 110 (below 36 for "four_over_six" and
+    "fold_exact", which have s from 256 on and a global scale of 6 * 256 / max |w|).
+
+    Args:
+      largest: by name (largest block scale, `outer` as the file gives it).
+      repair: advice for the message.
+    """
+    judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}
+    suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > _LARGEST_WEIGHT}
+    if 2 * len(suspect) <= len(judged):
+        return
+    name, (scale, outer) = next(iter(suspect.items()))
+    raise ValueError(
+        f"{name} has block scales up to {scale:g} and the global scale {1 / outer:.6g}, so that its largest value is "
+        f"6 * {scale:g} / {1 / outer:.6g} = {_LARGEST_CODE * scale * outer:.3g}, beyond {_LARGEST_WEIGHT:g}; with the "
+        f"inverse it is {_LARGEST_CODE * scale / outer:.3g} ({len(suspect)} of {len(judged)} weights are like this): "
+        f"the global scale is inverted, a multiplier instead of a divisor; {repair}"
+    )
+
+
 def _check_config(folder: Path, found: object) -> None:
     """Raise if this module cannot read the weights that a `quantization_config` describes."""
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if method != "compressed-tensors":
+    found = found if isinstance(found, dict) else {}
+    if (method := found.get("quant_method")) != "compressed-tensors":
         raise ValueError(
             f"{folder / _CONFIG_FILE} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
             "the model with llm-compressor, or load its float weights"
         )
-    assert isinstance(found, dict), "it has a method"
     groups = found.get("config_groups", {}).values()
     named = {group.get("format") or found.get("format") for group in groups if isinstance(group, dict)}
     known = {_NVFP4, _MXFP4, _FLOAT8, "naive-quantized"}
@@ -314,13 +342,23 @@ def _operand(name: str, arrays: dict[str, np.ndarray], divides: bool, rule: Any)
             "the model in one of the formats that are read here"
         )
     _check_bytes(name, scale)
-    packed, scales = jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype))
-    if held is None:
-        return Operand(packed, scales, scaling=scaling)
-    outer = _outer(f"{name}_global_scale", held, divides)
-    operand = Operand(packed, scales, scaling=scaling, outer=jnp.asarray(outer))
+    outer = None if held is None else jnp.asarray(_outer(f"{name}_global_scale", held, divides))
+    operand = Operand(jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype)), scaling=scaling, outer=outer)
     check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
     return operand
+
+
+def _divisor_of(name: str, outer: np.float32) -> np.float32:
+    """Return the global scale of a file, 1 / outer, whose reciprocal is `outer` again if any float32's is."""
+    with np.errstate(divide="ignore", over="ignore"):
+        near = np.float32(1) / np.float32(outer)
+    if not (np.isfinite(near) and np.isfinite(outer) and near > 0):
+        raise ValueError(
+            f"{name} has outer={outer} and needs the global scale {near} in a file, but both must be positive and "
+            "finite; quantize finite weights whose largest is above 1e-30"
+        )
+    # If its reciprocal differs from `outer`, so do its neighbours' reciprocals: checked for all numbers of a binade.
+    return near
 
 
 def _outer(name: str, held: np.ndarray, divides: bool) -> np.float32:
@@ -348,15 +386,14 @@ def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
     if not (np.isfinite(scale) & (scale >= 0)).all():
         raise ValueError(f"{name}_scale has numbers that are negative or not finite; quantize finite weights again")
     pow2 = bool((np.frexp(scale)[0] == 0.5).all())
+    made = lambda scale, scaling: Operand(jnp.asarray(values), jnp.asarray(scale), scaling=scaling)
     if scale.size == 1:
-        return Operand(
-            jnp.asarray(values), jnp.asarray(scale.reshape(())), scaling=Tensor("pow2" if pow2 else "float32")
-        )
+        return made(scale.reshape(()), Tensor("pow2" if pow2 else "float32"))
     if scale.shape in ((len(values),), (len(values), 1)):
-        return Operand(jnp.asarray(values), jnp.asarray(scale.reshape(-1)), scaling=Row("pow2" if pow2 else "float32"))
+        return made(scale.reshape(-1), Row("pow2" if pow2 else "float32"))
     for size in (32, 64, 128):
         if pow2 and scale.shape == Block(size).scale_shape(values.shape):
-            return Operand(jnp.asarray(values), jnp.asarray(scale.astype(SCALE_DTYPE)), scaling=Block(size))
+            return made(scale.astype(SCALE_DTYPE), Block(size))
     raise ValueError(
         f"{name} is {values.dtype}{list(values.shape)} with scales {list(scale.shape)}; use one scale, one for each "
         "row, or powers of two for squares of 32, 64 or 128"

@@ -7,7 +7,7 @@ restored(loaded, find_weights(model))                   # variables that orbax l
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,8 +19,7 @@ from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
-from tcfp_jax.inference.blocks import check_rule
-from tcfp_jax.inference.shared_scales import families, store_together
+from tcfp_jax.inference.shared_scales import check_rule, families, store_together
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
@@ -102,6 +101,56 @@ def quantize_params(
             served = jax.jit(quantize_tcfp12)(leaf) if storage == "packed" else dataclasses.replace(node, sample=None)
             paths.put(quantized, names, served)
     return {"params": rest, "tcfp": quantized}
+
+
+def choose_codes(
+    served: Mapping[str, PyTree],
+    params: PyTree,
+    weights: Mapping[str, Weight],
+    choose: Callable[[str, jax.Array], Operand],
+    *,
+    fused: Sequence[Sequence[str]] = (),
+) -> dict[str, PyTree]:
+    """Return variables of `quantize_params` in which your function has chosen the codes of every FP4 weight.
+
+    Products read these codes and scales like any others.
+
+    Args:
+      served: from `quantize_params(params, weights)`.
+      params: the float parameters, nested dicts.
+      weights: from `find_weights`.
+      choose: takes a path and a float32 matrix, or stack of matrices, `[..., n, k]`, such as
+        `lambda path, w: gptq(w, moments[path], Fp4(rule="four_over_six"))`. The result has the format and tile of the
+        recipe. It keeps its own rule, because products follow the rule of the codes; but FP8 products of a recipe with
+        the rule "fold_exact" rely on it, so there the result must have it, too.
+      fused: as in `quantize_params`; the rows of a group are chosen as one matrix, by the path of the first.
+
+    Raises:
+      ValueError: no weight is FP4, one has an odd k, a group is not there, or a chosen operand does not fit: its shape,
+        its format, a rule other than the recipe's "fold_exact", or scales that break that rule.
+
+    >>> import jax.numpy as jnp
+    >>> from tcfp_jax.inference import quantize_params, search_scales
+    >>> from tcfp_jax.recipes import recipe
+    >>> from tcfp_jax.weights.layout import Layout
+    >>> params, weights = {"w": jnp.ones((32, 4))}, {"w": Weight(recipe("nvfp4"), Layout((0,), (1,)))}
+    >>> served = quantize_params(params, weights)
+    >>> chosen = choose_codes(served, params, weights, lambda path, w: search_scales(w))
+    >>> chosen["tcfp"]["w"].shape
+    (32, 4)
+    """
+    leaves = paths.leaves(params)
+    stored = paths.entries(served["tcfp"])
+    packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
+    if not packed:
+        raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
+    chosen: dict[str, PyTree] = {}
+    made = dict(stored)
+    for family in families(packed, fused):
+        made |= store_together(family, leaves, weights, choose)
+    for path, one in made.items():
+        paths.put(chosen, path.split("/"), one)
+    return {**served, "tcfp": chosen}
 
 
 def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:

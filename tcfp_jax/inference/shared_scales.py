@@ -13,19 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.fp4 import E2M1
 from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor
 from pallas_kernels.quantize.api import quantize as quantize_values
-from tcfp_jax.inference.blocks import check_rule
+from tcfp_jax.formats.scale_rules import IN_E4M3
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored
 
 # Layers that engines multiply as one matrix, by the last part of the names of their modules.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# A weight with larger values is suspect: this is the largest float16.
-_LARGEST_WEIGHT = float(np.finfo(np.float16).max)
-_LARGEST_CODE = 6.0
 _SIGNS = np.uint8(0x88)  # sign bits of the two codes in a byte
+
+# For each scale byte, whether E4M3 holds its products with all codes; a NaN stays NaN.
+_SCALES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+_PRODUCTS = np.multiply.outer(_SCALES, E2M1) * np.float32(IN_E4M3)
+_HELD = (_PRODUCTS.astype(jnp.float8_e4m3fn).astype(np.float32) == _PRODUCTS).all(axis=1) | np.isnan(_SCALES)
 
 # Weights of a model ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +156,27 @@ def store_together(
     return {path: Stored(None, one) if turned[path] else Stored(one, None) for path, one in made.items()}
 
 
+def check_rule(name: str, weight: Operand, repair: str) -> None:
+    """Raise if an operand names the rule "fold_exact" and its scales do not keep to it: FP8 products rely on it.
+
+    No product depends on the other rules. `gptq` and `search_scales` keep to it. Operands from elsewhere are looked at,
+    unless they are traced or other processes hold a part of them. The message has `name` and the advice `repair`.
+
+    Raises:
+      ValueError: E4M3 does not hold the product of a scale and a code over 2**3.
+    """
+    scale = weight.scale
+    unknown = isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True)
+    if getattr(weight.scaling, "rule", None) != "fold_exact" or unknown:
+        return
+    share = _HELD[np.asarray(scale).view(np.uint8)].mean()
+    if share < 1:
+        raise ValueError(
+            f"{name} has {weight.scaling}, but only {share:.1%} of its scales are of that rule: FP8 products would "
+            f"round what the others multiply; {repair}"
+        )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
     """Return one operand of all rows."""
@@ -167,15 +191,10 @@ def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
 
 def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
     """Return the rows start to end of a matrix, or of a stack of them, with their scales."""
-    scaling = whole.scaling
-    values = whole.values[..., start:end, :]
-    if isinstance(scaling, Tensor):
-        return Operand(values, whole.scale, scaling=scaling)
-    of_rows = whole.scaling.scale_shape(whole.shape)
-    axis = len(whole.shape) - 2
-    assert len(of_rows) > axis, "all but Tensor have scales of rows"
-    scale = jax.lax.slice_in_dim(whole.scale, start // side, -(-end // side), axis=axis)
-    return Operand(values, scale, scaling=scaling, outer=whole.outer)
+    scale = whole.scale
+    if not isinstance(whole.scaling, Tensor):
+        scale = jax.lax.slice_in_dim(scale, start // side, -(-end // side), axis=len(whole.shape) - 2)
+    return dataclasses.replace(whole, values=whole.values[..., start:end, :], scale=scale)
 
 
 # Weights of a file ----------------------------------------------------------------------------------------------------
@@ -187,15 +206,16 @@ def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -
     Any scale serves zeros, and engines want one scale for all weights that they multiply as one matrix. Without other
     weights it is 1, as in `quantize_fp4` and in `generate_gparam` of the compressed-tensors package.
 
-    Args:
-      weights: by the name of the module.
-      fused: groups of last parts of names.
-
-    >>> zeros = Operand(jnp.zeros((1, 8), jnp.uint8), jnp.ones((1, 1), jnp.float8_e4m3fn), None, None, Fp4())
-    >>> float(with_zeros({"a": dataclasses.replace(zeros, outer=jnp.float32(0))}, [])["a"].outer)
-    1.0
+    `weights` are by the name of the module, and `fused` holds groups of last parts of names.
     """
-    empty = {name for name, weight in weights.items() if _is_zero(weight)}
+
+    def is_zero(weight: Operand) -> bool:
+        """Return whether all values of an operand with an `outer` are zero, whatever its scales are; NaN is not."""
+        if weight.outer is None or not np.isfinite(weight.outer):
+            return False
+        return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
+
+    empty = {name for name, weight in weights.items() if is_zero(weight)}
     made = dict(weights)
     for name in sorted(empty):
         partners = [weights[other].outer for _, other in _siblings(name, fused) if other in weights.keys() - empty]
@@ -205,72 +225,12 @@ def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -
     return made
 
 
-def _is_zero(weight: Operand) -> bool:
-    """Return whether all values of an operand with an `outer` are zero, whatever its scales are; NaN is not."""
-    if weight.outer is None or not np.isfinite(weight.outer):
-        return False
-    return float(weight.outer) == 0 or not np.any(np.asarray(weight.values) & ~_SIGNS)
-
-
 def _siblings(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
     """Yield (group, name of a member) of the modules that engines multiply as one matrix, `name` among them."""
     parent, _, last = name.rpartition(".")
     for group in fused:
         if last in group:
             yield from ((group, f"{parent}.{other}" if parent else other) for other in group)
-
-
-def divisor_of(name: str, outer: np.float32) -> np.float32:
-    """Return the global scale of a file, 1 / outer, whose reciprocal is `outer` again if any float32's is.
-
-    Raises:
-      ValueError: `outer` or its reciprocal is not a positive finite float32.
-
-    >>> divisor_of("w", np.float32(0.25))
-    np.float32(4.0)
-    """
-    one = np.float32(1)
-    with np.errstate(divide="ignore", over="ignore"):
-        near = one / np.float32(outer)
-    if not (np.isfinite(near) and np.isfinite(outer) and near > 0):
-        raise ValueError(
-            f"{name} has outer={outer} and needs the global scale {near} in a file, but both must be positive and "
-            "finite; quantize finite weights whose largest is above 1e-30"
-        )
-    # If its reciprocal differs from `outer`, so do its neighbours' reciprocals: checked for all numbers of a binade.
-    return near
-
-
-def check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str) -> None:
-    """Raise if most NVFP4 weights have a global scale that looks inverted.
-
-    A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
-    block scale s near 448 and a global scale of 6 * 448 / max |w|, so a reader of the inverse finds values up to
-    7.2e6 / max |w|. A weight is suspect if `6 * s * outer` exceeds the largest float16, 65504, and a file is inverted
-    if more than half of the weights whose global scale is not 1 are suspect. That never holds if half of the weights
-    fit float16, and always if the largest values of most weights are below 110 (below 36 for "four_over_six" and
-    "fold_exact", which have s from 256 on and a global scale of 6 * 256 / max |w|).
-
-    Args:
-      largest: by name (largest block scale, `outer` as the file gives it).
-      repair: advice for the message.
-
-    Raises:
-      ValueError: most weights are suspect.
-
-    >>> check_global_scales({"w": (448.0, 1e-4)}, "")
-    """
-    judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}
-    suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > _LARGEST_WEIGHT}
-    if 2 * len(suspect) <= len(judged):
-        return
-    name, (scale, outer) = next(iter(suspect.items()))
-    raise ValueError(
-        f"{name} has block scales up to {scale:g} and the global scale {1 / outer:.6g}, so that its largest value is "
-        f"6 * {scale:g} / {1 / outer:.6g} = {_LARGEST_CODE * scale * outer:.3g}, beyond {_LARGEST_WEIGHT:g}; with the "
-        f"inverse it is {_LARGEST_CODE * scale / outer:.3g} ({len(suspect)} of {len(judged)} weights are like this): "
-        f"the global scale is inverted, a multiplier instead of a divisor; {repair}"
-    )
 
 
 def check_fused(
@@ -286,8 +246,6 @@ def check_fused(
 
     Raises:
       ValueError: two members of a group are stored differently, or have two values of `outer`.
-
-    >>> check_fused({"a.q_proj": "nvfp4", "a.k_proj": "nvfp4"}, {"a.q_proj": 0.5, "a.k_proj": 0.5}, [], FUSED)
     """
     known = {**dict.fromkeys(floats, "float"), **schemes}
     for name in schemes:

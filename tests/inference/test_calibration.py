@@ -16,7 +16,8 @@ from tcfp_jax.conversion.convert import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.inference import choose_codes, gptq, hessians, quantize_params, restored, search_scales
-from tcfp_jax.inference.blocks import check_rule, table
+from tcfp_jax.inference.choosing import _table
+from tcfp_jax.inference.shared_scales import check_rule
 from tcfp_jax.linen import TCFPDense
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Layout, Weight
@@ -125,7 +126,7 @@ def test_a_rule_is_checked_scale_by_scale():
     beside = jnp.stack([jnp.full(127, 384, jnp.float8_e4m3fn), every], axis=1)
     held = np.asarray(quick(jax.vmap(exact_share))(beside)) == 1
     held[every == 448] = False  # with it 384 would have another factor
-    assert held[np.isin(every, table(Fp4(rule="fold_exact")))].all() and 30 < held.sum() < 50
+    assert held[np.isin(every, _table(Fp4(rule="fold_exact")))].all() and 30 < held.sum() < 50
     of = lambda scale: Operand(jnp.zeros((1, 8 * scale.size), jnp.uint8), scale[None], scaling=Fp4(rule="fold_exact"))
     check_rule("w", of(np.append(every[held], np.float32(np.nan).astype(every.dtype))), "")
     with pytest.raises(ValueError, match=rf"w has .* but only {held.mean():.1%} of its scales .* repair"):

@@ -20,8 +20,8 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.formats import exact_share, quantize_nvfp4
 from tcfp_jax.inference import choose_codes, quantize_params, safetensors
-from tcfp_jax.inference.compressed_tensors import load_compressed, save_compressed
-from tcfp_jax.inference.shared_scales import check_global_scales, divisor_of, quantize_together
+from tcfp_jax.inference.compressed_tensors import _check_global_scales, _divisor_of, load_compressed, save_compressed
+from tcfp_jax.inference.shared_scales import quantize_together
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.stored import Stored, quantize_weight
 from tests.formats_oracles import QUICK
@@ -214,9 +214,9 @@ def test_most_weights_decide_and_the_writer_knows_its_reader(tmp_path):
 
 def test_more_than_half_of_the_weights_decide():
     inverted_of = lambda count: {f"layer.{i}": (448.0, 1e4 if i < count else 1e-4) for i in range(5)}
-    check_global_scales(inverted_of(2), "")
+    _check_global_scales(inverted_of(2), "")
     with pytest.raises(ValueError, match="3 of 5 weights"):
-        check_global_scales(inverted_of(3), "")
+        _check_global_scales(inverted_of(3), "")
 
 
 def test_zeros_go_out_and_come_back(tmp_path):
@@ -239,7 +239,7 @@ def test_zeros_take_the_global_scale_of_their_family(tmp_path):
     for parts in ([q, zeros, zeros], [zeros, q, dataclasses.replace(zeros, outer=jnp.float32(1))], [zeros] * 3):
         save_compressed(tmp_path, dict(zip(names, parts, strict=True)))
         found = load_compressed(tmp_path)[0]
-        wanted = np.float32(1) if parts[1] is parts[0] else np.float32(1) / divisor_of("q", np.float32(q.outer))
+        wanted = np.float32(1) if parts[1] is parts[0] else np.float32(1) / _divisor_of("q", np.float32(q.outer))
         assert {float(found[name].forward.outer) for name in names} == {wanted}
         for name, part in zip(names, parts, strict=True):
             np.testing.assert_allclose(dequantized(found[name]).T, dequantized(part), rtol=2**-22)
@@ -294,13 +294,13 @@ def test_the_last_square_of_a_family_may_be_short(scaling, tmp_path):
 def test_the_divisor_gives_the_outer_back():
     kept = 0
     for outer in np.random.default_rng(0).uniform(2**-16, 2**-8, 300).astype(np.float32):
-        back = np.float32(1) / divisor_of("w", outer)
+        back = np.float32(1) / _divisor_of("w", outer)
         assert abs(back / outer - 1) <= 2**-23
         kept += back == outer
     assert kept > 200  # no float32 has the reciprocal of the others
     for outer in (0.0, np.inf, 1e-45):
         with pytest.raises(ValueError, match="positive and finite"):
-            divisor_of("w", np.float32(outer))
+            _divisor_of("w", np.float32(outer))
 
 
 def in_vectors():
