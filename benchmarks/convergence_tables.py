@@ -217,7 +217,7 @@ def _described(config: dict[str, Any], rows: list[Row]) -> list[str]:
             rate = config["learning_rate"]
             way = f"{config['base_steps']} steps in BF16 at a rate of {rate:g}, then {config['steps']} to zero"
         else:
-            rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its own"
+            rate = f"{config['learning_rate']:g}" if config.get("learning_rate") else "its peak"
             way = f"{config['steps']} steps from scratch, the rate up to {rate} and down to zero"
         found.append(f"Model `{config['model']}`{size}{_text_of(config)}: {way}.")
         if "batch" in config:

@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("repeatable")
 # Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one of them ends alone.
 LONGEST = (
     "test_wild", "test_adamw", "test_moments", "test_convergence", "test_stored", "test_benchmarks", "test_train",
-    "test_house", "test_kernels", "test_tcfp12", "test_gemm", "test_train_step", "test_scaled_recipes",
+    "test_house", "test_quantizers", "test_tcfp12", "test_gemm", "test_train_step", "test_scaled_recipes",
     "test_conversion", "test_models", "test_linen", "test_readme", "test_nnx", "test_distributed", "test_pipeline",
     "test_axes", "test_state", "test_collectives",
 )  # fmt: skip
