@@ -26,7 +26,6 @@ from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.stored import quantize_weight
 
 NAME = "quality"
-Question = Literal["format", "output", "still weight", "moving weight", "outlier channel"]
 OUTLIER_FACTOR = 1000.0
 DISTRIBUTIONS = ("gaussian", "uniform", "heavy-tailed", "outlier-ridden")
 
@@ -67,7 +66,7 @@ class Row:
       ratio: RMS error of the mean over all steps of a "still weight", divided by that of one step.
     """
 
-    question: Question
+    question: Literal["format", "output", "still weight", "moving weight", "outlier channel"]
     name: str
     distribution: str
     snr_db: float
@@ -308,7 +307,7 @@ def table(result: Result) -> str:
     )
 
 
-def _list(question: Question, title: str, result: Result) -> str:
+def _list(question: str, title: str, result: Result) -> str:
     rows = [row for row in result.rows if row["question"] == question and row["name"] != "hi+lo x hi+lo"]
     return markdown_table([title, "SNR in dB"], [[row["name"], f"{row['snr_db']:.1f}"] for row in rows])
 

@@ -15,8 +15,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Timer = Literal["CUPTI kernel time", "wall clock"]
-Memory = Literal["as needed", "whole"]
 Candidates = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]  # name: (jitted function, arguments)
 Measure = Callable[[Callable[..., Any], tuple[Any, ...], int], list[float] | None]
 
@@ -29,7 +27,7 @@ class Timing:
     min_ms: float
     max_ms: float
     samples: int
-    timer: Timer
+    timer: Literal["CUPTI kernel time", "wall clock"]
 
 
 def time_interleaved(candidates: Candidates, *, rounds: int = 5, calls: int = 5) -> dict[str, Timing]:
@@ -64,7 +62,9 @@ def _warm_up(candidates: Candidates) -> None:
         jax.block_until_ready(function(*args))
 
 
-def _timings(samples: dict[str, list[float]] | None, timer: Timer) -> dict[str, Timing]:
+def _timings(
+    samples: dict[str, list[float]] | None, timer: Literal["CUPTI kernel time", "wall clock"]
+) -> dict[str, Timing]:
     assert samples is not None  # the wall clock always works
     return {
         name: Timing(statistics.median(values), min(values), max(values), len(values), timer)
@@ -181,7 +181,9 @@ def peak_bytes() -> int | None:
 
 
 def measure_alone(
-    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], memory: Memory = "as needed"
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    memory: Literal["as needed", "whole"] = "as needed",
 ) -> list[Any]:
     """Return `function(*args)` for each `args`, each in a new process, because a peak never falls.
 

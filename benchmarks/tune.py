@@ -36,7 +36,6 @@ ROUNDS, CALLS = 3, 4
 HALVES: tuple[Literal[1, 2], ...] = (1, 2)
 INNER: tuple[Literal["m", "n"], ...] = ("m", "n")
 Cases = Literal["all", "missing", "grid"]
-Configs = Literal["guessed", "chosen", "none"]
 TOGETHER = 16  # cases that are compiled at once
 Named = tuple[Backend, Callable[..., Any], Any]  # backend, jitted function, config
 
@@ -160,7 +159,7 @@ def _blocks(mlp: GemmShape) -> tuple[Any, ...]:
     return BLOCK_SIZES[::-1] if mlp == MIDDLE else (128,)
 
 
-def product_case(shape: GemmShape, form: Form, configs: Configs = "guessed") -> Case:
+def product_case(shape: GemmShape, form: Form, configs: Literal["guessed", "chosen", "none"] = "guessed") -> Case:
     """Return XLA's product and the Mosaic kernel, with its best guesses or with the tile sizes that it runs with."""
     # A true residual: an H200 at its power limit is 11 % faster if the second half is zero.
     pair = lambda: form.quantize(*random_operands(shape), backend="xla")

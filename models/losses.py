@@ -16,7 +16,6 @@ from jax import lax
 
 from models.meshes import batch_parts
 
-Kept = Literal["logits", "inputs"]
 # For kept="inputs": 1 GB of float32 logits with 128256 ids, and a product that fills a GPU.
 TOKENS_AT_ONCE = 2048
 
@@ -32,7 +31,11 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def head_losses(
-    head: Callable[[jax.Array], jax.Array], x: jax.Array, targets: jax.Array, *, kept: Kept = "inputs"
+    head: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    targets: jax.Array,
+    *,
+    kept: Literal["logits", "inputs"] = "inputs",
 ) -> jax.Array:
     """Return `cross_entropy(head(x), targets)`, float32 `[...]`, with a backward pass that holds less.
 

@@ -21,7 +21,7 @@ def smoke(tmp_path_factory):
     """(folder of results, rows) of one smoke run."""
     out = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "VARIANTS", VARIANTS)
+        patch.setattr(train_step, "USUAL", tuple(VARIANTS))
         return out, train_step.main(["--smoke", "--out", str(out)])
 
 
