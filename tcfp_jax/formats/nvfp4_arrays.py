@@ -264,7 +264,6 @@ def along(
     (2, 32)
     """
     x, place = _filled(x, axis)
-
     kernel = functools.partial(_by_kernel, place=place, interpret=interpret)
     if interpret:
         return kernel(x, key, signs)

@@ -81,9 +81,8 @@ def words(options: Options, outer: jax.Array, signs: jax.Array | None, key: Key 
     floats = jnp.stack([lifted, lift, jnp.float32(TINY) * lift, *parts]).astype(jnp.float32)
     floats = jnp.pad(floats, (0, _WORDS - 2 - floats.size))
     found = [lax.bitcast_convert_type(floats, jnp.uint32), jnp.stack(keys(0) if key is None else key)]
-    if options.rotated:
-        flips = jnp.ones(SIDE) if signs is None else signs
-        found.append(lax.bitcast_convert_type(flips.astype(jnp.float32), jnp.uint32))
+    if signs is not None:
+        found.append(lax.bitcast_convert_type(signs.astype(jnp.float32), jnp.uint32))
     return jnp.concatenate(found)
 
 
@@ -108,7 +107,7 @@ class Portable:
         return _Divisor(high, value - high, inverse)
 
     def quotient(self, x: jax.Array, divisor: _Divisor, moved: int) -> jax.Array:
-        """Return the approximate bits of x / divisor * 2**-moved, subnormals included; x must be finite."""
+        """Return the approximate bits of x / divisor * 2**-moved, subnormals included; meaningless for inf and NaN."""
         return float_bits.scale_up(x * divisor.inverse, jnp.int32(-moved))
 
     def rest(self, x: jax.Array, value: jax.Array, divisor: _Divisor, moved: int) -> jax.Array:
@@ -121,7 +120,7 @@ class Portable:
         return float_bits.scale_down(bits, jnp.int32(-moved))
 
     def reciprocal(self, x: jax.Array, exactly: bool) -> jax.Array:
-        """Return 1 / x, correctly rounded if `exactly`; x must not be zero."""
+        """Return 1 / x, correctly rounded if `exactly`; meaningless for zero."""
         return float_bits.divide(jnp.full(x.shape, 127 << 23, jnp.int32), lax.bitcast_convert_type(x, jnp.int32))
 
     def divide_to_odd(self, a: jax.Array, b: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -143,7 +142,7 @@ class Portable:
 
 
 class Device(Portable):
-    """The same by a GPU's own instructions, which keep subnormals unless they are told not to."""
+    """The same operations by instructions of a GPU, which keep subnormals unless an instruction says `ftz`."""
 
     def run(self, assembly: str, *values: jax.Array) -> jax.Array:
         """Run instructions on float32 values, elementwise."""
@@ -369,8 +368,8 @@ def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.A
 def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
     """Return 2**-16 of `scale_rules.score` for finite magnitudes; float32 holds the sum exactly in any order.
 
-    All middles of codes are multiples of 2**-8, so rounding the quotient to 2**-8 does not change the distance to the
-    nearest code.
+    Middles of codes are multiples of 2**-8. So a quotient that is rounded to 2**-8 is as far from its nearest code as
+    from the code of the exact quotient.
     """
     factor, product = _factors(do, scalars, scale)
     inverse, one = do.reciprocal(product, True), do.divisor(jnp.float32(1), jnp.float32(1), _VALUE[1])
