@@ -1,9 +1,9 @@
-"""What an optimized program sends between devices: every collective, with its dtype, its shape, and how often it runs.
+"""Collectives of an optimized program, each with its dtype, its shape, and the number of its runs.
 
     all-gather bf16[1024,4096] x4        8.4 MB a time; its loop runs four times
 
-The text of the optimized program is read, after XLA has partitioned, combined and scheduled it: what is here is what
-devices do. A collective of several arrays is one `Collective` of several parts.
+They are read from the text after XLA has partitioned, combined and scheduled the program, so devices run exactly these.
+A collective of several arrays is one `Collective` of several parts.
 """
 
 import math
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Those of the array."""
+        """Bytes of the array."""
         bits = BITS.get(self.dtype) or int(re.findall(r"\d+", self.dtype)[0])
         return self.size * bits // 8
 
@@ -66,7 +66,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Of all results in a step: what is brought together by gathers, and what is left by a reduce-scatter."""
+        """Bytes of all results in a step: whole arrays after a gather, parts after a reduce-scatter."""
         return self.times * sum(part.bytes for part in self.parts)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Those of an optimized program, in the order of the text.
+    """Return the collectives of an optimized program, in the order of the text.
 
     Raises:
       ValueError: a loop with a collective whose number of rounds XLA did not find, or a program without an entry.
@@ -133,7 +133,7 @@ def _calls(line: str) -> Iterator[tuple[str, int | None]]:
     if " while(" in line:
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
         rounds = int(known[1]) if known else None
-    # What an all-reduce applies adds two numbers.
+    # The function that an all-reduce applies only adds two numbers.
     yield from () if _OPERATION.search(line) else ((name, rounds) for name in called)
 
 

@@ -30,7 +30,7 @@ OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 @dataclass(frozen=True)
 class Compiled:
-    """The HLO of an optimized program, the names of its custom calls, and how much it needs beside its arguments."""
+    """The HLO of an optimized program, the names of its custom calls, and the bytes that it needs besides its arguments."""
 
     text: str
     targets: list[str]
@@ -42,12 +42,12 @@ class Compiled:
 
 
 def expected() -> bool:
-    """Whether this run promised that programs are compiled for an H200, as `.ci/run` does where the wheels exist."""
+    """Return whether this run promised to compile programs for an H200, as `.ci/run` does if the wheels exist."""
     return os.environ.get("TCFP_EXPECT_H200_COMPILER") == "1"
 
 
 def missing() -> str | None:
-    """What this machine lacks, or None."""
+    """Return the part that this machine lacks, or None."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "compiling for an H200 needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
     return None if PTXAS else "compiling for an H200 needs ptxas of CUDA 13 on the PATH"

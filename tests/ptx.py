@@ -1,6 +1,6 @@
-"""Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy: what decode kernels are made of.
+"""Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy, to test decode kernels.
 
-Of the PTX ISA only what those texts use. Registers are uint32 arrays, a value a thread; shared memory is bytes.
+It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays, a value a thread; shared memory is bytes.
 """
 
 import re
@@ -40,7 +40,7 @@ def _predicate(line, registers):
 
 
 def _value(source, registers):
-    """Of a register, or of a constant: a float is written as 0f and its bits."""
+    """Return the value of a register or of a constant; a float is written as 0f and its bits."""
     if source in registers:
         return registers[source]
     return _u32(int(source[2:], 16) if source.startswith("0f") else int(source, 0))
@@ -110,7 +110,7 @@ def _flushed(a):
 
 
 def _in_float(operation, flush=False):
-    """Of float32, rounded to nearest."""
+    """Convert float32, rounded to nearest."""
 
     def run(*operands):
         with np.errstate(all="ignore"):
@@ -122,7 +122,7 @@ def _in_float(operation, flush=False):
 
 
 def _e4m3x2(high, low):
-    """Two E4M3 of float32; what is too large becomes the largest."""
+    """Convert two float32 to E4M3; values beyond the range become the largest."""
 
     def cast(a):
         wide = np.clip(_float(a), -448, 448)

@@ -46,7 +46,7 @@ def data(shape=SHAPE, seed=0):
 
 
 def rates(*, lr=0.01, t=7, b1=0.9, b2=0.95, eps=1e-8, eps_root=0.0, decay=0.1, nesterov=False, keep=True, **more):
-    """What a step has to know, as an optimizer computes it."""
+    """Return the numbers of a step, as an optimizer computes them."""
     new_scale = more.get("new_scale", SCALE)
     numbers = dict(
         b1=b1, b2=b2, rate=lr / (1 - b1**t) / new_scale, rate_g=0.0, correction=1 / (1 - b2**t), eps=eps,
@@ -101,13 +101,13 @@ def test_a_step_is_optax_adamw_in_float32(momentum, t, eps_root):
     given = rates(t=t, nesterov=momentum == "nesterov", eps_root=eps_root)
     options = reference.Options(momentum=momentum)
     got = jax.jit(exact_weight, static_argnums=5)(g, hi, lo, state, given, options)
-    # What was summed for an update may have cancelled; its roundings have not.
+    # Terms of an update may cancel, but their rounding errors do not.
     summed = (2 * np.abs(0.9 * m) + np.abs(0.1 * g)) / (1 - 0.9**t) * (1 if momentum == "classic" else 2)
     bound = np.abs(params) + 16 * 0.01 * summed / (np.sqrt(after.nu / (1 - 0.95**t) + eps_root) + 1e-8)
     bound = np.asarray(bound, np.float64) * 2.0**-22
     assert np.all(np.abs(np.asarray(got, np.float64) - np.asarray(params + updates, np.float64)) <= bound)
     assert np.mean(np.abs(updates) > 16 * bound) > 0.95
-    # What is stored lies within a spacing of what optax has, and the weight as near as hi + lo is.
+    # The stored moments lie within a spacing of optax's moments, and the weight within the precision of hi + lo.
     new = step(g, hi, lo, state, given, KEY, momentum=momentum)
     largest = lambda x: np.repeat(np.max(np.abs(np.asarray(x).reshape(-1, 128)), 1), 128).reshape(SHAPE)
     assert np.all(

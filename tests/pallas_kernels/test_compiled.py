@@ -1,4 +1,4 @@
-"""What a GPU would run, without one: programs compiled for an H200 and read. They are never executed here."""
+"""Programs compiled for an H200 without a GPU, and read; they are never executed here."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, what is said of the others, and what is recorded."""
+"""The choice of an implementation, the reasons against the others, and the record of both."""
 
 import functools
 import warnings
@@ -82,7 +82,7 @@ def test_under_explicit_axes_the_same_runs():
 
 
 def test_a_hopper_gpu_with_an_old_jax_warns_once(monkeypatch):
-    """Without a warning nobody would know that the kernels for which the GPU was bought do not run."""
+    """Without a warning a user would not notice that the fast kernels do not run."""
     x = Operand(jnp.ones((128, 128), jnp.float8_e4m3fn), jnp.float32(1))
     judged = lambda: judge(matmul.IMPLEMENTATIONS[Tensor], None, Product(), x, x, None)
     monkeypatch.setattr(plan, "SMALLEST_JAX", (99, 0))

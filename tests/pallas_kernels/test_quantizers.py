@@ -22,7 +22,7 @@ SQUARES = tuple(Block(size, "square") for size in BLOCK_SIZES)
 BLOCKS = (*SQUARES, *(Block(size, "vector") for size in BLOCK_SIZES))
 
 
-# Programs, not single operations: those of the references are dozens, which would be compiled one by one.
+# Jitted, because the dozens of operations of the references would be compiled one by one.
 STATIC = ("dtype", "scaling", "orientation", "backend")
 quantized = jax.jit(quantize, static_argnames=STATIC)
 split = jax.jit(dual_quantize, static_argnames=STATIC)
@@ -64,7 +64,7 @@ def formula(scaling, x, largest):
 
 
 def flushed(x):
-    """X with zeros, of its signs, in the place of subnormals."""
+    """Return x with zeros of the same sign instead of subnormals."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x)
 
 

@@ -1,4 +1,4 @@
-"""What travels in a training step: Llamas compiled for 8 H200s, each beside BF16's program on the same mesh.
+"""Traffic of a training step: Llamas compiled for 8 H200s, each compared with BF16's program on the same mesh.
 
 A step is loss, gradients, clipping and AdamW; layers are scanned and rematerialized. Activations are split along the
 batch where blocks begin and end, as every user of FSDP writes; all else XLA decides. One program takes a minute to
@@ -30,21 +30,21 @@ REASON = h200.missing()
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 compiles = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-# No two of them agree, nor with the tokens of a batch or of a part of it: a shape says what an array is.
+# All differ from each other and from the tokens of a batch or a part of it, so a shape identifies an array.
 LAYERS, WIDTH, KEYS, HIDDEN, VOCABULARY = 4, 1024, 512, 3072, 1280
 BATCH, POSITIONS = 16, 1024
-# Of [k, n]. Column-parallel kernels have n on the tensor axis, row-parallel ones k, and the other axis is FSDP's.
+# Axes of [k, n]. Column-parallel kernels have n on the tensor axis, row-parallel ones k, and the other axis is FSDP's.
 COLUMNS = {"query": WIDTH, "key": KEYS, "value": KEYS, "gate": HIDDEN, "up": HIDDEN}
 ROWS = {"output": WIDTH, "down": HIDDEN}
 FSDP, TENSOR = "a", "b"
 MESHES = {"fsdp=8": (8,), "fsdp=4 tensor=2": (4, 2)}
-# Of BF16's bytes of gathered weights. With remat="block" the backward pass needs W_lo again, of every layer but "down".
+# Share of BF16's bytes of gathered weights. With remat="block" the backward pass reads W_lo again, except in "down".
 ALL_BUT_DOWN = 1 - WIDTH * HIDDEN / (2 * WIDTH * WIDTH + 2 * WIDTH * KEYS + 3 * WIDTH * HIDDEN)
 GATHERED = {
     ("tcfp12_fast", "products"): 0.75, ("tcfp12_fast", "none"): 0.75, ("tcfp12_fast", "block"): (3 + ALL_BUT_DOWN) / 4,
 }  # fmt: skip
-# XLA adds BF16's gradients of x by q, k and v, and those of our kernels, before it sends them over the tensor axis.
-# Those of its own FP8 products, each with a scale of its own, it sends side by side.
+# XLA adds the gradients of x by q, k and v before it sends them over the tensor axis, for BF16 and for our kernels. Its
+# own FP8 products have a scale each, so it sends their gradients separately.
 UNADDED = 3
 # Sizes of vectors with the amaxes of some weights' layers, or of all.
 AMAXES = {LAYERS * weights for weights in range(1, 1 + len({*COLUMNS, *ROWS}))}
@@ -60,7 +60,7 @@ CASES = EVERY if os.environ.get("TCFP_EVERY_COLLECTIVE") == "1" else CI
 
 
 def spec_of(path, shape, sizes):
-    """The axes of a parameter, or of what an optimizer keeps of it, by the names along its path."""
+    """Return the axes of a parameter, or of an optimizer's array for it, by the names along its path."""
     names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
     axes = next(((FSDP, TENSOR) for name in names if name in (*COLUMNS, "embedding", "head")), None)
     axes = (TENSOR, FSDP) if axes is None and any(name in ROWS for name in names) else axes
