@@ -30,7 +30,7 @@ OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 @dataclass(frozen=True)
 class Compiled:
-    """The HLO of an optimized program, the names of its custom calls, and the bytes that it needs besides its arguments."""
+    """The HLO of an optimized program, the names of its custom calls, and its bytes besides its arguments."""
 
     text: str
     targets: list[str]

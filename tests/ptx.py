@@ -1,6 +1,7 @@
 """Inline PTX as a GPU would run it, for all threads of a warpgroup at once, in NumPy, to test decode kernels.
 
-It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays, a value a thread; shared memory is bytes.
+It knows the part of the PTX ISA that these kernels use. Registers are uint32 arrays with a value for each thread, and
+shared memory is bytes.
 """
 
 import re
