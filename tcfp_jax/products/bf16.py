@@ -41,10 +41,10 @@ def dot(
 
     # Only for weight gradients, whose bits it does not change; in other products it would change the order of sums.
     by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
-    return (on_cpu_in_float32(product, a, b) if by_first else product(a, b)).astype(dtype)
+    return (_on_cpu_in_float32(product, a, b) if by_first else product(a, b)).astype(dtype)
 
 
-def on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:
+def _on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:
     """Return `product(*operands)` of BF16 arrays with float32 sums; on a CPU the operands become float32 first.
 
     XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11). It cannot run one that contracts

@@ -256,7 +256,7 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
     for _ in target.shape[:-2]:
         one = jax.vmap(one)
     rows, columns, left = one(target, scale, rounding)
-    if columns is not None and not reads_lo_forward(recipe):
+    if columns is not None and recipe.stored is not None and recipe.stored.forward == "hi":
         columns = columns.drop_residual()
     error = None if left is None else _kept_error(left, rows)
     return Stored(columns, rows, training=dataclasses.replace(training, error=error))
@@ -285,11 +285,6 @@ def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
     """Return the largest magnitude that has this scale."""
     # Weights above 2**125 have the scale 2**121, whose largest magnitude is not a float32.
     return jnp.minimum(scale * numerics.largest(_format(recipe)), jnp.finfo(jnp.float32).max)
-
-
-def reads_lo_forward(recipe: Recipe) -> bool:
-    """Return whether the forward product of a recipe reads both halves of a weight."""
-    return recipe.stored is not None and recipe.stored.forward == "hi+lo"
 
 
 def _format(recipe: Recipe) -> DTypeLike:
