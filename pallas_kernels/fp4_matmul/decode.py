@@ -91,17 +91,15 @@ ld.shared.v4.b32 {{$0, $1, $2, $3}}, [t];
 ld.shared.v4.b32 {{$4, $5, $6, $7}}, [t + {below}];
 }}"""
 
-# BF16: a code alone in its half of a register, times 2**12 + 2**6, has its sign at bit 15 and the rest at bits 8 to 6.
-_PAIR = """and.b32 a, {source}, {mask}; mul.lo.u32 a, a, {factor}; and.b32 a, a, 0x81C081C0;"""
-
 
 def _bf16_text(rescaled: bool) -> str:
     """Make $0..$3, codes (0, 4), (1, 5), (2, 6) and (3, 7), of the 8 codes $4 and the scale $5, a pair of bfloat16."""
+    # A code alone in its half of a register, times 2**12 + 2**6, has its sign at bit 15 and the rest at bits 8 to 6.
     # The bytes of each half trade places, so that its upper two codes lie where the lower two did.
     lines = ["prmt.b32 t, $4, 0, 0x2301;"]
     low, high = ("0x000F000F", 4160), ("0x00F000F0", 260)
     for i, (source, (mask, factor)) in enumerate((("$4", low), ("$4", high), ("t", low), ("t", high))):
-        lines.append(_PAIR.format(source=source, mask=mask, factor=factor))
+        lines.append(f"and.b32 a, {source}, {mask}; mul.lo.u32 a, a, {factor}; and.b32 a, a, 0x81C081C0;")
         if rescaled:
             lines.append("mul.rn.bf16x2 a, a, $6;")
         lines.append(f"mul.rn.bf16x2 ${i}, a, $5;")

@@ -17,7 +17,6 @@ give their buffer back early (`docs/decisions.md`).
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,32 +257,28 @@ class _Block:
 
     def _multiply(self, places: tuple[jax.Array, jax.Array], acc: jax.Ref) -> None:
         warpgroup, x_smem = lax.axis_index("warpgroup"), self.smem["x"]
+        own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
         step, chunk_size = decode.step_of(self.form), _SWIZZLE // x_smem.dtype.itemsize
 
         @pl.loop(0, self.steps)
         def _steps(k: jax.Array) -> None:
             slot = lax.rem(k, self.stages)
             plgpu.barrier_wait(self.smem["filled"].at[slot])
-            operand = self._decoder(slot, warpgroup, places)
+            codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
+            operand = decode.decoder(self.form, str(x_smem.dtype), places, codes, scales, self.smem["table"])
             x = x_smem.at[k if self.config.rounds_rows else slot]
             for chunk in range(step // chunk_size):
                 plgpu.wgmma(acc, operand(chunk), x.at[:, pl.ds(chunk * chunk_size, chunk_size)].T)
                 # One product runs while the next operand is decoded; the one before has read its registers.
                 plgpu.wgmma_wait(1)
                 if chunk == 0:
-                    # Also before the first step: with a branch here ptxas waits for every product.
-                    self._release(k - 1)
+                    # The buffers of the step before are free. "Step -1" arrives, too, because `fill` waits for it
+                    # before it fills the last of the buffers for the first time: with a branch here ptxas would wait
+                    # for every product.
+                    plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k - 1 + self.stages, self.stages)])
 
         plgpu.wgmma_wait(0)
         self._write(warpgroup, acc[...])
-
-    def _decoder(
-        self, slot: jax.Array, warpgroup: jax.Array, places: tuple[jax.Array, jax.Array]
-    ) -> Callable[[int], jax.Array]:
-        """Return a function of the chunk: the weight's values of a step in the dtype of x."""
-        own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
-        codes, scales = (self.smem[name].at[slot, own] for name in ("codes", "scales"))
-        return decode.decoder(self.form, str(self.smem["x"].dtype), places, codes, scales, self.smem["table"])
 
     def _write(self, warpgroup: jax.Array, sums: jax.Array) -> None:
         """Write sums of 64 outputs."""
@@ -293,13 +288,6 @@ class _Block:
             self.out_gmem[self._place[2], outputs, self._band] = scaled
         else:
             _store(scaled, self.smem["out"].at[warpgroup], self.out_gmem.at[self._band, outputs])
-
-    def _release(self, k: jax.Array) -> None:
-        """Give the buffers of a step back.
-
-        Step -1 arrives once, because `fill` waits for it before it fills the last of the buffers for the first time.
-        """
-        plgpu.barrier_arrive(self.smem["consumed"].at[lax.rem(k + self.stages, self.stages)])
 
     def _factors(self) -> jax.Array:
         """Return the factors of the sums: a number, or one for each row of x."""

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.fp4_matmul import reference, unpacked
 from pallas_kernels.fp4_matmul.reference import Activation, Options, scaling_of
 from pallas_kernels.hopper.plan import reject_here
-from pallas_kernels.operands import Fp4, Operand, Row
+from pallas_kernels.operands import Operand, Row
 from pallas_kernels.specs import device_count
 
 # `kernel`, `decode` and `rows` are imported where they are used: a program without this kernel saves a second.
@@ -79,9 +79,8 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
             f'activation={options.activation!r} with {scaling} for backend="mosaic", which multiplies codes times '
             'scales in E4M3, where those of Fp4(rule="fold_exact") alone are exact; quantize so, or use backend="xla"'
         )
-    (n, k), m = w.shape, math.prod(x.shape[:-1])
-    if choose(options, scaling, m, k, n) is None:
-        most = limits(options.activation).most_rows
+    if configure(options, x, w) is None:
+        (n, k), m, most = w.shape, math.prod(x.shape[:-1]), limits(options.activation).most_rows
         return (
             f"m={m}, k={k}, n={n} must be {'at least 1' if most is None else f'1 to {most}'}, a multiple of "
             f'{16 * scaling.block} and a multiple of 64 for backend="mosaic" with activation={options.activation!r}; '
@@ -90,11 +89,11 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     return None
 
 
-def choose(options: Options, scaling: Fp4, m: int, k: int, n: int) -> "Config | None":
-    """Return the sizes of the kernel for a product, or None if none fit."""
+def configure(options: Options, x: jax.Array, w: Operand) -> "Config | None":
+    """Return the sizes of the kernel for this product, or None if none fit."""
     from pallas_kernels.fp4_matmul.kernel import OUTPUTS
 
-    step, found = 16 * scaling.block, limits(options.activation)
+    (n, k), m, step, found = w.shape, math.prod(x.shape[:-1]), 16 * scaling_of(w).block, limits(options.activation)
     most = math.inf if found.most_rows is None else found.most_rows
     if not 0 < m <= most or not k or k % step or not n or n % OUTPUTS:
         return None
@@ -145,37 +144,27 @@ def rounding(config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeSt
     return dataclasses.replace(config, rounds_rows=True) if few and fits and x.dtype == jnp.bfloat16 else config
 
 
-def configure(options: Options, x: jax.Array, w: Operand) -> "Config | None":
-    """Return the sizes of this product."""
-    n, k = w.shape
-    return choose(options, scaling_of(w), math.prod(x.shape[:-1]), k, n)
-
-
 def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | None" = None) -> jax.Array:
     """Return the product, see `api.fp4_matmul`; XLA multiplies a device's part that no sizes fit."""
     from pallas_kernels.fp4_matmul import decode
     from pallas_kernels.quantize.triton_rows import LONGEST_ROW
 
-    scaling = scaling_of(w)
-
-    def chosen_for(x: jax.Array, w: Operand) -> "Config | None":
-        return config or choose(options, scaling, x.shape[0], *w.shape[::-1])
-
     def in_bf16(options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
-        chosen = chosen_for(x, w)
+        chosen = config or configure(options, x, w)
         return reference.fp4_matmul(options, x, w) if chosen is None else _in_bf16(chosen, options, x, w, table)
 
     def in_fp8(
         options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array | None = None
     ) -> jax.Array:
-        rows, chosen = None if scale is None else Operand(x, scale, scaling=Row("float32")), chosen_for(x, w)
+        rows = None if scale is None else Operand(x, scale, scaling=Row("float32"))
+        chosen = config or configure(options, x, w)
         if chosen is None:
             return unpacked.in_fp8(options, rows or unpacked.quantize_rows(x), w)
         if config is None and rows is None:
             chosen = rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
 
-    arrays = {"table": ("t", jnp.asarray(decode.table_of(scaling.format, options.activation)))}
+    arrays = {"table": ("t", jnp.asarray(decode.table_of(scaling_of(w).format, options.activation)))}
     if options.activation == "bfloat16":
         return unpacked.on_each_device(in_bf16, options, x, w, arrays)
     if device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW:
@@ -202,7 +191,7 @@ def _in_bf16(config: "Config", options: Options, x: jax.Array, w: Operand, table
         factor = jnp.full(1, 1.0) if w.outer is None else w.outer.reshape(1)
         return call(factor, jax.ShapeDtypeStruct((m, w.shape[0]), options.out_dtype))
     out = _added(call())[:, :m].T * decode.BF16_FACTOR[form]
-    return reference.scale_sum(out, None, w.outer).astype(options.out_dtype)
+    return (out if w.outer is None else out * w.outer).astype(options.out_dtype)
 
 
 def _in_fp8(config: "Config", options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array) -> jax.Array:

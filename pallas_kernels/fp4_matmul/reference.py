@@ -120,13 +120,8 @@ def fp4_matmul(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Arra
         out = in_float32(values, decode(w))
     else:
         out = lax.platform_dependent(values, decode(w), cuda=on_tensor_cores, default=in_float32)
-    return scale_sum(out, scale, w.outer).astype(options.out_dtype)
-
-
-def scale_sum(out: jax.Array, of_rows: jax.Array | None, outer: jax.Array | None) -> jax.Array:
-    """Multiply a float32 sum by the scales of the weight and of the rows of x."""
-    out = out if outer is None else out * outer
-    return out if of_rows is None else out * of_rows[..., None]
+    out = out if w.outer is None else out * w.outer
+    return (out if scale is None else out * scale[..., None]).astype(options.out_dtype)
 
 
 def key(options: Options, x: jax.Array, w: Operand) -> Key:

@@ -138,11 +138,15 @@ def unpack(w: Operand, *, turned: bool = False) -> jax.Array:
     """
     scaling, (n, k) = reference.scaling_of(w), w.shape
 
+    def by_xla(w: Operand, table: jax.Array) -> jax.Array:
+        values = reference.decode(w, jnp.float8_e4m3fn, E4M3_FACTOR)
+        return values.T if turned else values
+
     def local(codes: jax.Array, scales: jax.Array, table: jax.Array, *, summed_over: tuple[str, ...] = ()) -> jax.Array:
         assert not summed_over, "every device has whole values"
         part = Operand(codes, scales, scaling=scaling)
-        ways = (functools.partial(way, turned=turned) for way in (_on_gpu, _by_xla))
-        return lax.platform_dependent(part, table, **dict(zip(("cuda", "default"), ways, strict=True)))
+        on_gpu = functools.partial(unpack_by_kernel, turned=turned) if serves(part) else by_xla
+        return lax.platform_dependent(part, table, cuda=on_gpu, default=by_xla)
 
     rule = f"n h, {_scale_axes(scaling)}, t -> " + ("k n" if turned else "n k")
     return partitioned(local, rule, _blocks(scaling, n, k))(w.values, w.scale, jnp.asarray(reference.e4m3_table()))
@@ -152,15 +156,6 @@ def serves(w: Operand) -> bool:
     """Return whether the kernel takes this weight: NVFP4, of whole programs."""
     (n, k), scaling = w.shape, reference.scaling_of(w)
     return scaling.format == "nvfp4" and n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
-
-
-def _by_xla(w: Operand, table: jax.Array, *, turned: bool) -> jax.Array:
-    values = reference.decode(w, jnp.float8_e4m3fn, E4M3_FACTOR)
-    return values.T if turned else values
-
-
-def _on_gpu(w: Operand, table: jax.Array, *, turned: bool) -> jax.Array:
-    return (unpack_by_kernel if serves(w) else _by_xla)(w, table, turned=turned)
 
 
 def unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: bool = False) -> jax.Array:

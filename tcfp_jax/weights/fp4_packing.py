@@ -13,12 +13,7 @@ from tcfp_jax.formats.nvfp4_arrays import quantize_nvfp4
 from tcfp_jax.formats.packing import pack
 
 
-def datatype_of(scaling: Fp4) -> DataType:
-    """Return the format library's data type of an FP4 scaling.
-
-    >>> datatype_of(Fp4()).name, datatype_of(Fp4("mxfp4")).name
-    ('e2m1f_e4m3fn_t16_float32', 'e2m1f_e8m0_t32')
-    """
+def _datatype_of(scaling: Fp4) -> DataType:
     size = f"t{scaling.block}"
     tile = size if scaling.tile == "vector" else f"{size}_{size}"
     if scaling.format == "mxfp4":
@@ -83,7 +78,7 @@ def _matrix(scaling: Fp4, w: jax.Array) -> Operand:
         found = quantize_nvfp4(w, rule=scaling.rule)  # one pass on a GPU
         return Operand(found.codes[:, : k // 2], found.scales, scaling=scaling, outer=_above_zero(found.outer))
     options: dict[str, Any] = {} if scaling.rule in ("amax", "one_level") else dict(scalemode=scaling.rule)
-    packed = pack(w, datatype_of(scaling), **options)
+    packed = pack(w, _datatype_of(scaling), **options)
     assert packed.scales is not None, "FP4 has scales"
     scale = lax.bitcast_convert_type(packed.scales.reshape(scaling.scale_shape((n, k))), scaling.scale_dtype)
     outer = None

@@ -53,7 +53,6 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form, steps):
     block, k = scaling.block, steps * 16 * scaling.block
     # Each of 256 rows has one scale byte and all codes; x picks out one value after another. Two steps are split,
     # so that the other end of the kernel writes.
-    assert mosaic.choose(reference.Options(jnp.dtype(jnp.float32)), scaling, 16, k, 256).splits == steps
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, k // 16))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], k // block, axis=1)
     scale = jax.lax.bitcast_convert_type(jnp.asarray(scales), scaling.scale_dtype)
@@ -61,6 +60,7 @@ def test_every_scale_times_every_code_goes_through_the_kernel(form, steps):
     w = Operand(fp4.pack(jnp.asarray(codes)), scale, scaling=scaling, outer=outer)
     for first in (0, block + 16, k - 16):  # 16 values that stand at other places of a step
         x = jnp.zeros((16, k), jnp.bfloat16).at[jnp.arange(16), first + jnp.arange(16)].set(1)
+        assert mosaic.configure(reference.Options(jnp.dtype(jnp.float32)), x, w).splits == steps
         y = np.asarray(fp4_matmul(x, w, out_dtype=jnp.float32, backend="mosaic"))
         numbers = np.asarray(scale[:, 0].astype(jnp.float32), np.float64)
         # 6 * 2**126 is beyond bfloat16, and infinity times an x of zero is NaN.
@@ -138,7 +138,7 @@ def test_blocks_round_rows_as_a_kernel_before_them_does(n, k, m):
     q, x = operands(FOLDS, n, k)
     x = x[:m].astype(jnp.bfloat16).at[m - 1, 3].set(jnp.inf if m == 5 else 7.0).at[0, 0].set(1e-39)
     options = reference.Options(jnp.dtype(jnp.float32), "float8_e4m3fn")
-    copied = mosaic.choose(options, FOLDS, m, k, n)
+    copied = mosaic.configure(options, x, q)
     run = functools.partial(mosaic.fp4_matmul, options)
     by_blocks, before = (
         np.asarray(jax.jit(functools.partial(run, config=dataclasses.replace(copied, rounds_rows=rounds)))(x, q))

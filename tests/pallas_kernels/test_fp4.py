@@ -18,7 +18,7 @@ from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.kernel import COPYING, Config
 from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import formats
-from tcfp_jax.weights.fp4_packing import datatype_of, quantize_fp4
+from tcfp_jax.weights.fp4_packing import _datatype_of, quantize_fp4
 from tests import ptx
 from tests.formats_oracles import QUICK
 
@@ -39,7 +39,7 @@ W, X = (jnp.asarray(RANDOM.standard_normal(shape), jnp.float32) for shape in ((N
 @functools.cache
 def _quantized():
     """Return the operand of each of `KINDS`, its dequantized values, and the format library's cast."""
-    of = lambda w, s: (made := quantize_fp4(w, s), made.dequantize(), formats.cast(w, datatype_of(s)))
+    of = lambda w, s: (made := quantize_fp4(w, s), made.dequantize(), formats.cast(w, _datatype_of(s)))
     return quick(lambda w: [of(w[:, :k], scaling) for scaling, k in KINDS])(W)
 
 
@@ -280,6 +280,15 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monke
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
+IN_E4M3 = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
+
+
+def shapes(m, k, n):
+    """The operands of a product of a fold-exact weight without their values."""
+    made, scaling = jax.ShapeDtypeStruct, Fp4(rule="fold_exact")
+    return made((m, k), jnp.bfloat16), Operand(made((n, k // 2), jnp.uint8), None, scaling=scaling)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "sizes"),
     [(64, 28672, (4, 4, 1)), (16, 28672, (4, 4, 1)), (128, 28672, (2, 4, 1)), (256, 28672, (2, 2, 1)),
@@ -288,9 +297,7 @@ def test_what_surrounds_the_kernel_pads_orders_and_scales(devices, rounds, monke
      (512, 192, (1, 4, 8, 128)), (0, 64, None), (64, 96, None)],
 )  # fmt: skip
 def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
-    options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
-    config = mosaic.choose(options, Fp4(rule="fold_exact"), m, 8192, n)
-    assert config == (sizes and Config(*sizes))
+    assert mosaic.configure(IN_E4M3, *shapes(m, 8192, n)) == (sizes and Config(*sizes))
 
 
 @pytest.mark.parametrize(
@@ -300,9 +307,9 @@ def test_sizes_for_e4m3_fit_the_chip(m, n, sizes):
      (1, 4096, 14336, True), (1, 28672, 16384, False), (1, 28672, 256, False)],
 )  # fmt: skip
 def test_blocks_round_few_rows_themselves(m, n, k, rounds):
-    options = reference.Options(jnp.dtype(jnp.bfloat16), "float8_e4m3fn")
-    chosen = mosaic.choose(options, Fp4(rule="fold_exact"), m, k, n)
-    config = mosaic.rounding(chosen, options, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), n)
+    x, w = shapes(m, k, n)
+    chosen = mosaic.configure(IN_E4M3, x, w)
+    config = mosaic.rounding(chosen, IN_E4M3, x, n)
     assert config == dataclasses.replace(chosen, rounds_rows=rounds)
     step = decode.step_of("nvfp4")
     held = k // config.splits if rounds else config.stages * step
