@@ -137,10 +137,8 @@ def test_packed_codes_know_an_odd_k():
     """Whichever way the codes lie, and in a stack."""
     packed = jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32))
     assert packed.forward.shape == (5, 34) and packed.shape == (33, 5) and packed.holds((33, 5))
-    turned, stacked = (
-        packed.swap(),
-        jax.eval_shape(lambda p: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), p), packed),
-    )
+    turned = packed.swap()
+    stacked = jax.eval_shape(lambda p: jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), p), packed)
     assert turned.shape == (5, 33) and stacked.shape == (2, 33, 5)
     for one in (packed, turned, stacked):
         values, scales = jax.eval_shape(lambda one: (one.dequantize(), one.scale_of_values()), one)
@@ -237,7 +235,7 @@ def test_bits_of_the_tree(name, bits):
     leaf = jax.eval_shape(lambda w: pack_fp4(w, RECIPES[name]), jax.ShapeDtypeStruct((k, n), jnp.float32))
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(leaf))
     outer = 4 if RECIPES[name].scaling.has_outer else 0
-    assert (held - outer) * 8 / (k * n) == bits and leaf.nbytes == held
+    assert (held - outer) * 8 / (k * n) == RECIPES[name].scaling.bits((n, k)) == bits and leaf.nbytes == held
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
