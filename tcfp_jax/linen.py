@@ -201,7 +201,7 @@ def _reshaping(init: Initializer, flat: tuple[int, ...] | None) -> Initializer:
 class TCFPDense(nn.Dense):
     """`nn.Dense` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, features]`.
 
-    Fields, parameter names, shapes and initial values are those of `nn.Dense`, plus:
+    Fields, parameter names, shapes and initial values are `nn.Dense`'s, plus:
 
     Attributes:
       recipe: a `tcfp_jax.Recipe` or the name of one.
@@ -250,7 +250,7 @@ class Fp4Dense(TCFPDense):
 class TCFPDenseGeneral(nn.DenseGeneral):
     """`nn.DenseGeneral` whose product follows a recipe; its kernel is `[*batch, *in, *features]`.
 
-    Fields, parameter names, shapes and initial values are those of `nn.DenseGeneral`, plus `recipe`, as in
+    Fields, parameter names, shapes and initial values are `nn.DenseGeneral`'s, plus `recipe`, as in
     `TCFPDense`. To store a kernel of more than two axes as a matrix, build the state with
     `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))`.
 
@@ -278,7 +278,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
 class TCFPEinsum(nn.Einsum):
     """`nn.Einsum` whose product follows a recipe; letters that x, kernel and result share have a scale per entry.
 
-    Fields, parameter names, shapes and initial values are those of `nn.Einsum`, plus `recipe`. Build its state as for
+    Fields, parameter names, shapes and initial values are `nn.Einsum`'s, plus `recipe`. Build its state as for
     `TCFPDenseGeneral`.
 
     Raises:
@@ -325,7 +325,7 @@ class TCFPLayerNorm(nn.LayerNorm):
 class TCFPEmbed(nn.Embed):
     """`nn.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
 
-    Fields and the parameter are those of `nn.Embed`, plus `recipe`, which is for `attend` only. The rounding has a
+    Fields and the parameter are `nn.Embed`'s, plus `recipe`, which is for `attend` only. The rounding has a
     straight-through gradient.
 
     Raises:

@@ -44,7 +44,7 @@ class LowPrecision:
 
 
 def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
-    """Return the layer's output; the arguments are those of the Flax layer, the class before `LowPrecision`."""
+    """Return the layer's output; it takes the arguments of the Flax layer, the class before `LowPrecision`."""
     # Users may subclass a layer of ours, so Flax's class is found by its place behind the class that has `forward`.
     kinds = type(self).__mro__
     flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
@@ -219,7 +219,7 @@ class _Reader:
 class TCFPLinear(nnx.Linear, LowPrecision):
     """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, n]`.
 
-    Arguments are those of `nnx.Linear`, plus `recipe`, a `Recipe` or the name of one.
+    Arguments are `nnx.Linear`'s, plus `recipe`, a `Recipe` or the name of one.
 
     Raises:
       TypeError: integer or complex inputs.
@@ -302,7 +302,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
 class TCFPEmbed(nnx.Embed):
     """`nnx.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
 
-    Arguments are those of `nnx.Embed`, plus `recipe` (None: `attend` runs Flax's own code) and `lookup`: "packed"
+    Arguments are `nnx.Embed`'s, plus `recipe` (None: `attend` runs Flax's own code) and `lookup`: "packed"
     rounds the rows, straight-through; "float" leaves them.
 
     Raises:

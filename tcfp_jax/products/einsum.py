@@ -212,7 +212,7 @@ def contract(
 
 @dataclass(frozen=True)
 class _Options:
-    """The static options of `contract`: `shape` is that of the kernel."""
+    """The static options of `contract`: `shape` is the kernel's."""
 
     contraction: Contraction
     shape: tuple[int, ...]

@@ -121,7 +121,7 @@ class Recipe:
         product with an NVFP4 weight: x is NVFP4, too.
       gradient: the format of the output's gradient g in FP8 products.
       forward, dgrad, wgrad: how each product multiplies. "fast" and "full" are FP8 with that accumulation (see
-        `pallas_kernels.matmul.api.matmul`). "bf16" multiplies BF16 values, those of the stored weight if there is one.
+        `pallas_kernels.matmul.api.matmul`). "bf16" multiplies BF16 values, also of a stored weight.
       amax: weights are scaled by a "fresh" amax, or by a "delayed" one from the optimizer's state (PDDS).
       copies: the orientations of a weight in the optimizer's state. "one" is `[k, n]`. "both" doubles the bytes and
         saves the forward product a transpose on GPUs.

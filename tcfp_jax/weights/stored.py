@@ -47,7 +47,7 @@ class Stored:
       forward: `[..., n, k]`, or None if it is the transpose of `backward`.
       backward: `[..., k, n]`, or None if it is the transpose of `forward`.
       sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`). None if
-        there is no parameter to compare with, as in inference.
+        no parameter exists to compare with, as in inference.
       training: state of a weight that is the parameter (`training.Training`), or None.
       padding: the number of zero codes behind k in packed codes: one if k is odd, because a byte holds two.
     """
@@ -170,7 +170,7 @@ class Stored:
         return dataclasses.replace(self, forward=poisoned(self.forward), backward=poisoned(self.backward))
 
     def scale_of_values(self) -> jax.Array:
-        """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors those of dgrad."""
+        """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors dgrad's."""
         if isinstance(self.scaling, Fp4):
             return self._unpadded(self._one.scale_of_values())
         return self.for_dgrad().scale_of_values()

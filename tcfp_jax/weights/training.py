@@ -263,7 +263,7 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
 
 
 def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
-    """Return a float32 rounding error in `ERROR_DTYPE`; nothing clips, because the scale is that of the same values."""
+    """Return a float32 rounding error in `ERROR_DTYPE`; nothing clips, because these values have chosen the scale."""
     # Two factors: the scale of the smallest weights times a step underflows float32. Division is not exact on GPUs.
     scaled = left * numerics.reciprocal_pow2(rows.scale_of_values())
     units = scaled * numerics.reciprocal_pow2(_step_of(rows) / _ERRORS_IN_STEP)
@@ -298,7 +298,7 @@ def _one(stored: Stored) -> Operand:
 
 
 def _ndim(stored: Stored) -> int:
-    """Return the number of axes of the kernel: those of a stack of layers, then those of its layout."""
+    """Return the number of axes of the kernel: first a stack of layers, then the axes of its layout."""
     layout = training_of(stored).weight.layout
     return layout.ndim + len(stored.shape) - len(layout.stack) - 2
 
