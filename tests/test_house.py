@@ -35,10 +35,10 @@ LIMITS = {
     "lines of a file": 400,
     "lines of a function without its docstring": 60,
     "arguments of a function": 9,
-    "public definitions": 579,
+    "public definitions": 585,
     "named recipes": 12,
-    "aliases of Literal": 26,
-    "the word Any": 540,
+    "aliases of Literal": 30,
+    "the word Any": 560,
     "modules that `import tcfp_jax` loads": 70,
 }
 # Signatures that users know from optax and from the original's layers.
