@@ -27,7 +27,7 @@ _SMALLEST_SIDE = 16
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileSize:
     """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads."""
 
     rows: int = 64
@@ -56,17 +56,17 @@ class Tiling:
     values_per_thread: int = 16
     by_kernel: bool = True
 
-    def fit(self, m: int, k: int) -> Tile | None:
+    def fit(self, m: int, k: int) -> TileSize | None:
         """Return the tile of a matrix `[m, k]`, or None if no tile divides it.
 
         >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
-        (Tile(rows=64, columns=16, warps=2), None)
+        (TileSize(rows=64, columns=16, warps=2), None)
         """
         pairs = ((m, self.rows), (k, self.columns))
         rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size, sides in pairs)
         if not rows or not columns:
             return None
-        return Tile(rows, columns, max(1, rows * columns // (32 * self.values_per_thread)))
+        return TileSize(rows, columns, max(1, rows * columns // (32 * self.values_per_thread)))
 
 
 WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)

@@ -28,7 +28,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.specs import device_count
-from pallas_kernels.tiled import WIDE, Tile
+from pallas_kernels.tiled import WIDE, TileSize
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value and
 # 128 x 128 takes 7.7. A thread with 128 values would take 5.5, but leave half as many programs.
@@ -146,7 +146,7 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
     from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
-    tile = WIDE.fit(m, k) or Tile()
+    tile = WIDE.fit(m, k) or TileSize()
     sides = tile.rows, tile.columns
     last = pl.cdiv(m, tile.rows) - 1, pl.cdiv(k, tile.columns) - 1
     # Places of scales and results of rows and columns, from the last tile to the first.
