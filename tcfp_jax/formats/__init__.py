@@ -18,10 +18,9 @@ from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.numbers import NumberSpec, number
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4, exact_share, quantize_nvfp4
-from tcfp_jax.formats.packing import PackedArray, pack, unpack
+from tcfp_jax.formats.packing import PackedArray, pack, sparse, unpack
 from tcfp_jax.formats.rotation import rotate
 from tcfp_jax.formats.scales import ScaleSpec, scale
-from tcfp_jax.formats.sparsity import sparse
 
 __all__ = [
     "CATALOG",

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from pallas_kernels.dispatch import device_kind
 from pallas_kernels.partition import partitioned, varying
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
@@ -57,11 +56,6 @@ def serves(shape: tuple[int, ...], dtype: jnp.dtype, datatype: DataType, modes: 
     exact = number.smallest_subnormal * scale.number.min >= 2.0**-149
     fits = dtype == jnp.float32 or (dtype == jnp.bfloat16 and number.mbits <= 7)
     return exact and fits and _block(shape, tile.size) is not None
-
-
-def wanted() -> bool:
-    """Return True if programs are traced for an NVIDIA GPU."""
-    return device_kind().startswith("NVIDIA")
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:

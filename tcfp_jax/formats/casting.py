@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_kernels.dispatch import device_kind
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.specs import entries_of
 from tcfp_jax.formats import cast_kernel, float_bits
@@ -78,7 +79,7 @@ def cast(
         return array
 
     def rounded(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and cast_kernel.wanted():
+        if cast_kernel.serves(x.shape, x.dtype, datatype, modes) and device_kind().startswith("NVIDIA"):
             return _in_one_pass(x, datatype, modes)
         return _define(x, datatype, modes, key)
 

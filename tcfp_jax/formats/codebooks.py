@@ -90,6 +90,10 @@ class CodebookSpec:
         """None, because no dtype is a codebook."""
         return
 
+    def levels(self) -> jax.Array:
+        """Return the tables as float32 `[tables, values]`."""
+        return jnp.asarray(np.array(self.tables, np.float32))
+
     def number_line(self) -> tuple[float, ...]:
         """Return all values of all tables, ascending, each once."""
         return tuple(sorted({value for table in self.tables for value in table}))
@@ -181,23 +185,11 @@ def _code_of(value: float, pattern: NumberSpec, compute: NumberSpec) -> int:
     return (field << compute.mbits) + int((2 * mantissa - 1) * (1 << compute.mbits))
 
 
-def nearest_index(
+def _nearest_index(
     value: jax.Array, book: CodebookSpec, table: int | jax.Array, mode: RoundMode, bits: jax.Array | None
 ) -> jax.Array:
-    """Return the index of the entry that `value` rounds to; values beyond the ends round to the ends.
-
-    Args:
-      value: float32, already divided by its scale.
-      book: the codebook.
-      table: the index of its table.
-      mode: "even" sends ties to the even index, "nearest" away from zero.
-      bits: uniform uint32 of the shape of `value`, for "stochastic" only.
-
-    >>> book = codebook([-1.0, 0.0, 0.5, 1.0])
-    >>> nearest_index(jnp.array([-9.0, 0.2, 0.75], jnp.float32), book, 0, "even", None).tolist()
-    [0, 1, 2]
-    """
-    levels = _tables(book)[table]
+    """Return the index of the entry that `value` rounds to; values beyond the ends round to the ends."""
+    levels = book.levels()[table]
     target = jnp.clip(value, levels[0], levels[-1])
     # One comparison at a time: with an axis of levels, XLA would compute the target once for each level.
     lower = jnp.zeros_like(target, jnp.int32)
@@ -217,32 +209,34 @@ def nearest_index(
     return lower + up.astype(jnp.int32)
 
 
-def look_up(index: jax.Array, book: CodebookSpec, selector: jax.Array | None) -> jax.Array:
-    """Return the float32 entries of the first table, or of the selected tables."""
-    tables = _tables(book)
-    if selector is None:
-        return tables[0][index]
-    return tables.reshape(-1)[index + selector * tables.shape[1]]
-
-
 def search(
     value: jax.Array, book: CodebookSpec, axes: tuple[int, ...], mode: RoundMode, bits: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (indices, the index of each tile's table, or None if there is one table).
+    """Return (indices of the entries that values round to, the index of each tile's table or None if there is one).
 
     A tile gets the table with the least squared error, the first one among equals. Errors are summed over `axes` as
     integers, so the choice does not depend on the order of the sum.
+
+    Args:
+      value: float32, already divided by its scale; values beyond the ends round to the ends.
+      book: the codebook.
+      axes: the axes of a tile.
+      mode: "even" sends ties to the even index, "nearest" away from zero.
+      bits: uniform uint32 of the shape of `value`, for "stochastic" only.
+
+    >>> search(jnp.array([-9.0, 0.2, 0.75], jnp.float32), codebook([-1.0, 0.0, 0.5, 1.0]), (), "even", None)[0].tolist()
+    [0, 1, 2]
     """
     if not book.selector_bits:
-        return nearest_index(value, book, 0, mode, bits), None
+        return _nearest_index(value, book, 0, mode, bits), None
     count = int(np.prod([value.shape[axis] for axis in axes]))
     # Errors of one table's values are at most 2 maxfloat; a sum of `count` squares must stay below 2**31.
     steps = jnp.float32(np.float32(int((2**31 / count) ** 0.5 / 2.01) / book.maxfloat))
     clipped = jnp.clip(value, -book.maxfloat, book.maxfloat)
 
     def fit(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = nearest_index(value, book, table, mode, bits)
-        error = jnp.round((_tables(book)[table][index] - clipped) * steps).astype(jnp.int32)
+        index = _nearest_index(value, book, table, mode, bits)
+        error = jnp.round((book.levels()[table][index] - clipped) * steps).astype(jnp.int32)
         return index, jnp.sum(error * error, axis=axes, keepdims=True)
 
     def better(table: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -254,7 +248,3 @@ def search(
     start = (index, error, jnp.zeros_like(error))
     index, _, selector = jax.lax.fori_loop(1, len(book.tables), better, start)
     return index, selector
-
-
-def _tables(book: CodebookSpec) -> jax.Array:
-    return jnp.asarray(np.array(book.tables, np.float32))

@@ -122,7 +122,7 @@ def _quantized(
     def kernel(x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None) -> Nvfp4:
         options = Options(_MODES[rule], "even" if key is None else "stochastic", signs is not None)
         words, outer = _words(x, amax, signs, key, options, "last", interpret)
-        codes, scales = nvfp4_kernel.quantize_tiles(x, words, options, interpret=interpret)
+        codes, scales = nvfp4_kernel.run(x, words, options, "codes", interpret=interpret)
         return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
 
     if interpret:
@@ -146,7 +146,7 @@ def _words(
         found = jnp.max(scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
     else:
         unscaled = nvfp4_registers.words(options, jnp.float32(1), signs, key)
-        found = float_bits.to_bits(nvfp4_kernel.rotated_amax(x, unscaled, options, place, interpret=interpret))
+        (found,) = nvfp4_kernel.run(x, unscaled, options, "amax", place, interpret=interpret)
     outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
     return nvfp4_registers.words(options, outer, signs, key), outer
 
@@ -277,7 +277,8 @@ def along(
 def _by_kernel(x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, interpret: bool) -> Nvfp4Values:
     options = Options("max", "even" if key is None else "stochastic", signs is not None)
     words, outer = _words(x, None, signs, key, options, place, interpret)
-    return Nvfp4Values(nvfp4_kernel.quantize_values(x, words, options, place, interpret=interpret), outer)
+    (values,) = nvfp4_kernel.run(x, words, options, "bfloat16", place, interpret=interpret)
+    return Nvfp4Values(values, outer)
 
 
 def squares(w: jax.Array) -> Nvfp4Values:

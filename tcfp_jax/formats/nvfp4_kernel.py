@@ -27,7 +27,6 @@ from tcfp_jax.formats.nvfp4_registers import (
     Portable,
     Random,
     Scalars,
-    bits_of_tiles,
     dequantized,
     quantized,
 )
@@ -35,6 +34,7 @@ from tcfp_jax.formats.rotation import rotate_arrays
 
 TILES = 128
 Place = Literal["last", "first"]
+Output = Literal["codes", "bfloat16", "amax"]
 # Down the first axis the values of a tile lie apart, so a thread takes two columns to load words of 4 bytes.
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
@@ -43,7 +43,7 @@ class _Job(NamedTuple):
     """A pass over an array; `shape` counts its tiles, without the axis of their values."""
 
     options: Options
-    output: Literal["codes", "bfloat16", "amax"]
+    output: Output
     place: Place
     shape: tuple[int, ...]
     interpret: bool
@@ -62,45 +62,20 @@ def serves(shape: tuple[int, ...], dtype: DTypeLike, place: Place = "last") -> b
     return bool(shape) and shape[-1] % SIDE == 0 and math.prod(shape) % (SIDE * TILES) == 0
 
 
-def quantize_tiles(
-    x: jax.Array, words: jax.Array, options: Options, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Return (codes uint8 `[..., k / 2]`, scales `[..., k / 16]`) of an array that `serves` accepts.
+def run(
+    x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place = "last", *, interpret: bool = False
+) -> list[jax.Array]:
+    """Return one result for an array that `serves` accepts, float32 or bfloat16.
 
     Args:
-      x: `[..., k]`, float32 or bfloat16.
-      words: made by `nvfp4_registers.words`.
-      options: the options from which the words were made.
+      x: `[..., k]`; for tiles down the first axis a matrix.
+      words: made by `nvfp4_registers.words` from the same options.
+      options: the rule of scales, the rounding, and whether tiles are rotated first.
+      output: "codes" for uint8 `[..., k / 2]` and scales `[..., k / 16]`, "bfloat16" for code times scale of every
+        value, "amax" for the int32 bits of the largest finite magnitude after the rotation, `[]`.
+      place: the axis along which tiles lie; codes need the last.
       interpret: run in Pallas's interpreter, which works on CPUs.
     """
-    codes, scales = _run(x, words, options, "codes", "last", interpret)
-    return codes.reshape(*x.shape[:-1], x.shape[-1] // 2), scales
-
-
-def quantize_values(
-    x: jax.Array, words: jax.Array, options: Options, place: Place, *, interpret: bool = False
-) -> jax.Array:
-    """Return code times scale of every value as bfloat16, for tiles along the last or down the first axis."""
-    (values,) = _run(x, words, options, "bfloat16", place, interpret)
-    return values.reshape(x.shape)
-
-
-def rotated_amax(
-    x: jax.Array, words: jax.Array, options: Options, place: Place = "last", *, interpret: bool = False
-) -> jax.Array:
-    """Return the largest finite magnitude of x after its rotation, float32 `[]`."""
-    (found,) = _run(x, words, options, "amax", place, interpret)
-    return lax.bitcast_convert_type(found[0], jnp.float32)
-
-
-def _run(
-    x: jax.Array,
-    words: jax.Array,
-    options: Options,
-    output: Literal["codes", "bfloat16", "amax"],
-    place: Place,
-    interpret: bool,
-) -> list[jax.Array]:
     if place == "last":
         tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)
         shape = tiles.shape[:-1]
@@ -112,11 +87,15 @@ def _run(
     side = " ".join(axes)
     of_values = f"{side} t" if place == "last" else "a t b"
     inputs = ["u", of_values, *(axes if starts else "")]
-    job = _Job(options, output, place, shape, interpret)
     outputs = {"codes": [f"{side} s", side], "amax": ["r"], "bfloat16": [of_values]}[output]
-    local = functools.partial(_local, job)
+    local = functools.partial(_local, _Job(options, output, place, shape, interpret))
     whole = ("t", "s") if output == "codes" else ("t",)
-    return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", whole=whole)(words, tiles, *starts)
+    spec = f"{', '.join(inputs)} -> {', '.join(outputs)}"
+    first, *others = partitioned(local, spec, whole=whole)(words, tiles, *starts)
+    return [
+        first.reshape({"codes": (*x.shape[:-1], x.shape[-1] // 2), "amax": (), "bfloat16": x.shape}[output]),
+        *others,
+    ]
 
 
 def _local(
@@ -143,7 +122,7 @@ def _by_arrays(
     whole = tiles.reshape(-1, SIDE) if job.place == "last" else jnp.moveaxis(tiles, 1, 2)
     values = [whole[..., i].astype(jnp.float32) for i in range(SIDE)]
     places = lax.iota(jnp.uint32, values[0].size).reshape(values[0].shape)
-    random = bits_of_tiles(scalars, _first(places, starts, (own, job.shape)))
+    random = scalars.random(_first(places, starts, (own, job.shape)))
     found = _compute(job, Portable(), scalars, values, random)
     if job.output != "bfloat16":
         return found
@@ -210,7 +189,7 @@ def _call(
             values = [x_ref[at, :] for at in range(SIDE)]
             place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
         place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
-        random = bits_of_tiles(scalars, _first(place, refs[0] if given else None, (own, job.shape)))
+        random = scalars.random(_first(place, refs[0] if given else None, (own, job.shape)))
         found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
         _store(job, refs[len(given) :], found)
 

@@ -25,7 +25,7 @@ from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
 from tcfp_jax.formats.rotation import flushed
-from tcfp_jax.formats.scale_rules import CLIPPED_FROM, NEGLIGIBLE, lift_of
+from tcfp_jax.formats.scale_rules import CLIPPED_FROM, NEGLIGIBLE
 from tcfp_jax.formats.scales import ScaleMode
 
 SIDE = 16
@@ -74,7 +74,9 @@ class _Divisor(NamedTuple):
 
 def words(options: Options, outer: jax.Array, signs: jax.Array | None, key: Key | None) -> jax.Array:
     """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale and its multiples, the key, the signs."""
-    lift = lift_of(outer)
+    # The lift brings the scale of the tensor into the binade of 2**-9; it is 1 for a tensor of zeros.
+    exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> MANTISSA_BITS) - 127
+    lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
     lifted = outer * lift
     parts = [outer * jnp.float32(divisor) * lift for divisor in options.divisors]
     parts = [part for value in parts for part in (value, 1 / jnp.where(value == 0, 1.0, value))]
@@ -232,6 +234,11 @@ class Scalars(NamedTuple):
         signs = [wide(_WORDS + i) for i in range(SIDE)] if options.rotated else []
         return Scalars(wide(0), wide(1), wide(2), divisors, (read(_WORDS - 2), read(_WORDS - 1)), signs)
 
+    def random(self, first: jax.Array) -> Random:
+        """Return `counter.random_bits` of each value: the indices in a tile differ in their last four bits only."""
+        begun = begin(first ^ self.key[0])
+        return lambda at: finish(begun ^ jnp.uint32(at), self.key[1])
+
 
 def _largest(values: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, values)
@@ -344,13 +351,6 @@ def _covering_code(do: Portable, x: jax.Array, divisor: _Divisor, number: tuple[
     place, moved = number
     code = (do.quotient(x, divisor, moved) + (1 << (place - 1))) >> place
     return code + (do.rest(x, code << place, divisor, moved) > 0).astype(jnp.int32)
-
-
-def bits_of_tiles(scalars: Scalars, first: jax.Array) -> Random:
-    """Return `counter.random_bits` of each value: the indices in a tile differ in their last four bits only."""
-    k0, k1 = scalars.key
-    begun = begin(first ^ k0)
-    return lambda at: finish(begun ^ jnp.uint32(at), k1)
 
 
 def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:

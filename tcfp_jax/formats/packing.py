@@ -1,5 +1,7 @@
 """Real storage: `pack` keeps an array in the bits of its datatype, and `unpack` gives the virtual cast back.
 
+`sparse` keeps m of every n values; a packed array can store these alone.
+
 unpack(pack(x, datatype)) == cast(x, datatype)         bit for bit, except for NaN without a code (see `unpack`)
 pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      if each part fills whole bytes
 """
@@ -26,7 +28,6 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.quantization import Parts, assemble, quantize
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
-from tcfp_jax.formats.sparsity import largest_mask
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +104,7 @@ def _packed(
 ) -> PackedArray:
     if sparsity is not None:
         n, m = sparsity
-        kept = largest_mask(array, n, m, -1)
+        kept = _largest_mask(array, n, m, -1)
         array = jnp.where(kept, array, jnp.zeros_like(array))
     else:
         kept = None
@@ -262,6 +263,50 @@ def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], su
 
 
 # M of N ---------------------------------------------------------------------------------------------------------------
+
+
+def sparse(x: ArrayLike, n: int, m: int, dim: int = -1) -> jax.Array:
+    """Set all but the m largest magnitudes of every n values along `dim` to zero; ties keep the lower index.
+
+    Args:
+      x: real floats of any shape.
+      n: the number of values of a group, a divisor of the axis.
+      m: the number of values to keep, 1 to n - 1.
+      dim: the axis, negative or not.
+
+    Returns:
+      The shape and dtype of `x`; kept values keep their signs. NaN counts as the largest magnitude. Only kept values
+      have a gradient.
+
+    Raises:
+      TypeError: `x` is not real floating point.
+      ValueError: n does not divide the axis, m is not between 1 and n - 1, or the axis does not exist.
+
+    Source: TensorCast (AMD), `sparse`, whose result loses the signs.
+
+    >>> sparse(jnp.array([1.0, -3.0, 2.0, -2.0]), 4, 2).tolist()
+    [0.0, -3.0, 2.0, 0.0]
+    """
+    array = jnp.asarray(x)
+    return jnp.where(_largest_mask(array, n, m, dim), array, jnp.zeros_like(array))
+
+
+def _largest_mask(x: jax.Array, n: int, m: int, dim: int) -> jax.Array:
+    """Return where `sparse` keeps a value."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x is {x.dtype}; sparsity takes real floats, such as x.astype(float32)")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim} is not an axis of shape {x.shape}; use one from {-x.ndim} to {x.ndim - 1}")
+    if not 1 <= m < n:
+        raise ValueError(f"m={m} of n={n}: keep at least one and fewer than all; use n=4, m=2")
+    if x.shape[dim] % n:
+        raise ValueError(f"n={n} does not divide axis {dim} of shape {x.shape}; pad it to a multiple")
+    rows = jnp.moveaxis(jax.lax.stop_gradient(x), dim, -1)
+    # As integers: XLA:CPU compares subnormals as zeros.
+    magnitude = (float_bits.to_bits(rows) & 0x7FFFFFFF).reshape(*rows.shape[:-1], -1, n)
+    order = jnp.argsort(-magnitude, axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1, stable=True)
+    return jnp.moveaxis((rank < m).reshape(rows.shape), -1, dim)
 
 
 def _compress(codes: jax.Array, kept: jax.Array, n: int, m: int) -> jax.Array:

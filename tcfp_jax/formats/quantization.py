@@ -22,9 +22,7 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.rounding import (
     SIGN,
     Modes,
-    add_rest,
     flushed,
-    rest_of,
     round_units,
     round_unscaled,
     scaled_up,
@@ -80,7 +78,7 @@ def quantize(
         return _quantize_value(bits, datatype, layout, modes, random, amax)
     nearest = replace(modes, roundmode="even") if modes.roundmode == "stochastic" else modes
     parts = _quantize_value(bits, datatype, layout, nearest, None)
-    rest = layout.join(rest_of(layout.split(bits), _assemble_value(parts, datatype), _unit(parts)))
+    rest = layout.join(_rest_of(layout.split(bits), _assemble_value(parts, datatype), _unit(parts)))
     return parts._replace(residual=quantize(rest, datatype.residual, modes, random))
 
 
@@ -101,7 +99,7 @@ def _quantize_value(
         if isinstance(number, CodebookSpec):
             nan = magnitude > INFINITY  # no index means NaN; `pack` stores the index of 0
             value = jnp.where(nan, jnp.float32(0), flushed(bits))
-            return Parts(codebooks.nearest_index(value, number, 0, modes.roundmode, random), nan=nan)
+            return Parts(codebooks.search(value, number, (), modes.roundmode, random)[0], nan=nan)
         return Parts(round_unscaled(magnitude, sign, number, modes, random))
     if scale.zero is not None:
         assert isinstance(number, NumberSpec)
@@ -296,14 +294,17 @@ def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Ar
     if datatype.residual is not None:
         assert parts.residual is not None
         rest = layout.split(assemble(parts.residual, datatype.residual, shape))
-        bits = add_rest(bits, rest, _unit(parts))
+        bits = _add_rest(bits, rest, _unit(parts))
     return layout.join(bits)
 
 
 def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
     """Return the float32 values of a number in its own units."""
     if isinstance(number, CodebookSpec):
-        return codebooks.look_up(parts.value, number, parts.selector)
+        tables = number.levels()
+        if parts.selector is None:
+            return tables[0][parts.value]
+        return tables.reshape(-1)[parts.value + parts.selector * tables.shape[1]]
     return parts.value
 
 
@@ -331,3 +332,38 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
         result = jnp.where(result == 0, jnp.float32(0), result)
     bits = lax.bitcast_convert_type(result, jnp.int32)
     return jnp.where(jnp.isnan(result), NAN, bits)
+
+
+# Remainder ------------------------------------------------------------------------------------------------------------
+
+# The remainder of rounding counts in units of the value's exponent scale 2**unit, as in the packed TCFP-12 format;
+# without an exponent scale, unit is 0:
+#
+#     rest = x / 2**unit - value             result = (value + round(rest)) * 2**unit
+#
+# So the rest is a normal float32 however small x is, and the sum is rounded to float32 once.
+
+
+def _rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
+    """Return the bits of (x - rounded) / 2**unit; 0 for a subnormal, and if `x` or `rounded` is not finite."""
+    difference = _in_units(bits, unit) - _in_units(rounded, unit)
+    infinite = jnp.maximum(bits & ~jnp.int32(SIGN), rounded & ~jnp.int32(SIGN)) >= INFINITY
+    keep = ~infinite & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
+    return lax.bitcast_convert_type(jnp.where(keep, difference, jnp.float32(0)), jnp.int32)
+
+
+def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
+    """Return the bits of rounded + rest * 2**unit, at most the largest float32; only `rounded` if it is not finite."""
+    total = _in_units(rounded, unit) + flushed(rest)
+    total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
+    bits = lax.bitcast_convert_type(scaled_up(total, unit), jnp.int32)
+    largest = jnp.int32(INFINITY - 1) | (bits & jnp.int32(SIGN))
+    bits = jnp.where(jnp.isfinite(total) & ((bits & ~jnp.int32(SIGN)) >= INFINITY), largest, bits)
+    return jnp.where((rounded & ~jnp.int32(SIGN)) >= INFINITY, rounded, bits)
+
+
+def _in_units(bits: jax.Array, unit: jax.Array) -> jax.Array:
+    """Return the signed float32 values of bits, divided by 2**unit."""
+    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
+    units = lax.bitcast_convert_type(float_bits.scale_down(magnitude, unit), jnp.int32)
+    return lax.bitcast_convert_type(units | sign, jnp.float32)

@@ -1,4 +1,4 @@
-"""Rounding of values to the grid of a number, and the remainder that it leaves.
+"""Rounding of values to the grid of a number.
 
 `round_unscaled` takes magnitudes of x, and `round_units` takes magnitudes that a scale has divided. Magnitudes and
 signs are int32 with the bits of |x| and the sign bit alone. Integer operations mean the same on every backend, also for
@@ -14,7 +14,7 @@ from jax import lax
 
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, TINY, Grid, RoundMode
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, Grid, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode, ScaleSpec
 
@@ -140,46 +140,3 @@ def scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
 def flushed(bits: jax.Array) -> jax.Array:
     """Return the float32 values of bits, subnormals as zero."""
     return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)
-
-
-# The remainder of rounding counts in units of the value's exponent scale 2**unit, as in the packed TCFP-12 format;
-# without an exponent scale, unit is 0:
-#
-#     rest = x / 2**unit - value             result = (value + round(rest)) * 2**unit
-#
-# So the rest is a normal float32 however small x is, and the sum is rounded to float32 once.
-
-
-def rest_of(bits: jax.Array, rounded: jax.Array, unit: jax.Array) -> jax.Array:
-    """Return the bits of (x - rounded) / 2**unit; 0 for a subnormal, and if `x` or `rounded` is not finite.
-
-    >>> bits = rest_of(*map(float_bits.to_bits, jnp.float32([[17], [16]])), jnp.int32(2))
-    >>> lax.bitcast_convert_type(bits, jnp.float32)
-    Array([0.25], dtype=float32)
-    """
-    difference = _in_units(bits, unit) - _in_units(rounded, unit)
-    infinite = jnp.maximum(bits & ~jnp.int32(SIGN), rounded & ~jnp.int32(SIGN)) >= INFINITY
-    keep = ~infinite & jnp.isfinite(difference) & (jnp.abs(difference) >= TINY)
-    return lax.bitcast_convert_type(jnp.where(keep, difference, jnp.float32(0)), jnp.int32)
-
-
-def add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array:
-    """Return the bits of rounded + rest * 2**unit, at most the largest float32; only `rounded` if it is not finite.
-
-    >>> bits = add_rest(*map(float_bits.to_bits, jnp.float32([[16], [0.25]])), jnp.int32(2))
-    >>> lax.bitcast_convert_type(bits, jnp.float32)
-    Array([17.], dtype=float32)
-    """
-    total = _in_units(rounded, unit) + flushed(rest)
-    total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
-    bits = lax.bitcast_convert_type(scaled_up(total, unit), jnp.int32)
-    largest = jnp.int32(INFINITY - 1) | (bits & jnp.int32(SIGN))
-    bits = jnp.where(jnp.isfinite(total) & ((bits & ~jnp.int32(SIGN)) >= INFINITY), largest, bits)
-    return jnp.where((rounded & ~jnp.int32(SIGN)) >= INFINITY, rounded, bits)
-
-
-def _in_units(bits: jax.Array, unit: jax.Array) -> jax.Array:
-    """Return the signed float32 values of bits, divided by 2**unit."""
-    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
-    units = lax.bitcast_convert_type(float_bits.scale_down(magnitude, unit), jnp.int32)
-    return lax.bitcast_convert_type(units | sign, jnp.float32)

@@ -141,18 +141,6 @@ def choose_outer(
     return choose_scale(amax_tensor, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
 
 
-def lift_of(outer: jax.Array) -> jax.Array:
-    """Return the power of two that brings the scale of a tensor into the binade of 2**-9; 1 for zero.
-
-    Values times this factor have squares, products and remainders in float32's range.
-
-    >>> float(lift_of(jnp.float32(3.0)))
-    0.0009765625
-    """
-    exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> float_bits.MANTISSA_BITS) - 127
-    return float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
-
-
 def tile_scales(
     amax: jax.Array, whole: jax.Array, largest: float, scale: NumberSpec, rule: ScaleMode, covers: bool
 ) -> list[jax.Array]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tcfp_jax.formats import codebook, datatype, pack, unpack
-from tcfp_jax.formats.codebooks import nearest_index
+from tcfp_jax.formats.codebooks import search
 from tcfp_jax.formats.float_bits import Grid, round_bits, round_to_grid
 
 
@@ -36,7 +36,7 @@ def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value):
 def test_entries_of_a_codebook_stay_whatever_is_drawn():
     book = codebook([-1.0, -0.25, 0.5, 1.0])
     draws = jnp.array([[0], [2**31], [2**32 - 1]], jnp.uint32)
-    index = nearest_index(jnp.array(book.tables[0], jnp.float32), book, 0, "stochastic", draws)
+    index, _ = search(jnp.array(book.tables[0], jnp.float32), book, (), "stochastic", draws)
     np.testing.assert_array_equal(index, np.broadcast_to(np.arange(4), (3, 4)))
 
 
