@@ -107,17 +107,13 @@ def _in_one_pass(x: jax.Array, datatype: DataType, modes: Modes) -> jax.Array:
     return lax.platform_dependent(x, cuda=kernel, default=by_definition)
 
 
-def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None) -> jax.Array:
-    return float_bits.from_bits(_quantized_bits(float_bits.to_bits(x), datatype, modes, key), x.dtype)
-
-
 # Jitted here, so that a call outside jit is one program per datatype and shape. Otherwise the few hundred operations of
 # a long division would be compiled one by one.
 @functools.partial(jax.jit, static_argnames=("datatype", "modes"))
-def _quantized_bits(bits: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None) -> jax.Array:
-    """Return the float32 bits of the cast of an array that is given by its bits."""
-    random = None if key is None else jax.random.bits(key, bits.shape, jnp.uint32)
-    return assemble(quantize(bits, datatype, modes, random), datatype, bits.shape)
+def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | None = None) -> jax.Array:
+    random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
+    parts = quantize(float_bits.to_bits(x), datatype, modes, random)
+    return float_bits.from_bits(assemble(parts, datatype, x.shape), x.dtype)
 
 
 def check_arguments(

@@ -21,17 +21,8 @@ def _add(name: str, number: str, scale: str | None = None, *, residual: DataType
 
 
 def _add_unscaled() -> None:
-    for name in (
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e5m2",
-        "float8_e4m3fn",
-        "float8_e5m2fnuz",
-        "float8_e4m3fnuz",
-    ):
-        _add(name, name)
-    codes = "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz"
+    codes = "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz "
+    codes += "e5m2 e5m2fnuz e5m2b16fnuz e4m3fn e4m3fnuz e4m3b8fnuz e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz"
     for code in codes.split():
         _add(code, code)
     for alias, code in {"bf8": "e5m2", "fp8": "e4m3fn", "bf8n": "e5m2b16fnuz", "fp8n": "e4m3b8fnuz"}.items():

@@ -31,11 +31,6 @@ class DataType:
     residual: "DataType | None"
     name: str = field(compare=False)
 
-    @property
-    def is_unscaled(self) -> bool:
-        """True if there is no scale."""
-        return self.scale is None
-
     def bits_per_value(self, shape: Sequence[int] | None = None) -> float:
         """Return the stored bits per value, with scales: exact for a `shape`, otherwise the limit of large arrays.
 

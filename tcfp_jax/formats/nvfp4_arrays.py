@@ -152,13 +152,7 @@ def _words(
 
 
 def define(
-    x: jax.Array,
-    amax: jax.Array | None,
-    signs: jax.Array | None,
-    key: Key | None,
-    *,
-    rule: Rule,
-    tile: str = "vector",
+    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: str = "vector"
 ) -> Nvfp4:
     """Return the result of `quantize_nvfp4` as the format library's cast computes it."""
     if signs is not None:

@@ -20,16 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.partition import partitioned, varying
 from pallas_kernels.specs import device_count
-from tcfp_jax.formats.nvfp4_registers import (
-    SIDE,
-    Device,
-    Options,
-    Portable,
-    Random,
-    Scalars,
-    dequantized,
-    quantized,
-)
+from tcfp_jax.formats.nvfp4_registers import SIDE, Device, Options, Portable, Random, Scalars, dequantized, quantized
 from tcfp_jax.formats.rotation import rotate_arrays
 
 TILES = 128

@@ -94,21 +94,9 @@ def pack(
     """
     array, modes = check_arguments(x, datatype, roundmode, scalemode, key, saturate)
     _check(array, datatype, sparsity)
-    packed = functools.partial(_packed, datatype, modes, sparsity)
+    packed = functools.partial(_pack, datatype=datatype, modes=modes, sparsity=sparsity)
     # The bytes of the whole array follow each other, so with explicit axes the result is not sharded.
     return with_automatic_axes(packed, lambda _: PartitionSpec(), array, key)
-
-
-def _packed(
-    datatype: DataType, modes: Modes, sparsity: tuple[int, int] | None, array: jax.Array, key: jax.Array | None
-) -> PackedArray:
-    if sparsity is not None:
-        n, m = sparsity
-        kept = _largest_mask(array, n, m, -1)
-        array = jnp.where(kept, array, jnp.zeros_like(array))
-    else:
-        kept = None
-    return _pack(float_bits.to_bits(array), kept, datatype, modes, key, array.dtype, sparsity)
 
 
 def unpack(packed: PackedArray) -> jax.Array:
@@ -126,23 +114,20 @@ def unpack(packed: PackedArray) -> jax.Array:
     """
     if not isinstance(packed, PackedArray):
         raise TypeError(f"unpack takes what pack returned, not {type(packed).__name__}; use formats.pack first")
-    unpacked = lambda packed: float_bits.from_bits(_unpack(packed), packed.dtype)
-    return with_automatic_axes(unpacked, lambda _: PartitionSpec(), packed)
+    return with_automatic_axes(_unpack, lambda _: PartitionSpec(), packed)
 
 
-@functools.partial(jax.jit, static_argnames=("datatype", "modes", "dtype", "sparsity"))
+@functools.partial(jax.jit, static_argnames=("datatype", "modes", "sparsity"))
 def _pack(
-    bits: jax.Array,
-    kept: jax.Array | None,
-    datatype: DataType,
-    modes: Modes,
-    key: jax.Array | None,
-    dtype: np.dtype,
-    sparsity: tuple[int, int] | None,
+    x: jax.Array, key: jax.Array | None, *, datatype: DataType, modes: Modes, sparsity: tuple[int, int] | None
 ) -> PackedArray:
-    random = None if key is None else jax.random.bits(key, bits.shape, jnp.uint32)
-    parts = quantize(bits, datatype, modes, random)
-    return _pack_parts(parts, kept, datatype, bits.shape, dtype, sparsity)
+    kept = None
+    if sparsity is not None:
+        kept = _largest_mask(x, *sparsity, -1)
+        x = jnp.where(kept, x, jnp.zeros_like(x))
+    random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
+    parts = quantize(float_bits.to_bits(x), datatype, modes, random)
+    return _pack_parts(parts, kept, datatype, x.shape, x.dtype, sparsity)
 
 
 def _pack_parts(
@@ -207,7 +192,7 @@ def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None
 
 @jax.jit
 def _unpack(packed: PackedArray) -> jax.Array:
-    return assemble(_unpack_parts(packed), packed.datatype, packed.shape)
+    return float_bits.from_bits(assemble(_unpack_parts(packed), packed.datatype, packed.shape), packed.dtype)
 
 
 def _unpack_parts(packed: PackedArray) -> Parts:

@@ -19,14 +19,7 @@ from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.float_bits import INFINITY, NAN, TINY, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.rounding import (
-    SIGN,
-    Modes,
-    flushed,
-    round_units,
-    round_unscaled,
-    scaled_up,
-)
+from tcfp_jax.formats.rounding import SIGN, Modes, flushed, round_units, round_unscaled, scaled_up
 from tcfp_jax.formats.scales import ScaleMode, Tiling
 
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -108,9 +101,16 @@ def _quantize_value(
     lost = None
     if not number.has_nan:
         lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
-    rounded = functools.partial(
-        _round_scaled, magnitude=magnitude, sign=sign, number=number, layout=layout, modes=modes, random=random
-    )
+
+    def rounded(parts: Parts, units: jax.Array) -> Parts:
+        """Return `parts` with values: |x| / scale, rounded, with the sign of x."""
+        if isinstance(number, NumberSpec):
+            return parts._replace(value=round_units(units, magnitude, sign, number, modes, random))
+        signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
+        signed = jnp.where(sign < 0, -signed, signed)
+        index, selector = codebooks.search(signed, number, layout.subtile_axes, modes.roundmode, random)
+        return parts._replace(value=index, selector=selector)
+
     if scale.number.kind == "exponent":
         parts = _exponent_scales(magnitude, amax, datatype, layout, modes.of_scale(scale))
         parts = parts._replace(nan=jnp.zeros_like(amax, bool) if lost is None else lost)
@@ -127,26 +127,6 @@ def _quantize_value(
     parts = functools.reduce(functools.partial(_better_scale, magnitude, layout), map(over, candidates))
     assert parts.scale is not None
     return parts if lost is None else parts._replace(scale=jnp.where(lost, jnp.float32(jnp.nan), parts.scale))
-
-
-def _round_scaled(
-    parts: Parts,
-    units: jax.Array,
-    *,
-    magnitude: jax.Array,
-    sign: jax.Array,
-    number: NumberSpec | CodebookSpec,
-    layout: Tiling,
-    modes: Modes,
-    random: jax.Array | None,
-) -> Parts:
-    """Return `parts` with values: |x| / scale, rounded, with the sign of x."""
-    if isinstance(number, CodebookSpec):
-        signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
-        signed = jnp.where(sign < 0, -signed, signed)
-        index, selector = codebooks.search(signed, number, layout.subtile_axes, modes.roundmode, random)
-        return parts._replace(value=index, selector=selector)
-    return parts._replace(value=round_units(units, magnitude, sign, number, modes, random))
 
 
 def _exponent_scales(

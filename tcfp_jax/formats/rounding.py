@@ -82,7 +82,7 @@ def round_units(
     units: jax.Array,
     magnitude: jax.Array,
     sign: jax.Array,
-    number: NumberSpec | CodebookSpec,
+    number: NumberSpec,
     modes: Modes,
     random: jax.Array | None,
     shift: int = 0,
@@ -96,7 +96,6 @@ def round_units(
       random: uniform uint32, for stochastic rounding only.
       shift: log2 of the unit.
     """
-    assert isinstance(number, NumberSpec)
     grid = number.grid
     grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)
     rounded = float_bits.round_to_grid(units, grid, modes.roundmode, random)

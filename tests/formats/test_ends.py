@@ -1,10 +1,94 @@
-"""The ends of the range of numbers and scales: only here does a clip in the wrong place show."""
+"""Float32 arithmetic and casts at the ends of their ranges, and stochastic rounding for every draw.
 
+Quotients and shifts of float32 bits are compared with float64. The ends show a clip in the wrong place, and counts of
+all draws show an error that the mean of random draws hides.
+"""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tcfp_jax.formats import CATALOG, cast, datatype, pack, unpack
+from tcfp_jax.formats import CATALOG, cast, codebook, datatype, pack, unpack
+from tcfp_jax.formats.codebooks import search
+from tcfp_jax.formats.float_bits import Grid, divide, divide_to_odd, round_bits, round_to_grid, scale_down
+
+TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+
+def pairs():
+    """Return magnitudes of the whole range, and pairs whose quotients lie at both ends of it."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(1 << 23, 255 << 23, (2, 20_000)).astype(np.int32).view(np.float32)
+    near = rng.uniform(0.5, 2, 4_000).astype(np.float32)
+    ends = np.float32([2.0**-63, 2.0**63])[:, None] * near
+    x = np.concatenate([x, *ends, near * np.float32(2.0**-60)])
+    return x, np.concatenate([y, np.float32(2.0**63) / near[::-1], np.float32(2.0**-65) * near[::-1], near * 2**66])
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["nearest", "odd"])
+def test_quotients_are_rounded_once_and_are_zero_below_the_range(odd):
+    x, y = (values.astype(np.float32) for values in pairs())
+    exact = x.astype(np.float64) / y  # right to 53 bits, twice the digits of float32 and more
+    bits = [jnp.asarray(values.view(np.int32)) for values in (x, y)]
+    got = np.asarray(divide_to_odd(*bits, 23) if odd else divide(*bits))
+    wanted = np.minimum(exact, LARGEST).astype(np.float32)
+    if odd:
+        truncated = np.where(wanted > exact, np.nextafter(wanted, np.float32(0)), wanted)
+        inexact = truncated.astype(np.float64) != exact
+        wanted = (truncated.view(np.int32) | (inexact & (exact < LARGEST))).view(np.float32)
+    wanted = np.where(exact < TINY, np.float32(0), wanted)
+    assert (wanted == 0).any() and (wanted == LARGEST).any()
+    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 126, 127])
+def test_a_power_of_two_is_divided_by_exactly_or_to_an_end_of_the_range(exponent):
+    """Compare bits, because a CPU compares subnormals as zero."""
+    powers = np.ldexp(np.float64(1), np.arange(-149, 128)).astype(np.float32)
+    exact = np.ldexp(powers.astype(np.float64), -exponent)
+    got = jax.jit(scale_down)(jnp.asarray(powers.view(np.int32)), jnp.int32(exponent))
+    wanted = np.where(exact < TINY, 0, np.minimum(exact, LARGEST)).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(got).view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("mbits", [7, 19, 22])
+@pytest.mark.parametrize("part", [0, 1, 0.5, -1])
+def test_as_many_draws_go_up_as_the_rest_says(mbits, part):
+    """Exact values never change; of all draws of the dropped bits, `rest` round up."""
+    drop = 23 - mbits
+    rest = int(part * 2**drop) if part == 0.5 else part % 2**drop
+    draws = jnp.arange(2**drop, dtype=jnp.uint32) << (32 - drop)
+    lower = 0x3F800000
+    got = np.asarray(round_bits(jnp.full(draws.shape, lower + rest, jnp.int32), mbits, "stochastic", draws))
+    assert set(got) <= {lower, lower + 2**drop}
+    assert np.count_nonzero(got > lower) == rest
+
+
+@pytest.mark.parametrize("value", [0.0, 0.125, 0.5, 1.0, 1.25, 2.75, 3.0, 5.5])
+def test_the_draw_below_the_fraction_is_the_last_that_goes_up(value):
+    step = 0.5 if value < 2 else 1.0 if value < 4 else 2.0
+    lower = np.floor(value / step) * step
+    count = int((value - lower) / step * 2**24)
+    draws = jnp.array([0, max(count - 1, 0), count, 2**24 - 1], jnp.uint32) << 8
+    got = round_to_grid(jnp.full(4, value, jnp.float32), Grid(0, 1, 6.0), "stochastic", draws)
+    up = np.array([count > 0, count > 0, False, False])
+    np.testing.assert_array_equal(got, lower + up * step)
+
+
+def test_entries_of_a_codebook_stay_whatever_is_drawn():
+    book = codebook([-1.0, -0.25, 0.5, 1.0])
+    draws = jnp.array([[0], [2**31], [2**32 - 1]], jnp.uint32)
+    index, _ = search(jnp.array(book.tables[0], jnp.float32), book, (), "stochastic", draws)
+    np.testing.assert_array_equal(index, np.broadcast_to(np.arange(4), (3, 4)))
+
+
+def test_of_tables_that_fit_equally_well_the_first_is_taken():
+    book = codebook([[-1.0, 0.0, 0.5, 1.0], [-1.0, -0.5, 0.0, 1.0]])
+    x = jnp.array([0.25, 0.0, -1.0, 1.0] * 2)  # 0.5 of the first table is as far from 0.25 as 0 of the second
+    packed = pack(x, datatype(book, "e8m0_t8"))
+    assert int(packed.selectors[0]) == 0
+    np.testing.assert_array_equal(unpack(packed), [0.5, 0.0, -1.0, 1.0] * 2)
 
 
 def test_subtiles_below_the_smallest_scale_still_have_their_offset():

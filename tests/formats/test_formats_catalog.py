@@ -125,11 +125,8 @@ def test_a_name_says_what_it_is(name):
     elif found := re.fullmatch(r"(e1m\d)b1_([ef])32", name):
         assert spec == number(f"{found[1]}b1fnuz") and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
     elif found := re.fullmatch(r"e2m1_e32s(\d)o(\d)", name):
-        assert (
-            spec == number("e2m1f")
-            and shared.tiles == (Tile(32, -1, int(found[1])),)
-            and shared.offset == int(found[2])
-        )
+        assert spec == number("e2m1f") and shared.offset == int(found[2])
+        assert shared.tiles == (Tile(32, -1, int(found[1])),)
     elif found := re.fullmatch(r"icb44fi(\d)_([ef])32(?:s(\d+))?", name):
         assert f"_e{found[1]}m" in spec.name and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
         assert shared.tiles == (Tile(32, -1, int(found[3] or 0)),)
@@ -138,19 +135,13 @@ def test_a_name_says_what_it_is(name):
 
 
 def test_catalog_has_tensorcasts_names():
-    names = (
-        "float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz e5m2 e5m2fnuz e5m2b16fnuz"
-    )
-    names += " binary8p3 e4m3fnuz e4m3fn e4m3b8fnuz binary8p4 binary8p5 e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz uint16_ff"
-    names += (
-        " uint16_bb int16_f int16_b int16_e uint8_ff uint8_bb uint8_fi uint8_bi int8_f int8_b int8_e e5m2_e e5m2z_e"
-    )
-    names += (
-        " e4m3_e e4m3z_e e3m2_e e2m3_e mxfp8e5 mxfp8e4 mxfp6e3 mxfp6e2 mxfp4e2 mxfp5e2 mxint8 mxint4 bfp16 uint4_ff32"
-    )
-    names += (
-        " uint4_fi32 uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32 e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32"
-    )
-    names += " e3m2_f32 e2m3_f32 e4m3_f32 mx9 mx6 mx4 e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2"
+    names = """
+        float32 float16 bfloat16 float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz e5m2 e5m2fnuz e5m2b16fnuz
+        binary8p3 e4m3fnuz e4m3fn e4m3b8fnuz binary8p4 binary8p5 e3m3fnuz e3m2fnuz e2m3fnuz e2m1fnuz uint16_ff uint16_bb
+        int16_f int16_b int16_e uint8_ff uint8_bb uint8_fi uint8_bi int8_f int8_b int8_e e5m2_e e5m2z_e e4m3_e e4m3z_e
+        e3m2_e e2m3_e mxfp8e5 mxfp8e4 mxfp6e3 mxfp6e2 mxfp4e2 mxfp5e2 mxint8 mxint4 bfp16 uint4_ff32 uint4_fi32
+        uint4_bb32 uint4_bi32 uint4_f12i432 int4_b32 int4_f32 e1m6b1_e32 e1m2b1_e32 e1m2b1_f32 e2m1_f32 e3m2_f32
+        e2m3_f32 e4m3_f32 mx9 mx6 mx4 e2m1_e32s8o1 e2m1_e32s4o1 e2m1_e32s8o2 e2m1_e32s4o2
+    """
     names += "".join(f" icb44fi{d}_{k}32{s}" for d in "432" for k in "ef" for s in ("", "s16", "s8", "s4"))
     assert not set(names.split()) - set(CATALOG)

@@ -39,9 +39,8 @@ def test_codes_fill_bytes_without_gaps(bits):
 
 
 def expected_bytes(made, shape):
-    return sum(-(-bits // 8) for name, bits in made.stored_bits(shape).items() if name != "residual") + (
-        expected_bytes(made.residual, shape) if made.residual else 0
-    )
+    own = sum(-(-bits // 8) for name, bits in made.stored_bits(shape).items() if name != "residual")
+    return own + (expected_bytes(made.residual, shape) if made.residual else 0)
 
 
 DRAWN = sorted({made: name for name, made in CATALOG.items()}.values())
@@ -79,18 +78,8 @@ def test_unpack_is_the_cast_on_random_draws(start):
 
 def test_nbytes_are_bits_per_value():
     x = jax.random.normal(jax.random.key(0), (64, 128))
-    for name in (
-        "mxfp8e4",
-        "mxfp6e2",
-        "mxfp4e2",
-        "mx9",
-        "nvfp4",
-        "tcfp12",
-        "nf4",
-        "uint4_fi32",
-        "icb44fi4_e32s8",
-        "e3m2fnuz",
-    ):
+    names = "mxfp8e4", "mxfp6e2", "mxfp4e2", "mx9", "nvfp4", "tcfp12", "nf4", "uint4_fi32", "icb44fi4_e32s8", "e3m2fnuz"
+    for name in names:
         made = getattr(formats, name)
         packed = jax.eval_shape(lambda x, made=made: pack(x, made), x)
         assert packed.nbytes * 8 == made.bits_per_value(x.shape) * x.size
