@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.counter import bits_of
 from pallas_kernels.explicit import with_automatic_axes
-from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_registers, nvfp4_xla, scale_rules
+from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_xla, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
@@ -145,10 +145,10 @@ def _words(
     elif signs is None:
         found = jnp.max(scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
     else:
-        unscaled = nvfp4_registers.words(options, jnp.float32(1), signs, key)
+        unscaled = options.words(jnp.float32(1), signs, key)
         (found,) = nvfp4_kernel.run(x, unscaled, options, "amax", place, interpret=interpret)
     outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
-    return nvfp4_registers.words(options, outer, signs, key), outer
+    return options.words(outer, signs, key), outer
 
 
 def define(

@@ -60,7 +60,7 @@ def run(
 
     Args:
       x: `[..., k]`; for tiles down the first axis a matrix.
-      words: made by `nvfp4_registers.words` from the same options.
+      words: made by `options.words`.
       options: the rule of scales, the rounding, and whether tiles are rotated first.
       output: "codes" for uint8 `[..., k / 2]` and scales `[..., k / 16]`, "bfloat16" for code times scale of every
         value, "amax" for the int32 bits of the largest finite magnitude after the rotation, `[]`.

@@ -58,6 +58,21 @@ class Options(NamedTuple):
         """True if a tile chooses among several scales."""
         return self.rounding == "even" and self.rule != "max"
 
+    def words(self, outer: jax.Array, signs: jax.Array | None, key: Key | None) -> jax.Array:
+        """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale, its multiples, the key, the signs."""
+        # The lift brings the scale of the tensor into the binade of 2**-9; it is 1 for a tensor of zeros.
+        exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> MANTISSA_BITS) - 127
+        lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
+        lifted = outer * lift
+        parts = [outer * jnp.float32(divisor) * lift for divisor in self.divisors]
+        parts = [part for value in parts for part in (value, 1 / jnp.where(value == 0, 1.0, value))]
+        floats = jnp.stack([lifted, lift, jnp.float32(TINY) * lift, *parts]).astype(jnp.float32)
+        floats = jnp.pad(floats, (0, _WORDS - 2 - floats.size))
+        found = [lax.bitcast_convert_type(floats, jnp.uint32), jnp.stack(keys(0) if key is None else key)]
+        if signs is not None:
+            found.append(lax.bitcast_convert_type(signs.astype(jnp.float32), jnp.uint32))
+        return jnp.concatenate(found)
+
 
 class _Divisor(NamedTuple):
     """A positive float32 divisor, prepared for one number by `Portable` or `Device`.
@@ -70,22 +85,6 @@ class _Divisor(NamedTuple):
     high: jax.Array
     low: jax.Array
     inverse: jax.Array
-
-
-def words(options: Options, outer: jax.Array, signs: jax.Array | None, key: Key | None) -> jax.Array:
-    """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale and its multiples, the key, the signs."""
-    # The lift brings the scale of the tensor into the binade of 2**-9; it is 1 for a tensor of zeros.
-    exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> MANTISSA_BITS) - 127
-    lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))
-    lifted = outer * lift
-    parts = [outer * jnp.float32(divisor) * lift for divisor in options.divisors]
-    parts = [part for value in parts for part in (value, 1 / jnp.where(value == 0, 1.0, value))]
-    floats = jnp.stack([lifted, lift, jnp.float32(TINY) * lift, *parts]).astype(jnp.float32)
-    floats = jnp.pad(floats, (0, _WORDS - 2 - floats.size))
-    found = [lax.bitcast_convert_type(floats, jnp.uint32), jnp.stack(keys(0) if key is None else key)]
-    if signs is not None:
-        found.append(lax.bitcast_convert_type(signs.astype(jnp.float32), jnp.uint32))
-    return jnp.concatenate(found)
 
 
 class Portable:
@@ -216,7 +215,7 @@ class Device(Portable):
 
 
 class Scalars(NamedTuple):
-    """The contents of `words`: the lifted scale of the tensor, the lift, the least product, divisors, key and signs."""
+    """The contents of `Options.words`: the lifted scale of the tensor, the lift, the least product, and so on."""
 
     outer: jax.Array
     lift: jax.Array
@@ -366,7 +365,7 @@ def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.A
 
 
 def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
-    """Return 2**-16 of `scale_rules.score` for finite magnitudes; float32 holds the sum exactly in any order.
+    """Return 2**-16 of the error in `quantization._better_scale` for finite magnitudes; float32 holds sums exactly.
 
     Middles of codes are multiples of 2**-8. So a quotient that is rounded to 2**-8 is as far from its nearest code as
     from the code of the exact quotient.

@@ -5,6 +5,7 @@ parts. `casting` also documents subnormals, NaN and inf.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.rounding import SIGN, Modes, flushed, round_units, round_unscaled, scaled_up
 from tcfp_jax.formats.scales import ScaleMode, Tiling
 
+_STEPS_OF_ERROR = 256.0
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -165,10 +167,17 @@ def _better_half(
     x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering - number.fixed_point)
     x = jnp.where(sign < 0, -x, x)
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.grid.largest
+    # Errors count in 1/256 of a unit, or the power of two above it that keeps the sum of their squares below 2**31.
+    # That holds for errors of at most largest / 2, as half the scale makes them; a larger error counts as the limit.
+    count = math.prod(x.shape[axis] for axis in layout.tile_axes)
+    limit = math.isqrt((2**31 - 1) // max(count, 1))
+    steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
 
     def error(rounded: Parts) -> jax.Array:
         value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
-        return scale_rules.squared_error(jnp.where(finite, x - value, 0), largest, layout.tile_axes)
+        steps_off = jnp.where(finite, x - value, 0) * jnp.float32(steps)
+        whole = jnp.clip(lax.round(steps_off, lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
+        return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=layout.tile_axes, keepdims=True)
 
     wide = at(parts)
     # Only tiles of zeros have the smallest exponent.
@@ -202,7 +211,10 @@ def _float_scales(
 
 
 def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Parts) -> Parts:
-    """Return the parts with the smaller squared error for each tile, `best` if both are equal."""
+    """Return the parts with the smaller squared error for each tile, `best` if both are equal.
+
+    The error of a tile is the sum of (round(256 |x| / scale) - 256 value)**2, an integer, times scale**2.
+    """
     one, finite = float_bits.to_bits(jnp.float32(1)), magnitude < INFINITY
     x = flushed(jnp.where(finite, magnitude, 0))
 
@@ -211,7 +223,12 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
         # The kernel rounds this quotient twice; here it only has to be the same on every backend.
         inverse = float_bits.divide(one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32))
         value = jnp.where(finite, jnp.abs(parts.value), 0)
-        return scale_rules.score(x * inverse, value, parts.scale, layout.tile_axes)
+        # Units beyond 8, under an amax that is too small, count as 8: then 256 squares fit int32.
+        steps = jnp.minimum(x * inverse * jnp.float32(_STEPS_OF_ERROR), 2048.0)
+        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+        errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
+        total = jnp.sum(jnp.square(errors), axis=layout.tile_axes, keepdims=True)
+        return total.astype(jnp.float32) * jnp.square(parts.scale)
 
     better = error(other) < error(best)
     chosen = lambda a, b: jnp.where(better, a, b)

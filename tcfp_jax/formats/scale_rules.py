@@ -30,11 +30,9 @@ together: twelve binades of scales, 2**-3 to 384. A tile that is more than 2**11
 Use "mse" if most values of a tile lie far below its largest one, as in the remainder of rounding to a float. Half the
 step for all of them then gains more than clipping a few loses. Stochastic rounding takes the covering e of "mse",
 because clipping would bias it. For the same reason it rounds float scales up and takes the first candidate. By "max"
-and "midmax" it clips as other rounding does. Errors are summed as integers (`squared_error`), so the choice does not
-depend on the order of the sum.
+and "midmax" it clips as other rounding does. Errors are summed as integers, so the choice does not depend on the
+order of the sum.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +46,6 @@ from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
-_STEPS_OF_ERROR = 256.0
 # The largest E4M3 scale for which the candidates of "four_over_six" and "fold_exact" are E4M3 numbers as well.
 _LARGEST_BELOW = 256.0
 LEAST_FOLDED, LARGEST_FOLDED = 2.0**-3, 384.0
@@ -85,22 +82,6 @@ def choose_exponent(
     smallest = jnp.where(amax == 0, scale.emin, scale.emin + 1) if mode == "mse" else scale.emin
     # The largest value of the number, times the scale, must be a float32.
     return jnp.clip(wanted, smallest, min(scale.emax, 127 - number.emax)), wanted
-
-
-def squared_error(error: jax.Array, largest: float, axes: tuple[int, ...]) -> jax.Array:
-    """Return the sum of squared errors over `axes`, which are kept, as int32 in a fixed step: exact in any order.
-
-    The step is 1/256 of the unit of `error`, or the power of two above it that keeps the sum below 2**31. That holds
-    for errors of at most largest / 2, as half the scale makes them; a larger error counts as the limit.
-
-    >>> squared_error(jnp.array([1.0, -0.5]), 7.0, (0,)).tolist()
-    [81920]
-    """
-    count = math.prod(error.shape[axis] for axis in axes)
-    limit = math.isqrt((2**31 - 1) // max(count, 1))
-    steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
-    whole = jnp.clip(lax.round(error * jnp.float32(steps), lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
-    return jnp.sum(jnp.square(whole.astype(jnp.int32)), axis=axes, keepdims=True)
 
 
 def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
@@ -183,24 +164,3 @@ def _next_folded(value: jax.Array) -> jax.Array:
     """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the largest."""
     binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
     return _folded(value + binade * jnp.float32(0.125))
-
-
-def score(units: jax.Array, value: jax.Array, factor: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the squared error of tiles under a scale, for comparisons: the same bits on every backend.
-
-        score = sum of (round(256 * units) - 256 * value)**2, an integer, times factor**2
-
-    Args:
-      units: float32 |x| / scale in the units of the number; 0 if x is not finite.
-      value: the float32 magnitudes to which they were rounded.
-      factor: the stored scale.
-      axes: the axes of a tile, which are kept.
-
-    >>> float(score(jnp.array([1.1, 5.0]), jnp.array([1.0, 4.0]), jnp.float32(0.5), (0,))[0])
-    16553.0
-    """
-    # Units beyond 8, under an amax that is too small, count as 8: then 256 squares fit int32.
-    steps = lax.round(jnp.minimum(units * jnp.float32(_STEPS_OF_ERROR), 2048.0), lax.RoundingMethod.TO_NEAREST_EVEN)
-    errors = (steps - value * jnp.float32(_STEPS_OF_ERROR)).astype(jnp.int32)
-    total = jnp.sum(jnp.square(errors), axis=axes, keepdims=True)
-    return total.astype(jnp.float32) * jnp.square(factor)
