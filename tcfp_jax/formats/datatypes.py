@@ -50,12 +50,8 @@ class DataType:
             tile = math.prod(tile.size for tile in self.scale.tiles)
             subtile = math.prod(tile.subtile or tile.size for tile in self.scale.tiles)
             bits += Fraction(self.scale.number.bits + (self.scale.zero.bits if self.scale.zero else 0), tile)
-            bits += Fraction(self.scale.offset + self._selector_bits, subtile)
+            bits += Fraction(self.scale.offset + self.number.selector_bits, subtile)
         return float(bits) + (self.residual.bits_per_value() if self.residual else 0.0)
-
-    @property
-    def _selector_bits(self) -> int:
-        return self.number.selector_bits if isinstance(self.number, CodebookSpec) else 0
 
     def layout(self, shape: tuple[int, ...]) -> Tiling:
         """Return how an array of this shape splits into tiles."""
@@ -78,7 +74,7 @@ class DataType:
             parts["scales"] = tiles * self.scale.number.bits
             parts["zeros"] = tiles * self.scale.zero.bits if self.scale.zero else 0
             parts["offsets"] = subtiles * self.scale.offset
-            parts["selectors"] = subtiles * self._selector_bits
+            parts["selectors"] = subtiles * self.number.selector_bits
             parts["outer"] = self.scale.outer.bits if self.scale.outer else 0
         if self.residual is not None:
             parts["residual"] = sum(self.residual.stored_bits(shape).values())
@@ -138,7 +134,7 @@ def _check(made: DataType) -> None:
     if isinstance(spec, NumberSpec) and spec.is_integer and spec.mbits > 24:
         raise ValueError(f"{name}: {spec.name} has more digits than float32's 24, in which casts work; use int25")
     if shared is None:
-        if isinstance(spec, CodebookSpec) and spec.selector_bits:
+        if spec.selector_bits:
             raise ValueError(f"{name}: a tile selects among a codebook's tables, so there must be tiles; add a scale")
         return
     if isinstance(spec, CodebookSpec):

@@ -75,6 +75,8 @@ class NumberSpec:
     bias: int
     infnan: Literal["ieee", "fn", "fnuz", "inuz", "f"]
 
+    selector_bits = 0  # only codebooks have tables to select
+
     @property
     def signed(self) -> bool:
         """True if it has a sign bit."""

@@ -59,7 +59,7 @@ class Options(NamedTuple):
         return self.rounding == "even" and self.rule != "max"
 
     def words(self, outer: jax.Array, signs: jax.Array | None, key: Key | None) -> jax.Array:
-        """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale, its multiples, the key, the signs."""
+        """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale, its multiples, key and signs."""
         # The lift brings the scale of the tensor into the binade of 2**-9; it is 1 for a tensor of zeros.
         exponent = (lax.bitcast_convert_type(outer, jnp.int32) >> MANTISSA_BITS) - 127
         lift = float_bits.power_of_two(jnp.where(outer > 0, -9 - exponent, 0))

@@ -182,7 +182,6 @@ def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None
     if parts.offset is not None:
         fields["offsets"] = to_bytes(parts.offset, scale.offset)
     if parts.selector is not None:
-        assert isinstance(datatype.number, CodebookSpec)
         fields["selectors"] = to_bytes(parts.selector, datatype.number.selector_bits)
     if parts.outer is not None:
         assert scale.outer is not None
@@ -239,7 +238,6 @@ def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], su
     if packed.offsets is not None:
         parts = parts._replace(offset=read(packed.offsets, scale.offset, subshape).astype(jnp.int32))
     if packed.selectors is not None:
-        assert isinstance(number, CodebookSpec)
         parts = parts._replace(selector=read(packed.selectors, number.selector_bits, subshape).astype(jnp.int32))
     if packed.outer is not None:
         assert scale.outer is not None
