@@ -330,12 +330,6 @@ def test_products_of_cast_operands_correlate(name, least, spread):
     assert np.corrcoef(exact.ravel(), got.ravel())[0, 1] >= least
 
 
-def test_nvfp4_weights_in_square_tiles_serve_both_directions():
-    w = jax.random.normal(jax.random.key(0), (64, 48))
-    assert same(quick(w, formats.nvfp4s).T, quick(w.T, formats.nvfp4s))
-    assert not same(quick(w, formats.nvfp4).T, quick(w.T, formats.nvfp4))
-
-
 def test_nf4_takes_the_nearest_entry():
     x = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
     table = np.array(formats.nf4.number.tables[0])
