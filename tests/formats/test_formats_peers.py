@@ -12,7 +12,8 @@ from tcfp_jax import formats
 from tcfp_jax.formats import cast, datatype, number
 from tests.formats_oracles import EVERY_BFLOAT16, awkward_inputs, quick, same
 
-FINITE = EVERY_BFLOAT16.astype(np.float32)[np.isfinite(EVERY_BFLOAT16)]
+WIDE = EVERY_BFLOAT16.astype(np.float32)
+FINITE = WIDE[np.isfinite(WIDE)]
 GFLOAT = {
     "float8_e4m3fn": "format_info_ocp_e4m3", "float8_e5m2": "format_info_ocp_e5m2",
     "float6_e2m3fn": "format_info_ocp_e2m3",
