@@ -167,20 +167,17 @@ class ScaleSpec:
                     "use a smaller tile, or t0 for the whole axis"
                 )
             by_axis[axis] = tile
-        padded: list[int] = []
-        split: list[int] = []
-        tile_axes: list[int] = []
-        subtile_axes: list[int] = []
+        padded, split = list(shape), list[int]()
+        tile_axes, subtile_axes = list[int](), list[int]()
         for axis, size in enumerate(shape):
             if axis not in by_axis:
-                padded.append(size)
                 split.append(size)
                 continue
             tile = by_axis[axis]
             length = tile.size or max(size, 1)
             subtile = tile.subtile or length
             count = -(-size // length)
-            padded.append(count * length)
+            padded[axis] = count * length
             tile_axes += [len(split) + 1, len(split) + 2]
             subtile_axes.append(len(split) + 2)
             split += [count, length // subtile, subtile]
