@@ -99,11 +99,8 @@ class _Probe:
 def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
     """Return the sum of x xᵀ over the rows x that each converted weight multiplies in a call, `[*stack, k, k]`.
 
-    `args` hold float parameters. The result of `run` is differentiated, so a loop of unknown length has no moments.
-
-    Raises:
-      ValueError: no product of a weight is seen: none is converted, or it lies where probes do not reach, such as
-        inside `jax.shard_map` or a layer that multiplies by itself.
+    The result of `run` is differentiated, so a loop of unknown length has no moments. Probes do not reach the inside of
+    `jax.shard_map` nor a layer that multiplies by itself.
     """
     found = run.examine(*args)
 

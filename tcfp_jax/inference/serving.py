@@ -19,7 +19,7 @@ from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
-from tcfp_jax.inference.shared_scales import check_rule, families, store_together
+from tcfp_jax.inference.shared_scales import check_rule, store_together
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
@@ -86,7 +86,9 @@ def quantize_params(
     if storage == "recipe":
         quantized = layer_state(jax.jit(error_feedback(chosen).init)(params))
     if fused:
-        _share(quantized, params, chosen, fused)
+        shared = chosen if isinstance(chosen, dict) else dict.fromkeys(fp4, Weight(chosen, Layout((0,), (1,))))
+        for path, one in store_together(fp4, paths.leaves(params), shared, fused).items():
+            paths.put(quantized, path.split("/"), one)
     rest: dict[str, PyTree] = {}
     for own, leaf in paths.named_leaves(params)[0]:
         # A name may be a path itself, as in Haiku's modules: parameters keep it, the state is nested by it.
@@ -139,16 +141,12 @@ def choose_codes(
     >>> chosen["tcfp"]["w"].shape
     (32, 4)
     """
-    leaves = paths.leaves(params)
     stored = paths.entries(served["tcfp"])
     packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
     if not packed:
         raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
     chosen: dict[str, PyTree] = {}
-    made = dict(stored)
-    for family in families(packed, fused):
-        made |= store_together(family, leaves, weights, choose)
-    for path, one in made.items():
+    for path, one in (stored | store_together(packed, paths.leaves(params), weights, fused, choose)).items():
         paths.put(chosen, path.split("/"), one)
     return {**served, "tcfp": chosen}
 
@@ -169,19 +167,6 @@ def _nothing_stored(recipe: Recipe | str | Mapping[str, Weight]) -> str:
             'recipe("nvfp4", tile="square", rule="amax")'
         )
     return 'the recipe keeps weights in BF16, so there is nothing to quantize; use recipe("tcfp12")'
-
-
-def _share(
-    quantized: dict[str, PyTree], params: PyTree, recipe: Recipe | Mapping[str, Weight], fused: Sequence[Sequence[str]]
-) -> None:
-    """Quantize the FP4 weights of each group as one, in place."""
-    leaves = paths.leaves(params)
-    fp4 = [path for path, one in paths.entries(quantized).items() if isinstance(one.scaling, Fp4)]
-    weights = recipe if isinstance(recipe, Mapping) else dict.fromkeys(fp4, Weight(recipe, Layout((0,), (1,))))
-    for family in families(fp4, fused):
-        if len(family) > 1:
-            for path, one in store_together(family, leaves, weights).items():
-                paths.put(quantized, path.split("/"), one)
 
 
 def unpack(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, Weight]) -> dict[str, PyTree]:

@@ -70,58 +70,65 @@ def quantize_together(
     return {name: _rows(whole, end - n, end, side) for name, n, end in zip(weights, rows, ends, strict=True)}
 
 
-def families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the paths of weights in lists: those that are multiplied as one matrix together, each other one alone.
+def store_together(
+    stored: Iterable[str],
+    leaves: Mapping[str, jax.Array],
+    weights: Mapping[str, Weight],
+    fused: Sequence[Sequence[str]],
+    choose: Callable[[str, jax.Array], Operand] | None = None,
+) -> dict[str, Stored]:
+    """Store FP4 weights; those that are multiplied as one matrix have one `outer`.
 
     Args:
-      weights: paths such as "layers/query/kernel".
+      stored: paths of the weights, such as "layers/query/kernel".
+      leaves: float parameters, by path.
+      weights: recipes and layouts, by path.
       fused: groups of names of layers, or of weights, under one parent.
+      choose: takes the first path and a float32 matrix, or stack of matrices, of all rows. None is the recipe's rule,
+        by which weights that are multiplied alone are left out.
 
     Raises:
-      ValueError: no weight is called by any name of a group.
+      ValueError: k is odd, recipes differ, a chosen operand does not fit, no weight is called by any name of a group,
+        or FP8 products could not rely on its rule as the recipe does; or `quantize_together` raises it.
+    """
+    made: dict[str, Stored] = {}
+    for family in _families(stored, fused):
+        if choose is not None or len(family) > 1:
+            made |= _store_family(family, leaves, weights, choose)
+    return made
 
-    >>> families(["a/q/kernel", "a/k/kernel", "a/o/kernel", "b/q/kernel"], [("q", "k")])
+
+def _families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the paths of weights in lists: those that are multiplied as one matrix together, each other one alone.
+
+    >>> _families(["a/q/kernel", "a/k/kernel", "a/o/kernel", "b/q/kernel"], [("q", "k")])
     [['a/q/kernel', 'a/k/kernel'], ['a/o/kernel'], ['b/q/kernel']]
     """
     found: dict[Hashable, list[str]] = {}
-    met = set()
+    groups, met = [tuple(group) for group in fused], set()
     for path in weights:
         parts = path.split("/")
-        places = [
-            (group, at) for group in map(tuple, fused) for at in (1, 2) if at <= len(parts) and parts[-at] in group
-        ]
-        if places:
-            group, at = places[0]
+        places = ((group, at) for group in groups for at in (1, 2) if at <= len(parts) and parts[-at] in group)
+        if (place := next(places, None)) is not None:
+            group, at = place
             met.add(group)
             # Paths of one family differ in this name alone.
             found.setdefault((group, *parts[:-at], "", *parts[len(parts) - at + 1 :]), []).append(path)
         else:
             found[path] = [path]
-    if missing := [group for group in map(tuple, fused) if group not in met]:
+    if missing := [group for group in groups if group not in met]:
         raise ValueError(
             f"fused has {missing[0]}, but the FP4 weights are {list(weights)[:8]}; use names of their layers"
         )
     return list(found.values())
 
 
-def store_together(
+def _store_family(
     family: Sequence[str],
     leaves: Mapping[str, jax.Array],
     weights: Mapping[str, Weight],
-    choose: Callable[[str, jax.Array], Operand] | None = None,
+    choose: Callable[[str, jax.Array], Operand] | None,
 ) -> dict[str, Stored]:
-    """Store FP4 weights with one `outer`.
-
-    Args:
-      family: their paths.
-      leaves: float parameters, by path.
-      weights: recipes and layouts, by path.
-      choose: takes the first path and a float32 matrix, or stack of matrices, of all rows; None is the recipe's rule.
-
-    Raises:
-      ValueError: k is odd, recipes differ, a chosen operand does not fit, or FP8 products could not rely on its rule
-        as the recipe does; or `quantize_together` raises it.
-    """
     first, scaling = family[0], weights[family[0]].recipe.scaling
     if other := [path for path in family if weights[path].recipe.scaling != scaling]:
         raise ValueError(f"{first} is stored with {scaling} and {other[0]} otherwise; give them one recipe")
