@@ -23,25 +23,9 @@ from tcfp_jax.formats.rotation import rotate
 from tcfp_jax.formats.scales import ScaleSpec, scale
 
 __all__ = [
-    "CATALOG",
-    "CodebookSpec",
-    "DataType",
-    "NumberSpec",
-    "Nvfp4",
-    "PackedArray",
-    "ScaleSpec",
-    "cast",
-    "codebook",
-    "datatype",
-    "exact_share",
-    "number",
-    "pack",
-    "quantize_nvfp4",
-    "rotate",
-    "scale",
-    "sparse",
-    "unpack",
-]
+    "CATALOG", "CodebookSpec", "DataType", "NumberSpec", "Nvfp4", "PackedArray", "ScaleSpec", "cast", "codebook",
+    "datatype", "exact_share", "number", "pack", "quantize_nvfp4", "rotate", "scale", "sparse", "unpack",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> DataType:

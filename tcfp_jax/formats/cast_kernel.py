@@ -59,13 +59,7 @@ def serves(shape: tuple[int, ...], dtype: jnp.dtype, datatype: DataType, modes: 
 
 
 def cast_tiles(x: jax.Array, datatype: DataType, scalemode: ScaleMode, *, interpret: bool = False) -> jax.Array:
-    """Cast an array that `serves` accepts.
-
-    Args:
-      x: float32 or bfloat16.
-      datatype, scalemode: as for `cast`.
-      interpret: run in Pallas's interpreter, which works on CPUs and flushes subnormals there.
-    """
+    """Cast an array that `serves` accepts; Pallas's interpreter (`interpret`) flushes subnormals on CPUs."""
     scale = datatype.scale
     assert scale is not None
     size = scale.tiles[0].size

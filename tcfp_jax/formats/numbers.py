@@ -37,22 +37,12 @@ GRAMMAR = (
 )
 
 _DTYPE_CODES = {
-    "float32": "e8m23",
-    "float16": "e5m10",
-    "bfloat16": "e8m7",
-    "float8_e3m4": "e3m4",
-    "float8_e4m3": "e4m3",
-    "float8_e4m3b11fnuz": "e4m3b11fnuz",
-    "float8_e4m3fn": "e4m3fn",
-    "float8_e4m3fnuz": "e4m3b8fnuz",
-    "float8_e5m2": "e5m2",
-    "float8_e5m2fnuz": "e5m2b16fnuz",
-    "float8_e8m0fnu": "e8m0",
-    "float6_e2m3fn": "e2m3f",
-    "float6_e3m2fn": "e3m2f",
-    "float4_e2m1fn": "e2m1f",
+    "float32": "e8m23", "float16": "e5m10", "bfloat16": "e8m7",
+    "float8_e3m4": "e3m4", "float8_e4m3": "e4m3", "float8_e4m3b11fnuz": "e4m3b11fnuz", "float8_e4m3fn": "e4m3fn",
+    "float8_e4m3fnuz": "e4m3b8fnuz", "float8_e5m2": "e5m2", "float8_e5m2fnuz": "e5m2b16fnuz", "float8_e8m0fnu": "e8m0",
+    "float6_e2m3fn": "e2m3f", "float6_e3m2fn": "e3m2f", "float4_e2m1fn": "e2m1f",
     **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32)},
-}
+}  # fmt: skip
 _CODE_DTYPES = {code: name for name, code in _DTYPE_CODES.items()}
 
 
