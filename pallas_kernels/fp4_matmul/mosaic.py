@@ -149,29 +149,25 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | 
     from pallas_kernels.fp4_matmul import decode
     from pallas_kernels.quantize.triton_rows import LONGEST_ROW
 
-    def in_bf16(options: Options, x: jax.Array, w: Operand, table: jax.Array) -> jax.Array:
-        chosen = config or configure(options, x, w)
-        return reference.fp4_matmul(options, x, w) if chosen is None else _in_bf16(chosen, options, x, w, table)
-
-    def in_fp8(
+    def on_device(
         options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array | None = None
     ) -> jax.Array:
         rows = None if scale is None else Operand(x, scale, scaling=Row("float32"))
         chosen = config or configure(options, x, w)
         if chosen is None:
-            return unpacked.in_fp8(options, rows or unpacked.quantize_rows(x), w)
+            return unpacked.multiply(options, rows or x, w)
+        if options.activation == "bfloat16":
+            return _in_bf16(chosen, options, x, w, table)
         if config is None and rows is None:
             chosen = rounding(chosen, options, x, w.shape[0])
         return _in_fp8(chosen, options, rows or x, w, table)
 
     arrays = {"table": ("t", jnp.asarray(decode.table_of(scaling_of(w).format, options.activation)))}
-    if options.activation == "bfloat16":
-        return unpacked.on_each_device(in_bf16, options, x, w, arrays)
-    if device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW:
-        return unpacked.on_each_device(in_fp8, options, x, w, arrays)
+    if options.activation == "bfloat16" or (device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW):
+        return unpacked.on_each_device(on_device, options, x, w, arrays)
     # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
     rows = unpacked.quantize_rows(x)
-    return unpacked.on_each_device(in_fp8, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
+    return unpacked.on_each_device(on_device, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
 
 
 def _padded(m: int, config: "Config") -> int:

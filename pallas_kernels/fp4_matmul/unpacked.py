@@ -30,22 +30,32 @@ _BLOCK_BYTES = 8  # codes of a block
 def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     """Return the product; under a mesh with explicit axes each device multiplies its part, because blocks cut axes."""
     if not has_explicit_axes():
-        return _multiply(options, x, w)
+        return multiply(options, x, w)
     if options.activation == "bfloat16":
-        return on_each_device(_multiply, options, x, w)
+        return on_each_device(multiply, options, x, w)
 
     def of_rows(options: Options, x: jax.Array, w: Operand, scale: jax.Array) -> jax.Array:
-        return _multiply(options, Operand(x, scale, scaling=rows.scaling), w)
+        return multiply(options, Operand(x, scale, scaling=rows.scaling), w)
 
     # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
     rows = quantize_rows(x)
     return on_each_device(of_rows, options, rows.values, w, {"scale": ("m", rows.scale)})
 
 
-def _multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
-    if folds(w.scaling) and options.activation == "float8_e4m3fn":
-        return in_fp8(options, x if isinstance(x, Operand) else quantize_rows(x), w)
-    return reference.fp4_matmul(options, x, w)
+def multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
+    """Return the product on one device; the rows of x may be rounded already.
+
+    The format library's "fold_exact" scales begin at 2**-3, where the smallest number times `E4M3_FACTOR` is still an
+    E4M3 number. Smaller scales that someone else found make values round.
+    """
+    if not folds(w.scaling) or options.activation != "float8_e4m3fn":
+        return reference.fp4_matmul(options, x, w)
+    rows, outer = x if isinstance(x, Operand) else quantize_rows(x), jnp.float32(1) if w.outer is None else w.outer
+    # FP8 tensor cores of Hopper read both operands along the summed axis.
+    values = unpack(w, turned=options.contracts == "n")
+    scale = jnp.full(values.shape[0], 1 / E4M3_FACTOR) * outer
+    unpacked = Operand(values, scale, scaling=Row("float32"))
+    return matmul(rows, unpacked, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
 
 
 def quantize_rows(x: jax.Array) -> Operand:
@@ -56,20 +66,6 @@ def quantize_rows(x: jax.Array) -> Operand:
 def folds(scaling: Scaling) -> bool:
     """Return whether codes times scales are E4M3 numbers."""
     return isinstance(scaling, Fp4) and scaling.rule == "fold_exact"
-
-
-def in_fp8(options: Options, x: Operand, w: Operand) -> jax.Array:
-    """Multiply E4M3 rows of x by a fold-exact weight on FP8 tensor cores.
-
-    The format library's "fold_exact" scales begin at 2**-3, where the smallest number times `E4M3_FACTOR` is still an
-    E4M3 number. Smaller scales that someone else found make values round.
-    """
-    outer = jnp.float32(1) if w.outer is None else w.outer
-    # FP8 tensor cores of Hopper read both operands along the summed axis.
-    values = unpack(w, turned=options.contracts == "n")
-    scale = jnp.full(values.shape[0], 1 / E4M3_FACTOR) * outer
-    unpacked = Operand(values, scale, scaling=Row("float32"))
-    return matmul(x, unpacked, out_dtype=options.out_dtype, out_sharding=options.out_sharding)
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
