@@ -143,7 +143,10 @@ def load_compressed(
     for name in names:
         held, metadata = safetensors.read(folder / name)
         arrays |= held
-        rules |= _rules(held, metadata)
+        noted = metadata.get(_RULE, "amax")
+        coded = (name.removesuffix("_packed") for name in held if name.endswith("_packed"))
+        # A single word is the rule of all codes of the file.
+        rules |= json.loads(noted) if noted.startswith("{") else dict.fromkeys(coded, noted)
     tensors: dict[str, Stored | jax.Array] = {}
     largest: dict[str, tuple[float, float]] = {}
     for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
@@ -163,14 +166,6 @@ def load_compressed(
     other = "divisor" if global_scale == "multiplier" else "multiplier"
     _check_global_scales(largest, _INVERT.format(other=other))
     return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
-
-
-def _rules(held: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the rules that a file notes, by the names of its weights; a single word holds for all of its codes."""
-    noted = metadata.get(_RULE, "amax")
-    if noted.startswith("{"):
-        return json.loads(noted)
-    return dict.fromkeys((name.removesuffix("_packed") for name in held if name.endswith("_packed")), noted)
 
 
 def _matrix(name: str, weight: Operand | Stored) -> Operand:
