@@ -1,7 +1,7 @@
 """Follow one product, one layer and one converted model through the libraries, and count the files that they cross.
 
 A reader who wants to know what happens has to open these files, so ARCHITECTURE.md states the counts and
-`tests/test_architecture.py` holds them. `python -m tests.walk` prints every file with its calls.
+`tests/test_house.py` holds them. `python -m tests.walk` prints every file with its calls.
 """
 
 import collections
@@ -99,7 +99,7 @@ def converted() -> Walk:
     return walk
 
 
-WALKS = {"matmul": matmul, "TCFPDense": layer, "converted model": converted}
+WALKS = {"a product of a stored weight": matmul, "`TCFPDense`": layer, "a converted model of two layers": converted}
 
 if __name__ == "__main__":
     for name, one in WALKS.items():
