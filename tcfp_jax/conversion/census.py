@@ -262,6 +262,7 @@ def _scan(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> lis
     carry = [fact if same else _carried(fact) for fact, same in zip(carry, still, strict=True)]
     run = lambda carry: found.walk(body, [*fixed, *carry, *xs], place)
     carry, outputs = _settled(run, carry, still)
+    # An input that the body returns untouched is stacked as it came, so the whole array keeps its view.
     passed: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
     ys = [
         inputs[passed[var]] if passed.get(var, -1) >= second else fact.computed()
@@ -274,6 +275,7 @@ def _while(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
     first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     body, test = opened(eqn.params["body_jaxpr"]), opened(eqn.params["cond_jaxpr"])
     run = lambda carry: found.walk(body, [*inputs[first:second], *carry], (*place, 1))
+    # A body need not run once, and no output of it is known to be unchanged: a carried weight loses its view.
     carry = list(map(_carried, inputs[second:]))
     carry, _ = _settled(run, carry, [False] * len(carry))
     found.walk(test, [*inputs[:first], *carry], (*place, 0))
