@@ -8,7 +8,7 @@ conversion runs them instead of Flax's own, so all of them give the same bits. N
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.training import kernel_shape, training_of, values_of
+from tcfp_jax.weights.training import kernel_shape, training_of
 
 # Fields by which a Flax layer changes its own product. The recipe decides the product, so they must be unset.
 CHOICES = (
@@ -177,7 +177,7 @@ def product(
                     "tcfp_jax.store or with error_feedback, not with both"
                 )
             # The slot takes the gradient; outside value_and_grad there is none.
-            stored, floats = values_of(parameter), training_of(parameter).slot
+            stored, floats = replace(parameter, training=None), training_of(parameter).slot
     else:
         floats = kernel
     if isinstance(stored, PackedTCFP12):

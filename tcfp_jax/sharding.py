@@ -25,7 +25,7 @@ from pallas_kernels.scaling import Fp4
 from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import PyTree, path_names
 from tcfp_jax.weights.layout import Layout
-from tcfp_jax.weights.placement import Placement, neighbours, placement_of
+from tcfp_jax.weights.placement import Placement, neighbours
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
@@ -86,7 +86,7 @@ class _Parameter:
     @property
     def kernel(self) -> Placement:
         assert self.shape is not None, "_learn_shapes found it"
-        return placement_of(self.name, self.shape, self.sharding)
+        return Placement.of(self.name, self.shape, self.sharding)
 
     def matrix(self, shape: Sequence[int]) -> Placement:
         """Return the parts of the stored matrix, or stack of matrices, of this shape."""

@@ -11,6 +11,7 @@ program, so it cannot meet the cache of another function.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,10 +30,10 @@ from tcfp_jax.conversion.views import View
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
-from tcfp_jax.weights.layout import Weight, check_fits
+from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored, quantize_weight
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.training import is_stored, kernel_of, training_of, values_of
+from tcfp_jax.weights.training import is_stored, kernel_of, training_of
 
 _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
@@ -120,7 +121,7 @@ class Transformed:
 
     def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
         trained = self._trained(args)
-        kept = {path: values_of(leaf) for path, leaf in trained.items()} | paths.entries(stored or {})
+        kept = {path: replace(leaf, training=None) for path, leaf in trained.items()} | paths.entries(stored or {})
         absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
         if kept or absent:
             check_state(kept, found.leaves, absent)
@@ -187,7 +188,7 @@ def _parameter(
         extra = len(stored.stack)
         if len(weight.layout.matrix_shape(leaf.shape)) == 2 and stored.stack == (1,) * extra:
             stored = jax.tree.map(lambda array: array.reshape(array.shape[extra:]), stored)
-        check_fits(stored, weight.layout, leaf.shape)
+        weight.layout.check(stored, leaf.shape)
         stored = current(stored, weight.layout.matrix(leaf))
     return Shown.of(leaf, stored, weight, gradient_dtype)
 

@@ -25,14 +25,7 @@ from tcfp_jax import paths
 from tcfp_jax.conversion import trace as programs
 from tcfp_jax.conversion.evaluate import placed
 from tcfp_jax.conversion.views import Equation
-from tcfp_jax.monitor.readings import (
-    OPERANDS,
-    Reading,
-    forward_operands,
-    gradient_operands,
-    read_gradients,
-    read_product,
-)  # fmt: skip
+from tcfp_jax.monitor.readings import OPERANDS, Reading, operands, read_gradients, read_product
 from tcfp_jax.optim.gradients import with_slots
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.annotations import ACTIVATION_NAME, Site, site_of
@@ -52,11 +45,6 @@ class _Found(NamedTuple):
     site: Site
     path: str
     axes: tuple[int, ...]
-
-    @property
-    def operands(self) -> tuple[OperandName, ...]:
-        """Operands of the rows of its probe."""
-        return *forward_operands(self.site.recipe), *gradient_operands(self.site.recipe)
 
 
 class _Unread(NamedTuple):
@@ -114,7 +102,7 @@ def value_and_grad(
         program = programs.trace(fun, given(slots), kwargs)
         body = program.jaxpr.jaxpr, program.jaxpr.consts
         _, plan = _find(body, _origins(given(slots), kwargs, chosen), ())
-        found = list(_products_of(plan))
+        found = [product for product, _ in _products_of(plan)]
         _check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
@@ -186,7 +174,7 @@ def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[
     for body in programs.bodies_of(eqn):
         count = len(body[0].invars)
         _, plan = _find(body, inputs if len(inputs) == count else [whole] * count, axes)
-        unread += _products_of(plan)
+        unread += [found for found, _ in _products_of(plan)]
     inside = _BODIES.get(name.removesuffix("_jaxpr"), name)
     return [whole] * len(eqn.outvars), _Unread(inside, tuple(unread)) if unread else None
 
@@ -228,40 +216,30 @@ def _vmapped(eqn: Equation, site: Site) -> tuple[int, ...]:
 
 def _check_read(name: str, plan: _Plan) -> None:
     """Raise a ValueError unless a product of a plan can be read."""
-    count = len(list(_products_of(plan)))
-    if not count:
+    found = list(_products_of(plan))
+    if not found:
         raise ValueError(
             f"{name} computes no low-precision product; observe the loss of a model with layers of tcfp_jax or "
             "converted by it"
         )
-    unread = list(_unread_of(plan))
-    if count == sum(len(step.found) for step in unread):
+    if all(inside for _, inside in found):
         raise ValueError(
-            f"{name} computes {count} low-precision product(s), none of which can be read: they are inside of "
-            f"{' and '.join(sorted({step.inside for step in unread}))}, where no probe can be. Products are read in "
+            f"{name} computes {len(found)} low-precision product(s), none of which can be read: they are inside of "
+            f"{' and '.join(sorted({inside for _, inside in found}))}, where no probe can be. Products are read in "
             "plain code and inside of jax.jit, scan, cond, checkpoint and vmap; observe a function that computes its "
             "layers there"
         )
 
 
-def _products_of(plan: _Step) -> Iterator[_Found]:
-    """Yield the products of a plan, in the order of `jax.tree.leaves` of its probes."""
+def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
+    """Yield each product, and the body that hides it or "", in the order of `jax.tree.leaves` of the plan's probes."""
     if isinstance(plan, _Found):
-        yield plan
+        yield plan, ""
     elif isinstance(plan, _Unread):
-        yield from plan.found
+        yield from ((found, plan.inside) for found in plan.found)
     else:
         for number in sorted(plan):
             yield from _products_of(plan[number])
-
-
-def _unread_of(plan: _Step) -> Iterator[_Unread]:
-    """Yield the parts of a plan that cannot be read."""
-    if isinstance(plan, _Unread):
-        yield plan
-    elif not isinstance(plan, _Found):
-        for step in plan.values():
-            yield from _unread_of(step)
 
 
 # Probes --------------------------------------------------------------------------------------------------------------
@@ -269,7 +247,7 @@ def _unread_of(plan: _Step) -> Iterator[_Unread]:
 
 def _probes(plan: _Step) -> PyTree:
     if isinstance(plan, _Found):
-        return jnp.zeros((*plan.axes, len(plan.operands), _FIELDS), jnp.float32)
+        return jnp.zeros((*plan.axes, len(operands(plan.site.recipe)), _FIELDS), jnp.float32)
     if isinstance(plan, _Unread):
         return [_probes(found) for found in plan.found]
     return {number: _probes(step) for number, step in plan.items()}
@@ -284,7 +262,7 @@ def _named(found: Sequence[_Found], probes: Sequence[jax.Array]) -> Readings:
         path, again = product.path, 2
         while path in readings:
             path, again = f"{product.path}#{again}", again + 1
-        rows = product.operands
+        rows = operands(product.site.recipe)
         readings[path] = {name: Reading(*fields[..., rows.index(name)]) for name in OPERANDS if name in rows}
     return readings
 

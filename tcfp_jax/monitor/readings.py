@@ -55,15 +55,12 @@ def read(values: jax.Array, rounded: Operand | jax.Array) -> Reading:
     x = values.astype(jnp.float32)
     q = rounded.dequantize() if isinstance(rounded, Operand) else rounded.astype(jnp.float32)
     clipped = _clipped(x, q, rounded) if isinstance(rounded, Operand) else jnp.zeros(x.shape, bool)
-    return _compared(_amax(x), x, q, clipped)
+    return _compared(x, x, q, clipped)
 
 
-def _amax(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32)
-
-
-def _compared(amax: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
-    """Return the reading of float32 x and its rounded values q."""
+def _compared(given: jax.Array, x: jax.Array, q: jax.Array, clipped: jax.Array) -> Reading:
+    """Return the reading of float32 x, which was made of the values given, and its rounded values q."""
+    amax = jnp.max(jnp.abs(given), initial=0.0).astype(jnp.float32)
     share = lambda these: jnp.mean(these.astype(jnp.float32))
     # In units near amax the squares of small gradients do not become zero, and those of large ones stay finite.
     unit = numerics.reciprocal_pow2(numerics.pow2_cover(amax, 4.0))
@@ -87,21 +84,17 @@ def _beyond(x: jax.Array, q: jax.Array, spare: float = _CLIPPED) -> jax.Array:
     return jnp.abs(x) > jnp.abs(q) * (1 + spare)
 
 
-def forward_operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """Return the operands that are known in the forward pass, which `read_product` reads.
+def operands(recipe: Recipe) -> tuple[OperandName, ...]:
+    """Return the operands that `read_product` reads, and behind them those that `read_gradients` reads.
 
     >>> from tcfp_jax.recipes import recipe
-    >>> [forward_operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
-    [('x', 'w'), ('x', 'w', 'x_wgrad')]
+    >>> [operands(recipe(name)) for name in ("tensorwise", "nvfp4_training")]
+    [('x', 'w', 'g'), ('x', 'w', 'x_wgrad', 'g', 'g_wgrad')]
     """
     if recipe.fp4 is None:
-        return "x", "w"
-    return ("x", "w", "x_wgrad") if recipe.fp4.forward_operands == "fp4" else ("x", "w", "w_dgrad", "x_wgrad")
-
-
-def gradient_operands(recipe: Recipe) -> tuple[OperandName, ...]:
-    """Return the operands that `read_gradients` reads."""
-    return ("g",) if recipe.fp4 is None else ("g", "g_wgrad")
+        return "x", "w", "g"
+    in_bf16: tuple[OperandName, ...] = ("w_dgrad",) if recipe.fp4.forward_operands == "bf16" else ()
+    return "x", "w", *in_bf16, "x_wgrad", "g", "g_wgrad"
 
 
 def read_product(
@@ -112,15 +105,10 @@ def read_product(
     made: Quantized | None,
     words: jax.Array | None = None,
 ) -> tuple[Reading, ...]:
-    """Return the readings of x and the weight, one for each of `forward_operands`.
+    """Return the readings of x and the weight, in the order of `operands`.
 
-    Args:
-      recipe: recipe of the product.
-      x: `[..., k]`.
-      w: `[k, n]`, or zeros for a stored parameter; None if there is no float weight.
-      stored: the stored weight that the product reads, or None.
-      made: x if it is quantized already, or None.
-      words: words of FP4 training's key, or None.
+    `w` `[k, n]` is zeros for a stored parameter, and None without a float weight; `made` is x if it is quantized
+    already; `words` are those of FP4 training's key.
     """
     if recipe.fp4 is not None:
         assert w is not None, "nothing is stored"
@@ -142,15 +130,16 @@ def read_product(
     operand = stored.for_forward(recipe.stored.forward).settled()
     whole = stored.for_forward("hi+lo").dequantize()
     # A stored parameter has zeros for w; its own value is then hi + lo. Packed codes of an odd k end in a zero.
-    floats = whole if w is None else jnp.where(jnp.any(w != 0), _filled(w.T.astype(jnp.float32), whole.shape), whole)
-    return of_x, read(floats, operand)
+    if w is None:
+        return of_x, read(whole, operand)
+    given = jnp.pad(w.T.astype(jnp.float32), [(0, size - n) for size, n in zip(whole.shape, w.T.shape, strict=True)])
+    return of_x, read(jnp.where(jnp.any(w != 0), given, whole), operand)
 
 
 def read_gradients(recipe: Recipe, g: jax.Array, words: jax.Array | None = None) -> tuple[Reading, ...]:
-    """Return the readings of the gradient of a product's result, one for each of `gradient_operands`."""
+    """Return the readings of the gradient of a product's result, in the order of `operands`."""
     if recipe.fp4 is not None:
-        given = {"g": g, "g_wgrad": _tokens(g)}
-        return tuple(_read_nvfp4(name, given[name], words) for name in gradient_operands(recipe))
+        return _read_nvfp4("g", g, words), _read_nvfp4("g_wgrad", _tokens(g), words)
     if recipe.dgrad == "bf16":
         return (read(g, g.astype(jnp.bfloat16)),)
     return (read(g, _rows(g, recipe.gradient, recipe)),)
@@ -178,11 +167,7 @@ def _read_nvfp4(operand: OperandName, x: jax.Array, words: jax.Array | None, giv
     kept = tuple(slice(None if axis == rotated else size) for axis, size in enumerate(x.shape))
     q = found.found.dequantize()
     top = (jnp.abs(found.found.values.astype(jnp.float32)) >= found.largest) & (q != 0)
-    return _compared(_amax(x.astype(jnp.float32)), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
-
-
-def _filled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.pad(x, [(0, whole - size) for whole, size in zip(shape, x.shape, strict=True)])
+    return _compared(x.astype(jnp.float32), exact[kept], q[kept], (top & _beyond(exact, q))[kept])
 
 
 def _tokens(x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ A learning rate far below the grid of a weight moves few of its values in a step
 remainders. Nothing else in a run shows it. `tcfp_jax.optim.adamw(quality="on")` keeps the same numbers in its state.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +13,11 @@ import jax.numpy as jnp
 
 from tcfp_jax.optim.encoding import Format, decode, found
 from tcfp_jax.optim.moments import LowPrecisionState
-from tcfp_jax.optim.steps import Quality, quality_of
+from tcfp_jax.optim.steps import Quality
 from tcfp_jax.paths import PyTree, leaves, path_names
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, training_of
-
-__all__ = ["Quality", "stale_moments", "update_quality"]
-
-_MATRIX = Layout((0,), (1,))
+from tcfp_jax.weights.training import is_stored
 
 
 def update_quality(
@@ -54,17 +51,15 @@ def update_quality(
                 f"there is no float update of {path!r}: pass the parameters before and after a step, and the updates "
                 'of an optax transformation; tcfp_jax.optim.adamw writes weights and has quality="on" for these numbers'
             )
-        if weight.training is not None:
-            layout = training_of(weight).weight.layout
-        else:
-            layout = _MATRIX if path not in (weights or {}) else (weights or {})[path].layout
+        made_of = weight.training.weight if weight.training is not None else (weights or {}).get(path)
+        layout = Layout((0,), (1,)) if made_of is None else made_of.layout
         change = layout.stacked(wanted[path].ndim).matrix(wanted[path]).astype(jnp.float32)
         if change.shape != weight.shape:
             raise ValueError(
                 f"the update of {path!r} is {list(wanted[path].shape)}, but it is stored as {list(weight.shape)}; pass "
                 "weights=find_weights(model, *inputs)"
             )
-        qualities[path] = quality_of(weight, new[path], change)
+        qualities[path] = Quality.of(weight, new[path], change)
     return qualities
 
 
@@ -113,16 +108,11 @@ def _moments(state: Any) -> dict[str, jax.Array]:
 def _in_floats(state: PyTree) -> PyTree:
     """Return the state with float moments instead of `LowPrecisionState`: a code may stay while its scale moves."""
     is_narrow = lambda node: isinstance(node, LowPrecisionState)
+    forms: dict[Any, Format] = {jnp.dtype(jnp.uint8): "ue5m3", jnp.dtype(jnp.float8_e4m3fn): "float8_e4m3fn"}
 
-    def decoded(node: Any) -> Any:
-        if not is_narrow(node):
-            return node
-        forms: dict[Any, Format] = {jnp.dtype(jnp.uint8): "ue5m3", jnp.dtype(jnp.float8_e4m3fn): "float8_e4m3fn"}
+    def value(scales: dict[str, Any], path: Any, leaf: Any) -> Any:
+        form = forms.get(leaf.dtype)
+        return leaf if form is None else decode(form, found(form, leaf, path_names(path), scales))
 
-        def value(path: Any, leaf: Any) -> Any:
-            form = forms.get(leaf.dtype)
-            return leaf if form is None else decode(form, found(form, leaf, path_names(path), node.scales))
-
-        return jax.tree_util.tree_map_with_path(value, node.inner)
-
-    return jax.tree.map(decoded, state, is_leaf=is_narrow)
+    of = lambda node: jax.tree_util.tree_map_with_path(functools.partial(value, node.scales), node.inner)
+    return jax.tree.map(lambda node: of(node) if is_narrow(node) else node, state, is_leaf=is_narrow)

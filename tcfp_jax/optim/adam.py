@@ -35,11 +35,11 @@ from tcfp_jax.optim.encoding import (
     stream,
     zeros,
 )
-from tcfp_jax.optim.steps import Quality, Scalars, Step, float_step, fused_step
+from tcfp_jax.optim.steps import Quality, Scalars, Step
 from tcfp_jax.optim.stored import all_finite
 from tcfp_jax.paths import PyTree, named_leaves, put
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of, weight_scaling
+from tcfp_jax.weights.training import Rewritten, is_stored, kernel_shape, training_of
 
 _FORMATS: dict[str, tuple[Format, Format]] = {
     "8bit": ("float8_e4m3fn", "ue5m3"),
@@ -135,11 +135,10 @@ def adamw(
         tree = _Tree(params, moments, mask, quality == "on")
         first, second = ([leaf.zeros(i) for leaf in tree.leaves] for i in (0, 1))
         zero = lambda dtype: jnp.zeros((), dtype)  # a new array each time, because a state may be donated
-        nothing = lambda leaf: Quality(zero(jnp.float32), zero(jnp.float32)) if leaf.is_stored else None
-        qualities = [nothing(leaf) if quality == "on" else None for leaf in tree.leaves]
-        return tree.state(
-            (zero(jnp.int32), zero(jnp.int32)), first, second, None if words is None else jnp.copy(words), qualities
-        )
+        nothing = lambda: Quality(zero(jnp.float32), zero(jnp.float32))
+        qualities = [nothing() if tree.quality and leaf.is_stored else None for leaf in tree.leaves]
+        own_words = None if words is None else jnp.copy(words)
+        return tree.state((zero(jnp.int32), zero(jnp.int32)), first, second, own_words, qualities)
 
     def update(grads: PyTree, state: AdamWState, params: PyTree = None) -> tuple[PyTree, AdamWState]:
         if params is None:
@@ -175,8 +174,9 @@ class _Leaf(NamedTuple):
         """True if the kernel updates it."""
         if not self.is_stored or self.forms != _FORMATS["8bit"] or self.parameter.shape[-1] < codes.BLOCK:
             return False
-        is_format = self.parameter.dtype == jnp.float8_e4m3fn and weight_scaling(self.parameter) == Tensor()
-        return is_format and training_of(self.parameter).remainder != "feedback"
+        training = training_of(self.parameter)
+        is_format = self.parameter.dtype == jnp.float8_e4m3fn and training.weight.recipe.scaling == Tensor()
+        return is_format and training.remainder != "feedback"
 
     def zeros(self, i: int) -> Moment:
         """Return zeros for the i-th moment, sharded as the parameter is."""
@@ -262,10 +262,9 @@ class _Tree:
         for i, (leaf, gradient) in enumerate(zip(self.leaves, gradients, strict=True)):
             m = found(leaf.forms[0], mu[i], leaf.names, state.mu_scale)
             v = found(leaf.forms[1], nu[i], leaf.names, state.nu_scale)
-            run = fused_step if leaf.is_fused else float_step
-            how = Step(leaf.forms, nesterov, leaf.decays, self.quality)
+            how = Step(leaf.forms, nesterov, leaf.decays, self.quality, leaf.is_fused)
             keys = leaf.keys(state.key, step[0], i)
-            made, m, v, quality = run(how, leaf.parameter, gradient, m, v, scalars, keys, step[1])
+            made, m, v, quality = how.run(leaf.parameter, gradient, m, v, scalars, keys, step[1])
             updates.append(Rewritten(made, _APPLIES) if leaf.is_stored else made)
             first.append(m)
             second.append(v)

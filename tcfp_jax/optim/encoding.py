@@ -24,8 +24,9 @@ from jax import lax
 
 from pallas_kernels import counter
 from pallas_kernels import moments as codes
+from pallas_kernels.specs import sharding_of
 from tcfp_jax.paths import PyTree, find, named_leaves, put
-from tcfp_jax.weights.placement import Placement, explicit_placement, known_placement, neighbours
+from tcfp_jax.weights.placement import Placement, known_placement, neighbours
 
 Format = Literal["float32", "bfloat16", "float8_e4m3fn", "ue5m3"]
 Keys: TypeAlias = tuple[jax.Array, jax.Array]  # two words for the counter hash
@@ -94,11 +95,7 @@ def _blocked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def block_parts(values: Placement) -> Placement:
-    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie.
-
-    Raises:
-      ValueError: the mesh cuts a block.
-    """
+    """Return how the scales of an 8-bit moment lie on a mesh, given how its values lie; a block may not be cut."""
     runs = neighbours(values.shape, _blocked_shape(values.shape))
     assert runs is not None, "_blocked_shape merges neighbours"
     blocked = replace(values, name=f"{values.name}, whose 8-bit moments have blocks that run on over short rows,")
@@ -157,9 +154,10 @@ def _under_mesh(function: Callable[..., Any], x: jax.Array, like: type[Blocks] |
 
     JAX's sharding types cannot follow an axis into blocks and back. XLA can, so the axes are automatic inside.
     """
-    parts = explicit_placement("a moment", x)
-    if parts is None:
+    given = sharding_of(x)
+    if given is None:
         return function
+    parts = Placement.of("a moment", x.shape, given)
     sharding = parts.sharding
     out = sharding if like is None else Blocks(sharding, block_parts(parts).sharding)  # type: ignore[arg-type]
     return jax.sharding.auto_axes(function, out_sharding=out)
@@ -214,33 +212,23 @@ def narrow_leaves(
 ) -> list[bool]:
     """Return for each parameter whether its moments may be narrow; only its path and its global shape decide.
 
-    Args:
-      params: a tree of parameters.
-      mask: the parameters that may: a tree of bools, or a function of the tree that returns one.
-      is_leaf: a test for nodes that are parameters too, such as stored weights.
-      sizes: a function that returns the shape of a parameter.
+    `mask` chooses those that may: a tree of bools, or a function of `params` that returns one. `is_leaf` finds nodes
+    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter.
 
     >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
     [False, True, False]
     """
     leaves, _ = named_leaves(params, is_leaf)
     allowed = spread(mask, params, is_leaf=is_leaf) if mask is not None else [True] * len(leaves)
-
-    def narrow(names: list[str], shape: tuple[int, ...]) -> bool:
-        embeds = "embed" in "/".join(names).lower()
-        return len(shape) >= 2 and math.prod(shape) >= _SMALLEST and not embeds
-
-    return [bool(may) and narrow(names, sizes(leaf)) for may, (names, leaf) in zip(allowed, leaves, strict=True)]
+    large = [len(shape := sizes(leaf)) >= 2 and math.prod(shape) >= _SMALLEST for _, leaf in leaves]
+    embeds = ["embed" in "/".join(names).lower() for names, _ in leaves]
+    return [bool(may) and big and not table for may, big, table in zip(allowed, large, embeds, strict=True)]
 
 
 def spread(
     mask: PyTree | Callable[[PyTree], PyTree], params: PyTree, *, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:
-    """Return one value of a mask for each parameter; the mask may be a function of the parameters.
-
-    Raises:
-      ValueError: the mask is not a prefix of the tree of parameters.
-    """
+    """Return one value of a mask for each parameter; the mask may be a function of the parameters."""
     tree = mask(params) if callable(mask) else mask
     try:
         filled = jax.tree.map(lambda keep, part: [keep] * len(jax.tree.leaves(part, is_leaf=is_leaf)), tree, params)
@@ -253,17 +241,12 @@ def spread(
 
 
 def checked_key(name: str, key: jax.Array | None, rounds: bool, setting: str) -> jax.Array | None:
-    """Return the uint32 words of a random key, or None if nothing is rounded.
-
-    Raises:
-      ValueError: a key is missing although moments are rounded, or given although none are.
-    """
+    """Return the uint32 words of a random key, or None if nothing is rounded; a missing or useless key raises."""
+    if key is None and rounds:
+        raise ValueError(
+            f"{setting} rounds moments stochastically, but there is no key; use {name}(..., key=jax.random.key(seed))"
+        )
     if key is None:
-        if rounds:
-            raise ValueError(
-                f"{setting} rounds moments stochastically, but there is no key; use {name}(..., "
-                "key=jax.random.key(seed))"
-            )
         return None
     if not rounds:
         raise ValueError(f"{setting} rounds nothing, but key= is given and would not be used; drop the key")

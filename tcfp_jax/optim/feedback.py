@@ -26,12 +26,12 @@ from pallas_kernels.operands import Contracts, Fp4, Tensor
 from tcfp_jax.paths import PyTree, entries, find, named_leaves, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.delayed import next_amax
 from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.placement import check_blocks
 from tcfp_jax.weights.stored import Stored, quantize_weight
 
+_AMAX_DECAY = 0.999
 _ERROR_DTYPES = ("float32", "bfloat16", "float8_e5m2")
 
 
@@ -101,9 +101,11 @@ def error_feedback(
     if isinstance(chosen, Mapping) and mask is not None:
         raise ValueError("the mapping says which leaves are weights, and mask= is given too; drop one of them")
     recipes = [weight.recipe for weight in chosen.values()] if isinstance(chosen, Mapping) else [chosen]
-    error_type = _error_dtype(error_dtype, recipes)
-    _check_key(recipes, key)
-    key_data, implementation = (None, None) if key is None else _key_data(key)
+    error_type = _checked(recipes, key, error_dtype)
+    key_data, implementation = key, None
+    if key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        # Raw data survives checkpoints and `jnp.where`.
+        key_data, implementation = jax.random.key_data(key), str(jax.random.key_impl(key))
 
     def init(params: PyTree) -> ErrorFeedbackState:
         weights = _Weights(params, chosen, mask)
@@ -112,7 +114,7 @@ def error_feedback(
         for i, w, r, contracts in weights.leaves:
             turned = contracts == "first" if isinstance(r.scaling, Fp4) else r.copies == "both"
             check_blocks("/".join(weights.names[i]), w, r.scaling, turned=turned)
-            made.append(_first(_Step(r, error_type, contracts), w, key_of(i)))
+            made.append(_Step(r, error_type, contracts).first(w, key_of(i)))
         return weights.state(made, following)
 
     def update(updates: PyTree, state: ErrorFeedbackState, params: PyTree = None) -> tuple[PyTree, ErrorFeedbackState]:
@@ -126,7 +128,7 @@ def error_feedback(
         for i, w, r, contracts in weights.leaves:
             step = _Step(r, error_type, contracts)
             before = step.reads(find(state.weights, weights.names[i]), errors[i], amax[i])
-            made.append(_next(step, w, key_of(i), before))
+            made.append(step.next(w, key_of(i), before))
         return updates, weights.state(made, following)
 
     return optax.GradientTransformation(init, update)
@@ -231,27 +233,36 @@ class _Weights:
 
 
 class _Step(NamedTuple):
-    """How one weight is quantized in one step; hashable, so that weights of one shape share a traced function."""
+    """How one weight is quantized in one step.
+
+    A model has hundreds of weights and a few shapes: weights of one shape, dtype, sharding and recipe share a traced
+    and lowered function. XLA inlines the calls, so the bits do not change.
+    """
 
     recipe: Recipe
     error_dtype: jnp.dtype
     contracts: Contracts = "first"
 
+    @functools.partial(jax.jit, static_argnums=0)
     def first(self, w: jax.Array, key: jax.Array | None) -> _Entry:
         error = jnp.zeros(w.shape, self._handed_dtype()) if self.recipe.feedback else None
-        amax = _stacked_amax(w) if self.recipe.amax == "delayed" else None
+        amax = numerics.amax(w, axis=(-2, -1)) if self.recipe.amax == "delayed" else None
         return self._quantize(w, key, error, amax, amax)
 
-    def next(self, w: jax.Array, key: jax.Array | None, stored: Any, kept: Any, carried: Any) -> _Entry:
-        error = self._read_error(kept, stored) if self.recipe.feedback else None
+    @functools.partial(jax.jit, static_argnums=0)
+    def next(self, w: jax.Array, key: jax.Array | None, before: tuple[Any, Any, Any]) -> _Entry:
+        stored, kept, carried = before
+        error = kept.astype(self._handed_dtype()) if self.recipe.feedback else None
+        if error is not None and self.error_dtype == jnp.float8_e5m2:
+            error = error * _units(stored)
         if self.recipe.amax == "fresh":
             # max |w| serves instead of max |w + error|: an error is at most half an ulp of lo, and lo catches the part
             # that exceeds the range of hi. XLA fuses max |w| into the computation of w; the other reads errors again.
             known = error is not None and self.recipe.mode is TCFPMode.TCFP12 and self.recipe.scaling == Tensor()
-            amax = _stacked_amax(w) if known else None
+            amax = numerics.amax(w, axis=(-2, -1)) if known else None
             return self._quantize(w, key, error, amax, None)
         target = w.astype(jnp.float32) if error is None else w.astype(jnp.float32) + error.astype(jnp.float32)
-        return self._quantize(w, key, error, carried, next_amax(carried, _stacked_amax(target)))
+        return self._quantize(w, key, error, carried, _next_amax(carried, numerics.amax(target, axis=(-2, -1))))
 
     def reads(self, stored: Any, kept: Any, carried: Any) -> tuple[Any, Any, Any]:
         """Return the state that `next` reads, with None for the rest, which the program then does not take along."""
@@ -268,11 +279,8 @@ class _Step(NamedTuple):
         amax: jax.Array | None,
         amax_after: jax.Array | None,
     ) -> _Entry:
-        def one(w: jax.Array, error: Any, amax: Any, key: Any) -> tuple[Stored, Any]:
-            return quantize_weight(
-                w, self.recipe, error=error, key=key, amax=amax, copies=self.recipe.copies, contracts=self.contracts
-            )
-
+        how: Any = dict(copies=self.recipe.copies, contracts=self.contracts)
+        one: Any = lambda w, error, amax, key: quantize_weight(w, self.recipe, error=error, key=key, amax=amax, **how)
         stack = w.shape[:-2]
         if key is not None and stack:
             key = jax.random.split(key, stack)
@@ -300,64 +308,41 @@ class _Step(NamedTuple):
             return numerics.saturating_cast(error / _units(stored), self.error_dtype)
         return error.astype(self.error_dtype)
 
-    def _read_error(self, kept: jax.Array, stored: Stored) -> jax.Array:
-        error = kept.astype(self._handed_dtype())
-        return error * _units(stored) if self.error_dtype == jnp.float8_e5m2 else error
-
 
 def _units(stored: Stored) -> jax.Array:
     """Return the scale of each value of an error, which is never zero."""
     scale = stored.scale_of_values()
-    if not isinstance(stored.scaling, Fp4):
-        return scale
-    return jnp.where(scale == 0, jnp.float32(1), scale)
+    return jnp.where(scale == 0, jnp.float32(1), scale) if isinstance(stored.scaling, Fp4) else scale
 
 
-# A model has hundreds of weights and a few shapes: weights of one shape, dtype, sharding and recipe share a traced and
-# lowered function. XLA inlines the calls, so the bits do not change.
-@functools.partial(jax.jit, static_argnums=0)
-def _first(step: _Step, w: jax.Array, key: jax.Array | None) -> _Entry:
-    return step.first(w, key)
+def _next_amax(carried: jax.Array, seen: jax.Array) -> jax.Array:
+    """Return the delayed amax of the next step (PDDS): it rises at once and falls slowly; NaN and inf stay visible.
+
+    Quantization by the amax of earlier steps needs no reduction before its one pass over W; max |W| is a by-product of
+    that pass. This is safe because `W_lo` reaches twice as far as `W_hi` with the shared scale: a weight may double
+    between two steps without loss, and one step later the scale fits again. A plain moving average takes hundreds of
+    steps to follow a growing weight, and clips all the while.
+    """
+    return jnp.maximum(seen, _AMAX_DECAY * carried + (1 - _AMAX_DECAY) * seen)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _next(step: _Step, w: jax.Array, key: jax.Array | None, before: tuple[Any, Any, Any]) -> _Entry:
-    return step.next(w, key, *before)
-
-
-def _stacked_amax(w: jax.Array) -> jax.Array:
-    return numerics.amax(w, axis=(-2, -1))
-
-
-def _check_key(recipes: Sequence[Recipe], key: jax.Array | None) -> None:
+def _checked(recipes: Sequence[Recipe], key: jax.Array | None, dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype of errors; it and the key must fit the remainders of the recipes."""
     stochastic = any(r.stochastic for r in recipes)
+    remainders = ", ".join(map(repr, sorted({r.stored.remainder if r.stored else "none" for r in recipes})))
     if stochastic and key is None:
         raise ValueError('remainder="stochastic" needs error_feedback(recipe, key=jax.random.key(seed))')
     if not stochastic and key is not None:
-        raise ValueError(f"remainder={_remainders(recipes)} uses no random bits, but key= is given; drop the key")
-
-
-def _error_dtype(dtype: DTypeLike, recipes: Sequence[Recipe]) -> jnp.dtype:
+        raise ValueError(f"remainder={remainders} uses no random bits, but key= is given; drop the key")
     resolved = jnp.dtype(dtype)
     if resolved.name not in _ERROR_DTYPES:
         raise ValueError(f"error_dtype={resolved.name} is not supported; use one of {list(_ERROR_DTYPES)}")
     if resolved.name != "float32" and recipes and not any(r.feedback for r in recipes):
         raise ValueError(
-            f"error_dtype={resolved.name} with remainder={_remainders(recipes)}: no error is kept; leave error_dtype, "
+            f"error_dtype={resolved.name} with remainder={remainders}: no error is kept; leave error_dtype, "
             'or use a recipe with remainder="feedback"'
         )
     return resolved
-
-
-def _remainders(recipes: Sequence[Recipe]) -> str:
-    return ", ".join(map(repr, sorted({r.stored.remainder if r.stored else "none" for r in recipes})))
-
-
-def _key_data(key: jax.Array) -> tuple[jax.Array, str | None]:
-    """Return raw data and implementation of a new- or old-style key: raw data survives checkpoints and `jnp.where`."""
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(key), str(jax.random.key_impl(key))
-    return key, None
 
 
 def _keys(

@@ -7,6 +7,7 @@ gradient to the slot. Nothing reads the zeros, so the compiled program has none.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 from pallas_kernels.specs import Sharding, entries, sharding_of, split_entries, with_entries
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import is_stored, kernel_shape, training_of, with_slot
+from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Return `jax.value_and_grad` of a function of stored parameters: their gradients are floats of the kernel's shape.
 
@@ -27,13 +28,12 @@ def value_and_grad(
       fun: a function with a scalar result.
       argnums: positions of the arguments to differentiate, as in JAX.
       has_aux: whether `fun` returns a pair whose second part is not differentiated, as in JAX.
-      holomorphic: must be False, because FP8 products are real.
 
     Returns:
       A function of the same arguments with the results of JAX's. It composes with jit, vmap, scan and remat.
 
     Raises:
-      ValueError: `holomorphic=True`, or the call lacks an argument that `argnums` names.
+      ValueError: the call lacks an argument that `argnums` names.
 
     >>> from tcfp_jax.optim.stored import store
     >>> from tcfp_jax.products.matmul import matmul
@@ -43,8 +43,6 @@ def value_and_grad(
     >>> float(value), gradients["kernel"].shape, float(gradients["kernel"][0, 0])
     (24.0, (4, 2), 3.0)
     """
-    if holomorphic:
-        raise ValueError("holomorphic=True, but products of stored weights are real; leave it False")
 
     @functools.wraps(fun)
     def with_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -56,9 +54,7 @@ def value_and_grad(
     return with_gradients
 
 
-def grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
-) -> Callable[..., Any]:
+def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Return `jax.grad` of a function of stored parameters; see `value_and_grad`.
 
     >>> from tcfp_jax.optim.stored import dequantize, store
@@ -66,7 +62,7 @@ def grad(
     >>> grad(lambda params: jnp.sum(dequantize(params)["kernel"] ** 2))(params)["kernel"][0].tolist()
     [2.0, 2.0]
     """
-    both = value_and_grad(fun, argnums, has_aux, holomorphic)
+    both = value_and_grad(fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def gradients_alone(*args: Any, **kwargs: Any) -> Any:
@@ -81,20 +77,16 @@ def with_slots(
 ) -> tuple[list[int], tuple[PyTree, ...], Callable[[Sequence[PyTree]], tuple[PyTree, ...]]]:
     """Return places, slots and the function that makes the arguments of a call from the slots.
 
-    The places are those of the arguments that `argnums` names, counted from the first. The slots are these arguments
-    with zeros of the kernel's shape instead of stored weights, sharded as those are.
-
-    Raises:
-      ValueError: the call lacks an argument.
+    The slots are the arguments that `argnums` names, with zeros of the kernel's shape instead of stored weights.
 
     >>> places, slots, given = with_slots((0, -1), (1.0, 2.0, 3.0))
     >>> places, slots, given((5.0, 6.0))
     ([0, 2], (1.0, 3.0), (5.0, 2.0, 6.0))
     """
-    for place in (argnums,) if isinstance(argnums, int) else argnums:
-        if not -len(args) <= place < len(args):
-            raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
-    places = [place % len(args) for place in ((argnums,) if isinstance(argnums, int) else argnums)]
+    wanted = (argnums,) if isinstance(argnums, int) else argnums
+    if not all(-len(args) <= place < len(args) for place in wanted):
+        raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
+    places = [place % len(args) for place in wanted]
 
     def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
         arguments = list(args)
@@ -113,7 +105,7 @@ def _slot(leaf: Any) -> Any:
 
 
 def _filled(leaf: Any, slot: Any) -> Any:
-    return with_slot(leaf, slot) if is_stored(leaf) else slot
+    return replace(leaf, training=replace(training_of(leaf), slot=slot)) if is_stored(leaf) else slot
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:

@@ -219,23 +219,17 @@ def _copies(tx: optax.GradientTransformation, state: PyTree) -> list[int]:
     """Return the places of the leaves that are in copies of the parameter tree, as optax finds them."""
     treedef: Any = jax.tree.structure(state)
     found: list[object] = []
-    numbered = treedef.unflatten([_Place(i) for i in range(treedef.num_leaves)])
+    marks = [object() for _ in range(treedef.num_leaves)]  # no pytrees, so optax takes them for leaves
     try:
-        optax.tree_utils.tree_map_params(tx, found.append, numbered)
+        optax.tree_utils.tree_map_params(tx, found.append, treedef.unflatten(marks))
     except Exception as error:
         raise ValueError(
             "optax.tree.map_params cannot find the copies of the parameters in the state of this transformation, whose "
             f"init does not take its placeholder ({type(error).__name__}: {error}); wrap the parts of the chain that "
             "have moments alone"
         ) from error
-    return [place.index for place in found if isinstance(place, _Place)]
-
-
-class _Place:
-    """The place of a leaf; it is not a pytree, so optax takes it for a leaf."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    places = {id(mark): i for i, mark in enumerate(marks)}
+    return [places[id(mark)] for mark in found if id(mark) in places]
 
 
 def _field(state: PyTree, prefix: tuple[object, ...]) -> tuple[type, str]:

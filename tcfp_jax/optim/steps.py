@@ -20,7 +20,7 @@ from pallas_kernels.operands import Operand
 from tcfp_jax.optim.encoding import Blocks, Format, Keys, Moment, decode, encode
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
-from tcfp_jax.weights.training import advanced, is_stored, next_scale, rewrite, training_of
+from tcfp_jax.weights.training import is_stored, next_scale, rewrite, training_of
 
 
 class Quality(NamedTuple):
@@ -34,6 +34,14 @@ class Quality(NamedTuple):
 
     moved: jax.Array
     edq: jax.Array
+
+    @staticmethod
+    def of(before: Stored, after: Stored, wanted: jax.Array) -> "Quality":
+        """Return the effect of an update of a stored weight; `wanted` is float32, in the matrix's shape."""
+        applied = after.dequantize() - before.dequantize()
+        moved = jnp.mean((applied != 0).astype(jnp.float32))
+        energy = jnp.sum(wanted * wanted)
+        return Quality(moved, jnp.sum(applied * wanted) / jnp.where(energy == 0, 1.0, energy))
 
 
 class Scalars(NamedTuple):
@@ -81,13 +89,22 @@ class Step(NamedTuple):
     nesterov: bool
     decays: bool
     quality: bool
+    fused: bool
+
+    def run(
+        self, w: Any, g: jax.Array, m: Moment, v: Moment, s: Scalars, keys: Any, keep: jax.Array
+    ) -> tuple[Any, Any, Any, Quality | None]:
+        """Return (update or new weight, m, v, quality) of a parameter, by the kernel if `fused`, otherwise by XLA.
+
+        `keep` says whether the step is taken.
+        """
+        return (_fused_step if self.fused else _float_step)(self, w, g, m, v, s, keys, keep)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def float_step(
+def _float_step(
     step: Step, w: Any, g: jax.Array, m: Moment, v: Moment, s: Scalars, keys: Keys | None, keep: jax.Array
 ) -> tuple[Any, Moment, Moment, Quality | None]:
-    """Return (update or new weight, m, v, quality) of one parameter, by XLA; `keep` says whether the step is taken."""
     values = w.dequantize() if is_stored(w) else w
     old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
     change, *new = _wanted(step, values, g, old[0], old[1], s)
@@ -99,14 +116,13 @@ def float_step(
     if not is_stored(w):
         return change, moments[0], moments[1], None
     written = _either(keep, rewrite(w, values + change), w)
-    return written, moments[0], moments[1], quality_of(w, written, change) if step.quality else None
+    return written, moments[0], moments[1], Quality.of(w, written, change) if step.quality else None
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def fused_step(
+def _fused_step(
     step: Step, w: Stored, g: jax.Array, m: Blocks, v: Blocks, s: Scalars, keys: Keys, keep: jax.Array
 ) -> tuple[Stored, Blocks, Blocks, Quality | None]:
-    """Return (new weight, m, v, quality) of one stored weight in one pass; `keep` says whether the step is taken."""
     training, old = training_of(w), w.backward
     assert old is not None and old.lo is not None, "a stored parameter has two halves and its own orientation"
     scale = jnp.where(keep, next_scale(old.scale, training.amax), old.scale)
@@ -127,7 +143,7 @@ def fused_step(
     training = dataclasses.replace(
         training,
         amax=jnp.where(keep, done.amax, training.amax),
-        rounding=_either(keep, advanced(training.rounding), training.rounding),
+        rounding=_either(keep, training.next_rounding(), training.rounding),
     )
     written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
     moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
@@ -135,7 +151,7 @@ def fused_step(
         return written, *moments, None
     before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
     wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
-    return written, *moments, quality_of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
+    return written, *moments, Quality.of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
 
 
 def _wanted(
@@ -179,12 +195,3 @@ def _rates(step: Step, s: Scalars, scale: jax.Array, new_scale: jax.Array, keep:
 def _either(keep: jax.Array, after: PyTree, before: PyTree) -> PyTree:
     """Return `after` if the step is taken, otherwise `before`, bit for bit."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
-
-
-def quality_of(before: Stored, after: Stored, wanted: jax.Array) -> Quality:
-    """Return the effect of an update of a stored weight; `wanted` is float32, in the matrix's shape."""
-    applied = after.dequantize() - before.dequantize()
-    moved = jnp.mean((applied != 0).astype(jnp.float32))
-    energy = jnp.sum(wanted * wanted)
-    along = jnp.sum(applied * wanted)
-    return Quality(moved, along / jnp.where(energy == 0, 1.0, energy))

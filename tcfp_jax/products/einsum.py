@@ -28,8 +28,8 @@ from pallas_kernels.specs import (
 )  # fmt: skip
 from tcfp_jax.products.matmul import Asked, product
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Layout, check_fits
-from tcfp_jax.weights.stored import Stored, of_operand
+from tcfp_jax.weights.layout import Layout
+from tcfp_jax.weights.stored import Stored
 
 _T = TypeVar("_T")
 
@@ -203,9 +203,9 @@ def contract(
     """
     shape = tuple(shape or ()) if kernel is None else kernel.shape
     contraction.check(x.shape, shape)
-    stored = of_operand(quantized) if isinstance(quantized, Operand) else quantized
+    stored = Stored.of(quantized) if isinstance(quantized, Operand) else quantized
     if stored is not None:
-        check_fits(stored, contraction.layout, shape)
+        contraction.layout.check(stored, shape)
     options = _Options(contraction, shape, Asked(recipe, out_sharding))
     return _shared_contraction(options, x, kernel, stored, key, x_quantized)
 

@@ -14,7 +14,7 @@ from pallas_kernels.specs import Sharding
 from tcfp_jax.products.matmul import matmul
 from tcfp_jax.recipes import Recipe, TCFPMode, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.stored import Stored, of_operand, quantize_weight
+from tcfp_jax.weights.stored import Stored, quantize_weight
 
 
 def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
@@ -74,7 +74,7 @@ def fp4_matmul(
     [1.5, 1.5, 1.5, 1.5]
     """
     if isinstance(w, Operand):
-        w = of_operand(w)
+        w = Stored.of(w)
     if recipe is None:
         codes = w.scaling if isinstance(w, Stored) else None
         recipe = named_recipe(codes.format, scaling=codes) if isinstance(codes, Fp4) else "nvfp4"

@@ -17,7 +17,7 @@ The gradient is the straight-through one: the gradient of the products above as 
 
 import dataclasses
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -37,8 +37,7 @@ from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
 from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.stored import Stored, constant, of_operand, quantize_weight
-from tcfp_jax.weights.training import values_of
+from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
 _T = TypeVar("_T")
 
@@ -82,14 +81,14 @@ def matmul(
     if not isinstance(recipe, Recipe):
         recipe = named_recipe(recipe)
     if isinstance(w, Operand):
-        w = of_operand(w)
+        w = Stored.of(w)
     if isinstance(w, Stored):
         # A stored weight is the parameter; with quantized= there would be two answers to which one is multiplied.
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
         quantized, w = _opened(w)
     if isinstance(quantized, Operand):
-        quantized = of_operand(quantized)
+        quantized = Stored.of(quantized)
     if w is None and quantized is not None:
         fp4_weights.check_width(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the same product many times.
@@ -100,7 +99,7 @@ def _opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
     """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its gradient, or None)."""
     if stored.training is None:
         return stored, None
-    layout, slot, values = stored.training.weight.layout, stored.training.slot, values_of(stored)
+    layout, slot, values = stored.training.weight.layout, stored.training.slot, replace(stored, training=None)
     matrix = None if slot is None else layout.stacked(slot.ndim).matrix(slot)
     if not layout.transposed:
         return values, matrix

@@ -47,12 +47,7 @@ def quantize_fp4(w: jax.Array, scaling: Fp4 = Fp4()) -> Operand:
 
 
 def check_matrix(w: jax.Array, scaling: Fp4) -> jax.Array:
-    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into bytes.
-
-    Raises:
-      TypeError: w is not real floating point, or the scaling is not an `Fp4`.
-      ValueError: w has fewer than two axes, or k is odd.
-    """
+    """Return `w` as an array if it is a matrix, or a stack of matrices, that packs into bytes."""
     w = jnp.asarray(w)
     check_real("w", w)
     if not isinstance(scaling, Fp4):

@@ -53,13 +53,6 @@ def current(stored: Stored, w: jax.Array) -> Stored:
 
     Raises:
       ValueError: the parameter has another shape, or, with concrete arrays, other values.
-
-    >>> from tcfp_jax.recipes import recipe
-    >>> from tcfp_jax.weights.stored import quantize_weight
-    >>> w = jnp.ones((4, 4))
-    >>> made = dataclasses.replace(quantize_weight(w, recipe("tcfp12"))[0], sample=sample_of(w))
-    >>> float(current(made, w).dequantize()[0, 0])
-    1.0
     """
     sample = stored.sample
     if sample is None:
@@ -85,14 +78,8 @@ def current(stored: Stored, w: jax.Array) -> Stored:
     return checked
 
 
-def places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows and columns of the values in the sample of a matrix `[k, n]`.
-
-    >>> rows, columns = places(100, 200)
-    >>> swapped = places(200, 100)
-    >>> bool((np.roll(swapped[1], SIZE // 2) == rows).all() and (np.roll(swapped[0], SIZE // 2) == columns).all())
-    True
-    """
+def _places(k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows and columns of the values in the sample of a matrix `[k, n]`."""
     first, second = (np.modf(np.arange(1, SIZE // 2 + 1) * step)[0] for step in _STEPS)
     of_rows, of_columns = np.concatenate([first, second]), np.concatenate([second, first])
     return (of_rows * k).astype(np.int32), (of_columns * n).astype(np.int32)
@@ -108,7 +95,7 @@ def _in_shard_map(w: jax.Array) -> bool:
 @jax.jit
 def _sample(w: jax.Array) -> jax.Array:
     # A gather of single values: a partitioned program reads them on their devices and adds up 16 numbers.
-    taken = w.at[(..., *places(*w.shape[-2:]))]
+    taken = w.at[(..., *_places(*w.shape[-2:]))]
     return taken.get(mode="promise_in_bounds", out_sharding=_of_stack(w)).astype(jnp.float32)
 
 

@@ -62,9 +62,6 @@ class Layout:
     def stacked(self, ndim: int) -> "Layout":
         """Return the layout of the kernel with axes added in front, up to `ndim`, such as layers of `nn.scan`.
 
-        Raises:
-          ValueError: `ndim` is less than the kernel has.
-
         >>> Layout((0,), (1,)).stacked(3)
         Layout(inputs=(1,), outputs=(2,), stack=(0,))
         """
@@ -75,15 +72,10 @@ class Layout:
         return Layout(shift(self.inputs), shift(self.outputs), tuple(range(extra)) + shift(self.stack))
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`.
-
-        Raises:
-          ValueError: the kernel has another number of axes.
-        """
+        """Return the shape of `matrix(kernel)`: `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`."""
         if len(shape) != self.ndim:
             raise ValueError(f"{self} describes {self.ndim} axes, but the kernel has shape {list(shape)}")
-        size = lambda axes: math.prod(shape[axis] for axis in axes)
-        return tuple(size(group) for group in self.groups)
+        return tuple(math.prod(shape[axis] for axis in group) for group in self.groups)
 
     def matrix(self, kernel: jax.Array) -> jax.Array:
         """Return the kernel as `[*stack, k, n]`, or `[*stack, n, k]` if `transposed`, under explicit axes too."""
@@ -115,6 +107,17 @@ class Layout:
         both = (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
         return (*((axis,) for axis in self.stack), *both)
 
+    def check(self, stored: Stored, shape: tuple[int, ...]) -> None:
+        """Raise a ValueError unless `stored` is the matrix, or the stack of matrices, of a kernel of this shape."""
+        wanted = self.matrix_shape(shape)
+        if not stored.holds(wanted) or stored.stack != wanted[:-2]:
+            raise ValueError(
+                f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
+                f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} "
+                f"(kernel {list(shape)}); build the state from tcfp_jax.conversion.find_weights(model, *inputs) "
+                "instead of a recipe"
+            )
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -125,9 +128,6 @@ class Weight:
       layout: the axes that this layer contracts.
       float_reads: "lookup" if rows of the parameter are also looked up as floats; "none" if inference needs no float
         copy.
-
-    Raises:
-      ValueError: an unknown `float_reads`.
 
     >>> from tcfp_jax.recipes import recipe
     >>> Weight(recipe("tcfp12"), Layout((1,), (0,)), float_reads="lookup").float_reads
@@ -141,14 +141,3 @@ class Weight:
     def __post_init__(self) -> None:
         if self.float_reads not in ("none", "lookup"):
             raise ValueError(f"float_reads={self.float_reads!r} is unknown; use one of ['none', 'lookup']")
-
-
-def check_fits(stored: Stored, layout: Layout, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless `stored` is the matrix, or the stack of matrices, of a kernel of this shape."""
-    wanted = layout.matrix_shape(shape)
-    if not stored.holds(wanted) or stored.stack != wanted[:-2]:
-        raise ValueError(
-            f"the stored weight is {list(stored.shape)}, quantized on its own for each of the stack "
-            f"{list(stored.stack)}, but its layer multiplies {list(wanted)} with the stack {list(wanted[:-2])} (kernel "
-            f"{list(shape)}); build the state from tcfp_jax.conversion.find_weights(model, *inputs) instead of a recipe"
-        )

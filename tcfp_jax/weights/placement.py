@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.scaling import Block, Fp4, Row, Scaling
+from pallas_kernels.scaling import Block, Fp4, Scaling
 from pallas_kernels.specs import entries, names, sharding_of, shards
 
 
@@ -27,9 +27,6 @@ class Placement:
       shape: the shape of the whole array.
       mesh: a mesh or an abstract one.
       axes: the names of the mesh axes that cut each axis of the array, the slowest first.
-
-    Raises:
-      ValueError: the parts of an axis are not equal.
 
     >>> import jax
     >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
@@ -51,6 +48,17 @@ class Placement:
                     f"choose a size that {self.count(axis)} divides"
                 )
 
+    @staticmethod
+    def of(name: str, shape: Sequence[int], sharding: NamedSharding) -> "Placement":
+        """Return the placement of an array of this shape with this sharding, which may not describe more axes."""
+        if len(sharding.spec) > len(shape):
+            raise ValueError(
+                f"{name}: {sharding.spec} describes {len(sharding.spec)} axes, but the array is {list(shape)}; give "
+                "the sharding of this parameter"
+            )
+        axes = tuple(names(entry) for entry in entries(sharding, len(shape)))
+        return Placement(name, tuple(shape), sharding.mesh, axes)
+
     @property
     def sharding(self) -> NamedSharding:
         """JAX's form of the placement."""
@@ -64,10 +72,10 @@ class Placement:
         """Return the number of parts of an axis."""
         return shards(self.mesh, self.axes[axis])
 
-    def taken(self, places: Sequence[int | None], shape: Sequence[int], name: str | None = None) -> "Placement":
+    def taken(self, places: Sequence[int | None], shape: Sequence[int]) -> "Placement":
         """Return the placement of an array with these axes of this one; None stands for a whole axis."""
         chosen = tuple(() if place is None else self.axes[place] for place in places)
-        return replace(self, name=name or self.name, shape=tuple(shape), axes=chosen)
+        return replace(self, shape=tuple(shape), axes=chosen)
 
     def turned(self) -> "Placement":
         """Return the placement of the transposed matrix."""
@@ -76,11 +84,7 @@ class Placement:
         return self.taken(order, [self.shape[axis] for axis in order])
 
     def merged(self, groups: Sequence[Sequence[int]]) -> "Placement":
-        """Return the placement of the array transposed to the order of the groups, with each group merged.
-
-        Raises:
-          ValueError: the parts of an axis are not contiguous in the merged one.
-        """
+        """Return the placement of the array transposed to the order of the groups, with each group merged."""
         axes, shape = [], []
         for group in groups:
             whole = next((axis for axis in group if self.count(axis) < self.shape[axis]), None)
@@ -96,14 +100,9 @@ class Placement:
         return replace(self, shape=tuple(shape), axes=tuple(axes))
 
     def counted(self, sizes: Sequence[int], repair: str) -> "Placement":
-        """Return the placement of an array with one value for each block; the last block of an axis may be short.
+        """Return the placement of an array with one value for each block of these sizes; the last may be short.
 
-        Args:
-          sizes: the size of a block along each axis.
-          repair: advice in the error's message.
-
-        Raises:
-          ValueError: a block is cut.
+        A block that is cut raises, with `repair` as advice.
         """
         for axis, (size, length) in enumerate(zip(sizes, self.shape, strict=True)):
             count = self.count(axis)
@@ -118,55 +117,26 @@ class Placement:
         return replace(self, shape=tuple(-(-n // size) for n, size in zip(self.shape, sizes, strict=True)))
 
     def scales(self, scaling: Scaling) -> "Placement":
-        """Return the placement of the scales of values with this one.
-
-        Raises:
-          ValueError: a block is cut.
-        """
+        """Return the placement of the scales of values with this one; a block that is cut raises."""
         kept = scaling.scale_shape(self.shape)
         if isinstance(scaling, Block):
-            sides = (1, scaling.size) if scaling.tile == "vector" else (scaling.size, scaling.size)
-            sizes = (*[1] * (len(self.shape) - 2), *sides)
-            return self.counted(sizes, "a recipe with smaller blocks, rows or one scale")
-        if isinstance(scaling, Fp4):
-            sides = (1 if scaling.tile == "vector" else scaling.block, scaling.block)
-            other = "a recipe of 8 bits" if scaling.format == "nvfp4" else 'recipe("nvfp4"), whose blocks are of 16'
-            return self.counted((*[1] * (len(self.shape) - 2), *sides), other)
-        assert isinstance(scaling, Row) or len(kept) <= len(self.shape)
-        return self.taken(range(len(kept)), kept)
+            size, repair = scaling.size, "a recipe with smaller blocks, rows or one scale"
+        elif isinstance(scaling, Fp4):
+            size = scaling.block
+            repair = "a recipe of 8 bits" if scaling.format == "nvfp4" else 'recipe("nvfp4"), whose blocks are of 16'
+        else:
+            return self.taken(range(len(kept)), kept)
+        return self.counted((*[1] * (len(self.shape) - 2), 1 if scaling.tile == "vector" else size, size), repair)
 
     def _over(self, axis: int) -> str:
         return "x".join(repr(name) for name in self.axes[axis])
 
 
-def placement_of(name: str, shape: Sequence[int], sharding: NamedSharding) -> Placement:
-    """Return the placement of an array of this shape with this sharding.
-
-    Raises:
-      ValueError: the sharding describes more axes, or does not fit; see `Placement`.
-    """
-    if len(sharding.spec) > len(shape):
-        raise ValueError(
-            f"{name}: {sharding.spec} describes {len(sharding.spec)} axes, but the array is {list(shape)}; give the "
-            "sharding of this parameter"
-        )
-    return Placement(name, tuple(shape), sharding.mesh, tuple(names(entry) for entry in entries(sharding, len(shape))))
-
-
-def explicit_placement(name: str, array: jax.Array) -> Placement | None:
-    """Return the placement in the type of an array, which programs must keep, or None without explicit axes."""
-    sharding = sharding_of(array)
-    return None if sharding is None else placement_of(name, array.shape, sharding)
-
-
 def known_placement(name: str, array: jax.Array) -> Placement | None:
     """Return the placement of an array by its type or, if it is concrete, by its devices; None if it is unknown."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    return (
-        placement_of(name, array.shape, sharding)
-        if isinstance(sharding, NamedSharding)
-        else explicit_placement(name, array)
-    )
+    sharding = sharding if isinstance(sharding, NamedSharding) else sharding_of(array)
+    return None if sharding is None else Placement.of(name, array.shape, sharding)
 
 
 def check_blocks(name: str, matrix: jax.Array, scaling: Scaling, *, turned: bool) -> None:

@@ -52,16 +52,12 @@ def quantize(
                 f'scale={scale!r} with block={block}: the scales of blocks are powers of two; use scale="pow2"'
             )
         scaling = Block(block, tile)
-        x = _with_axis_last(x, axis, tile)
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(f"axis={axis} is out of range for x{list(x.shape)}; use -{x.ndim} to {x.ndim - 1}")
+        if tile == "square" and axis != -1:
+            raise ValueError(f'axis={axis} with tile="square": squares have no direction; leave axis=-1')
+        x = jnp.moveaxis(x, axis, -1)
     return quantize_values(x, dtype, scaling).rows
-
-
-def _with_axis_last(x: jax.Array, axis: int, tile: str) -> jax.Array:
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis={axis} is out of range for x{list(x.shape)}; use -{x.ndim} to {x.ndim - 1}")
-    if tile == "square" and axis != -1:
-        raise ValueError(f'axis={axis} with tile="square": squares have no direction; leave axis=-1')
-    return jnp.moveaxis(x, axis, -1)
 
 
 def split(

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.explicit import with_automatic_axes
-from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Quantized, Scaling
+from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Scaling
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.specs import device_count, entries_of, shards
 from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
@@ -57,6 +57,11 @@ class Stored:
     sample: jax.Array | None = None
     training: Any = None
     padding: int = field(default=0, metadata=dict(static=True))
+
+    @staticmethod
+    def of(operand: Operand) -> "Stored":
+        """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of `split` and `quantize` `[k, n]`."""
+        return Stored(operand, None) if isinstance(operand.scaling, Fp4) else Stored(None, operand)
 
     @property
     def _one(self) -> Operand:
@@ -203,11 +208,7 @@ class Stored:
         return values if self.backward is not None else values.swapaxes(-1, -2)
 
     def __getitem__(self, index: object) -> "Stored":
-        """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so.
-
-        Raises:
-          TypeError: the index selects a part.
-        """
+        """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so; a part raises."""
         if index is not Ellipsis:
             self._refuse("indexes")
         return self
@@ -223,24 +224,12 @@ class Stored:
             f"layer of tcfp_jax or a converted model, {floats}"
         )
 
-    def __jax_array__(self) -> NoReturn:
-        """Raise, because it is not a float array."""
+    def _operator(self, *args: object, **options: object) -> NoReturn:
         self._refuse()
 
-    def __array__(self, *args: object, **options: object) -> NoReturn:
-        """Raise, because it is not a float array."""
-        self._refuse()
-
-    def _operator(self, *args: object) -> NoReturn:
-        self._refuse()
-
+    __jax_array__ = __array__ = _operator
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
-
-
-def of_operand(operand: Operand) -> Stored:
-    """Return one operand as a stored weight: FP4 codes are `[n, k]`, results of `split` and `quantize` are `[k, n]`."""
-    return Stored(operand, None) if isinstance(operand.scaling, Fp4) else Stored(None, operand)
 
 
 # A rule of its own instead of a check in the product's rule: once a rule of a shared trace has raised, that trace
@@ -265,8 +254,7 @@ def _refuse(primals: tuple[Stored], tangents: object) -> NoReturn:
 def constant(stored: Stored) -> Stored:
     """Return the values of a stored weight without its sample and training state; they cannot be differentiated.
 
-    Raises:
-      TypeError: they are differentiated, as by `jax.grad` with respect to the weight.
+    Differentiating them, as `jax.grad` with respect to the weight does, raises a TypeError.
     """
     return _constant(dataclasses.replace(stored, sample=None, training=None))
 
@@ -329,7 +317,8 @@ def quantize_weight(
                 raise ValueError('remainder="stochastic" needs key=jax.random.key(seed) for its random bits')
             bits = jax.random.bits(key, w.shape, jnp.uint32)
         parts = dual_quantize(w, recipe.scaling, dtype=form.dtype, error=error, bits=bits, **options)
-        return _stored(parts), parts.error
+        # Dgrad contracts rows of `[k, n]` along n, and the forward product reads columns.
+        return Stored(parts.columns, parts.rows), parts.error
     target = w.astype(jnp.float32)
     if error is not None:
         target = target + error.astype(jnp.float32)
@@ -338,15 +327,11 @@ def quantize_weight(
             raise ValueError(f"amax= scales a whole tensor, but scaling={recipe.scaling} has blocks; drop one of them")
         stored = _packed(target, recipe.scaling, contracts)
     else:
-        stored = _stored(quantize(target, form.dtype, recipe.scaling, **options))
+        one = quantize(target, form.dtype, recipe.scaling, **options)
+        stored = Stored(one.columns, one.rows)
     if error is None:
         return stored, None
     return stored, numerics.residual(target, stored.dequantize()).astype(error.dtype)
-
-
-def _stored(parts: Quantized) -> Stored:
-    """Return rows of `[k, n]`, which dgrad contracts along n, and columns, which the forward product reads."""
-    return Stored(parts.columns, parts.rows)
 
 
 def _packed(w: jax.Array, scaling: Fp4, contracts: Contracts) -> Stored:

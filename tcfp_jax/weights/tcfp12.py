@@ -8,8 +8,8 @@ two. There are two tables of levels: "linear", the integers -8 to 7, and "nf4", 
 that is 8 + 4 + 2 * 8 / 32 = 12.5 bits per value, also in memory: a byte packs two codes.
 
 The scale of the residual is the power of two that covers the block's largest residual, or half of it if that has the
-smaller squared error: E4M3's residuals shrink with |x|, so most of a block lies far below its largest one.
-A stochastic residual always takes the covering scale, because clipping would bias it.
+smaller squared error: E4M3's residuals shrink with |x|. A stochastic residual always takes the covering scale, because
+clipping would bias it.
 
 The format library defines the datatype, `tcfp_jax.formats.tcfp12`, and rounds. This module adds the needs of weights in
 training: blocks of any even size, scales by RMS, a NaN or inf that makes its whole block NaN, subnormal float32 read as
@@ -37,7 +37,7 @@ from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
 from tcfp_jax.formats.codebooks import codebook
-from tcfp_jax.formats.datatypes import DataType, datatype
+from tcfp_jax.formats.datatypes import datatype
 from tcfp_jax.formats.float_bits import to_bits
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
@@ -139,10 +139,16 @@ def quantize_tcfp12(
 def _packed(
     block: int, residual: Residual, scale: BlockScale, sigma: float, x: jax.Array, key: jax.Array | None
 ) -> PackedTCFP12:
-    blocks = _blocks(x.astype(jnp.float32), block)
+    count = -(-x.shape[-1] // block)
+    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
+    blocks = padded.reshape(*x.shape[:-1], count, block)
     factor = numerics.pow2_scale(_bound(blocks, scale, sigma), VALUE_DTYPE)
     scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
-    values, codes, residual_scale = _round(scaled, residual, None if key is None else _random_bits(key, blocks.shape))
+    random = None
+    if key is not None:  # the numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its results
+        uniform = jax.random.uniform(key, blocks.shape, jnp.float32)
+        random = (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
+    values, codes, residual_scale = _round(scaled, residual, random)
     pairs = codes.reshape(*codes.shape[:-1], block // 2, 2).astype(jnp.uint8)
     return PackedTCFP12(
         values=values.astype(VALUE_DTYPE),
@@ -189,13 +195,6 @@ def fake_quantize(
     return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (x - lax.stop_gradient(x))
 
 
-def _blocks(x: jax.Array, block: int) -> jax.Array:
-    """Return `[..., length]` as `[..., blocks, block]`, padded with zeros."""
-    count = -(-x.shape[-1] // block)
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
-    return padded.reshape(*x.shape[:-1], count, block)
-
-
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
     """Return the magnitude of each block that E4M3's largest value must reach."""
     amax = numerics.amax(blocks, axis=-1)
@@ -203,7 +202,11 @@ def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
         return amax
     # The unit is a power of two near amax, because squares of large and small numbers leave float32's range.
     unit = numerics.pow2_cover(amax, 4.0)
-    squares = _fixed_point_square(blocks * numerics.reciprocal_pow2(unit)[..., None])
+    # In steps of 1/256 the sum of squares is an integer, which is exact on every backend.
+    scaled = blocks * numerics.reciprocal_pow2(unit)[..., None]
+    steps = lax.round(scaled * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(jnp.int32)
+    squares = jnp.sum(steps * steps, axis=-1)
     root_mean_square = unit * jnp.sqrt(squares.astype(jnp.float32) / blocks.shape[-1]) / _FIXED_POINT
     bound = jnp.minimum(amax, jnp.float32(sigma) * root_mean_square)
     return jnp.where(jnp.isfinite(amax), bound, amax)
@@ -216,31 +219,15 @@ def _round(scaled: jax.Array, residual: Residual, random: jax.Array | None) -> t
     # The format library saturates an inf, which must stay visible.
     scaled = jnp.where(finite, scaled, jnp.float32(jnp.nan))
     modes = Modes() if random is None else Modes(roundmode="stochastic")
-    parts = quantize(to_bits(scaled), _scaled_format(residual), modes, random)
+    # `formats.tcfp12` for values that are scaled already, with one block of any size in each row.
+    format = datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
+    parts = quantize(to_bits(scaled), format, modes, random)
     left = parts.residual
     assert left is not None and left.exponent is not None
     lost = ~jnp.all(finite, axis=-1)
     codes = jnp.where(lost[..., None], 0, left.value.reshape(scaled.shape))
     code = jnp.where(lost, 255, left.exponent.reshape(lost.shape) + 127).astype(jnp.uint8)
     return parts.value, codes, lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
-
-
-def _scaled_format(residual: Residual) -> DataType:
-    """Return `formats.tcfp12` for values that are scaled already, with one block of any size in each row."""
-    return datatype(VALUE_DTYPE, residual=datatype(_BOOKS[residual], "e8m0_t0_mse"))
-
-
-def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return uint32 with the numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its results."""
-    uniform = jax.random.uniform(key, shape, jnp.float32)
-    return (uniform * jnp.float32(2.0**24)).astype(jnp.uint32) << 8
-
-
-def _fixed_point_square(x: jax.Array) -> jax.Array:
-    """Return the sum over the last axis of round(256 x)**2, |x| <= 4; integers make it exact on every backend."""
-    steps = lax.round(x * _FIXED_POINT, lax.RoundingMethod.TO_NEAREST_EVEN)
-    steps = jnp.where(jnp.isfinite(steps), steps, jnp.zeros_like(steps)).astype(jnp.int32)
-    return jnp.sum(steps * steps, axis=-1)
 
 
 def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, key: jax.Array | None) -> None:

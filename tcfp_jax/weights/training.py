@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
-from pallas_kernels.operands import Fp4, Operand, Scaling, Tensor, check_real
+from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
@@ -33,7 +33,7 @@ Remainder = Literal["stochastic", "feedback", "dropped"]
 # An error needs mantissa and little range: it is at most half a step of the grid of `W_lo`.
 ERROR_DTYPE = jnp.float8_e3m4
 _ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
-WORD_BITS = 24  # float32 holds integers of 24 bits exactly
+_WORD_BITS = 24  # float32 holds integers of 24 bits exactly
 _HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
 _static: Any = functools.partial(field, metadata=dict(static=True))
@@ -69,6 +69,14 @@ class Training:
     gradient_dtype: DTypeLike = _static()
     remainder: Remainder = _static()
 
+    def next_rounding(self) -> jax.Array | None:
+        """Return `rounding` after one more rounding; the count restarts after 2**24."""
+        if self.rounding is None:
+            return None
+        count = self.rounding[..., 2]
+        following = jnp.where(count >= 2.0**_WORD_BITS - 1, 0.0, count + 1)
+        return jnp.concatenate([self.rounding[..., :2], following[..., None]], axis=-1)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -102,11 +110,7 @@ def is_stored(node: object) -> bool:
 
 
 def training_of(stored: Stored) -> Training:
-    """Return the training state of a stored weight.
-
-    Raises:
-      TypeError: the weight is not a parameter.
-    """
+    """Return the training state of a stored weight, which must be a parameter."""
     if stored.training is None and isinstance(stored.scaling, Fp4):
         raise TypeError(NO_GRADIENT)
     if stored.training is None:
@@ -125,18 +129,9 @@ def train(
     remainder: Remainder,
     gradient_dtype: DTypeLike | None = None,
 ) -> Stored:
-    """Return a kernel as a stored weight that is the parameter from now on.
+    """Return a kernel as a stored weight that is the parameter from now on; see `tcfp_jax.store`.
 
-    Args:
-      kernel: real floats; axes in front of the layout's are a stack of layers with a scale each.
-      weight: recipe and layout.
-      key: random key for `remainder="stochastic"`.
-      remainder: the treatment of the rounding error, see `Training`.
-      gradient_dtype: dtype of the gradient; None is the kernel's.
-
-    Raises:
-      TypeError: the kernel is not real floating point, or its gradient would not be, in 16 bits or more.
-      ValueError: a recipe without a residual; an unknown `remainder`; a key that is missing, or that nothing would use.
+    Axes of the kernel in front of the layout's are a stack of layers with a scale each.
 
     >>> from tcfp_jax.recipes import recipe
     >>> from tcfp_jax.weights.layout import Layout
@@ -156,7 +151,10 @@ def train(
     target = weight.layout.stacked(kernel.ndim).matrix(kernel).astype(jnp.float32)
     weight, stack = _unstacked(weight), target.shape[:-2]
     amax = numerics.amax(target, axis=(-2, -1))
-    rounding = None if key is None else _seed(key, stack)
+    rounding = None
+    if key is not None:
+        seed = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - _WORD_BITS)
+        rounding = jnp.concatenate([seed.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
     training = Training(rounding, amax, error, None, weight, shape, dtype, of_gradient, remainder)
@@ -165,12 +163,9 @@ def train(
 
 
 def kernel_of(stored: Stored, dtype: DTypeLike | None = None) -> jax.Array:
-    """Return the float kernel of a stored weight, in the parameter's shape and dtype.
-
-    Inside `value_and_grad` it has a gradient like any parameter.
-    """
+    """Return the float kernel of a stored weight; inside `value_and_grad` it has a gradient like any parameter."""
     training = training_of(stored)
-    values = values_of(stored).dequantize().astype(dtype or training.dtype)
+    values = dataclasses.replace(stored, training=None).dequantize().astype(dtype or training.dtype)
     kernel = training.weight.layout.stacked(_ndim(stored)).kernel(values, kernel_shape(stored))
     return kernel if training.slot is None else kernel + training.slot.astype(kernel.dtype)
 
@@ -182,39 +177,21 @@ def kernel_shape(stored: Stored) -> tuple[int, ...]:
     return (*stored.shape[:extra], *training.shape)
 
 
-def with_slot(stored: Stored, slot: jax.Array | None) -> Stored:
-    """Return the weight with this slot for its gradient."""
-    return dataclasses.replace(stored, training=dataclasses.replace(training_of(stored), slot=slot))
-
-
-def values_of(stored: Stored) -> Stored:
-    """Return the values without the training state, as products read them."""
-    return dataclasses.replace(stored, training=None)
-
-
 def rewrite(stored: Stored, target: jax.Array) -> Stored:
     """Return the weight with the values `target`, float32 `[*stack, k, n]`, rounded by its own rule.
 
     A NaN or inf in the target makes the whole weight NaN.
     """
-    training = training_of(stored)
+    training, rows = training_of(stored), stored.backward
+    assert rows is not None, "a stored parameter has its own orientation"
     if training.error is not None:
-        target = target + _error_of(training.error, _one(stored))
+        target = (
+            target + training.error.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
+        )
     amax = numerics.amax(target, axis=(-2, -1))
-    scale = None
-    if weight_scaling(stored) == Tensor():
-        scale = next_scale(_one(stored).scale, amax)
-    new = dataclasses.replace(training, amax=amax, rounding=advanced(training.rounding))
+    scale = next_scale(rows.scale, amax) if training.weight.recipe.scaling == Tensor() else None
+    new = dataclasses.replace(training, amax=amax, rounding=training.next_rounding())
     return _written(dataclasses.replace(stored, training=new), target, scale, training.rounding)
-
-
-def advanced(rounding: jax.Array | None) -> jax.Array | None:
-    """Return the state of stochastic rounding after one more rounding; the count restarts after 2**24."""
-    if rounding is None:
-        return None
-    count = rounding[..., 2]
-    following = jnp.where(count >= 2.0**WORD_BITS - 1, 0.0, count + 1)
-    return jnp.concatenate([rounding[..., :2], following[..., None]], axis=-1)
 
 
 def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
@@ -229,34 +206,34 @@ def next_scale(scale: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.where(keep, scale, fresh)
 
 
-def weight_scaling(stored: Stored) -> Scaling:
-    """Return the scaling of a stored weight, from its recipe."""
-    return training_of(stored).weight.recipe.scaling
-
-
 def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, rounding: jax.Array | None = None) -> Stored:
     """Return `stored` with values, error and copies made from `target`; `scale` is None for blocks."""
     training = training_of(stored)
     recipe, stochastic = training.weight.recipe, training.remainder == "stochastic"
+    form = recipe.stored
+    assert form is not None, "checked when the weight was stored"
+    amax = None
+    if scale is not None:
+        # Weights above 2**125 have the scale 2**121, whose largest magnitude is not a float32.
+        amax = jnp.minimum(scale * numerics.largest(form.dtype), jnp.finfo(jnp.float32).max)
     rounding = training.rounding if rounding is None else rounding
 
-    def one(target: jax.Array, scale: Any, rounding: Any) -> tuple[Operand, Any, Any]:
+    def one(target: jax.Array, amax: Any, rounding: Any) -> tuple[Operand, Any, Any]:
         bits = None
         if stochastic:
             bits = counter.bits_of(target.shape, *counter.keys(*(rounding[i].astype(jnp.uint32) for i in range(3))))
         error = jnp.zeros(target.shape, jnp.float32) if training.remainder == "feedback" else None
         # XLA's backend computes the random bits where it uses them, and needs no array of them.
         parts = dual_quantize(
-            target, recipe.scaling, dtype=_format(recipe), bits=bits, error=error,
-            amax=None if scale is None else _covered(scale, recipe), backend="xla",
+            target, recipe.scaling, dtype=form.dtype, bits=bits, error=error, amax=amax, backend="xla",
             orientation="both" if recipe.copies == "both" else "rows",
         )  # fmt: skip
         return parts.rows, parts.columns, parts.error
 
     for _ in target.shape[:-2]:
         one = jax.vmap(one)
-    rows, columns, left = one(target, scale, rounding)
-    if columns is not None and recipe.stored is not None and recipe.stored.forward == "hi":
+    rows, columns, left = one(target, amax, rounding)
+    if columns is not None and form.forward == "hi":
         columns = columns.drop_residual()
     error = None if left is None else _kept_error(left, rows)
     return Stored(columns, rows, training=dataclasses.replace(training, error=error))
@@ -270,31 +247,10 @@ def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:
     return numerics.round_to(units, ERROR_DTYPE).astype(ERROR_DTYPE)
 
 
-def _error_of(kept: jax.Array, rows: Operand) -> jax.Array:
-    """Return the error that was kept with these values, in float32."""
-    return kept.astype(jnp.float32) * (_step_of(rows) / _ERRORS_IN_STEP) * rows.scale_of_values()
-
-
 def _step_of(rows: Operand) -> jax.Array:
     """Return the distance between neighbours of each `W_lo` in units of the scale: a power of two, float32."""
     assert rows.lo is not None, "a stored parameter has two halves"
     return numerics.spacing(rows.lo.astype(jnp.float32), rows.dtype)
-
-
-def _covered(scale: jax.Array, recipe: Recipe) -> jax.Array:
-    """Return the largest magnitude that has this scale."""
-    # Weights above 2**125 have the scale 2**121, whose largest magnitude is not a float32.
-    return jnp.minimum(scale * numerics.largest(_format(recipe)), jnp.finfo(jnp.float32).max)
-
-
-def _format(recipe: Recipe) -> DTypeLike:
-    assert recipe.stored is not None, "checked when the weight was stored"
-    return recipe.stored.dtype
-
-
-def _one(stored: Stored) -> Operand:
-    assert stored.backward is not None, "a stored parameter has its own orientation"
-    return stored.backward
 
 
 def _ndim(stored: Stored) -> int:
@@ -310,11 +266,6 @@ def _unstacked(weight: Weight) -> Weight:
         return weight
     without = lambda axes: tuple(axis - count for axis in axes)
     return dataclasses.replace(weight, layout=Layout(without(layout.inputs), without(layout.outputs)))
-
-
-def _seed(key: jax.Array, stack: tuple[int, ...]) -> jax.Array:
-    words = jax.random.bits(key, (*stack, 2), jnp.uint32) >> (32 - WORD_BITS)
-    return jnp.concatenate([words.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
 
 
 def _check(recipe: Recipe, key: jax.Array | None, remainder: str) -> None:

@@ -11,7 +11,8 @@ import tcfp_jax
 from pallas_kernels.operands import Fp4
 from tcfp_jax import monitor
 from tcfp_jax.formats import nvfp4_arrays
-from tcfp_jax.monitor.readings import forward_operands, read
+from tcfp_jax.monitor.readings import operands as operands_of
+from tcfp_jax.monitor.readings import read
 from tcfp_jax.products.fp4_training import quantization, words_of
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
@@ -75,8 +76,12 @@ def test_what_is_observed_is_what_products_multiply():
 
 def test_which_operands_are_quantized_anew():
     named = functools.partial(recipe, "nvfp4_training")
-    assert forward_operands(named(forward_operands="bf16")) == ("x", "w", "w_dgrad", "x_wgrad")
-    assert forward_operands(named()) == ("x", "w", "x_wgrad") and forward_operands(recipe("bf16")) == ("x", "w")
+    assert operands_of(named(forward_operands="bf16")) == ("x", "w", "w_dgrad", "x_wgrad", "g", "g_wgrad")
+    assert operands_of(named()) == ("x", "w", "x_wgrad", "g", "g_wgrad") and operands_of(recipe("bf16")) == (
+        "x",
+        "w",
+        "g",
+    )
 
 
 @pytest.mark.parametrize("scaling, clipped", [(Fp4("mxfp4"), 2), (Fp4("nvfp4"), 1)], ids=["mxfp4", "nvfp4"])

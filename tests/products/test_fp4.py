@@ -22,7 +22,7 @@ from tcfp_jax.products.einsum import contract, parse
 from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import of_operand
+from tcfp_jax.weights.stored import Stored
 from tests.formats_oracles import QUICK
 from tests.helpers import mesh_of, same_bits
 
@@ -149,7 +149,7 @@ def test_packed_codes_know_an_odd_k():
 
 
 def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
-    lost = of_operand(jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32)).forward)
+    lost = Stored.of(jax.eval_shape(pack_fp4, jax.ShapeDtypeStruct((33, 5), jnp.float32)).forward)
     assert lost.shape == (34, 5) and lost.holds((33, 5)) and lost.holds((34, 5)) and not lost.holds((32, 5))
     with pytest.raises(ValueError, match="pad x with one zero"):
         jax.eval_shape(fp4_matmul, jnp.ones((4, 33)), lost)
@@ -260,7 +260,7 @@ def test_a_scale_that_is_nan_loses_nothing(name):
     packed = packed_by(W, RECIPES[name])
     code = jax.lax.bitcast_convert_type(packed.forward.scale, jnp.uint8).at[5, 0].set(255)
     scale = jax.lax.bitcast_convert_type(code, packed.forward.scale.dtype)
-    broken = of_operand(jax.tree.map(lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward))
+    broken = Stored.of(jax.tree.map(lambda leaf: scale if leaf is packed.forward.scale else leaf, packed.forward))
 
     @quick
     def run(x, broken):
@@ -473,7 +473,7 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
         codes = packed_by(put(w, "a"), RECIPES[name]).forward
         assert codes.values.sharding.spec[1] == codes.scale.sharding.spec[1] == ("a" if whole else None)
         # Codes that someone else sharded may be cut where scales cannot.
-        cut = of_operand(dataclasses.replace(codes, values=put(codes.values, None, "a")))
+        cut = Stored.of(dataclasses.replace(codes, values=put(codes.values, None, "a")))
         split = run(put(x, None, "a"), put(w, "a"), cut)
     exact, ones = float64_of(codes).T, np.ones((4, N))
     assert np.linalg.norm(exact - w) < 0.15 * np.linalg.norm(w)

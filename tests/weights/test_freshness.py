@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tcfp_jax
-from tcfp_jax.weights.freshness import SIZE, current, places, sample_of
+from tcfp_jax.weights.freshness import SIZE, _places, current, sample_of
 from tcfp_jax.weights.stored import quantize_weight
 from tests.helpers import mesh_of, same_bits
 
@@ -85,7 +85,7 @@ def test_a_swapped_weight_has_the_sample_of_the_transpose(shape):
 
 
 def test_places_are_spread_and_apart():
-    rows, columns = places(1000, 4000)
+    rows, columns = _places(1000, 4000)
     assert len(set(zip(rows.tolist(), columns.tolist()))) == SIZE
     for found, size in ((rows, 1000), (columns, 4000)):
         assert len(set((found * 4 // size).tolist())) == 4  # every quarter
