@@ -81,19 +81,14 @@ def m_of(state):
     return np.asarray(wide(state.mu, state.mu_scale)["up"]["kernel"], np.float64)
 
 
-def matrices(tree):
-    return jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree)
-
-
 OPTIONS = {
-    "default": dict(),
     "decay": dict(b1=0.8, b2=0.95, eps=1e-6, eps_root=1e-12, weight_decay=0.1),
-    "nesterov": dict(nesterov=True, weight_decay=0.0),
-    "mask": dict(weight_decay=0.5, mask={"up": True, "small": False, "embed": True}),
-    "mask by function": dict(weight_decay=0.5, mask=matrices),
+    "nesterov": dict(nesterov=True, weight_decay=0.5, mask={"up": True, "small": False, "embed": True}),
+    "mask by function": dict(weight_decay=0.5, mask=lambda tree: jax.tree.map(lambda leaf: len(leaf.shape) > 1, tree)),
 }
 
 
+@pytest.mark.slow_except("decay", "nesterov")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.optimized
 def test_float_parameters_take_the_steps_of_optax(name):
@@ -107,15 +102,9 @@ def test_float_parameters_take_the_steps_of_optax(name):
     assert int(state.count) == 4 and int(state.skipped) == 0 and state.key is None and state.quality is None
 
 
+@pytest.mark.slow_except("decay-8bit", "nesterov-8bit")
 @pytest.mark.parametrize(
-    "name, moments",
-    [
-        ("default", "bfloat16"),
-        ("decay", "float32"),
-        ("decay", "8bit"),
-        ("nesterov", "8bit"),
-        ("mask by function", "8bit"),
-    ],
+    "name, moments", [("decay", "bfloat16"), ("decay", "8bit"), ("nesterov", "8bit"), ("mask by function", "float32")]
 )
 def test_stored_parameters_take_the_steps_of_optax(name, moments):
     floats = optim.dequantize(STORED)
@@ -131,6 +120,7 @@ def test_stored_parameters_take_the_steps_of_optax(name, moments):
     assert state.mu["embed"]["table"].dtype == state.mu["small"]["kernel"].dtype == jnp.float32
 
 
+@pytest.mark.slow_except("8bit", "float32")
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_one_step_is_within_rounding_of_the_arithmetic(moments):
     tx = adamw(1e-2, weight_decay=0.1, moments=moments)
@@ -168,6 +158,7 @@ def test_what_the_kernel_takes_goes_through_it():
     assert calls(lambda params: params) == calls(stochastic, moments="bfloat16") == calls(without("feedback")) == 0
 
 
+@pytest.mark.slow_except("tcfp12-dropped", "tcfp12_single-feedback", "in blocks-stochastic")
 @pytest.mark.parametrize(
     "recipe, remainder",
     [
@@ -197,11 +188,10 @@ def test_every_way_to_store_a_weight(recipe, remainder):
     assert state.nu["layers"]["kernel"].dtype == jnp.uint8
 
 
-@pytest.mark.parametrize("layout", [Layout((1,), (0,)), Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
+@pytest.mark.slow_except(str(Layout((1, 2), (0,))))
+@pytest.mark.parametrize("layout", [Layout((1, 2), (0,)), Layout((0,), (1, 2))], ids=str)
 def test_kernels_of_any_layout(layout):
-    shape = (64, 128) if layout.ndim == 2 else (64, 8, 16)
-    params = {"w": PARAMS["up"]["kernel"].reshape(shape)}
-    grads = {"w": GRADS["up"]["kernel"].reshape(shape)}
+    params, grads = ({"w": tree["up"]["kernel"].reshape(64, 8, 16)} for tree in (PARAMS, GRADS))
     stored = optim.store(params, {"w": Weight(tcfp_jax.recipe("tcfp12_single"), layout)}, key=KEY)
     floats = optim.dequantize(stored)
     exact, _ = stepped(optax.adamw(1e-2), floats, grads=grads)
@@ -209,8 +199,10 @@ def test_kernels_of_any_layout(layout):
     assert distance(exact, ours, floats, "w") < 0.05
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("path", ["up/bias", "up/kernel", "small/kernel", "embed/table"])
+@pytest.mark.parametrize(
+    "bad, path",
+    [(np.nan, "up/bias"), (np.nan, "up/kernel"), (-np.inf, "small/kernel"), (np.inf, "embed/table")],
+)
 def test_a_step_that_is_not_finite_changes_nothing(bad, path):
     tx, update = _skipping()
     params, state = stepped(tx, STORED, 1)
@@ -251,6 +243,7 @@ def _qualities(state):
     return jax.tree.leaves(state.quality, is_leaf=lambda node: isinstance(node, optim.Quality))
 
 
+@pytest.mark.slow_except("8bit")
 @pytest.mark.parametrize("moments", ["8bit", "float32"])
 def test_clipping(moments):
     norm = float(optax.tree.norm(GRADS))
@@ -273,6 +266,7 @@ def test_clipping(moments):
     assert same_bits(after, STORED) and int(state.skipped) == 1
 
 
+@pytest.mark.slow_except("8bit")
 @pytest.mark.parametrize("moments", ["8bit", "float32"])
 def test_eps_root_is_added_under_the_root(moments):
     options = dict(eps_root=4.0, weight_decay=0.0)
@@ -357,7 +351,7 @@ def _mesh_program(params, grads):
     return steps(tx, 20, params, tx.init(params), grads)
 
 
-@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b"), P(None, ("a", "b"))], ids=str)
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.optimized
 def test_bits_are_the_same_on_every_mesh(spec):
     params = {"stored": STORED["up"], "plain": PARAMS["up"]}
@@ -398,6 +392,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow_except("injected", "partition")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_inside_of_optax(name):
     after, _ = stepped(WRAPPED[name](optim.adamw), STORED)

@@ -106,13 +106,11 @@ def test_any_transformation(name):
     a, b = (np.asarray(tree["layer"]["kernel"], np.float64) for tree in (exact, rounded))
     # m's rounding error is at most 2**-4 / sqrt(3) of m. Lion and Muon read signs, which turn if m is nearly zero.
     assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a)
-    if name not in (
-        "lion",
-        "schedule free",
-    ):  # Lion reads a sign alone; schedule free keeps z in float32 and its v hardly moves
+    if name not in ("lion", "schedule free"):  # a sign alone; z in float32, and v hardly moves
         assert np.linalg.norm(a - b) > 1e-3 * np.linalg.norm(a)
 
 
+@pytest.mark.slow_except("bfloat16-bfloat16")
 @pytest.mark.parametrize("mu, nu", [("bfloat16", "bfloat16"), (jnp.float32, "ue5m3"), (jnp.float8_e4m3fn, "float32")])
 def test_formats(mu, nu):
     exact, _ = steps(optax.adam(1e-2))
@@ -199,7 +197,7 @@ def test_what_stays_float32_depends_on_path_and_global_shape():
     assert list(by_function.init(params).scales["0"]["nu"]) == ["tall"]
 
 
-@pytest.mark.parametrize("shape", [(512, 3, 16), (40, 200), (3, 64, 128), (8192, 1), (5, 7, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 3, 16), (8192, 1), (5, 7, 130)], ids=str)
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "ue5m3", "bfloat16"])
 def test_blocks_of_any_shape(shape, form):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -351,7 +349,7 @@ def test_parameters_in_boxes(tx):
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float8_e4m3fn", "ue5m3"])
-@pytest.mark.parametrize("shape", [(64, 200), (16, 8, 32), (128, 64)])
+@pytest.mark.parametrize("shape", [(64, 200), (16, 8, 32)])
 def test_zeros_are_what_rounding_makes_of_zeros(form, shape):
     word = jnp.uint32(3)
     wanted = encode(form, jnp.zeros(shape), (word, word))

@@ -151,6 +151,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow_except("scale", "schedule_free")
 @pytest.mark.parametrize(
     "tx",
     [feedback(optax.sgd(0.1), after=[after]) for after in AFTER.values()]

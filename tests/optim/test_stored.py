@@ -322,7 +322,7 @@ def test_feedback_keeps_what_e3m4_does(part, least, most):
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_blockwise"])
-@pytest.mark.parametrize("binade", [-100, 0, 120])
+@pytest.mark.parametrize("binade", [-100, 120])
 def test_an_error_is_kept_to_a_128th_of_the_step_of_its_weight(binade, recipe):
     """Weights have every size below their scale, small and large."""
     rng, unit = np.random.default_rng(5), 2.0**binade
@@ -353,12 +353,11 @@ def test_weights_near_the_largest_float_are_stored():
     assert decibels(kernel, kernel_of(stored_of({"kernel": kernel})["kernel"])) > 58
 
 
-@pytest.mark.parametrize("factor", [2.0, 5.0])
-def test_scales_follow_weights_that_grow_and_shrink(factor):
+def test_scales_follow_weights_that_grow_and_shrink():
     params = stored_of({"kernel": PARAMS["up"]["kernel"]})
     wanted = PARAMS["up"]["kernel"]
     grow = jax.jit(lambda params, w: tcfp_jax.apply_updates(params, {"kernel": w - kernel_of(params["kernel"])}))
-    for rate in (factor ** (1 / 300), factor ** (-1 / 300)):
+    for rate in (5 ** (1 / 300), 5 ** (-1 / 300)):
         for _ in range(300):
             wanted = wanted * rate
             params = grow(params, wanted)
@@ -422,6 +421,9 @@ READS = {
 }
 
 
+@pytest.mark.slow_except(
+    "dequantize-tcfp12_single", "in bfloat16-tcfp12_single", "transposed-blockwise_stored", "of the tree-tcfp12_fast"
+)
 @pytest.mark.parametrize("recipe", [RECIPE, "tcfp12_fast", "blockwise_stored"])
 @pytest.mark.parametrize("name", READS)
 def test_a_stored_weight_that_is_read_as_floats_has_a_gradient(name, recipe):

@@ -239,7 +239,7 @@ def trained(kind, sizes):
     return run(grads, *run(grads, *first)), placed
 
 
-@pytest.mark.slow_except("stored-(4, 2)", "error feedback-(2, 4)")
+@pytest.mark.slow_except("stored-(4, 2)", "error feedback-(4, 2)")
 @pytest.mark.optimized
 @pytest.mark.parametrize(("kind", "sizes"), MESHES, ids=str)
 def test_a_step_keeps_shardings_and_no_mesh_changes_a_bit(kind, sizes):
@@ -381,7 +381,6 @@ def test_steps_without_a_jit_under_explicit_axes(name):
 
 
 LAID = [
-    (Layout((0,), (1,)), (32, 64), P("a", "b")),
     (Layout((0,), (1,)), (2, 32, 64), P(None, "a", "b")),  # a stack
     (Layout((0,), (1, 2)), (32, 4, 8), P("a", "b")),
     (Layout((1,), (0,)), (64, 32), P("b", "a")),  # stored transposed

@@ -52,6 +52,7 @@ def test_other_parameters_raise_and_are_nan_in_a_program(w):
     assert jnp.isnan(jax.jit(current)(stored_w(), w).dequantize()).all()
 
 
+@pytest.mark.slow_except("tcfp12", "rowwise", "mxfp8")
 @pytest.mark.parametrize("name", ["tcfp12", "tensorwise", "rowwise", "blockwise", "tcfp12_blockwise", "mxfp8"])
 def test_the_products_of_every_scaling_are_nan(name):
     recipe = tcfp_jax.recipe(name)
@@ -130,7 +131,7 @@ def test_no_gradient_reaches_the_comparison(around):
     assert not np.any(tangent)
 
 
-SPECS = [(None, "a", None), (None, None, "a"), (None, ("a", "b"), None), (None, "a", "b"), ("b", "a", None)]
+SPECS = [(None, None, "a"), (None, ("a", "b"), None), ("b", "a", None)]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
