@@ -126,9 +126,6 @@ def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> l
     return found
 
 
-# Places ---------------------------------------------------------------------------------------------------------------
-
-
 def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Plan]:
     """Return the origins of a program's outputs, and the products in it and in its bodies.
 
@@ -242,9 +239,6 @@ def _products_of(plan: _Step) -> Iterator[tuple[_Found, str]]:
             yield from _products_of(plan[number])
 
 
-# Probes --------------------------------------------------------------------------------------------------------------
-
-
 def _probes(plan: _Step) -> PyTree:
     if isinstance(plan, _Found):
         return jnp.zeros((*plan.axes, len(operands(plan.site.recipe)), _FIELDS), jnp.float32)
@@ -300,9 +294,6 @@ _watched.defvjp(_watched_forward, _watched_backward)
 
 def _rows(readings: Sequence[Reading]) -> jax.Array:
     return jnp.stack([jnp.stack([*reading, jnp.ones_like(reading.amax)]) for reading in readings])
-
-
-# The program again ---------------------------------------------------------------------------------------------------
 
 
 def _run(body: programs.Body, inputs: Sequence[jax.Array], plan: _Plan, probes: PyTree) -> list[jax.Array]:

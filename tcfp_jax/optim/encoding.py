@@ -49,9 +49,6 @@ class Blocks(NamedTuple):
 Moment: TypeAlias = jax.Array | Blocks
 
 
-# Formats --------------------------------------------------------------------------------------------------------------
-
-
 def encode(form: Format, x: jax.Array, keys: Keys | None) -> Moment:
     """Return a float32 moment in its format, rounded by the random bits of `keys`."""
     if form == "float32":
@@ -172,9 +169,6 @@ def _to_bfloat16(x: jax.Array, hashed: jax.Array) -> jax.Array:
     finite = jnp.clip(rounded, -largest, largest)
     # The value is a bfloat16 number already, so the cast rounds nothing, even if XLA deletes it.
     return jnp.where(jnp.isfinite(x), finite, x).astype(jnp.bfloat16)
-
-
-# States ---------------------------------------------------------------------------------------------------------------
 
 
 def kept(moment: Moment, names: list[str], scales: dict[str, Any]) -> jax.Array:

@@ -70,11 +70,7 @@ class Scalars(NamedTuple):
         weight_decay: ArrayLike,
         factor: jax.Array,
     ) -> "Scalars":
-        """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and eps_root.
-
-        >>> round(float(Scalars.of(jnp.int32(1), 0.1, 0.9, 0.999, (1e-8, 0.0), 0.0, jnp.float32(1)).bias1), 6)
-        0.1
-        """
+        """Return the numbers of step `count`, which starts at 1; `epsilons` are eps and eps_root."""
         bias = lambda b, t: 1 - jnp.power(jnp.asarray(b, jnp.float32), t.astype(jnp.float32))
         following = optax.safe_increment(count)
         # As in optax, 1 - b of Python numbers is computed in float64 and then rounded to float32.

@@ -205,24 +205,17 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Return whether every value of every array of a tree is finite.
-
-    >>> bool(all_finite({"a": jnp.ones(2)})), bool(all_finite({"a": jnp.array([1.0, jnp.inf])}))
-    (True, False)
-    """
+    """Return whether every value of every array of a tree is finite."""
     found = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
 
 
 class _Program:
-    """The traced program of a function that makes parameters, cut into a part for each leaf.
+    """The traced program of a function that makes parameters, cut into a part for each leaf; `shapes` is its result.
 
     XLA fuses equal arithmetic into one kernel. The initial values of thirty equal layers are equal arithmetic, so all
     of them would exist in float32 before the first is stored. Here each leaf has its own part of the program, whose
     inputs pass through a barrier together with the weight that was stored last.
-
-    Attributes:
-      shapes: the tree that the function returns, as shapes.
     """
 
     def __init__(self, function: Callable[[], PyTree]) -> None:

@@ -99,11 +99,7 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes of the kernel that make each axis of the matrix.
-
-        >>> Layout((1,), (2, 3), (0,)).groups
-        ((0,), (1,), (2, 3))
-        """
+        """The axes of the kernel that make each axis of the matrix."""
         both = (self.outputs, self.inputs) if self.transposed else (self.inputs, self.outputs)
         return (*((axis,) for axis in self.stack), *both)
 

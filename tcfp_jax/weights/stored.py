@@ -294,16 +294,13 @@ def quantize_weight(
 
     Args:
       w: the weight, real floats.
-      recipe: how to store it.
+      recipe: how to store it; a stochastic residual needs a `key`.
       error: the rounding error of earlier steps, of the shape of `w`.
-      key: random key of a recipe that rounds stochastically.
+      key: random key.
       amax: the magnitude to scale by instead of max |w + error|.
       copies: "both" orientations, or "one", `[k, n]`. FP4 codes exist once, `[n, k]`.
       contracts: the axis of `w` that the forward product contracts. Use "last" for the `[n, k]` of a transposed layout,
         whose layer multiplies by `Stored.swap()` of the result. FP4 packs along that axis.
-
-    Raises:
-      ValueError: a stochastic residual without a key, or a recipe that does not quantize weights.
     """
     form = recipe.stored
     if form is None:

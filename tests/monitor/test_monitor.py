@@ -257,9 +257,13 @@ def test_moments_at_rest():
         monitor.stale_moments((), ())
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
-    "narrow", [tcfp_jax.optim.adamw, lambda lr, key: tcfp_jax.optim.low_precision_moments(optax.adam(lr), key=key)]
+    "narrow, named",
+    [
+        (tcfp_jax.optim.adamw, False),
+        (lambda lr, key: tcfp_jax.optim.low_precision_moments(optax.adam(lr), key=key), True),
+    ],
+    ids=["adamw", "any"],
 )
 def test_moments_in_eight_bits_are_compared_as_values(narrow, named):
     kernel = jnp.ones((32, 128))
@@ -273,7 +277,7 @@ def test_moments_in_eight_bits_are_compared_as_values(narrow, named):
     assert float(monitor.stale_moments(first, first)[path]) == 1
 
 
-@pytest.mark.parametrize("binade", [-110, 120, 125])
+@pytest.mark.parametrize("binade", [-110, 125])
 def test_the_magnitude_of_an_operand_is_no_part_of_its_snr(binade):
     """Values near float32's largest have squares beyond it, and the inverse of their amax is subnormal."""
     x = jnp.asarray(RNG.uniform(-4, 4, (16, 16)), jnp.float32)

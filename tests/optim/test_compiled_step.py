@@ -47,6 +47,7 @@ def test_no_two_kernels_are_float_while_a_model_is_made():
     assert 4 * 256 * 256 <= compiled.temporary_bytes < 1.5 * 4 * 256 * 256
 
 
+@pytest.mark.slow_except("both-bfloat16")
 @pytest.mark.parametrize(("copies", "gradient"), [("one", "float32"), ("both", "bfloat16")])
 def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradient):
     mesh, recipe = h200s(1), tcfp_jax.recipe("tcfp12_single", copies=copies)

@@ -2,7 +2,7 @@
 
 A step is loss, gradients, clipping and AdamW; layers are scanned and rematerialized. Activations are split along the
 batch where blocks begin and end, as every user of FSDP writes; all else XLA decides. One program takes a minute to
-compile, so that CI has two recipes; `TCFP_EVERY_COLLECTIVE=1` runs all of `EVERY`.
+compile, so that CI has one recipe and the slow tests another; `TCFP_EVERY_COLLECTIVE=1` runs all of `EVERY`.
 """
 
 import collections
@@ -49,7 +49,10 @@ UNADDED = 3
 # Sizes of vectors with the amaxes of some weights' layers, or of all.
 AMAXES = {LAYERS * weights for weights in range(1, 1 + len({*COLUMNS, *ROWS}))}
 # (recipe, remat, mesh): one weight for both orientations where a block is computed again, which needs both at once.
-CI = [("tcfp12_single", "block", "fsdp=8"), ("tcfp12_fast", "products", "fsdp=4 tensor=2")]
+CI = [
+    ("tcfp12_single", "block", "fsdp=8"),
+    pytest.param("tcfp12_fast", "products", "fsdp=4 tensor=2", marks=pytest.mark.slow),
+]
 EVERY = [
     (recipe, remat, mesh)
     for mesh in MESHES

@@ -254,6 +254,7 @@ def test_a_step_keeps_shardings_and_no_mesh_changes_a_bit(kind, sizes):
     assert same_bits(alone, after)
 
 
+@pytest.mark.slow_except("stored")
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_restores_on_other_meshes(kind, tmp_path):
@@ -276,6 +277,7 @@ REASON = h200.missing()
 @pytest.mark.optimized
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.slow_except("stored")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_transposed_copy_crosses_the_mesh_of_h200s(kind):
     mesh = h200.h200s(4, 2)
