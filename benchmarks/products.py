@@ -19,12 +19,10 @@ from benchmarks.timing import threaded
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.hopper.plan import Config, Problem, candidates
 from pallas_kernels.matmul import mosaic, reference
-from pallas_kernels.matmul.api import SUM_BOUND, matmul
+from pallas_kernels.matmul.api import SUM_BOUND, matmul, skip_matmul
 from pallas_kernels.operands import Accumulation, Block, Operand, Scaling, Tensor
 from pallas_kernels.operands import Product as Options
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from pallas_kernels.skip_matmul import mosaic as skip_mosaic
-from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.tuning import Key
 
 E4M3 = jnp.float8_e4m3fn
@@ -83,9 +81,8 @@ class Form:
     def candidates(self, shape: GemmShape) -> list[Config]:
         """Return the tile sizes of the Mosaic kernel for a shape, best guess first."""
         block = self.scaling if isinstance(self.scaling, Block) else None
-        problem = Problem(shape.m, shape.k, shape.n, self.halves, block)
-        if self.residual_blocks == "nonzero":
-            return skip_mosaic.candidates(problem)
+        skips = self.residual_blocks == "nonzero"
+        problem = Problem(shape.m, shape.k, shape.n, self.halves, block, skips)
         return candidates(problem, self.accumulation)
 
     def chosen(self, shape: GemmShape) -> list[Config]:
@@ -100,14 +97,13 @@ class Form:
 
     def multiply(self, x: Operand, w: Operand, *, backend: Backend | None, config: Config | None = None) -> jax.Array:
         """Multiply by a backend, or by the Mosaic kernel with these tile sizes."""
-        out_dtype = jnp.dtype(self.out_dtype)
-        if self.residual_blocks == "nonzero":
-            if config is None:
-                return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
-            return skip_mosaic.skip_matmul(self._options, x, w, None, config=config)
-        if config is None:
-            return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
-        return mosaic.matmul(self._options, x, dataclasses.replace(w, lo_scale=None), None, config=config)
+        out_dtype, skips = jnp.dtype(self.out_dtype), self.residual_blocks == "nonzero"
+        if config is not None:
+            w = w if skips else dataclasses.replace(w, lo_scale=None)
+            return mosaic.matmul(self._options, x, w, None, config=config)
+        if skips:
+            return skip_matmul(x, w, out_dtype=out_dtype, backend=backend)
+        return matmul(x, w, out_dtype=out_dtype, accumulation=self.accumulation, backend=backend)
 
     def agree(self, pair: Pair, backend: Backend, got: jax.Array, expected: jax.Array) -> bool:
         """Return whether a result is within its own bound and XLA's of XLA's result."""

@@ -119,7 +119,7 @@ def note(key: Key, *arrays: Any) -> None:
     """Record a call of an op without a table, which XLA alone computes."""
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_scope(), key.op, describe(*arrays), key=key))
+        calls.append(Call(_scope(), key.op, _describe(*arrays), key=key))
 
 
 def _scope() -> str:
@@ -128,11 +128,11 @@ def _scope() -> str:
     return names[-1].replace("_", " ") if names else ""
 
 
-def describe(*arrays: Any) -> str:
+def _describe(*arrays: Any) -> str:
     """Return dtypes and shapes of arrays and pytrees of them, in words.
 
     >>> import jax.numpy as jnp
-    >>> describe(jnp.ones((2, 3)), None, jnp.ones(4))
+    >>> _describe(jnp.ones((2, 3)), None, jnp.ones(4))
     'float32[2, 3] x float32[4]'
     """
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if hasattr(leaf, "shape") and leaf.ndim]
@@ -221,7 +221,7 @@ def dispatch(op: str, table: Sequence[Implementation], backend: Backend | None, 
     chosen = next((i for i, verdict in zip(table, verdicts, strict=True) if verdict.reason is None), None)
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(_scope(), op, describe(*arrays), verdicts, table[-1].key(options, *arrays)))
+        calls.append(Call(_scope(), op, _describe(*arrays), verdicts, table[-1].key(options, *arrays)))
         chosen = chosen or table[-1]
     if chosen is None:
         raise NotImplementedError(f"{op} cannot run with backend={backend!r}: {_reasons(op, table, backend, verdicts)}")

@@ -113,7 +113,7 @@ def decline(device: str, key: Key | None, backend: str) -> str | None:
         return None
     times = ", ".join(f"{name} {value:.4g} ms" for name, value in sorted(entry.milliseconds.items()))
     where = "" if timed_device(device) == device else f" on {timed_device(device)}"
-    return f"{entry.backend} was fastest at {written(entry.shape)}{where} ({times})"
+    return f"{entry.backend} was fastest at {'x'.join(map(str, entry.shape))}{where} ({times})"
 
 
 def is_timed(device: str) -> bool:
@@ -142,12 +142,3 @@ def estimate(device: str, key: Key, backend: str) -> float | None:
     rates = [math.log(math.prod(entry.shape) / entry.milliseconds[backend]) for _, entry in near]
     log_rate = sum(w * rate for w, rate in zip(weights, rates, strict=True)) / sum(weights)
     return math.prod(key.shape) / math.exp(log_rate)
-
-
-def written(shape: tuple[int, ...]) -> str:
-    """Return a shape as a message shows it.
-
-    >>> written((8192, 4096))
-    '8192x4096'
-    """
-    return "x".join(map(str, shape))

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Call, Verdict, recording
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tuning import estimate, is_timed, load, timed_device, written
+from pallas_kernels.tuning import estimate, is_timed, load, timed_device
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.matmul import matmul
@@ -74,7 +74,7 @@ class Explanation:
         missing = next((call for call, time in zip(calls, times, strict=True) if time is None), None)
         if missing is not None:
             key = missing.key
-            operation = missing.op if key is None else f"{key.op} ({key.variant}) near {written(key.shape)}"
+            operation = missing.op if key is None else f"{key.op} ({key.variant}) near {'x'.join(map(str, key.shape))}"
             return f"{operation} was not timed on {self.timed_on}"
         if self.emulated:
             return f"the quantizers of FP4 training were not timed on {self.timed_on}"

@@ -22,7 +22,7 @@ DOORS = {
     "pallas_kernels": [
         "specs", "numerics", "counter", "fp4", "scaling", "moments", "wire", "operands", "tuning", "dispatch",
         "explicit", "partition", "tiled", "hopper", "quantize", "adamw", "matmul",
-        "skip_matmul", "fp4_matmul",
+        "fp4_matmul",
     ],
     "tcfp_jax": [
         "paths", "formats", "recipes", "weights", "products", "optim", "sharding", "explanation", "layers",

@@ -101,7 +101,7 @@ def call(
     accumulator, which keeps about 14 bits: `accumulation="fast"` of `matmul`.
 
     Args:
-      config: sizes; its splits divide the steps of k.
+      config: sizes; its splits divide the steps of k, and blocks that round x have two steps at least.
       form: the format of the weight; "nvfp4" if x is E4M3.
       x: bfloat16 or float8_e4m3fn `[m, k]` in the order of `decode.permuted`. The rows of a block are a multiple of 8,
         at most 256; m is a multiple of them and k of `decode.step_of(form)`. For blocks that round it: bfloat16 as it
@@ -116,7 +116,6 @@ def call(
     m, k, n = _rows_of(config, x), x.shape[1], codes.shape[0]
     tiles, bands = n // config.height, m // (config.rows or m)
     assert k // decode.step_of(form) % config.splits == 0, "blocks have equal parts of k"
-    assert not config.rounds_rows or rows.serves(k // config.splits), "a block rounds two steps of k at least"
     assert (out is None) == (config.splits > 1), "parts of k are added before they are rounded"
     written = jax.ShapeDtypeStruct((config.splits, n, m), jnp.float32)
     if out is not None:

@@ -1,13 +1,12 @@
 """`fp4_matmul` on Hopper: the shapes that the kernel takes, its sizes, and the steps before and after it.
 
-`tuned.json` has the limits that timing found (`Limits`); the sizes of a product follow from them and from its shape.
+`tuned.json` has the limits that timing found (`limits`); the sizes of a product follow from them and from its shape.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import device_cores, device_kind
 from pallas_kernels.fp4_matmul import reference, unpacked
 from pallas_kernels.fp4_matmul.reference import Activation, Options, scaling_of
-from pallas_kernels.hopper.plan import reject_here
-from pallas_kernels.operands import Operand, Row
+from pallas_kernels.hopper import plan
+from pallas_kernels.operands import Operand
 from pallas_kernels.specs import device_count
 
 # `kernel`, `decode` and `rows` are imported where they are used: a program without this kernel saves a second.
@@ -29,22 +28,20 @@ _TIMED_ON = "NVIDIA H200"
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class _Limits:
     """Limits between ways of a product that timing found for one format of activations, from `tuned.json`.
 
     Attributes:
       most_rows: rows of x from which on XLA, which unpacks the weight once, is as fast; None if it never is. On an H200
         with 28672 x 8192 the kernel in BF16 takes 118, 232 and 401 us at m = 128, 256 and 512, and XLA 317, 373, 504.
-        In E4M3 the kernel is as fast as a product of a weight that is unpacked already.
       warpgroups: numbers of warpgroups of a block to try, the fastest first. More of them share the rows of x.
       stages: steps of k in flight at most.
       band_rows: rows of x that a block takes at most. E4M3 takes as many as `wgmma` does, or half of them. In BF16
         the codes of four warpgroups leave room for a quarter.
       decoding_rows: the time that a block takes to decode, in rows of x that it would multiply meanwhile. With 28672 x
         8192 in E4M3, bands of 256 rows take 223 us at m = 512 and 741 at 2048, and bands of 128 take 210 and 811.
-      rounded_rows: rows of x at most that every block rounds itself.
-      rounded_values: values of x at most that a block reads and rounds for that. 28672 x 8192 gains 7 and 3 % at m = 1
-        and 2 and loses 2 at 4, where 14336 x 4096 and 8192 x 8192 gain 4 and 5.
+      rounded_rows, rounded_values: rows of x at most that every block rounds itself, and values that it reads for that.
+        28672 x 8192 gains 7 and 3 % at m = 1 and 2 and loses 2 at 4, where 14336 x 4096 and 8192 x 8192 gain 4 and 5.
     """
 
     most_rows: int | None
@@ -56,17 +53,16 @@ class Limits:
     rounded_values: int
 
 
-def limits(activation: Activation) -> Limits:
+def limits(activation: Activation) -> _Limits:
     """Return the limits for activations of a format."""
     entries = tuning.load()[_TIMED_ON]["fp4_matmul"]
-    found: Mapping[str, Any] = next(entry.configs["mosaic"] for entry in entries if entry.variant == activation)
-    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return Limits(**made)
+    found = next(entry.configs["mosaic"] for entry in entries if entry.variant == activation)
+    return _Limits(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     """Return why this kernel cannot multiply these operands here, or None."""
-    reason = reject_here(options.out_dtype)
+    reason = plan.reject(options.out_dtype)
     if reason is not None:
         return reason
     if device_kind() == "cpu":
@@ -74,7 +70,7 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     if options.contracts != "k":
         return f'contracts={options.contracts!r} for backend="mosaic", which multiplies along "k"; use backend="xla"'
     scaling = scaling_of(w)
-    if options.activation != "bfloat16" and not unpacked.folds(scaling):
+    if options.activation != "bfloat16" and scaling.rule != "fold_exact":
         return (
             f'activation={options.activation!r} with {scaling} for backend="mosaic", which multiplies codes times '
             'scales in E4M3, where those of Fp4(rule="fold_exact") alone are exact; quantize so, or use backend="xla"'
@@ -89,7 +85,7 @@ def reject(options: Options, x: jax.Array, w: Operand) -> str | None:
     return None
 
 
-def configure(options: Options, x: jax.Array, w: Operand) -> "Config | None":
+def configure(options: Options, x: jax.Array | Operand, w: Operand) -> "Config | None":
     """Return the sizes of the kernel for this product, or None if none fit."""
     from pallas_kernels.fp4_matmul.kernel import OUTPUTS
 
@@ -105,7 +101,7 @@ def configure(options: Options, x: jax.Array, w: Operand) -> "Config | None":
     return next(iter(whole or fit), None)
 
 
-def _sized(options: Options, found: Limits, m: int, steps: int, n: int, step: int, warpgroups: int) -> "Config | None":
+def _sized(options: Options, found: _Limits, m: int, steps: int, n: int, step: int, warpgroups: int) -> "Config | None":
     """Return the sizes for a number of warpgroups, or None if registers or shared memory do not suffice."""
     from pallas_kernels.fp4_matmul import kernel
 
@@ -132,7 +128,7 @@ def _bands(m: int, most: int) -> tuple[int, int]:
     return bands, -(-m // (unit * bands)) * unit
 
 
-def rounding(config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int) -> "Config":
+def _rounding(config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeStruct, n: int) -> "Config":
     """Return the same sizes for blocks that round x themselves if its rows are few, otherwise those given."""
     from pallas_kernels.fp4_matmul import decode, rows
 
@@ -140,7 +136,9 @@ def rounding(config: "Config", options: Options, x: jax.Array | jax.ShapeDtypeSt
     few = m <= found.rounded_rows and m * (k + part) <= found.rounded_values
     of_output = rows.ROWS * config.height * options.out_dtype.itemsize if config.splits == 1 else 0
     room = _SHARED_BYTES - rows.ROWS * part - of_output
-    fits = rows.serves(part) and config.weight_bytes(decode.step_of("nvfp4")) <= room
+    step = decode.step_of("nvfp4")
+    # A part of k splits into units of two steps, of which the last one may overlap the one before.
+    fits = part >= 2 * step and part % step == 0 and config.weight_bytes(step) <= room
     return dataclasses.replace(config, rounds_rows=True) if few and fits and x.dtype == jnp.bfloat16 else config
 
 
@@ -149,25 +147,20 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | 
     from pallas_kernels.fp4_matmul import decode
     from pallas_kernels.quantize.triton_rows import LONGEST_ROW
 
-    def on_device(
-        options: Options, x: jax.Array, w: Operand, table: jax.Array, scale: jax.Array | None = None
-    ) -> jax.Array:
-        rows = None if scale is None else Operand(x, scale, scaling=Row("float32"))
+    def on_device(options: Options, x: jax.Array | Operand, w: Operand, table: jax.Array) -> jax.Array:
         chosen = config or configure(options, x, w)
         if chosen is None:
-            return unpacked.multiply(options, rows or x, w)
-        if options.activation == "bfloat16":
-            return _in_bf16(chosen, options, x, w, table)
-        if config is None and rows is None:
-            chosen = rounding(chosen, options, x, w.shape[0])
-        return _in_fp8(chosen, options, rows or x, w, table)
+            return unpacked.multiply(options, x, w)
+        if not isinstance(x, Operand):
+            if options.activation == "bfloat16":
+                return _in_bf16(chosen, options, x, w, table)
+            chosen = config or _rounding(chosen, options, x, w.shape[0])
+        return _in_fp8(chosen, options, x, w, table)
 
-    arrays = {"table": ("t", jnp.asarray(decode.table_of(scaling_of(w).format, options.activation)))}
-    if options.activation == "bfloat16" or (device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW):
-        return unpacked.on_each_device(on_device, options, x, w, arrays)
+    table = jnp.asarray(decode.table_of(scaling_of(w).format, options.activation))
     # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
-    rows = unpacked.quantize_rows(x)
-    return unpacked.on_each_device(on_device, options, rows.values, w, arrays | {"scale": ("m", rows.scale)})
+    whole = options.activation == "bfloat16" or (device_count() == 1 and 0 < x.shape[-1] <= LONGEST_ROW)
+    return unpacked.on_each_device(on_device, options, x if whole else unpacked.quantize_rows(x), w, table)
 
 
 def _padded(m: int, config: "Config") -> int:

@@ -175,11 +175,6 @@ def _word_at(place: jax.Array) -> jax.Array:
 # By every block -------------------------------------------------------------------------------------------------------
 
 
-def serves(k: int) -> bool:
-    """Return whether k values of a row split into units; the last one may overlap the one before."""
-    return k >= _UNIT and k % _STEP == 0
-
-
 def round_rows(x: jax.Ref, first_step: jax.Array, smem: dict[str, jax.Ref], meet: Callable[[int], None]) -> None:
     """Write the E4M3 values of a block's part of k and the scales of its rows: the work of all its warpgroups.
 

@@ -8,7 +8,7 @@ kernel looks up a block's eight magnitudes once and takes nine instructions for 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from jax import lax
 from pallas_kernels.fp4_matmul import reference
 from pallas_kernels.fp4_matmul.reference import E4M3_FACTOR, Options
 from pallas_kernels.matmul.api import matmul
-from pallas_kernels.operands import Fp4, Operand, Row, Scaling
+from pallas_kernels.matmul.devices import result_spec
+from pallas_kernels.operands import Fp4, Operand, Row
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.specs import Entry, entries, has_explicit_axes
+from pallas_kernels.specs import has_explicit_axes
 
 # (rows, blocks of 16 values of each) of a program that unpacks; transposed, its rows lie side by side in memory.
 _SIDES = {False: (16, 32), True: (128, 4)}
@@ -31,15 +32,8 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand) -> jax.Array:
     """Return the product; under a mesh with explicit axes each device multiplies its part, because blocks cut axes."""
     if not has_explicit_axes():
         return multiply(options, x, w)
-    if options.activation == "bfloat16":
-        return on_each_device(multiply, options, x, w)
-
-    def of_rows(options: Options, x: jax.Array, w: Operand, scale: jax.Array) -> jax.Array:
-        return multiply(options, Operand(x, scale, scaling=rows.scaling), w)
-
     # A row's scale is found from all of it, so rows are rounded before devices have parts of them.
-    rows = quantize_rows(x)
-    return on_each_device(of_rows, options, rows.values, w, {"scale": ("m", rows.scale)})
+    return on_each_device(multiply, options, x if options.activation == "bfloat16" else quantize_rows(x), w)
 
 
 def multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
@@ -48,7 +42,7 @@ def multiply(options: Options, x: jax.Array | Operand, w: Operand) -> jax.Array:
     The format library's "fold_exact" scales begin at 2**-3, where the smallest number times `E4M3_FACTOR` is still an
     E4M3 number. Smaller scales that someone else found make values round.
     """
-    if not folds(w.scaling) or options.activation != "float8_e4m3fn":
+    if reference.scaling_of(w).rule != "fold_exact" or options.activation != "float8_e4m3fn":
         return reference.fp4_matmul(options, x, w)
     rows, outer = x if isinstance(x, Operand) else quantize_rows(x), jnp.float32(1) if w.outer is None else w.outer
     # FP8 tensor cores of Hopper read both operands along the summed axis.
@@ -63,48 +57,38 @@ def quantize_rows(x: jax.Array) -> Operand:
     return quantize(x, reference.ROWS.dtype, reference.ROWS.scaling).rows if x.size else reference.quantize_rows(x)
 
 
-def folds(scaling: Scaling) -> bool:
-    """Return whether codes times scales are E4M3 numbers."""
-    return isinstance(scaling, Fp4) and scaling.rule == "fold_exact"
-
-
-# Meshes ---------------------------------------------------------------------------------------------------------------
-
-
 def on_each_device(
-    multiply: Callable[..., jax.Array],
-    options: Options,
-    x: jax.Array,
-    w: Operand,
-    more: Mapping[str, tuple[str, jax.Array]] | None = None,
+    multiply: Callable[..., jax.Array], options: Options, x: jax.Array | Operand, w: Operand, *table: jax.Array
 ) -> jax.Array:
-    """Run `multiply(options, x, w)` on the rows of x, each device on its part of x and w.
+    """Run `multiply(options, x, w, *table)` on the rows of x, each device on its part of x and w.
 
-    `more` holds further arguments of `multiply` by name, because a partitioned function cannot close over arrays: the
-    letters of their axes as `partition` writes them (m is the rows of x) and the arrays.
+    The rows of x may be rounded already. A partitioned function cannot close over arrays, so a table is an argument.
     """
     (n, k), leading, scaling = w.shape, x.shape[:-1], reference.scaling_of(w)
-    arrays = dict(more or {}) | ({} if w.outer is None else {"outer": ("u", w.outer.reshape(1))})
+    values, row_scale = (x.values, x.scale) if isinstance(x, Operand) else (x, None)
+    more = {"t": table[0] if table else None, "m": row_scale, "u": None if w.outer is None else w.outer.reshape(1)}
+    more = {axis: array for axis, array in more.items() if array is not None}
 
     def local(
         x: jax.Array, values: jax.Array, scale: jax.Array, *given: jax.Array, summed_over: tuple[str, ...]
     ) -> jax.Array:
-        named = dict(zip(arrays, given, strict=True))
-        outer = named.pop("outer")[0] if "outer" in named else None
-        part = Operand(values, scale, scaling=scaling, outer=outer)
-        multiplied = functools.partial(multiply, x=x, w=part, **named)
-        asked = dataclasses.replace(options, out_sharding=None)
+        named = dict(zip(more, given, strict=True))
+        part = Operand(values, scale, scaling=scaling, outer=named["u"][0] if "u" in named else None)
+        rows = Operand(x, named["m"], scaling=reference.ROWS.scaling) if "m" in named else x
+        run = lambda dtype: multiply(
+            dataclasses.replace(options, out_sharding=None, out_dtype=dtype), rows, part, *given[: len(table)]
+        )
         if not summed_over:
-            return multiplied(asked)
-        whole = lax.psum(multiplied(dataclasses.replace(asked, out_dtype=jnp.dtype(jnp.float32))), summed_over)
-        return whole.astype(options.out_dtype)
+            return run(options.out_dtype)
+        return lax.psum(run(jnp.dtype(jnp.float32)), summed_over).astype(options.out_dtype)
 
     summed, kept = ("k", "n") if options.contracts == "k" else ("n", "k")
-    letters = [axes for axes, _ in arrays.values()]
-    rule = ", ".join([f"m {summed}, n h, {_scale_axes(scaling)}", *letters]) + f" -> m {kept}"
-    wanted = _spec_of_result(options, x, w) if has_explicit_axes() else None
+    rule = ", ".join([f"m {summed}, n h, {_scale_axes(scaling)}", *more]) + f" -> m {kept}"
+    axes = (((values.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
+    like = lambda shape, array: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.typeof(array).sharding)
+    wanted = result_spec(like(x.shape, values), like(w.shape, w.values), axes, options.out_sharding)
     run = partitioned(local, rule, _blocks(scaling, n, k), merged={"m": leading}, wanted=wanted)
-    return run(x, w.values, w.scale, *(array for _, array in arrays.values()))
+    return run(values, w.values, w.scale, *more.values())
 
 
 def _scale_axes(scaling: Fp4) -> str:
@@ -115,22 +99,10 @@ def _blocks(scaling: Fp4, n: int, k: int) -> dict[str, BlocksOf]:
     return {"h": BlocksOf("k", 2, k), "j": BlocksOf("k", scaling.block, k), "i": BlocksOf("n", scaling.block, n)}
 
 
-def _spec_of_result(options: Options, x: jax.Array, w: Operand) -> tuple[Entry, ...]:
-    """Return the entries that JAX gives the product of the dequantized operands."""
-    axes = (((x.ndim - 1,), (1 if options.contracts == "k" else 0,)), ((), ()))
-    like = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=jax.typeof(w.values).sharding)
-    product = functools.partial(lax.dot_general, dimension_numbers=axes, out_sharding=options.out_sharding)
-    made = jax.eval_shape(product, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=jax.typeof(x).sharding), like)
-    return entries(made.sharding, made.ndim)
-
-
-# A weight of E4M3 numbers ---------------------------------------------------------------------------------------------
-
-
 def unpack(w: Operand, *, turned: bool = False) -> jax.Array:
     """Return `reference.decode(w, float8_e4m3fn, E4M3_FACTOR)`, `[n, k]`, or its transpose.
 
-    A kernel does it on a GPU if `serves(w)`; there the signs of NaN are the device's own.
+    A kernel does it on a GPU if `_serves(w)`; there the signs of NaN are the device's own.
     """
     scaling, (n, k) = reference.scaling_of(w), w.shape
 
@@ -141,21 +113,21 @@ def unpack(w: Operand, *, turned: bool = False) -> jax.Array:
     def local(codes: jax.Array, scales: jax.Array, table: jax.Array, *, summed_over: tuple[str, ...] = ()) -> jax.Array:
         assert not summed_over, "every device has whole values"
         part = Operand(codes, scales, scaling=scaling)
-        on_gpu = functools.partial(unpack_by_kernel, turned=turned) if serves(part) else by_xla
+        on_gpu = functools.partial(_unpack_by_kernel, turned=turned) if _serves(part) else by_xla
         return lax.platform_dependent(part, table, cuda=on_gpu, default=by_xla)
 
     rule = f"n h, {_scale_axes(scaling)}, t -> " + ("k n" if turned else "n k")
     return partitioned(local, rule, _blocks(scaling, n, k))(w.values, w.scale, jnp.asarray(reference.e4m3_table()))
 
 
-def serves(w: Operand) -> bool:
+def _serves(w: Operand) -> bool:
     """Return whether the kernel takes this weight: NVFP4, of whole programs."""
     (n, k), scaling = w.shape, reference.scaling_of(w)
     return scaling.format == "nvfp4" and n > 0 and n % 16 == 0 and k > 0 and k % 64 == 0
 
 
-def unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: bool = False) -> jax.Array:
-    """Run the kernel of `unpack` on a weight that it `serves`, with `reference.e4m3_table()`."""
+def _unpack_by_kernel(w: Operand, table: jax.Array, *, turned: bool, interpret: bool = False) -> jax.Array:
+    """Run the kernel of `unpack` on a weight that it `_serves`, with `reference.e4m3_table()`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 

@@ -13,17 +13,8 @@ scales, adds a bias, rounds to the output's dtype and stores through shared memo
 
 Scales of blocks multiply a sum where it is promoted, in chunks of its columns. A square of W is a chunk with one scale,
 read from global memory a step ahead because the load takes longer than the products of a step. Scales of vectors are
-loaded chunk by chunk, so that registers hold few columns at a time. On an H200, TFLOP/s, single weights (one scale an
-operand: 1,547, promoted every 128 of k: 1,365; BF16: about 810):
-
-    squares of 128, 8192 x 14336 x 4096      1,253, with scales a step ahead 1,238, and in a ring (`steps.py`) 1,310
-    squares of 64, 8192 x 4096 x 14336       587 as vectors, one scale a chunk a step ahead 908, and in a ring 938
-    vectors of 64, 4096 x 8192 x 14336       593 in one chunk, 658 in two with 24 registers for copies, 657 in four
-
-Warpgroups that take turns at the tensor cores, so that one promotes while the other multiplies, were slower for all of
-these shapes (1,291, 890 and 632 at best), and so were clusters of two. Sums have the same bits in all.
-
-The steps (`steps.py`) decide which block of k a step takes, and whether it takes all operands.
+loaded chunk by chunk, so that registers hold few columns at a time. The steps (`steps.py`) decide which block of k a
+step takes, and whether it takes all operands.
 """
 
 import functools
@@ -46,7 +37,7 @@ from pallas_kernels.partition import varying
 _WAVE_ROWS = 64
 
 
-def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) -> jax.Array:
+def call(plan: Plan, out_dtype: Any, *operands: jax.Array) -> jax.Array:
     """Return the product of x `[m, k]`, weights `[n, k]`, scale `[1]` and perhaps bias `[n]`.
 
     Args:
@@ -54,13 +45,12 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
       out_dtype: dtype of the result.
       operands: x, one or two halves of the weight, and the scale. With blocks of tile_k then the scales of x, float32
         `[k / tile_k, m]`, and of the weight, `[k / tile_k, n / tile_k]` for squares and `[k / tile_k, n]` for vectors.
-        The bias follows, and then the operands of `steps` itself.
-      steps: class of the steps; None takes the one of `plan.config.pipeline`.
+        The bias follows, and then the work lists of a plan that skips (`steps.Ring`).
     """
     (m, k), (n, _) = operands[0].shape, operands[1].shape
     if plan.config.pipeline == "ring" and not plan.promote:
         raise ValueError('pipeline="ring" adds in registers, not with accumulation="fast"; use "steady" or "drained"')
-    steps = steps or (Ring if plan.config.pipeline == "ring" else Steps)
+    steps = Ring if plan.config.pipeline == "ring" else Steps
     # Not lax.platform_dependent: the interpreter calls back into Python, which it cannot lower for a GPU.
     interpret = device_kind() == "cpu"
     if interpret:
@@ -80,7 +70,7 @@ def call(plan: Plan, out_dtype: Any, *operands: jax.Array, steps: Any = None) ->
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=f"matmul_fp8_{halves}_{accumulation}_{plan.scaling}{steps.suffix}",
+        kernel_name=f"matmul_fp8_{halves}_{accumulation}_{plan.scaling}{'_nonzero' if plan.skips else ''}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*operands)
     return varying(product, *operands)
@@ -91,7 +81,7 @@ def _kernel(plan: Plan, steps: Any, x_gmem: Any, *refs: Any) -> None:
     config, halves = plan.config, plan.halves
     w_gmem, scale_gmem, out_gmem = refs[:halves], refs[halves], refs[-1]
     block_scales = refs[halves + 1 : halves + 3] if plan.scaling != "tensor" else ()
-    own = refs[len(refs) - 1 - steps.extra : -1]
+    own = refs[-3:-1] if plan.skips else ()
     bias_gmem = refs[-2] if plan.has_bias else None
     (m, _), n = x_gmem.shape, out_gmem.shape[1]
     tile_m, tile_n, cluster = config.tile_m, config.tile_n, config.cluster

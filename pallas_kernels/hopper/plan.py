@@ -7,7 +7,7 @@ it runs interpreted. `tuning` knows the fastest config for shapes that were meas
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, tuning
-from pallas_kernels.operands import Accumulation
-from pallas_kernels.scaling import Block
+from pallas_kernels.operands import Accumulation, Block, Operand, sizes
 from pallas_kernels.tuning import Key
 
 SMALLEST_JAX = (0, 11)
@@ -28,6 +27,13 @@ SHARED_MEMORY = 227 * 1024
 # A piece of the output on its way to memory: 64 rows of one warpgroup, 128 bytes wide (the widest swizzle).
 EPILOGUE_ROWS, EPILOGUE_ROW_BYTES = 64, 128
 _BARRIERS = 1024  # bytes at most, with the alignment of the buffers
+# (stages, store_buffers, cluster) of a kernel that skips. Totals and accumulator fill the registers, and the rest
+# depends on how ptxas treats these constants: it keeps these within 80 bytes of stack, others take 250.
+_SKIPPING = {
+    128: ((2, 1, 2), (3, 1, 2), (2, 4, 1)),
+    64: ((5, 2, 1), (4, 2, 2), (6, 1, 1)),
+    32: ((10, 2, 2), (7, 2, 2), (8, 2, 1)),
+}
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _H100_MULTIPROCESSORS = 132
 
@@ -73,6 +79,7 @@ class Plan:
       blocks: clusters of the persistent grid.
       scaling: scales of promoted sums: none ("tensor", whose scale is the epilogue's), a vector of x and a number for
         every tile_k columns of W ("square"), or a vector of each ("vector").
+      skips: whether steps without a residual leave it out, by a list that the kernel is given.
     """
 
     config: Config
@@ -81,6 +88,7 @@ class Plan:
     has_bias: bool
     blocks: int
     scaling: Literal["tensor", "square", "vector"] = "tensor"
+    skips: bool = False
 
     @property
     def memory_registers(self) -> int:
@@ -95,13 +103,36 @@ class Plan:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of a product `[m, k] x [n, k]` with `halves` of W, and its blocks or None for one scale an operand."""
+    """Sizes of a product `[m, k] x [n, k]` with `halves` of W.
+
+    Attributes:
+      block: blocks of W, or None for one scale an operand.
+      skips: whether the zero blocks of the residual are left out.
+    """
 
     m: int
     k: int
     n: int
     halves: int
     block: Block | None = None
+    skips: bool = False
+
+    @classmethod
+    def of(cls, x: Operand, w: Operand) -> "Problem":
+        """Return the sizes of `x @ w.T`."""
+        block = w.scaling if isinstance(w.scaling, Block) else None
+        return cls(*sizes(x, w), 1 if w.lo is None else 2, block, w.lo_scale is not None)
+
+    def by_squares(self, tile_n: int) -> bool:
+        """Return whether one number scales every square of W in a tile, instead of one for each column.
+
+        A square must be at least as wide as a piece of the output of 2-byte values.
+        """
+        block = self.block
+        return (
+            block is not None and block.tile == "square" and tile_n % block.size == 0
+            and block.size >= EPILOGUE_ROW_BYTES // 2
+        )  # fmt: skip
 
 
 def candidates(problem: Problem, accumulation: Accumulation) -> list[Config]:
@@ -128,11 +159,17 @@ def _of_tensors(problem: Problem, accumulation: Accumulation) -> list[Config]:
 
 def _of_blocks(problem: Problem, block: Block) -> list[Config]:
     halves = problem.halves
+    make: Callable[..., Config] = functools.partial(Config, tile_n=128, tile_k=block.size)  # type: ignore[arg-type]
+    if problem.skips:
+        ring = functools.partial(make, pipeline="ring", chunks=2)
+        # Lower tiles have registers for anything. A step without W_lo leaves its buffer empty, so more stages pay.
+        lower = [ring(tile_m=128, stages=4, store_buffers=1, cluster=cluster) for cluster in (2, 1)]
+        lower += [ring(tile_m=128, stages=3, cluster=cluster) for cluster in (2, 1)]
+        return [ring(stages=s, store_buffers=stores, cluster=c) for s, stores, c in _SKIPPING[block.size]] + lower
     # Two halves take twice the columns of W in a stage.
     stages = {128: 4 - halves, 64: 7 - halves, 32: 8}[block.size]
-    make: Callable[..., Config] = functools.partial(Config, tile_n=128, tile_k=block.size)  # type: ignore[arg-type]
     tall = make(tile_m=256, stages=stages, pipeline="ring", cluster=1)
-    if scaled_by_squares(block, tall.tile_n):
+    if problem.by_squares(tall.tile_n):
         guesses = [tall]
     else:
         drained = dataclasses.replace(tall, pipeline="drained")
@@ -140,14 +177,6 @@ def _of_blocks(problem: Problem, block: Block) -> list[Config]:
     # Clusters of two were slower for every shape that was timed with a single weight.
     guesses += [dataclasses.replace(tall, cluster=2)]
     return guesses + [make(tile_m=128, stages=5 - halves, cluster=cluster, pipeline="ring") for cluster in (1, 2)]
-
-
-def scaled_by_squares(block: Block, tile_n: int) -> bool:
-    """Return whether a kernel scales by one number for every square of W in a tile, instead of one for each column.
-
-    A square must be at least as wide as a piece of the output of 2-byte values.
-    """
-    return block.tile == "square" and tile_n % block.size == 0 and block.size >= EPILOGUE_ROW_BYTES // 2
 
 
 def misfit(config: Config, problem: Problem) -> str | None:
@@ -182,34 +211,18 @@ def blocks(config: Config) -> int:
     return dispatch.device_cores(otherwise=_H100_MULTIPROCESSORS) // config.cluster
 
 
-def choose(key: Key, guesses: Sequence[Config], problem: Problem) -> Config | None:
-    """Return the config that was measured near this shape if it fits, else the first guess, or None.
-
-    Args:
-      key: name of the product in `tuned.json`.
-      guesses: configs that fit, the best first.
-      problem: the product.
-    """
+def choose(key: Key, problem: Problem, accumulation: Accumulation) -> Config | None:
+    """Return the config that was measured near this shape in `tuned.json` if it fits, else the best guess, or None."""
     entry = tuning.find(dispatch.device_kind(), key, "mosaic")
     if entry is not None and "mosaic" in entry.configs:
         tuned = Config(**entry.configs["mosaic"])
         if misfit(tuned, problem) is None:
             return tuned
-    return next(iter(guesses), None)
+    return next(iter(candidates(problem, accumulation)), None)
 
 
-def reject(out_dtype: DTypeLike, problem: Problem, guesses: Sequence[Config]) -> str | None:
-    """Return the reason why the kernel cannot compute a product here, or None."""
-    reason = reject_here(out_dtype)
-    if reason is None and not guesses:
-        tile_k: Any = 128 if problem.block is None else problem.block.size
-        smallest = Config(128, 128, tile_k=tile_k, stages=2, cluster=1)
-        return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
-    return reason
-
-
-def reject_here(out_dtype: DTypeLike) -> str | None:
-    """Return the reason why the kernel serves no product of this dtype on the device in use, or None."""
+def reject(out_dtype: DTypeLike, problem: Problem | None = None, accumulation: Accumulation = "fast") -> str | None:
+    """Return the reason why the kernel cannot compute a product here, or without a problem none of this dtype."""
     kind = dispatch.device_kind()
     is_hopper = any(name in kind for name in _HOPPER)
     if jax.__version_info__[:2] < SMALLEST_JAX:
@@ -220,7 +233,11 @@ def reject_here(out_dtype: DTypeLike) -> str | None:
         return f'{kind} is not a Hopper GPU, whose wgmma this kernel is made of; use backend="xla"'
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         return f'out_dtype={out_dtype} must be bfloat16 or float32; use backend="xla"'
-    return None
+    if problem is None or candidates(problem, accumulation):
+        return None
+    tile_k: Any = 128 if problem.block is None else problem.block.size
+    smallest = Config(128, 128, tile_k=tile_k, stages=2, cluster=1)
+    return f'{misfit(smallest, problem)} for backend="mosaic"; use backend="xla" or pad'
 
 
 @functools.cache

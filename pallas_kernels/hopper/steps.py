@@ -1,9 +1,8 @@
 """The steps of an output tile on Hopper: one warpgroup copies operands to shared memory, and two compute on them.
 
 Two pipelines have the same interface. `Steps` is Pallas's own. `Ring` continues from one output tile to the next for
-any number of steps, and a step gives its buffers back by one barrier, whereas Pallas has one for each operand. On an
-H200, 8192 x 14336 x 4096 in squares of 128 ran at 1,310 TFLOP/s in the ring and at 1,238 without it, squares of 64 at
-938 and 908. Vectors ran at 616 and 658, with different registers, so `benchmarks.tune` times both pipelines.
+any number of steps, and a step gives its buffers back by one barrier, whereas Pallas has one for each operand. Squares
+of 128 run 6 % faster in the ring, vectors of 64 up to 7 % slower, so `benchmarks.tune` times both pipelines.
 """
 
 import functools
@@ -41,7 +40,7 @@ class OutputTile:
     compute: Any
 
 
-def specs(plan: Plan) -> list[plgpu.BlockSpec]:
+def _specs(plan: Plan) -> list[plgpu.BlockSpec]:
     """Return the blocks of x, the halves of W and the scales that are copied, in steps of tile_k."""
     config = plan.config
     # Rows of shared memory are permuted in pieces of 16 bytes, or wgmma's reads would hit the same banks. Copies and
@@ -69,10 +68,6 @@ class Steps:
 
     plan: Plan
     count: int
-
-    # Number of the steps' own operands, which come last, and the end of the kernel's name.
-    extra = 0
-    suffix = ""
 
     def allocations(self, operands: Sequence[Any]) -> Any:
         """Return the buffers that `pl.run_scoped` must allocate for these operands, once for all tiles."""
@@ -114,7 +109,7 @@ class Steps:
             num_compute_wgs=COMPUTE_WARPGROUPS,
             max_concurrent_steps=self.plan.config.stages,
             compute_context=compute,
-            in_specs=specs(self.plan),
+            in_specs=_specs(self.plan),
             manual_consumed_barriers=self.plan.promote,
             pipeline_state=state,
         )
@@ -124,7 +119,11 @@ class Steps:
 class Ring(Steps):
     """The same steps through a ring of `stages` buffers with two barriers each, which is emptied after the last tile.
 
-    `copies` and `walk` say which blocks a step copies and multiplies; `skip_matmul` has its own.
+    If the plan skips, the operands `own` are the work of every tile of n, int32: the number of steps that need W_lo,
+    `[n / tile_n]`, and the block of k of each step, `[n / tile_n, k / tile_k]`, with those steps first. Scales of
+    squares are in that order. The other steps arrive at the barrier instead of copying W_lo. A branch inside a step
+    costs registers (ptxas spills 400 bytes for either form of it), so the two kinds of steps are two loops. The list is
+    the same in all blocks of a cluster, which share W.
     """
 
     @property
@@ -133,7 +132,7 @@ class Ring(Steps):
 
     def allocations(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Return the buffers that `pl.run_scoped` must allocate for these operands, once for all tiles."""
-        of_operands = specs(self.plan)
+        of_operands = _specs(self.plan)
         multicast = tuple({axis for spec in of_operands for axis in spec.collective_axes or ()})
         counts: dict[str, Any] = dict(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=self._stages)
         consumed = plgpu.ClusterBarrier(collective_axes=multicast, **counts) if multicast else plgpu.Barrier(**counts)
@@ -146,16 +145,10 @@ class Ring(Steps):
             consumed=consumed,
         )
 
-    def copies(self, tile: OutputTile, own: Sequence[Any], step: Any) -> list[tuple[Any, Any]]:
-        """Return (block of k, whether it is copied) of every operand at a step; None is always."""
-        return [(step, None)] * len(tile.operands)
-
-    def walk(self, tile: OutputTile, own: Sequence[Any], step: Any, carry: Any) -> Any:
-        """Run all steps; `step(halves, index, carry)` multiplies this many halves of W."""
-        return lax.fori_loop(0, self.count, functools.partial(step, self.plan.halves), carry)
-
     def run(self, tile: OutputTile, own: Sequence[Any]) -> None:
         """Run all steps of one output tile in all warpgroups of a block; `own` are the steps' own operands."""
+        # With the number of complete steps of this tile, which both sides read.
+        own = (own[0][tile.column], own[1]) if self.plan.skips else ()
         lax.cond(
             lax.axis_index("warpgroup") == COMPUTE_WARPGROUPS,
             functools.partial(self._fill, tile, own),
@@ -168,19 +161,21 @@ class Ring(Steps):
 
         @pl.loop(0, self.count)
         def _steps(step: Any) -> None:
-            copies, slot = self.copies(tile, own, step), lax.rem(before + step, self._stages)
+            # W_lo is the operand after x and W_hi.
+            k, needed = (own[1][tile.column, step], step < own[0]) if self.plan.skips else (step, None)
+            slot = lax.rem(before + step, self._stages)
 
             @pl.when(before + step >= self._stages)
             def _wait() -> None:
                 plgpu.barrier_wait(consumed.at[slot])
 
-            for i, (k, present) in enumerate(copies):
+            for i in range(len(tile.operands)):
                 copy = functools.partial(self._copy, tile, i, k, slot)
-                if present is None:
+                if needed is None or i != self.plan.halves:
                     copy()
                 else:
                     # An arrival instead of the copy keeps the barrier's count.
-                    lax.cond(present, copy, lambda slot=slot: plgpu.barrier_arrive(filled.at[slot]))
+                    lax.cond(needed, copy, lambda slot=slot: plgpu.barrier_arrive(filled.at[slot]))
 
         # A block of a cluster must not end while other blocks still arrive at its barriers.
         @pl.when(tile.loop.local_index == tile.loop.num_local_steps - 1)
@@ -200,14 +195,19 @@ class Ring(Steps):
             release = lambda: plgpu.barrier_arrive(scope["consumed"].at[slot])
             return tile.add(index, x_smem, rest[:present], rest[halves:], release, carry)
 
-        tile.compute(functools.partial(self.walk, tile, own, step))
+        def walk(carry: Any) -> Any:
+            complete = own[0] if own else self.count
+            carry = lax.fori_loop(0, complete, functools.partial(step, halves), carry)
+            return lax.fori_loop(complete, self.count, functools.partial(step, halves - 1), carry) if own else carry
+
+        tile.compute(walk)
 
     def _before(self, tile: OutputTile) -> Any:
         """Return the number of steps of the tiles before this one."""
         return tile.loop.local_index * self.count
 
     def _copy(self, tile: OutputTile, i: int, k: Any, slot: Any) -> None:
-        spec, buffer = specs(self.plan)[i], tile.buffers["buffers"][i]
+        spec, buffer = _specs(self.plan)[i], tile.buffers["buffers"][i]
         corner = zip(spec.index_map(k), spec.block_shape, strict=True)
         block = tile.operands[i].at[tuple(pl.ds(index * size, size) for index, size in corner)]
         axes = spec.collective_axes or None

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
 from pallas_kernels.partition import BlocksOf, over_arrays, partitioned
-from pallas_kernels.specs import Entry, entries, has_explicit_axes
+from pallas_kernels.specs import Entry, Sharding, entries, has_explicit_axes
 from pallas_kernels.wire import Scatter, reduced
 
 # (options, x[m, k], w[n, k], bias [n] or None) -> [m, n]
@@ -37,12 +37,15 @@ def on_each_device(
     """
     _, k, n = sizes(x, w)
     leading, contracted = x.shape[: x.values.ndim - (w.values.ndim - 1)], w.shape[1:]
-    operands = (_with_axis(x), _with_axis(w), None if bias is None else bias.astype(jnp.float32))
+    in_blocks = isinstance(w.scaling, Block)
+    if not in_blocks:  # a partitioned function has no scalars
+        x, w = (replace(operand, scale=operand.scale.reshape(1)) for operand in (x, w))
+    operands = (x, w, None if bias is None else bias.astype(jnp.float32))
     tree = jax.tree.structure(operands)
 
     def local(*arrays: jax.Array, summed_over: tuple[str, ...], scattered: Sequence[Scatter] = ()) -> jax.Array:
         x, w, bias = jax.tree.unflatten(tree, arrays)
-        x, w = (_as_scalar(operand).settled() for operand in (x, w))
+        x, w = (o.settled() if in_blocks else replace(o, scale=o.scale[0]).settled() for o in (x, w))
         own = replace(options, out_sharding=None)
         if not (summed_over or scattered):
             return multiply(own, x, w, bias)
@@ -53,8 +56,7 @@ def on_each_device(
         out = reduced(multiply(own, x, w, None), scattered, summed_over, options.wire)
         return (out if bias is None else out + bias).astype(options.out_dtype)
 
-    letters = (_letters(operands[0], "m"), _letters(operands[1], "n"), [] if bias is None else ["n"])
-    rule = ", ".join(letter for side in letters for letter in side) + " -> m n"
+    rule = ", ".join([*_letters(x, "m"), *_letters(w, "n"), *([] if bias is None else ["n"])]) + " -> m n"
     blocks = {}
     if isinstance(w.scaling, Block):
         blocks = {"j": BlocksOf("k", w.scaling.size, k), "i": BlocksOf("n", w.scaling.size, n)}
@@ -62,37 +64,21 @@ def on_each_device(
     if interpreter == "calls back" and device_kind() == "cpu" and not has_explicit_axes():
         return over_arrays(functools.partial(local, summed_over=()), rule, merged)(*arrays)
     # A bias is added to whole columns, so a sum with a bias is not handed out in parts.
-    wanted = _wanted(options, x, w)
+    wanted = result_spec(x.values, w.values, dimensions(x, w), options.out_sharding)
     return partitioned(local, rule, blocks, scattered=bias is None, merged=merged, wanted=wanted)(*arrays)
 
 
-def _wanted(options: Product, x: Operand, w: Operand) -> tuple[Entry, ...] | None:
-    """Return the spec that JAX gives to a product of these values under a mesh with explicit axes.
+def result_spec(x: Any, w: Any, axes: lax.DotDimensionNumbers, out_sharding: Sharding) -> tuple[Entry, ...] | None:
+    """Return the spec that JAX gives to a product of arrays or shapes under a mesh with explicit axes, otherwise None.
 
     Raises:
       jax.errors.ShardingTypeError: JAX's own, for operands whose product needs an `out_sharding`.
     """
     if not has_explicit_axes():
         return None
-    product = functools.partial(
-        lax.dot_general, dimension_numbers=dimensions(x, w), preferred_element_type=jnp.float32,
-        out_sharding=options.out_sharding,
-    )  # fmt: skip
-    made = jax.eval_shape(product, x.values, w.values)
+    options: dict[str, Any] = dict(preferred_element_type=jnp.float32, out_sharding=out_sharding)
+    made = jax.eval_shape(functools.partial(lax.dot_general, dimension_numbers=axes, **options), x, w)
     return entries(made.sharding, made.ndim)
-
-
-def _with_axis(operand: Operand) -> Operand:
-    """Return the operand with a scalar scale as an array of one value: a partitioned function has no scalars."""
-    if isinstance(operand.scaling, Block):
-        return operand
-    return replace(operand, scale=operand.scale.reshape(1))
-
-
-def _as_scalar(operand: Operand) -> Operand:
-    if isinstance(operand.scaling, Block):
-        return operand
-    return replace(operand, scale=operand.scale[0])
 
 
 def _letters(operand: Operand, rows: str) -> list[str]:

@@ -16,7 +16,6 @@ multiplies them on the GPU's BF16 tensor cores, which a kernel has to beat.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,9 +64,13 @@ def product(options: Product, x: Operand, w: Operand, bias: jax.Array | None) ->
 
 
 def key(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> Key:
-    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes to multiples of 16."""
+    """Return the name of a product in `tuned.json`; "padded" if cuBLASLt must pad sizes to multiples of 16.
+
+    Times of a product that skips zero blocks, "nonzero", are for a residual with half of its blocks zero.
+    """
     halves, out = "single" if w.lo is None else "dual", jnp.dtype(options.out_dtype)
     if isinstance(w.scaling, Block):
+        halves += "" if w.lo_scale is None else " nonzero"
         return Key("block_matmul", f"{halves} {w.scaling.tile} {w.scaling.size} {out}", sizes(x, w))
     padded = "" if all(size % 16 == 0 for size in sizes(x, w)) else " padded"
     return Key("matmul", f"{halves} {options.accumulation} {out}{padded}", sizes(x, w))
@@ -155,38 +158,34 @@ def _of_matrices(x: jax.Array, w: jax.Array, axes: lax.DotDimensionNumbers, fewe
     return out[..., :1] if one_column else out
 
 
-def _with_one_contracted(operand: Operand, contracted: int) -> Operand:
-    """Return the operand with its contracted axes merged, as its blocks run along all of them."""
-    flat = lambda half: half.reshape(*half.shape[: half.ndim - contracted], -1)
-    return replace(operand, values=flat(operand.values), lo=None if operand.lo is None else flat(operand.lo))
-
-
 def _dequantized(options: Product, x: Operand, w: Operand) -> jax.Array:
-    if w.values.ndim > 2:
-        x, w = (_with_one_contracted(operand, w.values.ndim - 1) for operand in (x, w))
-    wide_x, wide_w = (operand.scaling.spread(operand.scale, operand.values.shape) for operand in (x, w))
-    operands = [_dequantize(x.values, wide_x), _dequantize(w.values, wide_w)]
+    contracted = w.values.ndim - 1
+
+    def flat(half: jax.Array) -> jax.Array:
+        """Merge the contracted axes, as blocks run along all of them."""
+        return half if contracted == 1 else half.reshape(*half.shape[: half.ndim - contracted], -1)
+
+    def wide(half: jax.Array, scales: jax.Array) -> jax.Array:
+        # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
+        return lax.optimization_barrier(half).astype(jnp.float32) * scales
+
+    x_values, w_values = flat(x.values), flat(w.values)
+    of_x, of_w = x.scaling.spread(x.scale, x_values.shape), w.scaling.spread(w.scale, w_values.shape)
+    operands = [wide(x_values, of_x), wide(w_values, of_w)]
     if w.lo is not None:
-        operands.append(_dequantize(w.lo, wide_w))
-    dimensions = (((x.values.ndim - 1,), (1,)), ((), ()))
+        operands.append(wide(flat(w.lo), of_w))
+    axes = (((x_values.ndim - 1,), (1,)), ((), ()))
 
     def in_float32(x: jax.Array, w: jax.Array, *lo: jax.Array) -> jax.Array:
-        wide = w + lo[0] if lo else w
-        out = lax.dot_general(x, wide, dimensions, precision=lax.Precision.HIGHEST)
-        return out.astype(options.out_dtype)
+        whole = w + lo[0] if lo else w
+        return lax.dot_general(x, whole, axes, precision=lax.Precision.HIGHEST).astype(options.out_dtype)
 
     def on_tensor_cores(x: jax.Array, *halves: jax.Array) -> jax.Array:
         narrow = x.astype(jnp.bfloat16)
         products = [
-            lax.dot_general(narrow, half.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32)
+            lax.dot_general(narrow, half.astype(jnp.bfloat16), axes, preferred_element_type=jnp.float32)
             for half in halves
         ]
         return sum(products[1:], products[0]).astype(options.out_dtype)
 
     return lax.platform_dependent(*operands, cuda=on_tensor_cores, default=in_float32)
-
-
-def _dequantize(half: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return one half of an operand times its scales, float32."""
-    # The barrier keeps XLA on a GPU from cancelling the cast against the one that made the values, in the same jit.
-    return lax.optimization_barrier(half).astype(jnp.float32) * scales

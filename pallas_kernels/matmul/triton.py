@@ -10,7 +10,6 @@ arguments that nothing else serves; it is never the first choice.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,19 +26,8 @@ from pallas_kernels.partition import varying
 _SMALLEST_SIDE = 16  # sides of tiles in Triton's tensor-core products
 
 
-@dataclass(frozen=True)
-class _Config:
-    """Tile sizes, warps of 32 threads, and buffers between loads and products."""
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    warps: int = 4
-    stages: int = 3
-
-
-def _fit(m: int, k: int, n: int, scaling: Scaling) -> _Config | None:
-    """Return the largest tiles up to 128 that divide the shape, one block wide along k, or None."""
+def _fit(m: int, k: int, n: int, scaling: Scaling) -> tuple[int, int, int] | None:
+    """Return the largest tiles of m, n and k up to 128 that divide the shape, one block wide along k, or None."""
     if isinstance(scaling, Block):
         size = scaling.size
         if k % size or not k or (scaling.tile == "square" and n % size):
@@ -47,10 +35,7 @@ def _fit(m: int, k: int, n: int, scaling: Scaling) -> _Config | None:
         # A square's scale is one number for a tile of n, which must not cross squares.
         k, n = size, size if scaling.tile == "square" else n
     sides = [next((s for s in (128, 64, 32, 16) if size and size % s == 0), 0) for size in (m, n, k)]
-    if 0 in sides:
-        return None
-    tile_k = k if isinstance(scaling, Block) else sides[2]
-    return _Config(sides[0], sides[1], tile_k, warps=8 if sides[0] * sides[1] >= 128 * 128 else 4)
+    return None if 0 in sides else (sides[0], sides[1], k if isinstance(scaling, Block) else sides[2])
 
 
 def reject(options: Product, x: Operand, w: Operand, bias: jax.Array | None) -> str | None:
@@ -97,9 +82,9 @@ def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Ar
     from jax.experimental.pallas import triton as plgpu
 
     (m, k), (n, _) = operands[0].shape, operands[1].shape
-    config = _fit(m, k, n, scaling)
-    assert config is not None, "the caller checked"
-    tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k
+    sides = _fit(m, k, n, scaling)
+    assert sides is not None, "the caller checked"
+    tile_m, tile_n, tile_k = sides
     in_blocks = isinstance(scaling, Block)
     squares = isinstance(scaling, Block) and scaling.tile == "square"
     nt = (((1,), (1,)), ((), ()))
@@ -144,7 +129,7 @@ def _call(scaling: Scaling, halves: int, out_dtype: DTypeLike, *operands: jax.Ar
         grid=(m // tile_m, n // tile_n),
         in_specs=specs,
         out_specs=pl.BlockSpec((tile_m, tile_n), lambda i, j: (i, j)),
-        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=8 if tile_m * tile_n >= 128 * 128 else 4, num_stages=3),
         interpret=interpret,
         name=f"matmul_fp8_{'dual' if halves == 2 else 'single'}{'_blocks' if in_blocks else ''}",
     )(*operands)

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from pallas_kernels.dispatch import device_kind
-from pallas_kernels.tuning import is_timed, written
+from pallas_kernels.tuning import is_timed
 from tcfp_jax import paths
 from tcfp_jax.conversion.census import Census, Place
 from tcfp_jax.conversion.evaluate import Plan, plan_of
@@ -123,7 +123,7 @@ class Policy:
         if speed is None:
             sized = self._sized(product)
             return sized if sized.recipe is None else Choice(self.recipe, f"{found.summary}: its size decided")
-        why = f"{found.summary} at {written((rows, product.k, product.n))}"
+        why = f"{found.summary} at {rows}x{product.k}x{product.n}"
         return Choice(self.recipe if speed >= _WORTHWHILE else None, why, speed=speed)
 
     def settle(self, products: Iterable[Product]) -> "Policy":

@@ -28,9 +28,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import shared
 from pallas_kernels.matmul.api import matmul as multiply
+from pallas_kernels.matmul.api import skip_matmul
 from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.skip_matmul.api import skip_matmul
 from pallas_kernels.specs import Sharding, entries, sharding_in, sharding_of, with_entries
 from pallas_kernels.wire import Wire
 from tcfp_jax.products import bf16, fp4_training, fp4_weights

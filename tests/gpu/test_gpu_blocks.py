@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import tcfp_jax
-from pallas_kernels.hopper.plan import Problem
-from pallas_kernels.matmul.api import SUM_BOUND, matmul
+from pallas_kernels.hopper.plan import Problem, candidates
+from pallas_kernels.matmul import mosaic
+from pallas_kernels.matmul.api import SUM_BOUND, matmul, skip_matmul
 from pallas_kernels.operands import Block, Product
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from pallas_kernels.skip_matmul import mosaic
-from pallas_kernels.skip_matmul.api import skip_matmul
 from tests.helpers import float64_of, same_bits
 
 pytestmark = [
@@ -75,8 +74,8 @@ def test_zero_blocks_of_a_residual_may_be_left_out(data, part):
     close = functools.partial(np.testing.assert_allclose, desired=every, rtol=1e-3, atol=1e-3 * np.max(np.abs(every)))
     close(np.asarray(jax.jit(functools.partial(skip_matmul, out_dtype=jnp.float32, backend="mosaic"))(x, w)))
     options = Product(jnp.dtype(jnp.float32), "full")
-    for config in mosaic.candidates(Problem(512, 1024, 256, 2, Block(128))):
-        close(np.asarray(jax.jit(functools.partial(mosaic.skip_matmul, options, bias=None, config=config))(x, w)))
+    for config in candidates(Problem(512, 1024, 256, 2, Block(128), skips=True), "full"):
+        close(np.asarray(jax.jit(functools.partial(mosaic.matmul, options, bias=None, config=config))(x, w)))
 
 
 @pytest.mark.parametrize("name", ["blockwise", "tcfp12_blockwise", "mxfp8", "rowwise"])

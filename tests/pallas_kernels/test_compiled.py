@@ -16,7 +16,7 @@ from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import formats
 from tcfp_jax.weights.stored import quantize_weight
 from tests import compile_for_h200 as h200
-from tests.compile_for_h200 import compile_for, h200s, on, on_blocks, on_once
+from tests.compile_for_h200 import GATHERS, compile_for, h200s, on, on_blocks, on_once
 
 REASON = h200.missing()
 pytestmark = [
@@ -31,7 +31,6 @@ M, K, N = 8192, 4096, 16384
 # Registers that do not fit go to the stack. What is allowed is spilled around the loop over k, not inside its products.
 LARGEST_STACK = 128
 CUBLAS_F8 = "__cublas$lt$matmul$f8"
-GATHERS = ("all-gather", "all-to-all", "collective-permute")
 
 
 @pytest.mark.parametrize("accumulation", ["fast", "full"])

@@ -51,19 +51,12 @@ def within(got, exact, magnitude, bound=ROUNDING):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("accumulation", ["fast", "full"])
-@pytest.mark.parametrize("halves", [1, 2])
-@pytest.mark.parametrize("bias", ["bias", "no bias"])
-def test_with_one_scale_an_operand(backend, accumulation, halves, bias):
+@pytest.mark.parametrize(("halves", "of_bias"), [(1, 1), (2, 1), (2, 0)])
+def test_with_one_scale_an_operand(backend, accumulation, halves, of_bias):
     x, w, exact, magnitude = operands(Tensor(), halves)
-    bias = (
-        (np.random.default_rng(1).standard_normal(128) * np.median(magnitude)).astype(np.float32)
-        if bias == "bias"
-        else None
-    )
-    got = matmul(x, w, bias, out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
-    if bias is not None:
-        exact, magnitude = exact + np.float64(bias), magnitude + np.abs(bias)
-    assert within(got, exact, magnitude)
+    bias = of_bias * np.random.default_rng(1).standard_normal(128, np.float32) * np.float32(np.median(magnitude))
+    got = matmul(x, w, bias if of_bias else None, out_dtype=jnp.float32, accumulation=accumulation, backend=backend)
+    assert within(got, exact + np.float64(bias), magnitude + np.abs(bias))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -79,9 +72,11 @@ def test_with_many_scales_an_operand(scaling, halves, backend):
     assert within(got, exact, magnitude)
 
 
-@pytest.mark.parametrize("x_dtype, w_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype, out_dtype",
+    [(E4M3, E4M3, jnp.float32), (E5M2, E4M3, jnp.float16), (E4M3, E5M2, jnp.bfloat16), (E4M3, E4M3, jnp.float16)],
+)
 @pytest.mark.parametrize("scaling", [Tensor("pow2"), Tensor("float32"), Row("pow2"), Block(32)], ids=str)
-@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_formats_and_results(x_dtype, w_dtype, scaling, out_dtype):
     x, w, exact, magnitude = operands(scaling, 1, 32, 48, 16, x_dtype, w_dtype)
     got = matmul(x, w, out_dtype=out_dtype)
@@ -101,11 +96,9 @@ def test_bfloat16_results_and_leading_axes(scaling, backend):
     assert within(got.reshape(256, 128), exact + 1, magnitude + np.abs(exact) + 1, 2.0**-8)
 
 
-def test_ragged_sizes_and_leading_axes():
+def test_ragged_sizes():
     x, w, exact, magnitude = operands(Block(32), m=24, k=50, n=70)
-    stack = dataclasses.replace(x, values=x.values.reshape(2, 12, 50), scale=x.scale.reshape(2, 12, 2))
-    got = jax.jit(functools.partial(matmul, out_dtype=jnp.float32))(stack, w)
-    assert got.shape == (2, 12, 70) and within(got.reshape(24, 70), exact, magnitude)
+    assert within(matmul(x, w, out_dtype=jnp.float32), exact, magnitude)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,12 +167,11 @@ def test_what_kernels_reject(backend, x, reason):
 
 
 def test_what_kernels_reject_of_blocks():
-    x, w, *_ = operands(Block(32), 1, 256, 64, 128)
-    part = dataclasses.replace(x, values=x.values[:100], scale=x.scale[:100])
-    with pytest.raises(NotImplementedError, match="jax" if OLD_JAX else "m=100 must be a multiple of"):
-        matmul(part, w, backend="mosaic")
-    with pytest.raises(NotImplementedError, match=r"m=100, k=64 and n=128 must be multiples of 16, whole blocks with"):
-        matmul(part, w, backend="triton")
+    x, w, *_ = operands(Block(32), m=24, k=50, n=70)
+    with pytest.raises(NotImplementedError, match="jax" if OLD_JAX else "m=24 must be a multiple of"):
+        matmul(x, w, backend="mosaic")
+    with pytest.raises(NotImplementedError, match=r"m=24, k=50 and n=70 must be multiples of 16, whole blocks with"):
+        matmul(x, w, backend="triton")
 
 
 def test_operands_that_do_not_fit_each_other():
@@ -201,9 +193,9 @@ def test_operands_that_do_not_fit_each_other():
 
 
 def test_scales_that_do_not_fit_their_values():
-    x, w, *_ = operands(Block(32), 1, 256, 64, 128)
+    x, w, *_ = operands(Block(32), 2, 32, 64, 32)
     wider = [dataclasses.replace(o, scaling=Block(64, o.scaling.tile)) for o in (x, w)]
-    with pytest.raises(ValueError, match=re.escape("has scales [256, 1], but these are [256, 2]")):
+    with pytest.raises(ValueError, match=re.escape("has scales [32, 1], but these are [32, 2]")):
         matmul(*wider)
     with pytest.raises(TypeError, match="the scales of x have dtype float32, not float8_e8m0fnu"):
         matmul(dataclasses.replace(x, scale=x.scale.astype(jnp.float32)), w)
@@ -213,6 +205,7 @@ def test_scales_that_do_not_fit_their_values():
         matmul(x, w, accumulation="fast")
 
 
+@pytest.mark.slow_except("tcfp12-triton")
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("name", ["tcfp12", "tcfp12_fast"])
 def test_a_layer_and_its_gradients(backend, name):

@@ -17,10 +17,9 @@ import tcfp_jax.linen
 import tcfp_jax.nnx
 from pallas_kernels import counter
 from pallas_kernels.adamw.api import Moments, Rates, adamw
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, skip_matmul
 from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
-from pallas_kernels.skip_matmul.api import skip_matmul
 from tcfp_jax import conversion, formats
 from tests.compile_for_h200 import compile_for, expected, h200s, missing
 from tests.helpers import mesh_of

@@ -1,1 +1,0 @@
-"""Products of residual weights without the blocks of the residual that are zero."""
