@@ -201,9 +201,6 @@ def dimensions(x: Operand, w: Operand) -> lax.DotDimensionNumbers:
     return (of_x, of_w), ((), ())
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
-
-
 def check_real(name: str, x: jax.Array) -> None:
     """Raise a TypeError unless `x` is an array of real floating-point numbers."""
     if not hasattr(x, "dtype"):

@@ -166,15 +166,10 @@ def places(form: Fp4Format) -> tuple[jax.Array, jax.Array]:
 def decoder(
     form: Fp4Format, dtype: str, where: tuple[jax.Array, jax.Array], codes: jax.Ref, scales: jax.Ref, table: jax.Ref
 ) -> Callable[[int], jax.Array]:
-    """Return a function that makes the operand of `wgmma` for a chunk of a step of 64 rows, when it is called.
+    """Return a function that makes the operand of `wgmma`, `[64, CHUNK[dtype]]` in registers, for a chunk of a step.
 
-    Args:
-      form: the format of the weight; "nvfp4" for E4M3.
-      dtype: dtype of the operand, `[64, CHUNK[dtype]]` in registers.
-      where: the thread's `places`.
-      codes: uint8 `[64, step / 2]` in shared memory, as `CODES` says.
-      scales: uint8 `[64, BLOCKS]` in shared memory.
-      table: `table_of(form, dtype)` in shared memory.
+    In shared memory are codes, uint8 `[64, step / 2]` as `CODES` says, scales, uint8 `[64, BLOCKS]`, and the table of
+    `table_of(form, dtype)`; `where` are the thread's `places`. For E4M3 the form is "nvfp4".
     """
     load = lambda context, scales, place: _together(_scale_words(_apart(place)[0], address(scales)))
     of_blocks = _in_registers(load, plgpu.RefType(), SINGLE)(scales, where[1])

@@ -10,10 +10,7 @@ every block, so a block has as many warpgroups as fit, which share them. If ther
 blocks have parts of k, whose sums XLA adds. If there are many rows, blocks have bands of them: decoding a weight anew
 for each band costs less than writing and reading it.
 
-Copies are bound by how many bytes of a row they ask for at a time. Two steps of k side by side, scales of several steps
-in one copy, and asking the L2 cache ahead brought less than 2 % in the geometric mean over Llama-3-8B's weights at m =
-1, 16 and 64, and are not here; nor are "stream-K" (Osama et al. 2023), clusters that share rows of x, and codes that
-give their buffer back early (`docs/decisions.md`).
+Copies are bound by how many bytes of a row they ask for at a time; `docs/decisions.md` lists the attempts to do better.
 """
 
 import functools
@@ -178,15 +175,10 @@ def _kernel(config: Config, form: Fp4Format, inputs: int, *refs: jax.Ref) -> Non
 
 @dataclass(frozen=True)
 class _Block:
-    """A block at work.
+    """A block at work, which takes `steps` of k through `stages` buffers.
 
-    Attributes:
-      config, form: sizes and format of the kernel.
-      steps: number of steps of k of a block.
-      stages: number of buffers of a step.
-      gmem: references to global memory: x, codes, scales, table, and perhaps factors.
-      out_gmem: the output there.
-      smem: buffers and barriers, by the names that `_kernel` gives them.
+    `gmem` are references to global memory: x, codes, scales, table, and perhaps factors. `smem` has buffers and
+    barriers, by the names that `_kernel` gives them.
     """
 
     config: Config
@@ -299,9 +291,6 @@ class _Block:
         if self.config.rounds_rows:
             found = found * (factors[0] * jnp.float32(1 / E4M3_FACTOR))
         return lax.broadcast_in_dim(found, (OUTPUTS, self.rows), (1,))
-
-
-# The output, transposed through shared memory -------------------------------------------------------------------------
 
 
 def piece(m: int) -> int:

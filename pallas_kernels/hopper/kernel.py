@@ -138,12 +138,8 @@ def _chunk_columns(plan: Plan, out_dtype: Any) -> int:
 class _Factors:
     """Factors of promoted sums: scales of x's rows times scales of W, in chunks of columns.
 
-    Attributes:
-      scales: references to global memory, x's first; none with `scaling` "tensor".
-      scaling: scaling of the plan.
-      columns: columns of a chunk.
-      first: index of the output tile's first chunk along n.
-      steps: number of steps.
+    `scales` are references to global memory, x's first; none with `scaling` "tensor". `first` is the index of the
+    output tile's first chunk along n.
     """
 
     scales: Sequence[Any]

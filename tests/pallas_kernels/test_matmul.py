@@ -122,7 +122,12 @@ def test_every_config_of_the_kernel_with_mixed_formats(accumulation):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("scaling, halves", [(Block(128), 2), (Block(64), 1), (Block(64, "vector"), 1)], ids=str)
+@pytest.mark.slow_except("squares of 128")
+@pytest.mark.parametrize(
+    "scaling, halves",
+    [(Block(128), 2), (Block(64), 1), (Block(64, "vector"), 1)],
+    ids=["squares of 128", "squares of 64", "vectors of 64"],
+)
 def test_every_config_of_the_kernel_with_blocks(scaling, halves):
     x, w, exact, magnitude = operands(scaling, halves)
     configs = plan.candidates(plan.Problem(256, 256, 128, halves, scaling), "full")
