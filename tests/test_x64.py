@@ -85,8 +85,8 @@ def _optax_promotes():
 )  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_becomes_wider(name):
-    narrow = CASES[name]()
+    narrow = jax.jit(CASES[name])()
     with jax.enable_x64(True):
-        wide = CASES[name]()
+        wide = jax.jit(lambda: CASES[name]())()  # a function of its own, or the first trace would serve
     assert jax.tree.map(lambda x: x.dtype, wide) == jax.tree.map(lambda x: x.dtype, narrow)
     assert same_bits(wide, narrow)

@@ -94,7 +94,7 @@ def test_stored_weights_are_all_that_is_kept_of_them():
 
 
 def test_the_peak_of_a_process():
-    (peak,) = timing.measure_alone(train_step.measure_peak, [("tcfp12", SHAPE, None)])
+    (peak,) = timing.measure_alone(train_step.measure_peak, [("bf16", SHAPE, None)])
     assert (peak is not None) == timing.has_peaks()
     assert peak is None or peak > 0
 

@@ -25,7 +25,8 @@ CONFIG = TrainConfig(
     model=MICRO, steps=20, batch=4, sequence=16, steps_per_call=5, heldout_windows=8, corpus_bytes=1_000_000,
     learning_rate=1e-2, recipe="tcfp12_fast",
 )  # fmt: skip
-STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="8bit")
+# Moments of 8 bits are most of a step's program, and nothing here reads them.
+STORED = dataclasses.replace(CONFIG, recipe="tcfp12_single", weights="stored", moments="float32")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,8 +36,7 @@ def standard_promotion():
 
 
 def test_a_run_is_observed(tmp_path):
-    # Moments of 8 bits are most of a step's program, and nothing here reads them.
-    config = dataclasses.replace(STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5, moments="float32")
+    config = dataclasses.replace(STORED, monitor=1, steps=2, steps_per_call=1, final_fraction=0.5)
     result = run(config, out=tmp_path)
     assert list(result.reports) == [1, 2] and result.reports == read_reports(tmp_path / "metrics.jsonl")
     for step, report in result.reports.items():
@@ -72,11 +72,10 @@ def test_wrong_settings_say_how_to_repair_them(change, message):
 
 
 def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
-    config = STORED
     floats = init(dataclasses.replace(CONFIG, seed=3)).params
     base, written = tmp_path / "base.npz", tmp_path / "written.npz"
     export(base, floats)
-    stored = init(dataclasses.replace(config, start=str(base))).params
+    stored = init(dataclasses.replace(STORED, start=str(base))).params
     kernel = lambda params: np.asarray(tcfp_jax.dequantize(params)["block_0"]["qkv"]["kernel"])
     np.testing.assert_allclose(kernel(stored), kernel(floats), atol=5e-3 * np.abs(kernel(floats)).max())
     assert same_bits(stored["embedding"], floats["embedding"])
@@ -84,25 +83,25 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     again = init(dataclasses.replace(CONFIG, start=str(written))).params
     assert same_bits(again, tcfp_jax.dequantize(stored))
 
-    wider = dataclasses.replace(config, model=dataclasses.replace(MICRO, width=64), start=str(base))
+    wider = dataclasses.replace(STORED, model=dataclasses.replace(MICRO, width=64), start=str(base))
     with pytest.raises(ValueError, match="parameters of another model: 'block_0/attention_norm/bias' has shape"):
         init(wider)
     with pytest.raises(ValueError, match=r"another model: 'block_1/.* no such array"):
-        init(dataclasses.replace(config, model=dataclasses.replace(MICRO, layers=2), start=str(base)))
+        init(dataclasses.replace(STORED, model=dataclasses.replace(MICRO, layers=2), start=str(base)))
     with pytest.raises(FileNotFoundError, match="no such file"):
-        init(dataclasses.replace(config, start=str(tmp_path / "nothing.npz")))
+        init(dataclasses.replace(STORED, start=str(tmp_path / "nothing.npz")))
     written.write_text("no arrays")
     with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
-        init(dataclasses.replace(config, start=str(written)))
+        init(dataclasses.replace(STORED, start=str(written)))
     with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
-        run(dataclasses.replace(config, start=str(written)), out=tmp_path / "run")
+        run(dataclasses.replace(STORED, start=str(written)), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()  # the folder stays free for a run with the right file
     np.save(tmp_path / "one.npy", np.ones(3))
     (tmp_path / "empty.npz").touch()
     (tmp_path / "cut.npz").write_bytes(base.read_bytes()[:-100])
     for name in ("one.npy", "empty.npz", "cut.npz"):
         with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
-            init(dataclasses.replace(config, start=str(tmp_path / name)))
+            init(dataclasses.replace(STORED, start=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("until", ["first step", "end"])
