@@ -39,10 +39,11 @@ hypothesis.settings.load_profile("repeatable")
 
 # Longest files. `--dist loadfile` hands out whole files, so long ones go first, or one of them ends alone.
 LONGEST = (
-    "test_wild", "test_adamw", "test_moments", "test_convergence", "test_stored", "test_benchmarks", "test_train",
-    "test_house", "test_quantizers", "test_tcfp12", "test_gemm", "test_train_step", "test_scaled_recipes",
-    "test_conversion", "test_models", "test_linen", "test_readme", "test_nnx", "test_distributed", "test_pipeline",
-    "test_axes", "test_state", "test_collectives",
+    "test_collectives", "test_compiled", "test_fp4_compiled", "test_wild", "test_adamw", "test_train", "test_docs",
+    "test_gemm", "test_house", "test_fp4", "test_stored", "test_fp4_training", "test_golden", "test_state",
+    "test_casting", "test_monitor", "test_transformations", "test_tcfp12", "test_convergence", "test_x64",
+    "test_calibration", "test_scaled_recipes", "test_conversion", "test_serving", "test_observed", "test_quantizers",
+    "test_moments", "test_fp4_readings", "test_freshness", "test_export", "test_nnx", "test_failures",
 )  # fmt: skip
 
 

@@ -52,7 +52,11 @@ def test_programs_are_compiled_for_an_h200_where_that_was_expected():
     assert h200.missing() is None, f"no program was compiled for an H200: {h200.missing()}"
 
 
-def test_ci_names_files_that_exist():
+def test_ci_names_tests_that_exist_and_every_file_that_compiles_for_an_h200():
     root = Path(__file__).parents[1]
-    named = re.findall(r"\btests/[\w/]+(?:\.py)?", (root / ".ci" / "run").read_text())
-    assert len(named) > 10 and [path for path in named if not (root / path).exists()] == []
+    named = re.findall(r"\b(tests/[\w/]+\.py)(?:::(\w+))?", (root / ".ci" / "run").read_text())
+    assert len(named) > 10 and all(
+        re.search(rf"(def|class) {name}\b" if name else "", (root / file).read_text()) for file, name in named
+    )
+    compiling = {path for path in (root / "tests").rglob("test_*.py") if "compile_for_h200" in path.read_text()}
+    assert {path.relative_to(root).as_posix() for path in compiling} <= {file for file, _ in named}

@@ -49,10 +49,7 @@ UNADDED = 3
 # Sizes of vectors with the amaxes of some weights' layers, or of all.
 AMAXES = {LAYERS * weights for weights in range(1, 1 + len({*COLUMNS, *ROWS}))}
 # (recipe, remat, mesh): one weight for both orientations where a block is computed again, which needs both at once.
-CI = [
-    ("tcfp12_single", "block", "fsdp=8"),
-    pytest.param("tcfp12_fast", "products", "fsdp=4 tensor=2", marks=pytest.mark.slow),
-]
+CI = [("tcfp12_single", "block", "fsdp=8")]
 EVERY = [
     (recipe, remat, mesh)
     for mesh in MESHES
