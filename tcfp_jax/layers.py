@@ -22,9 +22,10 @@ from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import Sharding, entries_of
 from tcfp_jax.products.annotations import mark
-from tcfp_jax.products.einsum import Contraction, axes_product, contract, matrix_product, parse
+from tcfp_jax.products.einsum import Contraction, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import kernel_shape, training_of
@@ -83,31 +84,29 @@ class Multiply(Protocol):
 
 
 class Reader(Protocol):
-    """The view that a forward pass has of a layer.
+    """The view that a forward pass has of a layer: its parameters, and the fields that Linen and NNX name differently.
 
     Linen makes parameters of the given shapes. Its initializer is called for the shape `flat` if there is one, and the
-    result is reshaped. NNX has its parameters already.
+    result is reshaped, so that fan-in counts every contracted axis. NNX has its parameters already.
+
+    Attributes:
+      dtype: the layer's `dtype`, or None.
+      features: the sizes of the output's last axes.
+      axis: the axes of the input that `dense_general` contracts.
+      batch: the axes of the input that `dense_general` keeps apart.
+      kernel_shape: the shape of an einsum's kernel.
     """
 
     @property
-    def dtype(self) -> DTypeLike | None:
-        """The layer's `dtype`, or None."""
-
+    def dtype(self) -> DTypeLike | None: ...  # noqa: D102
     @property
-    def features(self) -> int | Sequence[int]:
-        """The sizes of the output's last axes."""
-
+    def features(self) -> int | Sequence[int]: ...  # noqa: D102
     @property
-    def axis(self) -> int | Sequence[int]:
-        """The axes of the input that `dense_general` contracts."""
-
+    def axis(self) -> int | Sequence[int]: ...  # noqa: D102
     @property
-    def batch(self) -> tuple[int, ...]:
-        """The axes of the input that `dense_general` keeps apart."""
-
+    def batch(self) -> tuple[int, ...]: ...  # noqa: D102
     @property
-    def kernel_shape(self) -> tuple[int, ...]:
-        """The shape of an einsum's kernel."""
+    def kernel_shape(self) -> tuple[int, ...]: ...  # noqa: D102
 
     def equation(self, given: str | None) -> str:
         """Return the einsum equation of the call, or else the layer's."""
@@ -128,16 +127,7 @@ class Reader(Protocol):
         """Return the layer's attribute of this name, with `change` applied to parameters."""
 
 
-def forward_of(function: Callable[..., jax.Array], reader: Callable[[Any], Reader]) -> Callable[..., jax.Array]:
-    """Return `function` for layers instead of readers: `forward(layer, multiply, *inputs)`, as adapters are called."""
-
-    def forward(layer: object, multiply: Multiply, *inputs: Any, **options: Any) -> jax.Array:
-        return function(reader(layer), multiply, *inputs, **options)
-
-    return forward
-
-
-def as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
+def _as_tuple(sizes: int | Sequence[int]) -> tuple[int, ...]:
     """Return sizes or axes as a tuple; Flax takes a single one as a number."""
     return tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
 
@@ -198,7 +188,7 @@ def product(
 
 def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """Return `Dense` or `Linear` of x `[..., k]`: `y = x W + b`, W `[k, features]`."""
-    inputs, features = _promotable("inputs", inputs), as_tuple(read.features)
+    inputs, features = _promotable("inputs", inputs), _as_tuple(read.features)
     kernel, bias = read.kernel((inputs.shape[-1], *features)), read.bias(features)
     # Only x is cast to the compute dtype: a kernel in BF16 would have lost the residual that quantization splits off.
     dtype = _dtype_of(inputs, kernel, bias, read.dtype)
@@ -208,9 +198,12 @@ def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
 
 def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """Return `DenseGeneral` or `LinearGeneral`: contract `axis`, keep `batch` apart; W `[*batch, *in, *features]`."""
-    inputs, features = _promotable("inputs", inputs), as_tuple(read.features)
-    axes, batch = _axes(inputs.shape, as_tuple(read.axis), read.batch)
-    contraction = axes_product(inputs.ndim, axes, batch, len(features))
+    inputs, features = _promotable("inputs", inputs), _as_tuple(read.features)
+    axes, batch = _axes(inputs.shape, _as_tuple(read.axis), read.batch)
+    first, last = len(batch), len(batch) + len(axes)
+    places = tuple(range(last + len(features)))
+    layout = Layout(places[first:last], places[last:], places[:first])
+    contraction = Contraction(layout, inputs.ndim, axes, batch)  # its result is [*batch, ..., *features]
     take = lambda chosen: tuple(inputs.shape[axis] for axis in chosen)
     # Flax initializes the kernel as a matrix, so that fan-in counts every contracted axis.
     matrix = (prod(take(batch)) * prod(take(axes)), prod(features))

@@ -8,8 +8,9 @@ evaluation do. No forward pass writes a variable.
 
 import contextlib
 import contextvars
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,12 +52,6 @@ def switched_off(patterns: tuple[str, ...], is_off: Callable[[str], bool]) -> It
         OFF.reset(token)
 
 
-def _runs_flax(layer: nn.Module) -> bool:
-    """Return whether `to_bf16` switched off a bound layer of ours."""
-    is_off = OFF.get()
-    return is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path))
-
-
 def _kernel_of(layer: Any, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array | Absent:
     """Return the layer's parameter, or `Absent` if inference weights replaced it."""
     dtype = getattr(layer, "param_dtype", jnp.float32)
@@ -76,22 +71,15 @@ def _kernel_of(layer: Any, name: str, init: Initializer, shape: tuple[int, ...])
 
 
 def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
-    """Return the quantized parameter of a bound layer, or None."""
     return layer.get_variable(COLLECTION, name) if layer.has_variable(COLLECTION, name) else None
 
 
-def _multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
-    """Return the product of a bound Linen layer, which reads the stored kernel if the caller passed one.
-
-    >>> class Layer(nn.Module):
-    ...     def __call__(self, x):
-    ...         return _multiplier(self, Recipe())("bk,kn->bn", x, jnp.ones((3, 4)))
-    >>> Layer().apply({}, jnp.ones((2, 3))).shape
-    (2, 4)
-    """
+def _multiplier(layer: Any) -> Multiply:
+    """Return the product of a bound Linen layer, which reads the stored kernel if the caller passed one."""
     # The output of `init` is thrown away, so any key serves.
     of_init = lambda: jax.random.key(0) if layer.is_initializing() else None
     key = lambda: layer.make_rng(RNG) if layer.has_rng(RNG) else of_init()
+    recipe = layer.recipe if isinstance(layer.recipe, Recipe) else named_recipe(layer.recipe)
 
     def multiply(
         equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
@@ -101,41 +89,24 @@ def _multiplier(layer: nn.Module, recipe: Recipe) -> Multiply:
     return multiply
 
 
-def _recipe_of(layer: Any) -> Recipe:
-    return layer.recipe if isinstance(layer.recipe, Recipe) else named_recipe(layer.recipe)
+def _flax_body(layer: nn.Module, kind: type, method: str = "__call__") -> Callable[..., Any] | None:
+    """Return Flax's own method of a bound layer if `to_bf16` switched the layer off, otherwise None.
 
-
-def _body(kind: type, method: str) -> Callable[..., Any]:
-    """Return the function of a method, without the wrapper that Linen puts around it."""
-    return inspect.unwrap(getattr(kind, method))
-
-
-def _refusal(layer: object, kind: type) -> str | None:
-    """Return the field by which a layer chose its own product, so that no recipe can, or None.
-
-    >>> _refusal(nn.Dense(4, precision="highest"), nn.Dense)
-    "precision='highest'"
+    Raises:
+      ValueError: a field is set that the recipe decides, such as `precision`.
     """
+    is_off = OFF.get()
+    if is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path)):
+        # Without the wrapper that Linen puts around methods: this one runs inside a method of the same name already.
+        return functools.partial(inspect.unwrap(getattr(kind, method)), layer)
     fields = getattr(kind, "__dataclass_fields__", {})
     for name in CHOICES:
-        if name in fields and getattr(layer, name) is not fields[name].default:
-            return f"{name}={getattr(layer, name)!r}"
+        if name in fields and (value := getattr(layer, name)) is not fields[name].default:
+            raise ValueError(
+                f"{type(layer).__name__}({name}={value!r}): the recipe decides how the product is computed; "
+                f"leave {name} unset, or use nn.{kind.__name__}"
+            )
     return None
-
-
-def _check_unused(layer: object, kind: type) -> None:
-    """Raise a ValueError if a field is set that the recipe decides."""
-    reason = _refusal(layer, kind)
-    if reason is not None:
-        raise ValueError(
-            f"{type(layer).__name__}({reason}): the recipe decides how the product is computed; "
-            f"leave {reason.split('=')[0]} unset, or use nn.{kind.__name__}"
-        )
-
-
-def _read(layer: Any) -> layers.Reader:
-    """Return the `Reader` of a bound Linen layer; it makes parameters with Flax's names and initial values."""
-    return _Reader(layer)
 
 
 class _Reader:
@@ -153,7 +124,8 @@ class _Reader:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        batch = layers.as_tuple(self._layer.batch_dims)
+        given = self._layer.batch_dims
+        batch = tuple(given) if isinstance(given, Iterable) else (given,)
         if batch != tuple(range(len(batch))):
             raise ValueError(f"batch_dims={batch} must be consecutive leading axes from 0")
         return batch
@@ -177,7 +149,7 @@ class _Reader:
         return self._layer.embedding
 
     def normalize(self, layer: Any, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
-        return _body(nn.LayerNorm, "__call__")(layer, x, mask=mask)
+        return inspect.unwrap(nn.LayerNorm.__call__)(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
         value = getattr(self._layer, name)
@@ -225,10 +197,9 @@ class TCFPDense(nn.Dense):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map `inputs` `[..., k]` to `[..., features]`."""
-        if _runs_flax(self):
-            return _body(nn.Dense, "__call__")(self, inputs)
-        _check_unused(self, nn.Dense)
-        return layers.dense(_read(self), _multiplier(self, _recipe_of(self)), inputs)
+        if (flax := _flax_body(self, nn.Dense)) is not None:
+            return flax(inputs)
+        return layers.dense(_Reader(self), _multiplier(self), inputs)
 
 
 class Fp4Dense(TCFPDense):
@@ -269,10 +240,9 @@ class TCFPDenseGeneral(nn.DenseGeneral):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map `inputs` `[*batch, ..., *in]` to `[*batch, ..., *features]`."""
-        if _runs_flax(self):
-            return _body(nn.DenseGeneral, "__call__")(self, inputs)
-        _check_unused(self, nn.DenseGeneral)
-        return layers.dense_general(_read(self), _multiplier(self, _recipe_of(self)), inputs)
+        if (flax := _flax_body(self, nn.DenseGeneral)) is not None:
+            return flax(inputs)
+        return layers.dense_general(_Reader(self), _multiplier(self), inputs)
 
 
 class TCFPEinsum(nn.Einsum):
@@ -297,10 +267,9 @@ class TCFPEinsum(nn.Einsum):
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """Return the einsum of `inputs` and the kernel, plus the bias."""
-        if _runs_flax(self):
-            return _body(nn.Einsum, "__call__")(self, inputs, einsum_str)
-        _check_unused(self, nn.Einsum)
-        return layers.einsum(_read(self), _multiplier(self, _recipe_of(self)), inputs, einsum_str)
+        if (flax := _flax_body(self, nn.Einsum)) is not None:
+            return flax(inputs, einsum_str)
+        return layers.einsum(_Reader(self), _multiplier(self), inputs, einsum_str)
 
 
 class TCFPLayerNorm(nn.LayerNorm):
@@ -317,9 +286,9 @@ class TCFPLayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nn.LayerNorm`."""
-        if _runs_flax(self):
-            return _body(nn.LayerNorm, "__call__")(self, x, mask=mask)
-        return layers.layer_norm(_read(self), x, mask=mask)
+        if (flax := _flax_body(self, nn.LayerNorm)) is not None:
+            return flax(x, mask=mask)
+        return layers.layer_norm(_Reader(self), x, mask=mask)
 
 
 class TCFPEmbed(nn.Embed):
@@ -341,17 +310,15 @@ class TCFPEmbed(nn.Embed):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Map integer tokens `[...]` to `[..., features]`."""
-        if _runs_flax(self):
-            return _body(nn.Embed, "__call__")(self, inputs)
-        _check_unused(self, nn.Embed)
-        return layers.embed(_read(self), inputs)
+        if (flax := _flax_body(self, nn.Embed)) is not None:
+            return flax(inputs)
+        return layers.embed(_Reader(self), inputs)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
-        if _runs_flax(self):
-            return _body(nn.Embed, "attend")(self, query)
-        _check_unused(self, nn.Embed)
-        return layers.attend(_read(self), _multiplier(self, _recipe_of(self)), query)
+        if (flax := _flax_body(self, nn.Embed, "attend")) is not None:
+            return flax(query)
+        return layers.attend(_Reader(self), _multiplier(self), query)
 
 
 # The Flax class of each layer of ours.

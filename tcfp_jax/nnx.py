@@ -16,7 +16,7 @@ from flax import nnx
 
 from pallas_kernels.specs import Sharding
 from tcfp_jax import layers
-from tcfp_jax.layers import CHOICES, Absent, Multiply, forward_of
+from tcfp_jax.layers import CHOICES, Absent, Multiply
 from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
@@ -28,7 +28,7 @@ __all__ = ["Fp4Dense", "TCFPEinsum", "TCFPEmbed", "TCFPLayerNorm", "TCFPLinear",
 RNG = "tcfp"
 
 
-class LowPrecision:
+class _LowPrecision:
     """Attributes of all layers: `recipe`, `products` ("recipe", or "flax" for Flax's own code) and `stored`.
 
     It is the last base class and has no slots, so an object keeps the memory layout of Flax's class, and conversion can
@@ -44,7 +44,7 @@ class LowPrecision:
 
 
 def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
-    """Return the layer's output; it takes the arguments of the Flax layer, the class before `LowPrecision`."""
+    """Return the layer's output; it takes the arguments of the Flax layer, the class before `_LowPrecision`."""
     # Users may subclass a layer of ours, so Flax's class is found by its place behind the class that has `forward`.
     kinds = type(self).__mro__
     flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
@@ -52,16 +52,11 @@ def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
         return flax_call(self, *args, **options)
     given = dict(inspect.signature(flax_call).bind(self, *args, **options).arguments)
     given.pop("self")
-    return type(self).forward(self, _multiplier(self, given.pop("out_sharding", None)), **given)
+    return type(self).forward(_Reader(self), _multiplier(self, given.pop("out_sharding", None)), **given)
 
 
 def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
-    """Return the product of an NNX layer, which reads its stored kernel if there is one.
-
-    >>> layer = TCFPLinear(3, 4, rngs=nnx.Rngs(0))
-    >>> _multiplier(layer)("bk,kn->bn", jnp.ones((2, 3)), layer.kernel[...]).shape
-    (2, 4)
-    """
+    """Return the product of an NNX layer, which reads its stored kernel if there is one."""
 
     def multiply(
         equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
@@ -100,14 +95,17 @@ def store(layer: Any, weight: Stored) -> None:
 
 
 def _prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
-    """Give a layer the attributes of `LowPrecision`, and a stream of keys if its products draw random bits.
+    """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits.
 
     Raises:
       ValueError: a choice of the layer that the recipe would override, such as `precision`.
     """
-    reason = _refusal(layer)
-    if reason is not None and recipe is not None:
-        raise ValueError(f"{type(layer).__name__}({reason}): the recipe decides how the product is computed; unset it")
+    usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
+    for name in CHOICES if recipe is not None else ():
+        if not any((value := getattr(layer, name, None)) is one for one in usual):
+            raise ValueError(
+                f"{type(layer).__name__}({name}={value!r}): the recipe decides how the product is computed; unset it"
+            )
     layer.recipe = None if recipe is None else named_recipe(recipe)
     layer.products = "recipe"
     layer.stored = nnx.data(None)
@@ -135,44 +133,9 @@ def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | N
     return rngs[RNG] if isinstance(rngs, nnx.Rngs) else rngs
 
 
-def _refusal(layer: object) -> str | None:
-    """Return the field by which a layer chose its own product, so that no recipe can, or None.
-
-    >>> _refusal(nnx.Linear(2, 2, precision="highest", rngs=nnx.Rngs(0)))
-    "precision='highest'"
-    """
-    usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
-    for name in CHOICES:
-        value = getattr(layer, name, None)
-        if not any(value is one for one in usual):
-            return f"{name}={value!r}"
-    return None
-
-
-def kernel_name(layer: object) -> str:
-    """Return the name of the parameter that a layer multiplies by.
-
-    >>> kernel_name(TCFPEmbed(8, 4, rngs=nnx.Rngs(0)))
-    'embedding'
-    """
-    return "embedding" if isinstance(layer, nnx.Embed) else "kernel"
-
-
-def restore_class(layer: object) -> None:
-    """Give a layer Flax's own class again, without the attributes of this project."""
-    base = next(kind for kind in type(layer).__mro__[1:] if kind not in OWN and kind is not LowPrecision)
-    for name in ("recipe", "products", "stored", "lookup", "keys"):
-        if name in vars(layer):
-            delattr(layer, name)
-    object.__setattr__(layer, "__class__", base)
-
-
-def _read(layer: Any) -> layers.Reader:
-    """Return the `Reader` of an NNX layer; its parameters exist, so it ignores the shapes."""
-    return _Reader(layer)
-
-
 class _Reader:
+    """The `Reader` of an NNX layer; its parameters exist, so it ignores the shapes."""
+
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self.dtype = layer.dtype
@@ -216,7 +179,7 @@ class _Reader:
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
-class TCFPLinear(nnx.Linear, LowPrecision):
+class TCFPLinear(nnx.Linear, _LowPrecision):
     """`nnx.Linear` whose product follows a recipe: `y = x W + b`, x `[..., k]`, W `[k, n]`.
 
     Arguments are `nnx.Linear`'s, plus `recipe`, a `Recipe` or the name of one.
@@ -229,7 +192,7 @@ class TCFPLinear(nnx.Linear, LowPrecision):
     (2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.dense, _read))
+    forward = staticmethod(layers.dense)
     __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -254,14 +217,14 @@ class Fp4Dense(TCFPLinear):
         super().__init__(*args, recipe=of_fp4(recipe), **options)
 
 
-class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
+class TCFPLinearGeneral(nnx.LinearGeneral, _LowPrecision):
     """`nnx.LinearGeneral` whose product follows a recipe; errors as in `TCFPLinear`.
 
     >>> jax.eval_shape(lambda: TCFPLinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3)))).shape
     (5, 2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.dense_general, _read))
+    forward = staticmethod(layers.dense_general)
     __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -269,7 +232,7 @@ class TCFPLinearGeneral(nnx.LinearGeneral, LowPrecision):
         _prepare(self, recipe, options.get("rngs"))
 
 
-class TCFPEinsum(nnx.Einsum, LowPrecision):
+class TCFPEinsum(nnx.Einsum, _LowPrecision):
     """`nnx.Einsum` whose product follows a recipe; errors as in `TCFPLinear`.
 
     Raises:
@@ -279,7 +242,7 @@ class TCFPEinsum(nnx.Einsum, LowPrecision):
     (5, 2, 4)
     """
 
-    forward = staticmethod(forward_of(layers.einsum, _read))
+    forward = staticmethod(layers.einsum)
     __call__ = _call
 
     def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
@@ -296,7 +259,7 @@ class TCFPLayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """Normalize x; `mask` as in `nnx.LayerNorm`."""
-        return layers.layer_norm(_read(self), x, mask=mask)
+        return layers.layer_norm(_Reader(self), x, mask=mask)
 
 
 class TCFPEmbed(nnx.Embed):
@@ -335,13 +298,15 @@ class TCFPEmbed(nnx.Embed):
         """Map integer tokens `[...]` to `[..., features]`."""
         if self.products == "flax" or self.lookup == "float":
             return super().__call__(inputs, out_sharding)
-        return layers.embed(_read(self), inputs, out_sharding)
+        return layers.embed(_Reader(self), inputs, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
         if self.products == "flax" or self.recipe is None:
             return super().attend(query, out_sharding)
-        return layers.attend(_read(self), _multiplier(self, out_sharding), query)
+        return layers.attend(_Reader(self), _multiplier(self, out_sharding), query)
 
 
+# Layers that multiply by a recipe.
+MULTIPLYING = (TCFPLinear, Fp4Dense, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed)
 OWN = (TCFPLinear, Fp4Dense, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm)

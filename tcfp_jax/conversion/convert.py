@@ -359,7 +359,8 @@ def _linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
 
 def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
     """Give stored weights to the layers written by hand and to the converted modules; return how many were taken."""
-    own = {paths.join(path, nnx.kernel_name(layer)): layer for path, layer in _own_layers(model).items()}
+    kernel = lambda layer: "embedding" if isinstance(layer, nnx.TCFPEmbed) else "kernel"
+    own = {paths.join(path, kernel(layer)): layer for path, layer in _own_layers(model).items()}
     for path in set(weights) & set(own):
         nnx.store(own[path], weights[path])
     rest = {path: weight for path, weight in weights.items() if path not in own}
@@ -368,7 +369,7 @@ def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
 
 
 def _own_layers(model: flax_nnx.Module) -> dict[str, Any]:
-    return {p: m for p, m in nnx_models.modules_of(model).items() if isinstance(m, nnx.LowPrecision | nnx.TCFPEmbed)}
+    return {p: m for p, m in nnx_models.modules_of(model).items() if isinstance(m, nnx.MULTIPLYING)}
 
 
 def _devices_of(tree: PyTree) -> int:

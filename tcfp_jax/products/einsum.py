@@ -12,20 +12,10 @@ from typing import TypeVar
 
 import jax
 
+from pallas_kernels import specs
 from pallas_kernels.dispatch import shared
 from pallas_kernels.operands import Operand, Quantized
-from pallas_kernels.specs import (
-    Entry,
-    Sharding,
-    entries,
-    merged_entries,
-    moved,
-    names,
-    regrouped,
-    sharding_of,
-    ungrouped,
-    with_entries,
-)  # fmt: skip
+from pallas_kernels.specs import Entry, Sharding
 from tcfp_jax.products.matmul import Asked, product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
@@ -104,19 +94,6 @@ def matrix_product(ndim: int, *, transposed: bool = False) -> Contraction:
     if not ndim:
         raise ValueError("x is a scalar, but a layer multiplies x[..., k]; give it an axis")
     return Contraction(Layout((1,), (0,)) if transposed else Layout((0,), (1,)), ndim, (ndim - 1,))
-
-
-def axes_product(ndim: int, axes: tuple[int, ...], batch: tuple[int, ...], features: int) -> Contraction:
-    """Return the contraction of x along `axes` with a kernel `[*batch, *axes, *features]`.
-
-    The result is `[*batch, *rest, *features]`.
-
-    >>> axes_product(3, (1, 2), (0,), 1) == parse("bhd,bhdn->bn", 3)
-    True
-    """
-    first, last = len(batch), len(batch) + len(axes)
-    places = tuple(range(last + features))
-    return Contraction(Layout(places[first:last], places[last:], places[:first]), ndim, axes, batch)
 
 
 def parse(equation: str, x_ndim: int) -> Contraction:
@@ -245,21 +222,21 @@ def _contracted(
     # Merged axes let one matrix product serve any number of them; groups of one axis change nothing.
     if layout.transposed:
         leading = _one_of_rest(x, leading, stack)
-    x = regrouped(x, [*leading, inputs])
+    x = specs.regrouped(x, [*leading, inputs])
     if key is not None and stack:
         key = jax.random.split(key, x.shape[:stack])  # so each matrix of the stack is rounded with its own bits
     spec = _result_spec(options, stack + rest + len(outputs))
     out_sharding = None
     if spec is not None:
-        _, merged = merged_entries(spec, [*leading, outputs])
-        out_sharding = with_entries(asked.out_sharding, merged[stack:])
+        _, merged = specs.merged_entries(spec, [*leading, outputs])
+        out_sharding = specs.with_entries(asked.out_sharding, merged[stack:])
     multiply: Callable[..., jax.Array] = functools.partial(product, Asked(asked.recipe, out_sharding))
     # vmap quantizes each matrix of the stack on its own, so that each has its own scales.
     for _ in range(stack):
         multiply = jax.vmap(multiply)
-    y = ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
+    y = specs.ungrouped(multiply(*_split_alike(stack, (x, matrix, stored, key))), [*leading, outputs])
     if spec is not None:
-        y = moved(y, spec)
+        y = specs.moved(y, spec)
     return y if contraction.order is None else y.transpose(contraction.order)
 
 
@@ -273,10 +250,10 @@ def _one_of_rest(x: jax.Array, leading: list[list[int]], stack: int) -> list[lis
     a transposed kernel is. Over one axis it can.
     """
     one = [*leading[:stack], [size for group in leading[stack:] for size in group]]
-    sharding = sharding_of(x)
+    sharding = specs.sharding_of(x)
     if sharding is not None:
-        spec = entries(sharding, x.ndim)[: len(leading)]
-        if merged_entries(spec, one)[0] != spec:
+        spec = specs.entries(sharding, x.ndim)[: len(leading)]
+        if specs.merged_entries(spec, one)[0] != spec:
             return leading  # as one they would have to be brought together
     return one
 
@@ -285,21 +262,21 @@ def _result_spec(options: _Options, ndim: int) -> tuple[Entry, ...] | None:
     """Return the spec that is asked of the result, for axes in the order `[*stack, *rest, *outputs]`."""
     if options.product.out_sharding is None:
         return None
-    spec, order = entries(options.product.out_sharding, ndim), options.contraction.order
+    spec, order = specs.entries(options.product.out_sharding, ndim), options.contraction.order
     return spec if order is None else tuple(spec[order.index(place)] for place in range(ndim))
 
 
 def _split_alike(stack: int, operands: _T) -> _T:
     """Return operands whose leading axes are split over devices alike, as `jax.vmap` needs; the first one decides."""
     leaves = jax.tree.leaves(operands)
-    if not stack or all(sharding_of(leaf) is None for leaf in leaves):
+    if not stack or all(specs.sharding_of(leaf) is None for leaf in leaves):
         return operands
-    specs = [entries(sharding_of(leaf), leaf.ndim) for leaf in leaves]
-    chosen = tuple(next((spec[axis] for spec in specs if spec[axis] is not None), None) for axis in range(stack))
+    held = [specs.entries(specs.sharding_of(leaf), leaf.ndim) for leaf in leaves]
+    chosen = tuple(next((spec[axis] for spec in held if spec[axis] is not None), None) for axis in range(stack))
 
     def split(leaf: jax.Array) -> jax.Array:
-        own = entries(sharding_of(leaf), leaf.ndim)[stack:]
-        used = {name for entry in chosen for name in names(entry)}
-        return moved(leaf, (*chosen, *(None if used & set(names(entry)) else entry for entry in own)))
+        own = specs.entries(specs.sharding_of(leaf), leaf.ndim)[stack:]
+        used = {name for entry in chosen for name in specs.names(entry)}
+        return specs.moved(leaf, (*chosen, *(None if used & set(specs.names(entry)) else entry for entry in own)))
 
     return jax.tree.map(split, operands)

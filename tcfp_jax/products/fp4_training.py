@@ -37,7 +37,7 @@ from pallas_kernels.counter import bits_of, keys
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along, squares
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
-from tcfp_jax.recipes import Fp4Training, Recipe, describe
+from tcfp_jax.recipes import Recipe, describe
 
 # The numbers of the streams from which a product draws: another number gives other bits.
 _SIGNS_WGRAD, _G_DGRAD, _G_WGRAD = 1, 3, 4
@@ -47,28 +47,14 @@ OperandName = Literal["x", "w", "g", "w_dgrad", "x_wgrad", "g_wgrad"]
 Words = tuple[jax.Array, jax.Array]
 
 
-def words_of(key: jax.Array) -> jax.Array:
-    """Return a random key, typed or not, as one array of words from which streams of bits are made.
-
-    >>> words_of(jax.random.key(3)).shape
-    (2,)
-    """
+def _words_of(key: jax.Array) -> jax.Array:
+    """Return a random key, typed or not, as one array of words from which streams of bits are made."""
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return (jax.random.key_data(key) if typed else key).astype(jnp.uint32).reshape(-1)
 
 
-def stream(words: jax.Array, number: int) -> Words:
-    """Return the key words of one of a product's streams of bits."""
+def _stream(words: jax.Array, number: int) -> Words:
     return keys(*(words[i] for i in range(words.shape[0])), number)
-
-
-def signs(words: Words, size: int) -> jax.Array:
-    """Return random signs, float32 1 or -1.
-
-    >>> sorted(set(signs(stream(words_of(jax.random.key(0)), 1), 64).tolist()))
-    [-1.0, 1.0]
-    """
-    return 1.0 - 2.0 * (bits_of((size,), *words) >> 31).astype(jnp.float32)
 
 
 def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -91,7 +77,7 @@ def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -
     """
     if key is None:
         x, w = _keyless(recipe, x), _keyless(recipe, w)
-    return _product(recipe, x, w, None if key is None else words_of(key))
+    return _product(recipe, x, w, None if key is None else _words_of(key))
 
 
 # Not a check in the rule of `_product`: see `tcfp_jax.products.matmul._constant`.
@@ -127,7 +113,7 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
     return site(_forward(recipe, x, w, words)[0], recipe, (x, w, None, None), words)
 
 
-class Quantization(NamedTuple):
+class _Quantization(NamedTuple):
     """How an operand is quantized: the arguments of `along`, or of `squares` if the axis is None."""
 
     axis: int | None
@@ -135,19 +121,20 @@ class Quantization(NamedTuple):
     signs: jax.Array | None = None
 
 
-def quantization(operand: OperandName, words: jax.Array | None) -> Quantization:
+def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization:
     """Return how an operand of a product with these key words is quantized; x and g of wgrad are `[tokens, ...]`."""
     if operand in ("w", "w_dgrad"):
-        return Quantization(None)
+        return _Quantization(None)
     if operand == "x":
-        return Quantization(-1)
+        return _Quantization(-1)
     assert words is not None, "the backward pass has a key"
     if operand == "g":
-        return Quantization(-1, stream(words, _G_DGRAD))
-    turn = signs(stream(words, _SIGNS_WGRAD), _HADAMARD)
+        return _Quantization(-1, _stream(words, _G_DGRAD))
+    # Random signs, 1 or -1. Both operands of wgrad are turned by the same, so their product is not.
+    turn = 1.0 - 2.0 * (bits_of((_HADAMARD,), *_stream(words, _SIGNS_WGRAD)) >> 31).astype(jnp.float32)
     if operand == "x_wgrad":
-        return Quantization(0, signs=turn)
-    return Quantization(0, stream(words, _G_WGRAD), turn)
+        return _Quantization(0, signs=turn)
+    return _Quantization(0, _stream(words, _G_WGRAD), turn)
 
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
@@ -159,7 +146,8 @@ def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None
     with jax.named_scope("quantize_w"):
         w_q = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), _quantized("w", w, None))
     kept_x = x.astype(jnp.bfloat16)
-    if _how(recipe).forward_operands == "bf16":
+    assert recipe.fp4 is not None, "the caller looked"
+    if recipe.fp4.forward_operands == "bf16":
         with jax.named_scope("forward"):
             y = _dot(kept_x, w.astype(jnp.bfloat16), x.ndim - 1, 0)
     else:
@@ -189,11 +177,6 @@ def _backward(recipe: Recipe, saved: _Saved, g: jax.Array) -> tuple[jax.Array, j
 
 
 _product.defvjp(_forward_rule, _backward)
-
-
-def _how(recipe: Recipe) -> Fp4Training:
-    assert recipe.fp4 is not None, "the caller looked"
-    return recipe.fp4
 
 
 def _multiply(a: Nvfp4Values, b: Nvfp4Values, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:

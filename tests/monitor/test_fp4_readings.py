@@ -13,7 +13,7 @@ from tcfp_jax import monitor
 from tcfp_jax.formats import nvfp4_arrays
 from tcfp_jax.monitor.readings import operands as operands_of
 from tcfp_jax.monitor.readings import read
-from tcfp_jax.products.fp4_training import quantization, words_of
+from tcfp_jax.products.fp4_training import _words_of, quantization
 from tcfp_jax.recipes import recipe
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.formats_oracles import QUICK
@@ -58,7 +58,7 @@ def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
 
 
 def test_what_is_observed_is_what_products_multiply():
-    (x, w), words = operands(20, 37, 25), words_of(KEY)
+    (x, w), words = operands(20, 37, 25), _words_of(KEY)
 
     def both(x, w):
         pairs = []

@@ -41,7 +41,7 @@ squares = jax.jit(nvfp4_arrays.squares, compiler_options=QUICK)
 
 def rule(how, x, w, g, key):
     """(y, dx, dw) by the rule of `tcfp_jax.matmul`, without the program that it would make of them."""
-    y, saved = fp4_training._forward(how, x, w, fp4_training.words_of(key))
+    y, saved = fp4_training._forward(how, x, w, fp4_training._words_of(key))
     return y, *fp4_training._backward(how, saved, g)[:2]
 
 
@@ -65,7 +65,8 @@ def test_products_are_those_of_the_format_librarys_values(how):
     (_, k, n), (x, w, g) = (20, 37, 25), operands(20, 37, 25)
     y, dx, dw = products(how, x, w, g, KEY)
     use = {
-        name: fp4_training.quantization(name, fp4_training.words_of(KEY)) for name in get_args(fp4_training.OperandName)
+        name: fp4_training.quantization(name, fp4_training._words_of(KEY))
+        for name in get_args(fp4_training.OperandName)
     }
     of = lambda name, values: along(values, *use[name]).dequantize()
     w_q = squares(w).dequantize()[:k, :n]
@@ -291,7 +292,7 @@ def test_a_stored_weight_is_refused():
 
 def test_no_two_operands_are_rounded_by_the_same_bits():
     """Roundings of one value by the same bits err alike, and errors that are not independent add up."""
-    words = fp4_training.words_of(KEY)
+    words = fp4_training._words_of(KEY)
     found = {name: fp4_training.quantization(name, words) for name in get_args(fp4_training.OperandName)}
     keys = [tuple(int(word) for word in each.key) for each in found.values() if each.key is not None]
     assert len(keys) == 2 and len(set(keys)) == 2
