@@ -36,7 +36,7 @@ class _LowPrecision:
     """
 
     __slots__ = ()
-    recipe: Recipe | None
+    recipe: Recipe
     products: Literal["recipe", "flax"]
     stored: Stored | None  # its arrays are `nnx.Variable`s
     keys: nnx.RngStream  # only if products draw random bits
@@ -94,22 +94,22 @@ def store(layer: Any, weight: Stored) -> None:
     layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
-def _prepare(layer: Any, recipe: Recipe | str | None, rngs: Any = None) -> None:
+def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
     """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits.
 
     Raises:
       ValueError: a choice of the layer that the recipe would override, such as `precision`.
     """
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
-    for name in CHOICES if recipe is not None else ():
+    for name in CHOICES:
         if not any((value := getattr(layer, name, None)) is one for one in usual):
             raise ValueError(
                 f"{type(layer).__name__}({name}={value!r}): the recipe decides how the product is computed; unset it"
             )
-    layer.recipe = None if recipe is None else named_recipe(recipe)
+    layer.recipe = named_recipe(recipe)
     layer.products = "recipe"
     layer.stored = nnx.data(None)
-    if layer.recipe is not None and layer.recipe.draws and rngs is not None:
+    if layer.recipe.draws and rngs is not None:
         # As in Flax's Dropout, each call takes another key by a count in the layer's state.
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
 
@@ -265,48 +265,36 @@ class TCFPLayerNorm(nnx.LayerNorm):
 class TCFPEmbed(nnx.Embed):
     """`nnx.Embed` whose rows are rounded to the packed TCFP-12 format, and whose `attend` follows a recipe.
 
-    Arguments are `nnx.Embed`'s, plus `recipe` (None: `attend` runs Flax's own code) and `lookup`: "packed"
-    rounds the rows, straight-through; "float" leaves them.
+    Arguments are `nnx.Embed`'s, plus `recipe`; the rounding has a straight-through gradient.
 
     Raises:
-      ValueError: tokens that are not integers, an unknown `lookup`, or an argument that the recipe decides.
+      ValueError: tokens that are not integers, or an argument that the recipe decides.
 
     >>> layer = TCFPEmbed(8, 4, rngs=nnx.Rngs(0))
     >>> [y.shape for y in jax.eval_shape(lambda: (layer(jnp.arange(3)), layer.attend(jnp.ones((2, 4)))))]
     [(3, 4), (2, 8)]
     """
 
-    recipe: Recipe | None
+    recipe: Recipe
     products: Literal["recipe", "flax"]
     stored: Stored | None
-    lookup: Literal["packed", "float"]
 
-    def __init__(
-        self,
-        *args: Any,
-        recipe: Recipe | str | None = "tcfp12",
-        lookup: Literal["packed", "float"] = "packed",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, recipe: Recipe | str = "tcfp12", **options: Any) -> None:
         super().__init__(*args, **options)
         _prepare(self, recipe, options.get("rngs"))
-        if lookup not in ("packed", "float"):
-            raise ValueError(f'lookup={lookup!r} is unknown; use "packed" or "float"')
-        self.lookup = lookup
 
     def __call__(self, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map integer tokens `[...]` to `[..., features]`."""
-        if self.products == "flax" or self.lookup == "float":
+        if self.products == "flax":
             return super().__call__(inputs, out_sharding)
         return layers.embed(_Reader(self), inputs, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Sharding = None) -> jax.Array:
         """Map `query` `[..., features]` to scores `[..., num_embeddings]`."""
-        if self.products == "flax" or self.recipe is None:
+        if self.products == "flax":
             return super().attend(query, out_sharding)
         return layers.attend(_Reader(self), _multiplier(self, out_sharding), query)
 
 
-# Layers that multiply by a recipe.
-MULTIPLYING = (TCFPLinear, Fp4Dense, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed)
-OWN = (TCFPLinear, Fp4Dense, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm)
+MULTIPLYING = (TCFPLinear, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed)
+OWN = (*MULTIPLYING, TCFPLayerNorm)

@@ -230,8 +230,17 @@ def export(model: Any) -> Any:
     if not nnx_models.export(model) + len(by_hand_layers):
         raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
     for module in by_hand_layers:
-        nnx.restore_class(module)
+        _restore_class(module)
     return model
+
+
+def _restore_class(layer: object) -> None:
+    """Give a layer written by hand Flax's own class again, without the attributes of this project."""
+    base = next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("flax."))
+    for name in ("recipe", "products", "stored", "keys"):
+        if name in vars(layer):
+            delattr(layer, name)
+    object.__setattr__(layer, "__class__", base)
 
 
 def to_bf16(model: _Model, *patterns: str) -> _Model:

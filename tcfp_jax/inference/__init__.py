@@ -16,12 +16,5 @@ from tcfp_jax.inference.choosing import gptq, search_scales
 from tcfp_jax.inference.serving import choose_codes, load_quantized, quantize_params, restored, unpack
 
 __all__ = [
-    "choose_codes",
-    "gptq",
-    "hessians",
-    "load_quantized",
-    "quantize_params",
-    "restored",
-    "search_scales",
-    "unpack",
-]
+    "choose_codes", "gptq", "hessians", "load_quantized", "quantize_params", "restored", "search_scales", "unpack",
+]  # fmt: skip

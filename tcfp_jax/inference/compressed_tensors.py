@@ -25,7 +25,7 @@ import numpy as np
 
 from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand, Row, Tensor
 from tcfp_jax.inference import safetensors
-from tcfp_jax.inference.shared_scales import FUSED, check_fused, check_rule, with_zeros
+from tcfp_jax.inference.shared_scales import FUSED, check_rule, settle_families
 from tcfp_jax.weights.stored import Stored
 
 _WEIGHTS_FILE, _INDEX_FILE, _CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -83,14 +83,14 @@ def save_compressed(
         raise ValueError(f"none of {list(tensors)[:4]} is quantized; pass Operands, such as quantize_together returns")
     if both := sorted(set(weights) & set(ignore)):
         raise ValueError(f"ignore={list(ignore)} names {both[0]}, which is quantized; drop one of the two")
-    weights = with_zeros(weights, fused)
     floats = {name: t for name, t in tensors.items() if not isinstance(t, Operand | Stored)}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
     if activations == "float8" and not any(scheme["format"] == _FLOAT8 for scheme in schemes.values()):
         raise ValueError('activations="float8" is for FP8 weights, and none is here; leave it out')
+    described = {name: json.dumps(scheme, sort_keys=True) for name, scheme in schemes.items()}
+    weights = settle_families(weights, described, matrices, fused)
     outers = {name: float(w.outer) for name, w in weights.items() if w.outer is not None}
-    check_fused({n: json.dumps(s, sort_keys=True) for n, s in schemes.items()}, outers, matrices, fused)
     written = dict(floats)
     for name, weight in weights.items():
         arrays = _arrays(name, weight)

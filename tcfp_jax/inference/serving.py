@@ -1,10 +1,4 @@
-"""Weights for inference, without their float kernels.
-
-served = quantize_params(params, find_weights(model))   # params of Linen, or nnx.state(model, nnx.Param)
-model.apply(served, x)                                  # Linen
-load_quantized(model, served)                           # NNX, in place
-restored(loaded, find_weights(model))                   # variables that orbax loaded without a template
-"""
+"""Weights for inference, without their float kernels; `tcfp_jax.inference` shows their use."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

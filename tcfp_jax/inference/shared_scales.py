@@ -207,13 +207,22 @@ def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
 # Weights of a file ----------------------------------------------------------------------------------------------------
 
 
-def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -> dict[str, Operand]:
+def settle_families(
+    weights: Mapping[str, Operand], schemes: Mapping[str, str], floats: Iterable[str], fused: Sequence[Sequence[str]]
+) -> dict[str, Operand]:
     """Return the weights of a file; a weight of zeros gets a global scale that the file can hold.
 
     Any scale serves zeros, and engines want one scale for all weights that they multiply as one matrix. Without other
     weights it is 1, as in `quantize_fp4` and in `generate_gparam` of the compressed-tensors package.
 
-    `weights` are by the name of the module, and `fused` holds groups of last parts of names.
+    Args:
+      weights: by the name of the module.
+      schemes: descriptions of how they are stored, by the same names.
+      floats: names of modules that stay float.
+      fused: groups of last parts of names, whose modules engines multiply as one matrix.
+
+    Raises:
+      ValueError: two members of a group are stored differently, or have two values of `outer`.
     """
 
     def is_zero(weight: Operand) -> bool:
@@ -229,6 +238,21 @@ def with_zeros(weights: Mapping[str, Operand], fused: Sequence[Sequence[str]]) -
         shared = next((outer for outer in partners if outer is not None), 1)
         changes: dict[str, Any] = dict(values=np.asarray(weights[name].values) & _SIGNS, outer=np.float32(shared))
         made[name] = dataclasses.replace(weights[name], **changes)
+    known = {**dict.fromkeys(floats, "float"), **schemes}
+    outers = {name: float(weight.outer) for name, weight in made.items() if weight.outer is not None}
+    for name, (group, sibling) in ((one, found) for one in made for found in _siblings(one, fused)):
+        if known.get(sibling, schemes[name]) != schemes[name]:
+            raise ValueError(
+                f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "
+                f"{list(group)} as one matrix; store them alike, or pass fused=() for an engine that does not"
+            )
+        if outers.get(sibling, outers.get(name)) != outers.get(name):
+            raise ValueError(
+                f"{name} has outer={outers[name]:.9g} and {sibling} {outers[sibling]:.9g}, but engines "
+                f"multiply {list(group)} as one matrix with one global scale; quantize them as one: name your "
+                "layers in fused= of quantize_params and choose_codes, or call quantize_together; or pass "
+                "fused=() here for an engine that does not"
+            )
     return made
 
 
@@ -238,34 +262,3 @@ def _siblings(name: str, fused: Sequence[Sequence[str]]) -> Iterator[tuple[Seque
     for group in fused:
         if last in group:
             yield from ((group, f"{parent}.{other}" if parent else other) for other in group)
-
-
-def check_fused(
-    schemes: Mapping[str, str], shared: Mapping[str, float], floats: Iterable[str], fused: Sequence[Sequence[str]]
-) -> None:
-    """Raise if layers that engines multiply as one matrix are stored differently or have several global scales.
-
-    Args:
-      schemes: descriptions of how each quantized module is stored, by the name of the module.
-      shared: `outer` by name, if a module has one.
-      floats: names of modules that stay float.
-      fused: groups of last parts of names.
-
-    Raises:
-      ValueError: two members of a group are stored differently, or have two values of `outer`.
-    """
-    known = {**dict.fromkeys(floats, "float"), **schemes}
-    for name in schemes:
-        for group, sibling in _siblings(name, fused):
-            if known.get(sibling, schemes[name]) != schemes[name]:
-                raise ValueError(
-                    f"{name} is stored as {schemes[name]} and {sibling} as {known[sibling]}, but engines multiply "
-                    f"{list(group)} as one matrix; store them alike, or pass fused=() for an engine that does not"
-                )
-            if shared.get(sibling, shared.get(name)) != shared.get(name):
-                raise ValueError(
-                    f"{name} has outer={shared[name]:.9g} and {sibling} {shared[sibling]:.9g}, but engines "
-                    f"multiply {list(group)} as one matrix with one global scale; quantize them as one: name your "
-                    "layers in fused= of quantize_params and choose_codes, or call quantize_together; or pass "
-                    "fused=() here for an engine that does not"
-                )

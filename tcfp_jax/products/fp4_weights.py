@@ -16,24 +16,11 @@ from jax.typing import DTypeLike
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
-from pallas_kernels.operands import Fp4, Operand
+from pallas_kernels.operands import Operand
 from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
-
-
-def check_width(x: tuple[int, ...], w: Stored) -> None:
-    """Raise if x `[..., k]` is one value short of packed codes that do not know their odd k.
-
-    Raises:
-      ValueError: k is odd and w holds k + 1 rows.
-    """
-    if isinstance(w.scaling, Fp4) and x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
-        raise ValueError(
-            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds k={w.shape[-2]}, as a byte holds "
-            "two codes; pad x with one zero if w was packed of an odd k, or pass the float weight, which is padded here"
-        )
 
 
 def forward(x: jax.Array, w: Stored, recipe: Recipe, out_sharding: Sharding) -> jax.Array:

@@ -89,8 +89,8 @@ def matmul(
         quantized, w = _opened(w)
     if isinstance(quantized, Operand):
         quantized = Stored.of(quantized)
-    if w is None and quantized is not None:
-        fp4_weights.check_width(jnp.shape(x), quantized)
+    if w is None and quantized is not None and isinstance(quantized.scaling, Fp4):
+        _check_odd(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the same product many times.
     return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
 
@@ -199,30 +199,20 @@ def _varying_alike(operands: _T) -> _T:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Saved:
-    """The residuals of the backward pass.
+    """The residuals of the backward pass."""
 
-    Attributes:
-      x: BF16 `[..., k]`, or FP8 `[k, ...]` if wgrad is FP8.
-      w: the float weight if no quantized form exists.
-      quantized: the stored weight.
-      x_type, w_type: types of the operands, which their gradients must have; None for a weight without floats.
-    """
-
-    x: jax.Array | Operand
-    w: jax.Array | None
+    x: jax.Array | Operand  # BF16 [..., k], or FP8 [k, ...] if wgrad is FP8
+    w: jax.Array | None  # floats, if no quantized form exists
     quantized: Stored | None
-    # A gradient must have the type of its operand, which may not be kept.
+    # A gradient must have the type of its operand, which may not be kept. A weight without floats has none.
     x_type: jax.core.ShapedArray = field(metadata=dict(static=True))
     w_type: jax.core.ShapedArray | None = field(metadata=dict(static=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
-) -> jax.Array:
+def _product(asked: Asked, *operands: Any) -> jax.Array:
     # JAX runs this body only if nobody differentiates; otherwise it takes the rule below, without the site.
-    result = _forward(asked, x, w, quantized, x_quantized)[0]
-    return site(result, asked.recipe, (x, w, quantized, x_quantized))
+    return site(_forward(asked, *operands)[0], asked.recipe, operands)
 
 
 def _forward(
@@ -264,20 +254,18 @@ def _forward_rule(
     if quantized is not None:
         # Nothing reads w then, and JAX would drop an unread operand together with this check.
         quantized, w = differentiated_once((quantized, w))
-    # Pure BF16 products have true second derivatives, and may be differentiated again.
-    x = differentiated_once(x) if _rounds(asked.recipe) else x
-    return _forward(asked, x, w, quantized, x_quantized)
+    return _forward(asked, _rounded(asked.recipe, x), w, quantized, x_quantized)
 
 
-def _rounds(recipe: Recipe) -> bool:
-    """Return whether a product rounds activations or gradients to fewer bits than BF16."""
-    return (recipe.forward, recipe.dgrad, recipe.wgrad) != ("bf16", "bf16", "bf16")
+def _rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
+    """Return activations or gradients; only products of BF16 ones have true second derivatives."""
+    return x if (recipe.forward, recipe.dgrad, recipe.wgrad) == ("bf16", "bf16", "bf16") else differentiated_once(x)
 
 
 def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
     x_sharding = sharding_in(x_type)
-    g = differentiated_once(g) if _rounds(recipe) else g
+    g = _rounded(recipe, g)
     is_packed, g_q = isinstance(recipe.scaling, Fp4), None
     wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
     # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad (columns).
@@ -378,6 +366,15 @@ def _check_shapes(x: tuple[int, ...], w: tuple[int, ...] | None, quantized: Stor
     if w is not None and w != weight:
         raise ValueError(f"w has shape {list(w)}, but quantized has {list(weight)}; they must be the same weight")
     return weight[1]
+
+
+def _check_odd(x: tuple[int, ...], w: Stored) -> None:
+    """Raise a ValueError if x is one value short of packed codes that do not know their odd k."""
+    if x and x[-1] % 2 and x[-1] + 1 == w.shape[-2]:
+        raise ValueError(
+            f"x{list(x)} has an odd k={x[-1]}, but the packed w{list(w.shape)} holds k={w.shape[-2]}, as a byte holds "
+            "two codes; pad x with one zero if w was packed of an odd k, or pass the float weight, which is padded here"
+        )
 
 
 def _check_stored(recipe: Recipe, quantized: Stored) -> None:

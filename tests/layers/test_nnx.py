@@ -141,8 +141,6 @@ def test_embed_rounds_rows_and_attends():
         )
 
     assert same_bits(*results(layer, model))
-    with pytest.raises(ValueError, match="lookup"):
-        TCFPEmbed(32, 16, lookup="none", rngs=flax_nnx.Rngs(0))
 
 
 def test_layers_that_are_switched_off_are_flax_bit_for_bit():
