@@ -74,13 +74,8 @@ class Absent:
         )
 
 
-class Multiply(Protocol):
-    """The product of x and a kernel, by an einsum equation or a `Contraction`; `name` is the parameter's."""
-
-    def __call__(
-        self, equation: str | Contraction, x: jax.Array, kernel: jax.Array | Absent, *, name: str = "kernel"
-    ) -> jax.Array:
-        """Return `einsum(equation, x, kernel)`."""
+# The product of x and a kernel, by an einsum equation or a `Contraction`; `name=` is the parameter's, unless "kernel".
+Multiply = Callable[..., jax.Array]
 
 
 class Reader(Protocol):
@@ -97,16 +92,11 @@ class Reader(Protocol):
       kernel_shape: the shape of an einsum's kernel.
     """
 
-    @property
-    def dtype(self) -> DTypeLike | None: ...  # noqa: D102
-    @property
-    def features(self) -> int | Sequence[int]: ...  # noqa: D102
-    @property
-    def axis(self) -> int | Sequence[int]: ...  # noqa: D102
-    @property
-    def batch(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def kernel_shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    dtype: DTypeLike | None
+    features: int | Sequence[int]
+    axis: int | tuple[int, ...]
+    batch: tuple[int, ...]
+    kernel_shape: tuple[int, ...]
 
     def equation(self, given: str | None) -> str:
         """Return the einsum equation of the call, or else the layer's."""

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -90,11 +90,7 @@ def _multiplier(layer: Any) -> Multiply:
 
 
 def _flax_body(layer: nn.Module, kind: type, method: str = "__call__") -> Callable[..., Any] | None:
-    """Return Flax's own method of a bound layer if `to_bf16` switched the layer off, otherwise None.
-
-    Raises:
-      ValueError: a field is set that the recipe decides, such as `precision`.
-    """
+    """Return Flax's own method of a layer that `to_bf16` switched off; check the fields of any other layer."""
     is_off = OFF.get()
     if is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path)):
         # Without the wrapper that Linen puts around methods: this one runs inside a method of the same name already.
@@ -111,28 +107,13 @@ def _flax_body(layer: nn.Module, kind: type, method: str = "__call__") -> Callab
 
 class _Reader:
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self.dtype = layer.dtype
-
-    @property
-    def features(self) -> int | Sequence[int]:
-        return self._layer.features
-
-    @property
-    def axis(self) -> int | Sequence[int]:
-        return self._layer.axis
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        given = self._layer.batch_dims
-        batch = tuple(given) if isinstance(given, Iterable) else (given,)
-        if batch != tuple(range(len(batch))):
-            raise ValueError(f"batch_dims={batch} must be consecutive leading axes from 0")
-        return batch
-
-    @property
-    def kernel_shape(self) -> tuple[int, ...]:
-        return self._layer.shape
+        self._layer, self.dtype = layer, layer.dtype
+        # Each kind of layer has some of these fields; only its own function reads them.
+        self.features, self.axis = getattr(layer, "features", ()), getattr(layer, "axis", ())
+        self.kernel_shape, batch = getattr(layer, "shape", ()), getattr(layer, "batch_dims", ())
+        self.batch = tuple(batch) if isinstance(batch, Iterable) else (batch,)
+        if self.batch != tuple(range(len(self.batch))):
+            raise ValueError(f"batch_dims={self.batch} must be consecutive leading axes from 0")
 
     def equation(self, given: str | None) -> str:
         return nn.merge_param("einsum_str", self._layer.einsum_str, given)
@@ -157,17 +138,13 @@ class _Reader:
 
 
 def _reshaping(init: Initializer, flat: tuple[int, ...] | None) -> Initializer:
-    """Return an initializer that runs for the shape `flat` and reshapes the result."""
-    if flat is None:
-        return init
+    """Return an initializer that runs for the shape `flat` and reshapes the result, also inside a box."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         value = init(key, flat, dtype)
-        if isinstance(value, nn.meta.AxisMetadata):
-            return nn.meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
-        return jnp.reshape(value, shape)
+        return nn.meta.replace_boxed(value, jnp.reshape(nn.meta.unbox(value), shape))
 
-    return initialize
+    return init if flat is None else initialize
 
 
 class TCFPDense(nn.Dense):
@@ -221,9 +198,8 @@ class Fp4Dense(TCFPDense):
 class TCFPDenseGeneral(nn.DenseGeneral):
     """`nn.DenseGeneral` whose product follows a recipe; its kernel is `[*batch, *in, *features]`.
 
-    Fields, parameter names, shapes and initial values are `nn.DenseGeneral`'s, plus `recipe`, as in
-    `TCFPDense`. To store a kernel of more than two axes as a matrix, build the state with
-    `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))`.
+    Fields and parameters are `nn.DenseGeneral`'s, plus `recipe`, as in `TCFPDense`. To store a kernel of more than two
+    axes as a matrix, build the state with `tcfp_jax.error_feedback(tcfp_jax.conversion.find_weights(model, *inputs))`.
 
     Raises:
       TypeError: integer or complex inputs.
@@ -248,8 +224,7 @@ class TCFPDenseGeneral(nn.DenseGeneral):
 class TCFPEinsum(nn.Einsum):
     """`nn.Einsum` whose product follows a recipe; letters that x, kernel and result share have a scale per entry.
 
-    Fields, parameter names, shapes and initial values are `nn.Einsum`'s, plus `recipe`. Build its state as for
-    `TCFPDenseGeneral`.
+    Fields and parameters are `nn.Einsum`'s, plus `recipe`. Build its state as for `TCFPDenseGeneral`.
 
     Raises:
       TypeError: integer or complex inputs.

@@ -7,7 +7,7 @@ writes a variable.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -71,35 +71,20 @@ def _multiplier(layer: Any, out_sharding: Sharding = None) -> Multiply:
 
 
 def stored_weight(layer: Any) -> Stored | None:
-    """Return the stored weight of a layer, with the present arrays of its variables, or None.
-
-    >>> stored_weight(TCFPLinear(3, 4, rngs=nnx.Rngs(0))) is None
-    True
-    """
+    """Return the stored weight of a layer, with the present arrays of its variables, or None."""
     # Read at each call, because the optimizer writes new arrays into the same variables.
     is_variable = lambda node: isinstance(node, nnx.Variable)
     return jax.tree.map(lambda variable: variable[...], layer.stored, is_leaf=is_variable)
 
 
 def store(layer: Any, weight: Stored) -> None:
-    """Let a layer multiply by a stored weight; its arrays become variables unless they are already.
-
-    >>> layer = TCFPLinear(4, 2, recipe="tensorwise", rngs=nnx.Rngs(0))
-    >>> from tcfp_jax.weights.stored import quantize_weight
-    >>> store(layer, quantize_weight(jnp.ones((4, 2)), layer.recipe)[0])
-    >>> stored_weight(layer).shape
-    (4, 2)
-    """
+    """Let a layer multiply by a stored weight; its arrays become variables unless they are already."""
     variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
     layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
 def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
-    """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits.
-
-    Raises:
-      ValueError: a choice of the layer that the recipe would override, such as `precision`.
-    """
+    """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits."""
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
     for name in CHOICES:
         if not any((value := getattr(layer, name, None)) is one for one in usual):
@@ -137,24 +122,11 @@ class _Reader:
     """The `Reader` of an NNX layer; its parameters exist, so it ignores the shapes."""
 
     def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self.dtype = layer.dtype
-
-    @property
-    def features(self) -> int | Sequence[int]:
-        return self._layer.out_features
-
-    @property
-    def axis(self) -> tuple[int, ...]:
-        return tuple(self._layer.axis)
-
-    @property
-    def batch(self) -> tuple[int, ...]:
-        return tuple(self._layer.batch_axis)
-
-    @property
-    def kernel_shape(self) -> tuple[int, ...]:
-        return self._layer.kernel_shape
+        self._layer, self.dtype = layer, layer.dtype
+        # Each kind of layer has some of these fields; only its own function reads them.
+        self.features, self.kernel_shape = getattr(layer, "out_features", ()), getattr(layer, "kernel_shape", ())
+        self.axis: int | tuple[int, ...] = getattr(layer, "axis", ())
+        self.batch = tuple(getattr(layer, "batch_axis", ()))
 
     def equation(self, given: str | None) -> str:
         equation = given or self._layer.einsum_str

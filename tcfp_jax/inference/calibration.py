@@ -97,11 +97,8 @@ class _Probe:
 
 
 def _second_moments(run: Transformed, *args: PyTree) -> dict[str, jax.Array]:
-    """Return the sum of x xᵀ over the rows x that each converted weight multiplies in a call, `[*stack, k, k]`.
-
-    The result of `run` is differentiated, so a loop of unknown length has no moments. Probes do not reach the inside of
-    `jax.shard_map` nor a layer that multiplies by itself.
-    """
+    # The result of `run` is differentiated, so a loop of unknown length has no moments. Probes do not reach the inside
+    # of `jax.shard_map` nor a layer that multiplies by itself.
     found = run.examine(*args)
 
     def zeros(path: str) -> jax.Array:
@@ -130,7 +127,6 @@ def _observed(
     seen: set[str], eqn: Equation, inputs: list[Any], recipe: Recipe, drawn: jax.Array | None = None
 ) -> jax.Array:
     """Return the result of a planned product, and show its rows of x to the probe of its weight."""
-    del drawn  # nothing is rounded here
     (y,) = bind(eqn, bare(inputs, eqn.invars))
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight = inputs[side]
@@ -150,13 +146,7 @@ def _observed(
 @jax.custom_vjp
 def _observe(y: jax.Array, x: jax.Array, moments: jax.Array) -> jax.Array:
     """Return y. Its backward pass gives the moments of x `[..., rows, k]` as the gradient of `moments`."""
-    del x, moments
     return y
-
-
-def _observe_forward(y: jax.Array, x: jax.Array, moments: jax.Array) -> tuple[jax.Array, jax.Array]:
-    del moments
-    return y, x
 
 
 def _observe_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -165,4 +155,4 @@ def _observe_backward(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax
     return gradient, jnp.zeros_like(x), moments
 
 
-_observe.defvjp(_observe_forward, _observe_backward)
+_observe.defvjp(lambda y, x, moments: (y, x), _observe_backward)

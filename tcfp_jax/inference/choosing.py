@@ -1,9 +1,5 @@
 """FP4 codes that are chosen by their error: `search_scales` without data, `gptq` with inputs of the model.
 
-moments = hessians(model, params, batches)
-served = quantize_params(params, find_weights(model))                # with recipe("nvfp4")
-served = choose_codes(served, params, find_weights(model), lambda path, w: gptq(w, moments[path]))
-
 `search_scales` leaves the smallest squared error:
 
     for every scale of the scales that is tried, for every block:
@@ -176,7 +172,6 @@ def _spread(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _best_scales(values: jax.Array, importance: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
-    """Return (scales of the tiles, scale of the scales) with the smallest error, float32."""
     amax = jnp.abs(values).max(axis=(1, 3))
     weights, unit = _spread(importance, values.shape), _unit_of(amax)
     # Each tile is searched in units of its own values; errors of all tiles are added in one unit.
@@ -260,12 +255,9 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array, size: int) -> jax.Ar
 
 
 def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (E2M1 numbers, errors over U_jj) of one block of columns, for each of several factors of its rows.
+    """Return (E2M1 numbers, errors over U_jj) of a block of columns `[n, block]`, for each of `[count, n]` factors.
 
-    Args:
-      values: float32 `[n, block]`.
-      corner: the part `[block, block]` of U for these columns.
-      factors: scale times outer, float32 `[count, n]`.
+    `corner` is the part `[block, block]` of U for these columns.
     """
 
     def column(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -288,11 +280,9 @@ def _propagate(values: jax.Array, corner: jax.Array, factors: jax.Array) -> tupl
 
 
 def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
-    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or inf.
+    """Split a matrix `[n, k]` into tiles that share a scale, and say which hold NaN or inf and are lost.
 
-    Returns:
-      (values, float32 `[tiles along n, rows of a tile, blocks along k, block]`, with zeros for padding, NaN and inf;
-      lost tiles, bool `[tiles along n, blocks along k]`).
+    The tiles are `[tiles along n, rows of a tile, blocks along k, block]`, with zeros for padding, NaN and inf.
     """
     block = scaling.block
     rows = block if scaling.tile == "square" else 1
@@ -318,7 +308,6 @@ def _unit_of(amax: jax.Array) -> jax.Array:
 
 
 def _table(scaling: Fp4) -> np.ndarray:
-    """Return the positive scales that a block may have, in order."""
     if scaling.format == "mxfp4":
         return _POWERS
     return _E4M3[_FOLDS] if scaling.rule == "fold_exact" else _E4M3
@@ -328,7 +317,6 @@ def _outers(amax: jax.Array, scaling: Fp4, *, search: bool) -> jax.Array:
     """Return the scales of the scales to try, float32 `[count]`; 1 if the format has none.
 
     A rule has one. A search has `amax / (6 m)` for each m of E4M3's largest binade, which includes all rules' scales.
-    `amax` is the largest magnitude of the matrix.
     """
     if scaling.format == "mxfp4" or scaling.rule == "one_level":
         return jnp.ones(1, jnp.float32)
@@ -363,15 +351,7 @@ def _candidates(amax: jax.Array, outer: jax.Array, scaling: Fp4, *, search: bool
 def _operand(
     numbers: jax.Array, scale: jax.Array, outer: jax.Array, lost: jax.Array, like: tuple[jax.Array, Fp4]
 ) -> Operand:
-    """Store E2M1 numbers and their scales as an operand.
-
-    Args:
-      numbers: float32 in the tiles of `_split`.
-      scale: float32 `[tiles along n, blocks along k]`.
-      outer: float32 `[]`.
-      lost: the tiles whose scale is NaN.
-      like: the matrix `[n, k]`, k even, and its scaling.
-    """
+    """Store E2M1 numbers in the tiles of `_split`, and their scales, as an operand like a matrix and its scaling."""
     w, scaling = like
     n, k = w.shape
     groups, rows, blocks, block = numbers.shape

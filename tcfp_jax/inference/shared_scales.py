@@ -99,11 +99,7 @@ def store_together(
 
 
 def _families(weights: Iterable[str], fused: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the paths of weights in lists: those that are multiplied as one matrix together, each other one alone.
-
-    >>> _families(["a/q/kernel", "a/k/kernel", "a/o/kernel", "b/q/kernel"], [("q", "k")])
-    [['a/q/kernel', 'a/k/kernel'], ['a/o/kernel'], ['b/q/kernel']]
-    """
+    """Return the paths of weights in lists: those that are multiplied as one matrix together, each other one alone."""
     found: dict[Hashable, list[str]] = {}
     groups, met = [tuple(group) for group in fused], set()
     for path in weights:
@@ -186,7 +182,6 @@ def check_rule(name: str, weight: Operand, repair: str) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
-    """Return one operand of all rows."""
     w = jnp.concatenate(weights, axis=-2)
     if isinstance(scaling, Fp4):
         return quantize_fp4(w, scaling)
@@ -197,7 +192,6 @@ def _quantized(scaling: Scaling, *weights: jax.Array) -> Operand:
 
 
 def _rows(whole: Operand, start: int, end: int, side: int) -> Operand:
-    """Return the rows start to end of a matrix, or of a stack of them, with their scales."""
     scale = whole.scale
     if not isinstance(whole.scaling, Tensor):
         scale = jax.lax.slice_in_dim(scale, start // side, -(-end // side), axis=len(whole.shape) - 2)

@@ -42,11 +42,7 @@ def pack_fp4(w: jax.Array, recipe: Recipe | str = "nvfp4") -> Stored:
 
 
 def fp4_matmul(
-    x: jax.Array,
-    w: jax.Array | Stored | Operand,
-    *,
-    recipe: Recipe | str | None = None,
-    out_sharding: Sharding = None,
+    x: jax.Array, w: jax.Array | Stored | Operand, *, recipe: Recipe | str | None = None, out_sharding: Sharding = None
 ) -> jax.Array:
     """Return `x @ w` with a weight of four bits: `y = outer * sum_k x (code * scale)`, exact but for float32 sums.
 

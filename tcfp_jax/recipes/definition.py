@@ -34,16 +34,18 @@ class TCFPMode(enum.Enum):
     TCFP12 = "tcfp12"
 
 
-def _check_choices(value: object) -> None:
-    """Raise a ValueError unless each field that is annotated as a `Literal` has one of its values."""
-    hints = get_type_hints(type(value))
-    for name, allowed in ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal):
-        if (given := getattr(value, name)) not in allowed:
-            raise ValueError(f"{name}={given!r} is unknown; use one of {list(allowed)}")
+class _Checked:
+    """A dataclass whose fields that are annotated as a `Literal` must have one of its values."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name, allowed in ((name, get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Literal):
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={given!r} is unknown; use one of {list(allowed)}")
 
 
 @dataclass(frozen=True)
-class Single:
+class Single(_Checked):
     """A weight as one FP8 tensor, or as packed FP4 codes.
 
     Attributes:
@@ -60,12 +62,9 @@ class Single:
     dgrad: ClassVar[Halves] = "hi"
     blocks: ClassVar[Literal["all", "nonzero"]] = "all"
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-
 
 @dataclass(frozen=True)
-class Dual:
+class Dual(_Checked):
     """A weight as two FP8 tensors that share their scales, `W ~ (W_hi + W_lo) s`.
 
     Attributes:
@@ -84,12 +83,9 @@ class Dual:
     dgrad: Halves = "hi+lo"
     blocks: Literal["all", "nonzero"] = "all"
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-
 
 @dataclass(frozen=True)
-class Fp4Training:
+class Fp4Training(_Checked):
     """A float weight that each product rounds to NVFP4, next to NVFP4 activations and gradients; an emulation.
 
     The rounded numbers are exact in BF16, so BF16 products multiply them. See `tcfp_jax.products.fp4_training`.
@@ -103,12 +99,9 @@ class Fp4Training:
 
     forward_operands: Literal["fp4", "bf16"] = "fp4"
 
-    def __post_init__(self) -> None:
-        _check_choices(self)
-
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(_Checked):
     """How a layer multiplies. The defaults are `recipe("tcfp12")`.
 
     Attributes:
@@ -156,7 +149,7 @@ class Recipe:
             )
         if not isinstance(self.scaling, Scaling):
             raise ValueError(f"scaling={self.scaling!r} is unknown; use Tensor(), Row(), Block(size, tile) or Fp4()")
-        _check_choices(self)
+        super().__post_init__()
         for backend in (self.backend, self.quantize_backend):
             check_backend(backend)
         check_wire(self.wire)

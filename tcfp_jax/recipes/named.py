@@ -81,19 +81,12 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     base = name if isinstance(name, Recipe) else _NAMED[name]
     if not overrides:
         return base
-    fields: dict[str, Any] = {}
-    of_weight: dict[str, Any] = {}
-    of_scaling: dict[str, Any] = {}
-    for key, value in overrides.items():
-        if key in Recipe.__dataclass_fields__:
-            fields[key] = value
-        elif key in _OF_WEIGHT:
-            of_weight[_OF_WEIGHT[key]] = value
-        elif key in _OF_SCALING:
-            of_scaling[key] = value
-        else:
-            names = [*Recipe.__dataclass_fields__, *_OF_WEIGHT, *_OF_SCALING]
-            raise TypeError(f"a recipe has no {key!r}; use some of {names}")
+    names = [*Recipe.__dataclass_fields__, *_OF_WEIGHT, *_OF_SCALING]
+    if unknown := next((key for key in overrides if key not in names), None):
+        raise TypeError(f"a recipe has no {unknown!r}; use some of {names}")
+    of_weight = {_OF_WEIGHT[key]: value for key, value in overrides.items() if key in _OF_WEIGHT}
+    of_scaling = {key: value for key, value in overrides.items() if key in _OF_SCALING}
+    fields = {key: value for key, value in overrides.items() if key in Recipe.__dataclass_fields__}
     if of_weight:
         fields["weight"] = _with_weight(fields.get("weight", base.weight), of_weight)
     if of_scaling:
