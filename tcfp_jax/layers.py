@@ -135,10 +135,8 @@ def product(
     """Return the product of x and a layer's kernel.
 
     Args:
-      equation: the axes that are multiplied.
-      x: real floats.
+      equation, x, recipe: as in `contract`.
       kernel: real floats, or `Absent` if only `stored` exists.
-      recipe: how to multiply.
       stored: the kernel as the optimizer or `quantize_params` stored it. None quantizes it here.
       key: returns the random key of this call, or None. A kernel that is quantized here with a stochastic residual then
         takes a fixed key; FP4 training has no gradient without one.
@@ -189,12 +187,18 @@ def dense(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
 def dense_general(read: Reader, multiply: Multiply, inputs: jax.Array) -> jax.Array:
     """Return `DenseGeneral` or `LinearGeneral`: contract `axis`, keep `batch` apart; W `[*batch, *in, *features]`."""
     inputs, features = _promotable("inputs", inputs), _as_tuple(read.features)
-    axes, batch = _axes(inputs.shape, _as_tuple(read.axis), read.batch)
+    shape, ndim, given = inputs.shape, inputs.ndim, (*(axis := _as_tuple(read.axis)), *read.batch)
+    if not all(-ndim <= one < ndim for one in given) or len({one % ndim for one in given}) < len(given) or not axis:
+        raise ValueError(
+            f"axis={axis} and batch axes {read.batch} of inputs{list(shape)}: at least one must be contracted and "
+            f"each must be one of {ndim} and be named once; correct axis="
+        )
+    axes, batch = (tuple(sorted(one % ndim for one in chosen)) for chosen in (axis, read.batch))
     first, last = len(batch), len(batch) + len(axes)
     places = tuple(range(last + len(features)))
     layout = Layout(places[first:last], places[last:], places[:first])
     contraction = Contraction(layout, inputs.ndim, axes, batch)  # its result is [*batch, ..., *features]
-    take = lambda chosen: tuple(inputs.shape[axis] for axis in chosen)
+    take = lambda chosen: tuple(shape[one] for one in chosen)
     # Flax initializes the kernel as a matrix, so that fan-in counts every contracted axis.
     matrix = (prod(take(batch)) * prod(take(axes)), prod(features))
     kernel = read.kernel(take(batch) + take(axes) + features, matrix)
@@ -244,17 +248,6 @@ def embed(read: Reader, inputs: jax.Array, out_sharding: Sharding = None) -> jax
 def layer_norm(read: Reader, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
     """Return `LayerNorm` with scale and bias rounded to the packed TCFP-12 format, straight-through."""
     return read.normalize(_Rounded(read), x, mask=mask)
-
-
-def _axes(shape: tuple[int, ...], axis: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the axes that `dense_general` contracts, and those that it keeps apart, counted from 0 and sorted."""
-    ndim, given = len(shape), (*axis, *batch)
-    if not all(-ndim <= one < ndim for one in given) or len({one % ndim for one in given}) < len(given) or not axis:
-        raise ValueError(
-            f"axis={axis} and batch axes {batch} of inputs{list(shape)}: at least one must be contracted, and each "
-            f"must be one of {ndim} and be named once; correct axis="
-        )
-    return tuple(tuple(sorted(one % ndim for one in chosen)) for chosen in (axis, batch))
 
 
 class _Rounded:

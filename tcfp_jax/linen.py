@@ -141,7 +141,7 @@ def _reshaping(init: Initializer, flat: tuple[int, ...] | None) -> Initializer:
     """Return an initializer that runs for the shape `flat` and reshapes the result, also inside a box."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        value = init(key, flat, dtype)
+        value = init(key, flat or shape, dtype)
         return nn.meta.replace_boxed(value, jnp.reshape(nn.meta.unbox(value), shape))
 
     return init if flat is None else initialize

@@ -302,21 +302,16 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             "a stored weight has no low-precision layer here; convert the model by the recipe and rules of the weights"
         )
     for path in set(stored) - set(params) - set(absent):
-        _replace(nodes, held[path], Absent(tuple(held[path].shape), np.dtype(held[path].dtype)))
+        kernel = flax_nnx.static(Absent(tuple(held[path].shape), np.dtype(held[path].dtype)))
+        for owner in nodes.values():  # layers may share a parameter, so it is replaced wherever it is
+            entries = owner if isinstance(owner, dict) else vars(owner) if isinstance(owner, flax_nnx.Pytree) else {}
+            for name in [name for name, value in entries.items() if value is held[path]]:
+                nnx_models.put(owner, name, kernel)
     for path in streams:  # dropout is off in inference; a stream that is used draws from a fixed key
         fixed = jax.random.key(0) if isinstance(held[path], flax_nnx.RngKey) else jax.numpy.uint32(0)
         held[path].set_raw_value(fixed)
     for path, value in params.items():
         held[path].set_raw_value(value)
-
-
-def _replace(nodes: Mapping[tuple[Any, ...], object], parameter: flax_nnx.Variable, kernel: Absent) -> None:
-    """Replace a parameter by one object wherever it is: layers may share it."""
-    for owner in nodes.values():
-        if isinstance(owner, flax_nnx.Pytree | dict):
-            entries = owner if isinstance(owner, dict) else vars(owner)
-            for name in [name for name, value in entries.items() if value is parameter]:
-                nnx_models.put(owner, name, flax_nnx.static(kernel))
 
 
 def _plain(recipe: Recipe) -> Recipe:

@@ -1,7 +1,7 @@
 """Products of BF16 operands, whose sums are float32 on every platform."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,27 +39,16 @@ def dot(
             a, b, ((a_axes, b_axes), ((), ())), preferred_element_type=product_dtype, out_sharding=sharding
         )
 
-    # Only for weight gradients, whose bits it does not change; in other products it would change the order of sums.
-    by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
-    return (_on_cpu_in_float32(product, a, b) if by_first else product(a, b)).astype(dtype)
-
-
-def _on_cpu_in_float32(product: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Return `product(*operands)` of BF16 arrays with float32 sums; on a CPU the operands become float32 first.
-
-    XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11). It cannot run one that contracts
-    the first axes of both and transposes its result, which `jax.vmap` over the second operand alone makes.
-
-    >>> one_shared = jax.vmap(lambda a, b: dot(a, b, (0,), (0,), jnp.float32), (None, 0))
-    >>> one_shared(jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 2, 1), jnp.bfloat16)).tolist()
-    [[[2.0]], [[2.0]]]
-    """
-
-    def widened(*operands: jax.Array) -> Any:
+    def widened(*operands: jax.Array) -> jax.Array:
         # The barrier keeps XLA from deleting a cast to bfloat16 and back.
         return product(*(x.astype(jnp.float32) for x in lax.optimization_barrier(operands)))
 
-    return lax.platform_dependent(*operands, cpu=widened, default=product)
+    # XLA's CPU casts the operands of most such products itself (jaxlib 0.10 to 0.11). It cannot run one that contracts
+    # the first axes of both and transposes its result, which `jax.vmap` over the second operand alone makes. Only for
+    # these weight gradients, whose bits it does not change; in other products it would change the order of sums.
+    by_first = product_dtype == jnp.float32 and a_axes[0] == b_axes[0] == 0
+    y = lax.platform_dependent(a, b, cpu=widened, default=product) if by_first else product(a, b)
+    return y.astype(dtype)
 
 
 def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Sharding, wire: Wire) -> jax.Array:

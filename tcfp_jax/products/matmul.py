@@ -150,34 +150,26 @@ def product(
         # A scale needs at least one value; without values every sum is zero, in any arithmetic.
         wide = jnp.zeros((x.shape[-1], n), jnp.bfloat16) if w is None else w.astype(jnp.bfloat16)
         return bf16.dot(x.astype(jnp.bfloat16), wide, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
-    if x.ndim == 1:
+    is_vector = x.ndim == 1
+    if is_vector:
         # The weight gradient contracts the tokens, so there must be an axis of them.
-        rows = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
-        return _of_rows(rows, x[None], w, quantized, key, None)[0]
-    return _of_rows(asked, x, w, quantized, key, x_quantized)
+        asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
+        x, x_quantized = x[None], None
+    if recipe.fp4 is None:
+        y = _product(asked, x, w, quantized, x_quantized)
+    else:
+        # FP4 training has its own custom_vjp: it keeps x in BF16, and its backward pass needs random words.
+        assert w is not None, "FP4 training stores nothing"
+        if sharding_of(x) is not None or sharding_of(w) is not None:
+            raise NotImplementedError(
+                "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; "
+                'make the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
+            )
+        y = fp4_training.product(recipe, x, w, key)
+    return y[0] if is_vector else y
 
 
 _shared_product = shared(product)
-
-
-def _of_rows(
-    asked: Asked,
-    x: jax.Array,
-    w: jax.Array | None,
-    quantized: Stored | None,
-    key: jax.Array | None,
-    x_quantized: Quantized | None,
-) -> jax.Array:
-    # FP4 training has its own custom_vjp: it keeps x in BF16, and its backward pass needs random words.
-    if asked.recipe.fp4 is None:
-        return _product(asked, x, w, quantized, x_quantized)
-    assert w is not None, "FP4 training stores nothing"
-    if sharding_of(x) is not None or sharding_of(w) is not None:
-        raise NotImplementedError(
-            "FP4 training under a mesh with explicit axes: its blocks and rotations are not laid out for them; make "
-            'the mesh with axis_types=jax.sharding.AxisType.Auto, or use recipe="bf16" there'
-        )
-    return fp4_training.product(asked.recipe, x, w, key)
 
 
 def _varying_alike(operands: _T) -> _T:

@@ -264,12 +264,6 @@ def _not_e4m3_next_to_fp4(r: Recipe) -> list[str]:
     return [name for name in how if how[name] == "full" and getattr(r, name) not in allowed[name]]
 
 
-def _is_kept(r: Recipe) -> bool:
-    """Return whether one residual, error or copy of the weight serves both forward and dgrad."""
-    form = r.stored
-    return form is not None and (isinstance(form, Dual) or form.remainder == "feedback" or r.copies == "one")
-
-
 # (is it broken, message) of each rule between fields, in the order in which they explain best. A message is built only
 # if its rule is broken.
 RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
@@ -345,7 +339,12 @@ RULES: tuple[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
         ),
     ),
     (
-        lambda r: _is_kept(r) and not (r.scaling.serves_both or isinstance(r.scaling, Fp4)),
+        # One residual, error or copy of the weight serves both forward and dgrad.
+        lambda r: (
+            r.stored is not None
+            and (isinstance(r.weight, Dual) or r.feedback or r.copies == "one")
+            and not (r.scaling.serves_both or isinstance(r.scaling, Fp4))
+        ),
         lambda r: (
             f"weight={r.weight} and copies={r.copies!r} with scaling={r.scaling}: forward and dgrad have two "
             "quantizations of the weight, so no residual, error or copy serves both; use weight=Single() with "

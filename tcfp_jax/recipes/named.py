@@ -138,7 +138,13 @@ def _with_weight(weight: Single | Dual | Fp4Training | None, given: dict[str, An
 
 def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
     if isinstance(scaling, Fp4):
-        return _with_fp4(scaling, given)
+        if taken := next((name for name in ("block", "scale") if name in given), None):
+            raise ValueError(
+                f"{taken}={given[taken]!r} with scaling={scaling}: blocks of {scaling.format} hold {scaling.block} "
+                'values and its scales are its own; use tile= or rule=, the other of recipe("nvfp4") and '
+                'recipe("mxfp4"), or recipe("mxfp8")'
+            )
+        return dataclasses.replace(scaling, **given)
     if "rule" in given:
         raise ValueError(
             f"rule={given['rule']!r} with scaling={scaling}: rules choose the scales of FP4 weights; use "
@@ -159,14 +165,3 @@ def _with_scaling(scaling: Scaling, given: dict[str, Any]) -> Scaling:
             f"tile={given['tile']!r} with scaling={scaling}, which has no blocks; pass block=32, 64 or 128"
         )
     return dataclasses.replace(scaling, scale=given["scale"])
-
-
-def _with_fp4(scaling: Fp4, given: dict[str, Any]) -> Fp4:
-    for name in ("block", "scale"):
-        if name in given:
-            raise ValueError(
-                f"{name}={given[name]!r} with scaling={scaling}: blocks of {scaling.format} hold {scaling.block} "
-                'values and its scales are its own; use tile= or rule=, the other of recipe("nvfp4") and '
-                'recipe("mxfp4"), or recipe("mxfp8")'
-            )
-    return dataclasses.replace(scaling, **given)

@@ -179,6 +179,7 @@ def test_gptq_halves_what_nearest_loses_and_a_search_is_better_still(scaling):
     assert scaling != Fp4() or loss(compensated(W, H, scales="search"), H) < found
 
 
+@pytest.mark.slow_except("scaling1-rule", "scaling2-search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
 @pytest.mark.parametrize("scaling", [Fp4(rule="four_over_six"), Fp4(rule="fold_exact", tile="square"), Fp4("mxfp4")])
 def test_units_of_weights_and_of_inputs_do_not_matter(scaling, scales):

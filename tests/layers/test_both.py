@@ -78,18 +78,3 @@ def test_only_the_equation_of_a_user_is_parsed_and_once(model, parsed, monkeypat
     seen.clear()
     jax.eval_shape(model.apply, variables, X)
     assert seen == parsed
-
-
-@pytest.mark.parametrize(
-    "make, parsed",
-    [
-        (lambda rngs: nnx.TCFPLinear(8, 4, rngs=rngs), []),
-        (lambda rngs: nnx.TCFPEinsum("abhk,kn->abhn", (8, 4), rngs=rngs), ["abhk,kn->abhn"]),
-    ],
-    ids=["linear", "einsum"],
-)
-def test_the_same_in_nnx(make, parsed, monkeypatch):
-    seen = []
-    monkeypatch.setattr(layers, "parse", lambda equation, ndim: seen.append(equation) or parse(equation, ndim))
-    flax_nnx.eval_shape(lambda model: model(X), nnx_model(make))
-    assert seen == parsed

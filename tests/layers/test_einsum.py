@@ -91,6 +91,7 @@ def test_a_stored_kernel_is_read_transposed_with_every_recipe(recipe, shape):
     close(*both(x, w), 1e-6)  # the same FP8 operands; only the order of sums may differ
 
 
+@pytest.mark.slow_except("tcfp12_blockwise")
 @pytest.mark.parametrize("recipe", ["tcfp12", "blockwise", "tcfp12_blockwise"])
 def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
     recipe = tcfp_jax.recipe(recipe)
@@ -111,6 +112,7 @@ def test_one_copy_serves_both_products_of_a_transposed_kernel(recipe):
     close(*both(x, w), 1e-6)
 
 
+@pytest.mark.slow_except("mxfp8", "tcfp12_blockwise")
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "rowwise", "tcfp12_blockwise"])
 def test_a_tied_head_reads_the_state_of_the_embedding(recipe):
     table, query = normal(48, 32), normal(4, 32, seed=1)
@@ -191,7 +193,7 @@ def test_an_out_sharding_of_too_many_axes_raises():
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "bool"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
     x = jnp.asarray(np.arange(24).reshape(4, 6) % 7, dtype)
@@ -207,7 +209,7 @@ def test_integers_are_promoted_as_flax_does(dtype, param_dtype):
 def test_axes_that_the_input_does_not_have_raise(axis, batch):
     """An axis beyond the last was counted from the first again, and another one contracted."""
     layer = TCFPDenseGeneral(4, axis=axis, batch_dims=batch)
-    with pytest.raises(ValueError, match=r"inputs\[2, 3, 8\].*must be one of 3 and be named once"):
+    with pytest.raises(ValueError, match=r"inputs\[2, 3, 8\].*each must be one of 3 and be named once"):
         jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 3, 8)))
 
 

@@ -156,7 +156,7 @@ def test_codes_whose_padding_a_checkpoint_lost_are_told_apart_by_their_layer():
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (4, 0, 4), (4, 3, 0)], ids=str)
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8", "nvfp4_training"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_training"])
 def test_axes_without_values_give_zeros(name, shape):
     """As tensors with one FP8 scale do: results and gradients of the right shapes, nothing but zeros."""
     m, k, n = shape
@@ -184,6 +184,7 @@ def test_activations_of_eight_bits_and_fp8_gradients():
         assert 1e-4 < np.abs(a - b).max() / np.abs(b).max() < 0.06
 
 
+@pytest.mark.slow_except("33-bfloat16")
 @pytest.mark.parametrize(("k", "dtype"), [(K, "float32"), (33, "bfloat16"), (6, "float32")])
 def test_both_operands_in_nvfp4_are_multiplied_exactly(k, dtype):
     x, w = 30 * normal(2, 3, k).astype(dtype), normal(k, N, seed=1)
@@ -255,6 +256,7 @@ def test_bad_values_stay_in_their_block(name):
     assert np.isnan(y[..., 3:6]).all() and np.isfinite(np.delete(y, [3, 4, 5], -1)).all()
 
 
+@pytest.mark.slow_except("mxfp4")
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_a_scale_that_is_nan_loses_nothing(name):
     packed = packed_by(W, RECIPES[name])
@@ -360,7 +362,7 @@ def test_contradictions_say_how_to_repair_them(name, overrides, words):
 # The optimizer's state and other shapes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33), ("...k,nk->...n", K)])
+@pytest.mark.parametrize(("layout", "k"), [("...k,kn->...n", 33), ("...k,nk->...n", 33)])
 def test_error_feedback_packs_along_what_is_contracted(layout, k):
     """A table `[n, k]` of a head is packed along k, too, and the rounding error is fed back."""
     contraction = parse(layout, 2)
@@ -452,6 +454,7 @@ def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped
     assert np.mean(np.asarray(found.values) == np.asarray(expected.values)) > 0.98
 
 
+@pytest.mark.slow_except("mxfp4-64-bfloat16-False", "nvfp4-128-float8_e4m3fn-True")
 @pytest.mark.parametrize(
     ("name", "k", "activation", "whole"),
     [("nvfp4", 64, "bfloat16", False), ("mxfp4", 128, "bfloat16", False), ("mxfp4", 64, "bfloat16", False),
@@ -482,6 +485,7 @@ def test_devices_that_have_parts_of_blocks_bring_the_contraction_together(name, 
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_types_say_the_mesh_where_none_is_set(name):
     mesh, x = mesh_of(2, 2, axis_type=AxisType.Explicit), normal(4, K)
@@ -493,6 +497,7 @@ def test_types_say_the_mesh_where_none_is_set(name):
     np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow_except("squares")
 @pytest.mark.parametrize("name", ["nvfp4", "squares"])
 def test_a_replicated_float_weight_in_shard_map(name):
     gradients = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=RECIPES[name]))), (0, 1))
@@ -508,10 +513,9 @@ def test_a_replicated_float_weight_in_shard_map(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"tile": "square"}, {"rule": "four_over_six"}, {"rule": "one_level"}], ids=str)
-@pytest.mark.parametrize("shape", [(32, 16), (512, 8)])
-def test_zeros_have_an_outer_scale_of_one(options, shape):
+def test_zeros_have_an_outer_scale_of_one(options):
     """Files hold its reciprocal."""
-    packed = pack_fp4(jnp.zeros(shape), recipe("nvfp4", **options))
+    packed = pack_fp4(jnp.zeros((32, 16)), recipe("nvfp4", **options))
     assert float(packed.forward.outer) == 1 and not packed.dequantize().any()
 
 
