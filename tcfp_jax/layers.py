@@ -63,11 +63,7 @@ class Absent:
         return self
 
     def __jax_array__(self) -> jax.Array:
-        """Raise, because there is no float kernel.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Raise a NotImplementedError, because there is no float kernel."""
         raise NotImplementedError(
             f"a kernel of shape {list(self.shape)} exists in quantized form only, but code reads the float one; pass "
             "it to multiply alone, or load the float parameters before to_bf16 or export"
@@ -83,20 +79,13 @@ class Reader(Protocol):
 
     Linen makes parameters of the given shapes. Its initializer is called for the shape `flat` if there is one, and the
     result is reshaped, so that fan-in counts every contracted axis. NNX has its parameters already.
-
-    Attributes:
-      dtype: the layer's `dtype`, or None.
-      features: the sizes of the output's last axes.
-      axis: the axes of the input that `dense_general` contracts.
-      batch: the axes of the input that `dense_general` keeps apart.
-      kernel_shape: the shape of an einsum's kernel.
     """
 
     dtype: DTypeLike | None
-    features: int | Sequence[int]
-    axis: int | tuple[int, ...]
-    batch: tuple[int, ...]
-    kernel_shape: tuple[int, ...]
+    features: int | Sequence[int]  # sizes of the output's last axes
+    axis: int | tuple[int, ...]  # axes of the input that `dense_general` contracts
+    batch: tuple[int, ...]  # axes that it keeps apart
+    kernel_shape: tuple[int, ...]  # of an einsum
 
     def equation(self, given: str | None) -> str:
         """Return the einsum equation of the call, or else the layer's."""
@@ -135,12 +124,11 @@ def product(
     """Return the product of x and a layer's kernel.
 
     Args:
-      equation, x, recipe: as in `contract`.
+      equation, x, recipe, out_sharding: as in `contract`.
       kernel: real floats, or `Absent` if only `stored` exists.
       stored: the kernel as the optimizer or `quantize_params` stored it. None quantizes it here.
       key: returns the random key of this call, or None. A kernel that is quantized here with a stochastic residual then
         takes a fixed key; FP4 training has no gradient without one.
-      out_sharding: sharding of the result under a mesh with explicit axes, as in `contract`.
     """
     contraction = parse(equation, x.ndim) if isinstance(equation, str) else equation
     layout, shape = contraction.layout, None
@@ -224,11 +212,7 @@ def attend(read: Reader, multiply: Multiply, query: jax.Array) -> jax.Array:
 
 
 def embed(read: Reader, inputs: jax.Array, out_sharding: Sharding = None) -> jax.Array:
-    """Return `Embed` with rows rounded to the packed TCFP-12 format, straight-through.
-
-    Raises:
-      ValueError: the tokens are not integers.
-    """
+    """Return `Embed` with rows rounded to the packed TCFP-12 format, straight-through."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         raise ValueError(f"Embed looks up integers, but got {inputs.dtype}; cast the tokens to int32")
     rows: Any = read.embedding()
@@ -250,11 +234,11 @@ def layer_norm(read: Reader, x: jax.Array, *, mask: jax.Array | None = None) -> 
     return read.normalize(_Rounded(read), x, mask=mask)
 
 
+@dataclass(frozen=True)
 class _Rounded:
     """A layer whose parameters Flax's own code reads rounded."""
 
-    def __init__(self, read: Reader) -> None:
-        self._read = read
+    _read: Reader
 
     def __getattr__(self, name: str) -> Any:
         return self._read.changed(name, fake_quantize)

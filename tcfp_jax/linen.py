@@ -67,7 +67,7 @@ def _kernel_of(layer: Any, name: str, init: Initializer, shape: tuple[int, ...])
     if not (layer.is_initializing() or layer.has_variable("params", name) or _stored_weight(layer, name) is None):
         bias = nn.meta.unbox(layer.get_variable("params", "bias"))  # a cast of the parameters includes the kernel
         return Absent(tuple(shape), jnp.dtype(dtype if bias is None else bias.dtype))
-    return layer.param(name, init, shape, dtype)
+    return layer.param(name, init, shape, dtype)  # as `nn.Dense` does, so initial values are equal bit for bit
 
 
 def _stored_weight(layer: nn.Module, name: str) -> Stored | None:
@@ -95,6 +95,7 @@ def _flax_body(layer: nn.Module, kind: type, method: str = "__call__") -> Callab
     if is_off is not None and layer.scope is not None and is_off("/".join(layer.scope.path)):
         # Without the wrapper that Linen puts around methods: this one runs inside a method of the same name already.
         return functools.partial(inspect.unwrap(getattr(kind, method)), layer)
+    # By identity, because a user's function equals the default's only if it is the default.
     fields = getattr(kind, "__dataclass_fields__", {})
     for name in CHOICES:
         if name in fields and (value := getattr(layer, name)) is not fields[name].default:
@@ -133,7 +134,7 @@ class _Reader:
         return inspect.unwrap(nn.LayerNorm.__call__)(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        value = getattr(self._layer, name)
+        value = getattr(self._layer, name)  # Flax's LayerNorm makes and reads its parameters by `self.param`
         return (lambda *args, **options: change(value(*args, **options))) if name == "param" else value
 
 
@@ -191,7 +192,7 @@ class Fp4Dense(TCFPDense):
     recipe: Recipe | str = "nvfp4"
 
     def __post_init__(self) -> None:
-        of_fp4(self.recipe)
+        of_fp4(self.recipe)  # where the layer is written, instead of at its first call
         super().__post_init__()
 
 
@@ -252,9 +253,7 @@ class TCFPLayerNorm(nn.LayerNorm):
 
     Block scales come from amax, because sigma scales would clip gains. Fields and parameters are `nn.LayerNorm`'s.
 
-    >>> layer = TCFPLayerNorm()
-    >>> y, variables = jax.eval_shape(layer.init_with_output, jax.random.key(0), jax.numpy.ones((2, 4)))
-    >>> sorted(variables["params"])
+    >>> sorted(jax.eval_shape(TCFPLayerNorm().init, jax.random.key(0), jax.numpy.ones((2, 4)))["params"])
     ['bias', 'scale']
     """
 

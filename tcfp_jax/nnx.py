@@ -50,6 +50,7 @@ def _call(self: Any, *args: Any, **options: Any) -> jax.Array:
     flax_call: Any = kinds[next(i for i, kind in enumerate(kinds) if "forward" in vars(kind)) + 1].__call__
     if self.products == "flax":
         return flax_call(self, *args, **options)
+    # By name, as forward passes take them; where the result lies is the product's own argument.
     given = dict(inspect.signature(flax_call).bind(self, *args, **options).arguments)
     given.pop("self")
     return type(self).forward(_Reader(self), _multiplier(self, given.pop("out_sharding", None)), **given)
@@ -79,12 +80,14 @@ def stored_weight(layer: Any) -> Stored | None:
 
 def store(layer: Any, weight: Stored) -> None:
     """Let a layer multiply by a stored weight; its arrays become variables unless they are already."""
+    # The optimizer's own variables stay the same objects, so its next update is what the layer reads.
     variable = lambda leaf: leaf if isinstance(leaf, nnx.Variable) else nnx.Variable(leaf)
     layer.stored = nnx.data(jax.tree.map(variable, weight, is_leaf=lambda node: isinstance(node, nnx.Variable)))
 
 
 def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
     """Give a layer the attributes of `_LowPrecision`, and a stream of keys if its products draw random bits."""
+    # Flax itself sets these where nobody chose: Linear's product, Einsum's, and the promotion of both.
     usual = (None, jax.lax.dot_general, jnp.einsum, nnx.nn.dtypes.promote_dtype)
     for name in CHOICES:
         if not any((value := getattr(layer, name, None)) is one for one in usual):
@@ -93,7 +96,7 @@ def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
             )
     layer.recipe = named_recipe(recipe)
     layer.products = "recipe"
-    layer.stored = nnx.data(None)
+    layer.stored = nnx.data(None)  # NNX must know that variables may come, or the first split would fix None
     if layer.recipe.draws and rngs is not None:
         # As in Flax's Dropout, each call takes another key by a count in the layer's state.
         layer.keys = rngs[RNG].fork() if isinstance(rngs, nnx.Rngs) else rngs.fork()
@@ -102,11 +105,7 @@ def _prepare(layer: Any, recipe: Recipe | str, rngs: Any) -> None:
 def stream_of(model: nnx.Module, rngs: Any, *, draws: bool) -> nnx.RngStream | None:
     """Return the stream from which products of a converted model draw random bits: `rngs`, or the model's own.
 
-    Returns None if no product draws, or if there is no stream. A model can be evaluated without one; asking for its
-    gradient raises.
-
-    Raises:
-      TypeError: `rngs` is neither an `nnx.Rngs` nor an `nnx.RngStream`.
+    It is None if no product draws or there is no stream: a model can be evaluated without one, but has no gradient.
     """
     if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
         raise TypeError(f"rngs is a {type(rngs).__name__}; pass nnx.Rngs({RNG}=seed)")
@@ -147,7 +146,7 @@ class _Reader:
         return nnx.LayerNorm.__call__(layer, x, mask=mask)
 
     def changed(self, name: str, change: Callable[[jax.Array], jax.Array]) -> Any:
-        value = getattr(self._layer, name)
+        value = getattr(self._layer, name)  # a parameter is an attribute, next to fields that are no arrays
         return nnx.Param(change(value[...])) if isinstance(value, nnx.Param) else value
 
 
@@ -268,5 +267,6 @@ class TCFPEmbed(nnx.Embed):
         return layers.attend(_Reader(self), _multiplier(self, out_sharding), query)
 
 
+# Layers that multiply and may hold a stored weight; layers that `export` gives Flax's class again.
 MULTIPLYING = (TCFPLinear, TCFPLinearGeneral, TCFPEinsum, TCFPEmbed)
 OWN = (*MULTIPLYING, TCFPLayerNorm)

@@ -15,9 +15,6 @@ PyTree: TypeAlias = Any  # parameters, gradients or states; the type says that a
 def path_names(path: Iterable[object]) -> list[str]:
     """Return the names along a JAX key path, without the `value` of a box around the leaf.
 
-    Raises:
-      TypeError: an entry of the path has no name.
-
     >>> path_names((jax.tree_util.DictKey("up"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("value")))
     ['up', '0']
     """
@@ -80,9 +77,6 @@ def find(tree: PyTree, names: Sequence[str]) -> Any:
 
 def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> None:
     """Set the value at a path of nested dicts, and make the dicts on the way.
-
-    Raises:
-      ValueError: the path is empty.
 
     >>> tree = {}
     >>> put(tree, ["up", "kernel"], 1)

@@ -33,9 +33,7 @@ from tcfp_jax.recipes import Recipe
 
 
 def hessians(model: Transformed | nn.Module, params: PyTree, batches: Iterable[object]) -> dict[str, jax.Array]:
-    """Return the sum of x xᵀ over the inputs x of every converted weight, by path.
-
-        H = sum over batches and rows of x xᵀ            float32 [*stack, k, k], a matrix for each layer of a loop
+    """Return `sum of x xᵀ` over the inputs x of every converted weight, by path: float32 `[*stack, k, k]`.
 
     `gptq` reads it, and `search_scales` its diagonal. The float model computes the inputs, whatever the recipe.
 

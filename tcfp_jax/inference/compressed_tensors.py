@@ -98,7 +98,7 @@ def save_compressed(
             raise ValueError(f"{taken[0]} is among the tensors, but holds a part of {name}.weight in a file; drop it")
         written |= arrays
     repair = "quantize the weight itself, or exclude it"
-    _check_global_scales({n: (_top(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
+    _check_global_scales({n: (written[f"{n}.weight_scale"], outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
     rules = {name: one.rule for name, one in scalings.items() if isinstance(one, Fp4) and one.has_outer}
     noted: set[str] = set(rules.values())
@@ -148,12 +148,12 @@ def load_compressed(
         # A single word is the rule of all codes of the file.
         rules |= json.loads(noted) if noted.startswith("{") else dict.fromkeys(coded, noted)
     tensors: dict[str, Stored | jax.Array] = {}
-    largest: dict[str, tuple[float, float]] = {}
+    scales: dict[str, tuple[np.ndarray, float]] = {}
     for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
         operand = _operand(name, arrays, global_scale == "divisor", rules.get(name, "amax"))
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
-            largest[name.removesuffix(".weight")] = (_top(operand.scale), float(operand.outer))
+            scales[name.removesuffix(".weight")] = (np.asarray(operand.scale), float(operand.outer))
     # Arrays of a weight that are left over were not read: an order of its columns, another scale, or the weight again.
     if (unread := next((n for n in arrays if n[: n.rfind(".weight") + len(".weight")] in tensors), None)) is not None:
         raise ValueError(
@@ -164,7 +164,7 @@ def load_compressed(
     if (lone := next(alone, None)) is not None:
         raise ValueError(f"{lone} is there, but {lone.removesuffix('_packed')}_scale is missing; {_COPY}")
     other = "divisor" if global_scale == "multiplier" else "multiplier"
-    _check_global_scales(largest, _INVERT.format(other=other))
+    _check_global_scales(scales, _INVERT.format(other=other))
     return tensors | {name: jnp.asarray(array) for name, array in arrays.items()}, config
 
 
@@ -218,7 +218,7 @@ def _quantization_config(schemes: Mapping[str, dict[str, Any]], ignore: list[str
     groups: dict[str, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(json.dumps(scheme), []).append(name)
-    formats = {json.loads(scheme)["format"] for scheme in groups}
+    formats = {scheme["format"] for scheme in schemes.values()}
     # A single scheme is for all linear modules except `ignore`; each of several schemes names its modules.
     targets = [["Linear"]] if len(groups) == 1 else list(groups.values())
     return dict(
@@ -262,11 +262,7 @@ def _check_bytes(name: str, scale: np.ndarray) -> None:
         raise ValueError(f"{name} has the scale byte 0x{top:x}, a NaN or a negative scale; quantize finite weights")
 
 
-def _top(scale: jax.Array | np.ndarray) -> float:
-    return float(np.asarray(scale).astype(np.float32).max(initial=0))
-
-
-def _check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str) -> None:
+def _check_global_scales(scales: Mapping[str, tuple[np.ndarray, float]], repair: str) -> None:
     """Raise if most NVFP4 weights have a global scale that looks inverted.
 
     A file holds 1 / outer, and value = code * scale / global. A quantizer that fills the range of E4M3 has a largest
@@ -276,10 +272,9 @@ def _check_global_scales(largest: Mapping[str, tuple[float, float]], repair: str
     fit float16, and always if the largest values of most weights are below 110 (below 36 for "four_over_six" and
     "fold_exact", which have s from 256 on and a global scale of 6 * 256 / max |w|).
 
-    Args:
-      largest: by name (largest block scale, `outer` as the file gives it).
-      repair: advice for the message.
+    `scales` are (block scales, `outer` as the file gives it) by name.
     """
+    largest = {name: (float(s.astype(np.float32).max(initial=0)), outer) for name, (s, outer) in scales.items()}
     judged = {name: (s, outer) for name, (s, outer) in largest.items() if outer != 1 and s > 0}
     suspect = {name: pair for name, pair in judged.items() if _LARGEST_CODE * pair[0] * pair[1] > _LARGEST_WEIGHT}
     if 2 * len(suspect) <= len(judged):

@@ -42,11 +42,8 @@ def quantize_together(
 
     Args:
       weights: real floats `[..., n, k]` of any n, contracted along k.
-      scaling: `Fp4(...)`, or an FP8 scaling of `pallas_kernels.operands`.
+      scaling: `Fp4(...)`, which gives all NVFP4 operands one `outer`, or an FP8 scaling of `pallas_kernels.operands`.
       quantize: quantizes all rows, `[..., n, k]`, instead of the scaling's own rule.
-
-    Returns:
-      Operands by the same names. NVFP4 operands have one `outer`, and FP8 operands of `Tensor()` one scale.
 
     Raises:
       ValueError: there are no weights, they differ in more than n, or squares would lie across two weights.
@@ -79,13 +76,8 @@ def store_together(
 ) -> dict[str, Stored]:
     """Store FP4 weights; those that are multiplied as one matrix have one `outer`.
 
-    Args:
-      stored: paths of the weights, such as "layers/query/kernel".
-      leaves: float parameters, by path.
-      weights: recipes and layouts, by path.
-      fused: groups of names of layers, or of weights, under one parent.
-      choose: takes the first path and a float32 matrix, or stack of matrices, of all rows. None is the recipe's rule,
-        by which weights that are multiplied alone are left out.
+    `stored` has the paths of the weights; `leaves` and `weights` are by path, and `fused` and `choose` as in
+    `choose_codes`. Without `choose` the recipe's rule quantizes, and weights that are multiplied alone are left out.
 
     Raises:
       ValueError: k is odd, recipes differ, a chosen operand does not fit, no weight is called by any name of a group,
@@ -160,13 +152,10 @@ def _store_family(
 
 
 def check_rule(name: str, weight: Operand, repair: str) -> None:
-    """Raise if an operand names the rule "fold_exact" and its scales do not keep to it: FP8 products rely on it.
+    """Raise a ValueError if an operand names the rule "fold_exact" and its scales break it: FP8 products rely on it.
 
-    No product depends on the other rules. `gptq` and `search_scales` keep to it. Operands from elsewhere are looked at,
-    unless they are traced or other processes hold a part of them. The message has `name` and the advice `repair`.
-
-    Raises:
-      ValueError: E4M3 does not hold the product of a scale and a code over 2**3.
+    By this rule E4M3 holds the product of each scale and code over 2**3. No product depends on the other rules.
+    Operands are not looked at while they are traced or other processes hold a part. `repair` ends the message.
     """
     scale = weight.scale
     unknown = isinstance(scale, jax.core.Tracer) or not getattr(scale, "is_fully_addressable", True)

@@ -99,13 +99,10 @@ def _annotation_of(name: str) -> Mark | Site | None:
 
 @jax.custom_jvp
 def differentiated_once(operands: _T) -> _T:
-    """Return the operands of a derivative's rule, and refuse to be differentiated again.
+    """Return the operands of a derivative's rule; raise a TypeError if they are differentiated again.
 
     A rule rounds, and rounding has a derivative of zero almost everywhere. A second derivative, such as that of a
     penalty on gradients, would lose these terms silently.
-
-    Raises:
-      TypeError: a second derivative is asked for.
     """
     return operands
 

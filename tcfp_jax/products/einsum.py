@@ -31,13 +31,8 @@ class Contraction:
     Attributes:
       layout: the part that each axis of the kernel takes.
       ndim: the number of axes of x.
-      inputs: the axes of x that are contracted, in the order of `layout.inputs`.
-      stack: the axes of x that run along `layout.stack`, in its order.
-      order: the axes of the result, as places in `[*stack, *rest, *outputs]`; `rest` are the other axes of x. None
-        keeps that order.
-
-    >>> matrix_product(3).rest
-    (0, 1)
+      inputs, stack: the axes of x that are contracted, and that run along a stack, in the order of the layout's.
+      order: the axes of the result, as places in `[*stack, *rest, *outputs]`, of which `rest` is x's. None keeps that.
     """
 
     layout: Layout
@@ -160,15 +155,14 @@ def contract(
 
     Args:
       contraction: the axes that are multiplied.
-      x: real floats.
+      x, recipe: as in `tcfp_jax.matmul`.
       kernel: real floats, or None if only `quantized` exists.
-      recipe: how to multiply.
       quantized: the kernel as `error_feedback` stored it (of `layout.matrix`), the result of `split` of that matrix, or
         of `quantize_fp4` of its transpose.
       key: random key for a stochastic residual if the kernel is quantized here.
       shape: the shape of the kernel if it is None.
-      out_sharding: sharding of the result under a mesh with explicit axes, as in `lax.dot_general`. If several axes are
-        multiplied as one, only the first that is longer than one stays split; the others are gathered first.
+      out_sharding: as in `tcfp_jax.matmul`. If several axes are multiplied as one, only the first that is longer than
+        one stays split; the others are gathered first.
       x_quantized: x as the recipe quantizes it, if several products share it; of `x[..., k] @ w` only.
 
     Raises:

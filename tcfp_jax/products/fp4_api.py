@@ -87,11 +87,7 @@ def fp4_linear(
     recipe: Recipe | str | None = None,
     out_sharding: Sharding = None,
 ) -> jax.Array:
-    """Return `x @ w + bias` with a weight of four bits; see `fp4_matmul` for everything but the bias.
-
-    Raises:
-      TypeError: bias is not real floating point, or `fp4_matmul` raises it.
-      ValueError: bias is not `[n]`, or `fp4_matmul` raises it.
+    """Return `x @ w + bias` with a weight of four bits; see `fp4_matmul` for everything but the bias `[n]`.
 
     >>> fp4_linear(jnp.ones((2, 3)), jnp.full((3, 4), 0.5), jnp.ones(4), recipe="mxfp4")[0].tolist()
     [2.5, 2.5, 2.5, 2.5]
@@ -109,14 +105,7 @@ def fp4_linear(
 
 
 def of_fp4(recipe: Recipe | str) -> Recipe:
-    """Return the recipe if it packs weights into four bits.
-
-    Raises:
-      ValueError: it does not.
-
-    >>> of_fp4("mxfp4").scaling.format
-    'mxfp4'
-    """
+    """Return the recipe, or raise a ValueError if it does not pack weights into four bits."""
     chosen = named_recipe(recipe)
     if chosen.fp4 is not None:
         raise ValueError(

@@ -60,12 +60,7 @@ def _stream(words: jax.Array, number: int) -> Words:
 def product(recipe: Recipe, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return `x @ w` as the recipe's `Fp4Training` says, x `[..., m, k]` and w `[k, n]`.
 
-    Args:
-      recipe: a recipe with FP4 training.
-      x: the activations.
-      w: the weight.
-      key: the source of random bits. Without it the product can be computed and not differentiated, because the
-        backward pass draws.
+    Without a key the product can be computed and not differentiated, because the backward pass draws random bits.
 
     Raises:
       ValueError: a gradient is computed without a key.
@@ -99,7 +94,7 @@ def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Saved:
-    """Residuals of the backward pass: x in BF16, W in NVFP4, key words, the number k, and the dtypes of x and w."""
+    """Residuals of the backward pass: x in BF16, W in NVFP4, key words, k, and the dtypes of x and w."""
 
     x: jax.Array
     w: Nvfp4Values

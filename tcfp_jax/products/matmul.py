@@ -173,11 +173,9 @@ _shared_product = shared(product)
 
 
 def _varying_alike(operands: _T) -> _T:
-    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies.
-
-    This happens outside the `custom_vjp`, so JAX sums the gradient of an operand that was the same on every device.
-    """
-    # A custom_vjp must return gradients that vary over the same axes as its operands; only JAX's own pcast sums them.
+    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies."""
+    # A custom_vjp must return gradients that vary over the same axes as its operands. Outside of it JAX's own pcast
+    # sums the gradient of an operand that was the same on every device.
     varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
     axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
 

@@ -8,16 +8,7 @@ of each product. Fields that contradict each other raise when a recipe is built;
     Recipe(weight=Single(), dgrad="fast", ...)        from its parts
 """
 
-from tcfp_jax.recipes.definition import (
-    Arithmetic,
-    Copies,
-    Dual,
-    Fp4Training,
-    Halves,
-    Recipe,
-    Single,
-    TCFPMode,
-)  # fmt: skip
+from tcfp_jax.recipes.definition import Arithmetic, Copies, Dual, Fp4Training, Halves, Recipe, Single, TCFPMode
 from tcfp_jax.recipes.named import NAMES, describe, recipe
 
 __all__ = [

@@ -207,8 +207,7 @@ class Recipe(_Checked):
         """Return the recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
 
         Raises:
-          ValueError: flags that contradict each other, such as `srr=True` with `error_feedback=True`, or a
-            `scale_block_size` other than 32, 64 and 128.
+          ValueError: flags contradict each other, or `scale_block_size` is none of 32, 64 and 128.
 
         >>> Recipe.from_flags(abd=True).weight.dgrad
         'hi'
