@@ -98,7 +98,7 @@ def save_compressed(
             raise ValueError(f"{taken[0]} is among the tensors, but holds a part of {name}.weight in a file; drop it")
         written |= arrays
     repair = "quantize the weight itself, or exclude it"
-    _check_global_scales({n: (written[f"{n}.weight_scale"], outers[n]) for n in outers}, repair)
+    _check_global_scales({n: (np.asarray(written[f"{n}.weight_scale"]), outers[n]) for n in outers}, repair)
     scalings = {f"{name}.weight": weight.scaling for name, weight in weights.items()}
     rules = {name: one.rule for name, one in scalings.items() if isinstance(one, Fp4) and one.has_outer}
     noted: set[str] = set(rules.values())
