@@ -101,10 +101,19 @@ class Letters:
         sizes = iter(x.shape)
         return x.reshape([math.prod([next(sizes) for _ in self.axes_of(letter)]) for letter in side])
 
-    def unflatten(self, side: Side, matrix: jax.Array) -> jax.Array:
-        """Return the array of a whole matrix."""
-        axes = zip(side, matrix.shape, strict=True)
-        return matrix.reshape([wide for letter, size in axes for wide in self.merged.get(letter, (size,))])
+    def over_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of matrices as a function of their arrays."""
+
+        def unflatten(side: Side, matrix: jax.Array) -> jax.Array:
+            axes = zip(side, matrix.shape, strict=True)
+            return matrix.reshape([wide for letter, size in axes for wide in self.merged.get(letter, (size,))])
+
+        def call(*operands: jax.Array) -> Any:
+            results = function(*(self.flatten(side, x) for side, x in zip(self.inputs, operands, strict=True)))
+            leaves, tree = jax.tree.flatten(results)
+            return jax.tree.unflatten(tree, map(unflatten, self.outputs, leaves))
+
+        return call
 
 
 def on_parts(

@@ -30,6 +30,7 @@ from pallas_kernels.scaling import SCALE_DTYPE
 BLOCK = 128
 E4M3 = jnp.float8_e4m3fn
 RANDOM_BITS = 20  # for each rounding
+LOW_20 = (1 << 20) - 1  # the bits of a hash that round m
 INFINITY = 0x7F800000  # its bits
 NOT_FINITE = 255  # byte of a block with a NaN or inf
 
@@ -42,7 +43,6 @@ _SMALLEST_NORMAL = 0x00800000
 _SMALLEST_SCALE, _LARGEST_SCALE = -87, 29
 _SMALLEST_BASE = 8  # smallest base of v: b2 * v is not subnormal for any b2 from 2**-7 on
 _SPAN = 31  # binades from the largest v to the floor
-_LOW_20 = (1 << 20) - 1
 _GOLDEN = 0x9E3779B1  # an odd number near 2**32 over the golden ratio
 
 
@@ -62,7 +62,7 @@ def encode_m(m: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     blocks = to_blocks(m.astype(jnp.float32))
     amax_bits = jnp.max(magnitude_bits(blocks), axis=-1, keepdims=True)
     scale, inverse = m_scale(amax_bits, amax_bits < INFINITY)
-    codes = stochastic_e4m3(blocks * inverse, m_bits(to_blocks(bits)))
+    codes = stochastic_e4m3(blocks * inverse, (to_blocks(bits) & jnp.uint32(LOW_20)).astype(jnp.int32))
     stored = lax.bitcast_convert_type(scale.astype(jnp.uint8), SCALE_DTYPE)
     return from_blocks(codes, m.shape[-1]), stored[..., 0]
 
@@ -96,22 +96,13 @@ def decode_v(codes: jax.Array, base: jax.Array) -> jax.Array:
     return from_blocks(values, codes.shape[-1])
 
 
-def block_count(n: int) -> int:
-    """Return the number of blocks along an axis of n values.
-
-    >>> block_count(128), block_count(129)
-    (1, 2)
-    """
-    return -(-n // BLOCK)
-
-
 def to_blocks(x: jax.Array) -> jax.Array:
     """Return [..., n] as [..., blocks, 128], with the last block filled up with zeros."""
     *leading, n = x.shape
     short = -n % BLOCK
     if short:
         x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, short)])
-    return x.reshape(*leading, block_count(n), BLOCK)
+    return x.reshape(*leading, -(-n // BLOCK), BLOCK)
 
 
 def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
@@ -129,11 +120,6 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
     bits = jnp.where(bits < _SMALLEST_NORMAL, 0, bits)
     # All NaN become the one that a GPU computes. A CPU computes another, which would have another code.
     return jnp.where(bits > INFINITY, _NAN, bits)
-
-
-def m_bits(bits: jax.Array) -> jax.Array:
-    """Return the 20 bits of a hash that round m."""
-    return (bits & jnp.uint32(_LOW_20)).astype(jnp.int32)
 
 
 def v_bits(bits: jax.Array) -> jax.Array:

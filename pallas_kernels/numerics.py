@@ -83,14 +83,14 @@ def scale_and_inverse(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (scale, its inverse as a multiplier) for magnitudes up to `amax`; both are NaN if it is not finite.
 
-    "pow2" is `pow2_scale` and its exact reciprocal. With "float32" the multiplier is `largest / max(amax, 1e-12)` and
+    "pow2" is `pow2_cover` and its exact reciprocal. With "float32" the multiplier is `largest / max(amax, 1e-12)` and
     the scale its float32 reciprocal, as in nanochat and torchao. Kernels may give another correctly rounded `division`.
 
     >>> [float(v) for v in scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn", "pow2")]
     [2.0, 0.5]
     """
     if scale == "pow2":
-        power = pow2_scale(amax, dtype)
+        power = pow2_cover(amax, largest(dtype))
         return power, reciprocal_pow2(power)
     correctly_rounded = division or divide
     finite = jnp.isfinite(amax)
@@ -102,27 +102,11 @@ def scale_and_inverse(
     return jnp.where(finite, reciprocal, nan), jnp.where(finite, multiplier, nan)
 
 
-def e8m0_scale_and_inverse(amax: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return (the "pow2" scale as E8M0, its float32 inverse); see `scale_and_inverse`.
-
-    >>> scale, inverse = e8m0_scale_and_inverse(jnp.float32(896.0), "float8_e4m3fn")
-    >>> float(decode_e8m0(scale)), float(inverse)
-    (2.0, 0.5)
-    """
-    scale, inverse = scale_and_inverse(amax, dtype, "pow2")
-    return encode_e8m0(scale), inverse
-
-
 def flush_subnormal(x: jax.Array) -> jax.Array:
     """Return float32 `x` with its subnormals set to zero of their sign; NaN stays NaN."""
     # Not times 0: if a program has an array of zeros of this shape (a backward pass stacks gradients into one), XLA
     # uses it as the factor and keeps it alive until here. This factor underflows to zeros of the same sign instead.
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, x * _SMALLEST_NORMAL, x)
-
-
-def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it: the rounding of every quantizer."""
-    return saturating_cast(flush_subnormal(x) * multiplier, dtype)
 
 
 def scaled_for_rounding(x: jax.Array, inverse: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -165,12 +149,8 @@ def amax_by_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None, *, kee
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0, keepdims=keepdims), x.dtype)
 
 
-def power_of_two(exponent: ArrayLike) -> jax.Array:
-    """Return 2**exponent in float32, exactly, for integer exponents in [-126, 127].
-
-    >>> float(power_of_two(-3))
-    0.125
-    """
+def _power_of_two(exponent: ArrayLike) -> jax.Array:
+    """Return 2**exponent in float32, exactly, for integer exponents in [-126, 127]."""
     bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -196,29 +176,20 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     bits = lax.bitcast_convert_type(values, jnp.int32)
     carry = ((bits & _MANTISSA_MASK) > limit_bits).astype(jnp.int32)
     wanted = _exponent(values) - (int(exponent) - 1) + carry
-    scale = power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
+    scale = _power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
     scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
     return jnp.where(jnp.isfinite(values), scale, jnp.full_like(scale, jnp.nan))
-
-
-def pow2_scale(amax: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Return the smallest power of two `s` with `amax / s <= largest(dtype)`; see `pow2_cover`.
-
-    >>> [float(pow2_scale(jnp.float32(a), "float8_e4m3fn")) for a in (448.0, 449.0, 0.0)]
-    [1.0, 2.0, 1.0]
-    """
-    return pow2_cover(amax, largest(dtype))
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:
     """Return 1 / scale for powers of two in [2**-126, 2**126], exactly, by integer subtraction; NaN stays NaN.
 
-    The inverse of 2**127 would be subnormal, but `pow2_scale` returns no such scale for a finite float32 `amax`.
+    The inverse of 2**127 would be subnormal, but `pow2_cover` returns no such scale for a finite float32 `amax`.
 
     >>> float(reciprocal_pow2(jnp.float32(8.0)))
     0.125
     """
-    inverse = power_of_two(-_exponent(scale))
+    inverse = _power_of_two(-_exponent(scale))
     return jnp.where(jnp.isnan(scale), scale, inverse)
 
 
@@ -272,7 +243,7 @@ def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     info = jnp.finfo(_rounded_dtype(dtype))
     # At most 126, from the exponent of NaN less two bits of mantissa, so both powers exist.
     exponent = jnp.maximum(_exponent(x), int(info.minexp)) - int(info.nmant)
-    return power_of_two(exponent), power_of_two(-exponent)
+    return _power_of_two(exponent), _power_of_two(-exponent)
 
 
 def spacing(x: jax.Array, dtype: DTypeLike) -> jax.Array:

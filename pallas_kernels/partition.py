@@ -27,7 +27,7 @@ from pallas_kernels.explicit import BlocksOf, Letters, on_parts, one_at_a_time, 
 from pallas_kernels.specs import Entry, device_count, entries, has_explicit_axes, names, shards
 from pallas_kernels.wire import Scatter
 
-__all__ = ["BlocksOf", "over_arrays", "partitioned", "varying"]
+__all__ = ["BlocksOf", "Letters", "partitioned", "varying"]
 
 
 def partitioned(
@@ -62,7 +62,7 @@ def partitioned(
     letters = replace(letters, blocks=blocks, whole=whole, scattered=scattered)
 
     def automatic(*operands: jax.Array) -> Any:
-        return over_arrays(_by_xla(local, rule, letters), rule, merged)(*operands)
+        return letters.over_arrays(_by_xla(local, rule, letters))(*operands)
 
     def on_explicit_axes(*operands: jax.Array) -> Any:
         return on_parts(_partition(local, letters.of_arrays()), automatic, letters, operands, wanted)
@@ -70,20 +70,6 @@ def partitioned(
     # Without a mesh `custom_partitioning` costs nothing: XLA inlines `local` into the program.
     of_matrices = one_at_a_time(automatic)
     return under_own_mesh(lambda *operands: (on_explicit_axes if has_explicit_axes() else of_matrices)(*operands))
-
-
-def over_arrays(
-    function: Callable[..., Any], rule: str, merged: Mapping[str, tuple[int, ...]] | None
-) -> Callable[..., Any]:
-    """Return a function of matrices as a function of their arrays; `rule` and `merged` as in `partitioned`."""
-    letters = Letters.read(rule, merged)
-
-    def call(*operands: jax.Array) -> Any:
-        results = function(*(letters.flatten(side, x) for side, x in zip(letters.inputs, operands, strict=True)))
-        leaves, tree = jax.tree.flatten(results)
-        return jax.tree.unflatten(tree, map(letters.unflatten, letters.outputs, leaves))
-
-    return call
 
 
 def _partition(local: Callable[..., Any], letters: Letters) -> Callable[..., tuple[Any, ...]]:

@@ -35,6 +35,25 @@ def _check_scale(scale: str) -> None:
         raise ValueError(f'scale={scale!r} is unknown; use "pow2" or "float32"')
 
 
+def _check_tile(tile: str) -> None:
+    if tile not in ("vector", "square"):
+        raise ValueError(f'tile={tile!r} is unknown; use "vector" or "square"')
+
+
+def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of blocks along each axis."""
+    *leading, last = shape
+    if tile == "square":
+        leading[-1] = -(-leading[-1] // size)
+    return (*leading, -(-last // size))
+
+
+def _repeat(of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...]) -> jax.Array:
+    """Return the value of its block for every value of a tensor."""
+    wide = jnp.repeat(of_blocks, size, axis=-1)[..., : shape[-1]]
+    return wide if tile == "vector" else jnp.repeat(wide, size, axis=-2)[..., : shape[-2], :]
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One float32 scale for all values of a tensor, or for each matrix of a stack.
@@ -146,8 +165,7 @@ class Block:
     def __post_init__(self) -> None:
         if self.size not in BLOCK_SIZES:
             raise ValueError(f"block={self.size} is not supported; use one of {list(BLOCK_SIZES)}")
-        if self.tile not in ("vector", "square"):
-            raise ValueError(f'tile={self.tile!r} is unknown; use "vector" or "square"')
+        _check_tile(self.tile)
 
     @property
     def serves_both(self) -> bool:
@@ -165,10 +183,7 @@ class Block:
         >>> Block(32, "vector").scale_shape((48, 100)), Block(32, "square").scale_shape((48, 100))
         ((48, 4), (2, 4))
         """
-        *leading, last = shape
-        if self.tile == "square":
-            leading[-1] = -(-leading[-1] // self.size)
-        return (*leading, -(-last // self.size))
+        return _count(self.size, self.tile, shape)
 
     def amax(self, x: jax.Array) -> jax.Array:
         """Return max |x| of every block, float32; NaN or inf if the block has one."""
@@ -187,16 +202,12 @@ class Block:
     def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Return (E8M0 scales of the blocks of float32 x, their inverses, spread over x)."""
         assert amax is None, "check_quantizer refuses an amax of blocks"
-        scale, inverse = numerics.e8m0_scale_and_inverse(self.amax(x), dtype)
-        return scale, self._repeat(inverse, x.shape)
+        scale, inverse = numerics.scale_and_inverse(self.amax(x), dtype, "pow2")
+        return numerics.encode_e8m0(scale), _repeat(inverse, self.size, self.tile, x.shape)
 
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the scale of every value of a tensor of this shape, float32."""
-        return self._repeat(numerics.decode_e8m0(scale), shape)
-
-    def _repeat(self, of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        wide = jnp.repeat(of_blocks, self.size, axis=-1)[..., : shape[-1]]
-        return wide if self.tile == "vector" else jnp.repeat(wide, self.size, axis=-2)[..., : shape[-2], :]
+        return _repeat(numerics.decode_e8m0(scale), self.size, self.tile, shape)
 
     def turn(self, scale: jax.Array) -> jax.Array:
         """Return the scales of the transposed matrix.
@@ -246,8 +257,7 @@ class Fp4:
     def __post_init__(self) -> None:
         if self.format not in _FP4:
             raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4)}")
-        if self.tile not in ("vector", "square"):
-            raise ValueError(f'tile={self.tile!r} is unknown; use "vector" or "square"')
+        _check_tile(self.tile)
         rules = _FP4[self.format][2]
         if self.rule not in rules:
             raise ValueError(f"rule={self.rule!r} is not a rule of {self.format}; use one of {list(rules)}")
@@ -283,10 +293,7 @@ class Fp4:
         >>> Fp4().scale_shape((48, 100)), Fp4(tile="square").scale_shape((48, 100))
         ((48, 7), (3, 7))
         """
-        *leading, last = shape
-        if self.tile == "square":
-            leading[-1] = -(-leading[-1] // self.block)
-        return (*leading, -(-last // self.block))
+        return _count(self.block, self.tile, shape)
 
     def bits(self, shape: tuple[int, ...]) -> float:
         """Return the bits per value of a matrix of this shape, without `outer`."""
@@ -295,8 +302,7 @@ class Fp4:
     def spread(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the block scale of every value of a tensor of this shape, float32, without `outer`."""
         numeric = numerics.decode_e8m0(scale) if self.format == "mxfp4" else scale.astype(jnp.float32)
-        wide = jnp.repeat(numeric, self.block, axis=-1)[..., : shape[-1]]
-        return wide if self.tile == "vector" else jnp.repeat(wide, self.block, axis=-2)[..., : shape[-2], :]
+        return _repeat(numeric, self.block, self.tile, shape)
 
     def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> NoReturn:
         """Raise, because the format library finds these scales."""

@@ -65,14 +65,9 @@ def with_entries(sharding: Sharding, changed: Sequence[Entry]) -> Sharding:
     return None if sharding is None else PartitionSpec(*changed)
 
 
-def sharding_of(x: jax.Array) -> NamedSharding | None:
-    """Return the sharding in the type of x if its mesh has explicit axes, else None."""
-    return sharding_in(jax.typeof(x))
-
-
-def sharding_in(aval: jax.core.ShapedArray) -> NamedSharding | None:
-    """Return the sharding in a type if its mesh has explicit axes, else None."""
-    sharding = aval.sharding
+def sharding_of(x: jax.Array | jax.core.ShapedArray) -> NamedSharding | None:
+    """Return the sharding in the type of x, or in a type, if its mesh has explicit axes, else None."""
+    sharding = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
@@ -84,11 +79,6 @@ def has_explicit_axes() -> bool:
 def device_count() -> int:
     """Return the number of devices of the mesh in use, or of this program without a mesh."""
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
-
-
-def hidden_shards() -> int:
-    """Return the most parts into which XLA may cut an axis that its type shows as whole: one with explicit axes."""
-    return 1 if has_explicit_axes() else device_count()
 
 
 def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:

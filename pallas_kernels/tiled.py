@@ -27,15 +27,6 @@ _SMALLEST_SIDE = 16
 
 
 @dataclass(frozen=True)
-class TileSize:
-    """A tile of `rows` x `columns` values, held by `warps` warps of 32 threads."""
-
-    rows: int = 64
-    columns: int = 64
-    warps: int = 8
-
-
-@dataclass(frozen=True)
 class Tiling:
     """Cut of matrices into tiles, by the largest of these sides that divide them.
 
@@ -56,25 +47,32 @@ class Tiling:
     values_per_thread: int = 16
     by_kernel: bool = True
 
-    def fit(self, m: int, k: int) -> TileSize | None:
-        """Return the tile of a matrix `[m, k]`, or None if no tile divides it.
+    @staticmethod
+    def of_blocks(size: int, values_per_thread: int = 16, by_kernel: bool = True) -> "Tiling":
+        """Return tiles that are square blocks."""
+        return Tiling((size,), (size,), values_per_thread, by_kernel)
+
+    def fit(self, m: int, k: int) -> tuple[int, int, int] | None:
+        """Return (rows, columns, warps of 32 threads) of a tile of a matrix `[m, k]`, or None if no tile divides it.
 
         >>> Tiling().fit(4096, 48), Tiling().fit(100, 64)
-        (TileSize(rows=64, columns=16, warps=2), None)
+        ((64, 16, 2), None)
         """
         pairs = ((m, self.rows), (k, self.columns))
         rows, columns = (next((side for side in sides if size and size % side == 0), 0) for size, sides in pairs)
         if not rows or not columns:
             return None
-        return TileSize(rows, columns, max(1, rows * columns // (32 * self.values_per_thread)))
+        return rows, columns, max(1, rows * columns // (32 * self.values_per_thread))
+
+    def misfit(self, name: str, m: int, k: int) -> str | None:
+        """Return the reason why no tile divides `[m, k]`, or None."""
+        if self.fit(m, k) is not None:
+            return None
+        multiple = _SMALLEST_SIDE if len(self.rows) > 1 else f"block={self.rows[0]}"
+        return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
 
 
 WIDE = Tiling(columns=(256, 128, 64, 32, 16), values_per_thread=32)
-
-
-def blocks_of(side: int, values_per_thread: int) -> Tiling:
-    """Return tiles that are square blocks."""
-    return Tiling((side,), (side,), values_per_thread)
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,6 @@ class Output:
         """Letters of its axes for `partition`: i and j count rows and columns of values, p and q of tiles."""
         axes = {"tile": "i j", "transposed": "j i", "rows": "i q", "columns": "j p", "one": "p q"}[self.form]
         return f"{axes}, j i" if self.transposed else axes
-
-
-def misfit(name: str, m: int, k: int, block: int | None = None) -> str | None:
-    """Return the reason why no tile, or no whole `block`, divides `[m, k]`, or None."""
-    if (Tiling() if block is None else blocks_of(block, 1)).fit(m, k) is None:
-        multiple = _SMALLEST_SIDE if block is None else f"block={block}"
-        return f'{name}[{m}, {k}]: both sizes must be multiples of {multiple}; use backend="xla" or pad'
-    return None
 
 
 def map_tiles(
@@ -148,9 +138,7 @@ def map_tiles(
                 for x in ([y, y.T] if output.transposed else [y.T] if output.form == "transposed" else [y])
             ]  # fmt: skip
         return lax.platform_dependent(
-            *operands,
-            cpu=functools.partial(call, interpret=True),
-            cuda=functools.partial(call, interpret=False),
+            *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
 
     rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> " + ", ".join(output.rule for output in outputs)
@@ -179,7 +167,7 @@ def _call(
     m, k = operands[0].shape
     tile = tiling.fit(m, k)
     assert tile is not None, "the caller checked"
-    rows, columns = tile.rows, tile.columns
+    rows, columns, warps = tile
     # (shape, block, whether the grid's first axis runs along the second axis of the matrix)
     forms = {
         "tile": ((m, k), (rows, columns), False),
@@ -216,7 +204,7 @@ def _call(
         in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count + [scalar_spec] * (len(operands) - count),
         out_specs=specs,
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(*varying(operands, *operands))  # a result in place has the type of its input

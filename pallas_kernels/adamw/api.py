@@ -1,19 +1,39 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import moments as codec
-from pallas_kernels.adamw import triton
+from pallas_kernels.adamw import reference, triton
 from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, check_real
+from pallas_kernels.specs import entries_of, has_explicit_axes
 
 __all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
+
+def _by_reference(
+    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
+) -> Step:
+    """Take the step by the definition, partitioned by XLA even with explicit axes, because it cuts axes into blocks."""
+    step = functools.partial(reference.adamw, options)
+    if not has_explicit_axes():
+        return step(g, hi, lo, state, rates, key)
+    spec = lambda x: jax.typeof(x).sharding.spec
+    turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
+    whole: Any = PartitionSpec()
+    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
+    return jax.sharding.auto_axes(step, out_sharding=typed)(g, hi, lo, state, rates, key)
+
+
 IMPLEMENTATIONS = (
     Implementation("triton", triton.adamw, triton.reject, triton.decline),
-    Implementation("xla", triton.by_reference),
+    Implementation("xla", _by_reference),
 )
 
 
@@ -74,7 +94,7 @@ def adamw(
 def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) -> None:
     if hi.ndim != 2:
         raise ValueError(f"hi{list(hi.shape)} is not a matrix; use jax.vmap over a stack of them")
-    few = (hi.shape[0], codec.block_count(hi.shape[1]))
+    few = (hi.shape[0], -(-hi.shape[1] // codec.BLOCK))
     expected = {
         "g": (g, None, hi.shape),
         "hi": (hi, codec.E4M3, hi.shape),

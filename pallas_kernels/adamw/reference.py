@@ -1,7 +1,8 @@
 """The definition of the fused AdamW step in plain jax.numpy: the CPU path and the oracle of the kernel.
 
 The arithmetic is written once, in `update`, over a set of elementary operations. `Portable` has them for XLA and
-interpreters, `triton.Device` for the compiled kernel. Both give the same bits, for which they need three properties:
+interpreters, and a subclass in `triton` for the compiled kernel. Both give the same bits, for which they need three
+properties:
 
 * **No contraction.** A compiler may turn `a * b + c` into one instruction that rounds once, as XLA does on a CPU. So
   every product of `Portable` passes through an integer "or" with zeros that the compiler cannot know.
@@ -10,7 +11,7 @@ interpreters, `triton.Device` for the compiled kernel. Both give the same bits, 
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ class Moments(NamedTuple):
         (['float8_e4m3fn', 'float8_e8m0fnu', 'uint8', 'uint8'], [[1.0, 1.0], [1.0, 1.0]])
         """
         k, n = shape
-        few = (k, moments.block_count(n))
+        few = (k, -(-n // moments.BLOCK))
         one, zero = jnp.ones(few, SCALE_DTYPE), jnp.zeros(few, jnp.uint8)
         return Moments(jnp.zeros(shape, moments.E4M3), one, jnp.zeros(shape, jnp.uint8), zero)
 
@@ -145,6 +146,29 @@ class Coefficients(NamedTuple):
     rate_g: jax.Array
     decay: jax.Array
 
+    @staticmethod
+    def of(rates: Rates) -> "Coefficients":
+        """Return the coefficients of a step; they have the same bits on every backend."""
+
+        def twenty_bits(x: jax.Array) -> jax.Array:
+            bits = lax.bitcast_convert_type(x, jnp.int32)
+            return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
+
+        one, by = jnp.float32(1), rates.gradient_scale
+        return Coefficients(
+            b1=twenty_bits(rates.b1),
+            one_minus_b1=(one - rates.b1) * by,
+            b2=twenty_bits(rates.b2),
+            one_minus_b2=(one - rates.b2) * by * by,
+            correction=rates.correction,
+            eps_root=jnp.maximum(rates.eps_root, SMALLEST_RADICAND),
+            eps=rates.eps,
+            rate=rates.rate,
+            rate_g=rates.rate_g * by,
+            # Only decay rounds here: the scales are powers of two.
+            decay=rates.scale * numerics.reciprocal_pow2(rates.new_scale) * rates.decay,
+        )
+
 
 class State(NamedTuple):
     """Blocks of 128 values along the last axis of all arrays that a step replaces.
@@ -160,45 +184,11 @@ class State(NamedTuple):
     v_scale: jax.Array
 
 
-class Arithmetic(Protocol):
-    """The elementary operations of `update` on float32, each rounded once, to nearest."""
-
-    def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a * b, never contracted with an addition."""
-
-    def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """Return a * b + c for an a * b that float32 holds exactly, so that contraction changes nothing."""
-
-    def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a + b."""
-
-    def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a - b."""
-
-    def root(self, x: jax.Array) -> jax.Array:
-        """Return the root of x >= 2**-100; NaN for an infinite x."""
-
-    def reciprocal(self, x: jax.Array) -> jax.Array:
-        """Return 1 / x for x in [2**-50, 2**125]."""
-
-    def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (x in E4M3, the same value as float32): to nearest, ties to even, saturating."""
-
-    def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
-        """Return `moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
-
-    def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
-        """Return `moments.magnitude_bits` of v >= 0, plus `moments.v_bits`."""
-
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Return the largest |x| of each block that is not NaN."""
-
-    def largest_or_nan(self, v: jax.Array) -> jax.Array:
-        """Return the largest v >= 0 of each block, or NaN if it has one."""
-
-
 class Portable:
-    """Elementary operations for XLA on a CPU and for interpreters."""
+    """Elementary operations of `update` on float32, each rounded once, for XLA on a CPU and for interpreters.
+
+    The kernel on a device has a subclass with the same results.
+    """
 
     def __init__(self, gradient: jax.Array) -> None:
         # Zero except for a NaN, which stays a NaN after any "or" with its mantissa.
@@ -213,7 +203,7 @@ class Portable:
         return self._guard(a * b)
 
     def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """Return a * b + c, contracted or not."""
+        """Return a * b + c for an a * b that float32 holds exactly, so that contraction changes nothing."""
         return a * b + c
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -229,16 +219,16 @@ class Portable:
         return jnp.where(jnp.isfinite(x), jnp.sqrt(x), jnp.nan)
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
-        """Return 1 / x, guarded, or XLA would turn the product with it into a division."""
+        """Return 1 / x for x in [2**-50, 2**125], guarded, or XLA would turn the product with it into a division."""
         return self._guard(1.0 / x)
 
     def e4m3(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (x in E4M3, the same value as float32); an infinity saturates as on the device."""
+        """Return (x in E4M3, the same value as float32): to nearest, ties to even; an infinity saturates as well."""
         value = numerics.round_to(jnp.where(jnp.isnan(x), x, jnp.clip(x, -448.0, 448.0)), moments.E4M3)
         return value.astype(moments.E4M3), value
 
     def stochastic_e4m3(self, x: jax.Array, inverse: jax.Array | None, random: jax.Array) -> jax.Array:
-        """Return `moments.stochastic_e4m3` of x, or of x * inverse."""
+        """Return `moments.stochastic_e4m3` of x, or of x * inverse, a power of two or NaN."""
         return moments.stochastic_e4m3(x if inverse is None else x * inverse, random)
 
     def add_v_bits(self, v: jax.Array, bits: jax.Array) -> jax.Array:
@@ -256,7 +246,7 @@ class Portable:
 
 
 def update(
-    do: Arithmetic, options: Options, c: Coefficients, gradient: jax.Array, old: State, bits: jax.Array
+    do: Portable, options: Options, c: Coefficients, gradient: jax.Array, old: State, bits: jax.Array
 ) -> tuple[State, jax.Array]:
     """Return (the new state, the weight before rounding, in units of the new scale); `bits` are one hash an element.
 
@@ -279,65 +269,32 @@ def update(
 
     hi, rounded = do.e4m3(weight)
     rest = do.subtract(weight, rounded)
-    lo = do.stochastic_e4m3(rest, None, lo_bits(bits)) if options.remainder == "stochastic" else do.e4m3(rest)[0]
+    if options.remainder == "stochastic":
+        # The 20 highest bits of the hash; m uses the lowest 8 of them as its highest.
+        lo = do.stochastic_e4m3(rest, None, (bits >> 12).astype(jnp.int32))
+    else:
+        lo, _ = do.e4m3(rest)
     largest_m, largest_v = (lax.bitcast_convert_type(x, jnp.int32) for x in (do.largest(m), do.largest_or_nan(v)))
     # A NaN gradient makes both moments NaN, so one flag for both needs to search only v for NaN.
     finite = (largest_m < moments.INFINITY) & (largest_v < moments.INFINITY) & (old.m_scale != moments.NOT_FINITE)
     m_scale, inverse = moments.m_scale(largest_m, finite)
     base = moments.v_base(largest_v, finite)
-    codes = do.stochastic_e4m3(m, inverse, moments.m_bits(bits))
+    codes = do.stochastic_e4m3(m, inverse, (bits & jnp.uint32(moments.LOW_20)).astype(jnp.int32))
     v_codes = moments.v_code(do.add_v_bits(v, bits), base)
     return State(hi, lo, codes, m_scale, v_codes, base), weight
-
-
-def lo_bits(bits: jax.Array) -> jax.Array:
-    """Return the 20 highest bits of a hash, which round lo; m uses the lowest 8 of them as its highest."""
-    return (bits >> 12).astype(jnp.int32)
-
-
-def twenty_bits(x: jax.Array) -> jax.Array:
-    """Return float32 `x` rounded to nearest in 20 bits of mantissa, including the leading one."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type((bits + 8) & jnp.int32(-16), jnp.float32)
-
-
-def coefficients(rates: Rates) -> Coefficients:
-    """Return the coefficients of the elements' arithmetic; they have the same bits on every backend."""
-    one, by = jnp.float32(1), rates.gradient_scale
-    return Coefficients(
-        b1=twenty_bits(rates.b1),
-        one_minus_b1=(one - rates.b1) * by,
-        b2=twenty_bits(rates.b2),
-        one_minus_b2=(one - rates.b2) * by * by,
-        correction=rates.correction,
-        eps_root=jnp.maximum(rates.eps_root, SMALLEST_RADICAND),
-        eps=rates.eps,
-        rate=rates.rate,
-        rate_g=rates.rate_g * by,
-        # Only decay rounds here: the scales are powers of two.
-        decay=rates.scale * numerics.reciprocal_pow2(rates.new_scale) * rates.decay,
-    )
 
 
 def adamw(
     options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
 ) -> Step:
     """Take the step, see `api.adamw`."""
-    return at(options, g, hi, lo, state, rates, key, counter.indices(hi.shape))
-
-
-def at(
-    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array,
-    index: jax.Array,
-) -> Step:  # fmt: skip
-    """Take a step of a part of a weight, whose elements have these global indices."""
-    n = hi.shape[-1]
+    n, index = hi.shape[-1], counter.indices(hi.shape)
     codes = lambda x: lax.bitcast_convert_type(x, jnp.uint8)[..., None].astype(jnp.int32)
     blocks = moments.to_blocks
     gradient = blocks(g.astype(jnp.float32))
     old = State(blocks(hi), blocks(lo), blocks(state.m), codes(state.m_scale), blocks(state.v), codes(state.v_scale))
     bits = counter.random_bits(blocks(index), key[0], key[1])
-    new, weight = update(Portable(gradient), options, coefficients(rates), gradient, old, bits)
+    new, weight = update(Portable(gradient), options, Coefficients.of(rates), gradient, old, bits)
 
     whole = lambda x: moments.from_blocks(x, n)
     kept = lambda new, before: jnp.where(rates.keep, new, before)

@@ -4,7 +4,7 @@ A program holds 16 blocks of 128 values. Without a transposed copy the blocks ar
 of rows. With one they lie below each other, so that the tile can be transposed. Random bits are hashed in registers
 from the global index, so a device that holds a part of the weight is told the first row and column of its part.
 
-The compiled kernel uses the arithmetic of `Device`, and the interpreter `reference.Portable`; the bits are the same.
+The compiled kernel uses the arithmetic of `_Device`, and the interpreter `reference.Portable`; the bits are the same.
 """
 
 import functools
@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import PartitionSpec
 
 from pallas_kernels import counter, dispatch, moments
 from pallas_kernels.adamw import reference
-from pallas_kernels.adamw.reference import Arithmetic, Coefficients, Moments, Options, Rates, State, Step
+from pallas_kernels.adamw.reference import Coefficients, Moments, Options, Portable, Rates, State, Step
 from pallas_kernels.moments import BLOCK
 from pallas_kernels.partition import BlocksOf, partitioned, varying
-from pallas_kernels.specs import device_count, entries_of, has_explicit_axes
+from pallas_kernels.specs import device_count, has_explicit_axes
 
 ROWS = 16  # rows of a tile; a shard has a multiple of them
 _WARPS = 4
@@ -83,7 +82,7 @@ class _Words(NamedTuple):
 
 def _words(rates: Rates, key: jax.Array) -> jax.Array:
     unit = jnp.where(rates.keep, rates.new_scale, rates.scale)
-    floats = lax.bitcast_convert_type(jnp.stack([*reference.coefficients(rates), unit]), jnp.uint32)
+    floats = lax.bitcast_convert_type(jnp.stack([*Coefficients.of(rates), unit]), jnp.uint32)
     return jnp.concatenate([floats, jnp.stack([rates.keep.astype(jnp.uint32), key[0], key[1]])])
 
 
@@ -108,9 +107,10 @@ def _stacked(options: Options) -> Callable[..., list[jax.Array]]:
 
 def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
     *leading, k, n = operands[2].shape
-    operands = (*operands, *_places(k, n))
+    # Global rows and columns, split like the weight; a single device needs none.
+    places = () if device_count() == 1 else (lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n))
     state = ["l i j", "l i j", "l i j", "l i q", "l i j", "l i q"]
-    inputs = ["l u", "l i j", *state, *("i", "j")[: len(operands) - 2 - _STATE]]
+    inputs = ["l u", "l i j", *state, *("i", "j")[: len(places)]]
     outputs = [*state, "l p q"] + ["l j i"] * (options.orientation == "both")
     blocks = {"p": BlocksOf("i", ROWS, k), "q": BlocksOf("j", BLOCK, n)}
 
@@ -121,29 +121,8 @@ def _partitioned(options: Options, *operands: jax.Array) -> list[jax.Array]:
         )
 
     return partitioned(local, f"{', '.join(inputs)} -> {', '.join(outputs)}", blocks, merged={"l": tuple(leading)})(
-        *operands
+        *operands, *places
     )
-
-
-def by_reference(
-    options: Options, g: jax.Array, hi: jax.Array, lo: jax.Array, state: Moments, rates: Rates, key: jax.Array
-) -> Step:
-    """Return the definition, partitioned by XLA even with explicit axes, because it cuts axes into blocks."""
-    step = functools.partial(reference.adamw, options)
-    if not has_explicit_axes():
-        return step(g, hi, lo, state, rates, key)
-    spec = lambda x: jax.typeof(x).sharding.spec
-    turned: Any = PartitionSpec(*entries_of(hi)[::-1]) if options.orientation == "both" else None
-    whole: Any = PartitionSpec()
-    typed = Step(spec(hi), spec(lo), turned, jax.tree.map(spec, state), whole)
-    return jax.sharding.auto_axes(step, out_sharding=typed)(g, hi, lo, state, rates, key)
-
-
-def _places(k: int, n: int) -> tuple[jax.Array, ...]:
-    """Return the global rows and columns, split like the weight, or nothing for a single device."""
-    if device_count() == 1:
-        return ()
-    return lax.iota(jnp.uint32, k), lax.iota(jnp.uint32, n)
 
 
 def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool) -> list[jax.Array]:
@@ -181,7 +160,7 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
     of_entry = pl.BlockSpec((None, words.shape[1]), lambda *at: (at[-1], 0))
     first = pl.BlockSpec((1,), lambda *at: (0,))
     new = pl.pallas_call(
-        functools.partial(_kernel, options, (rows, n, columns), Portable if interpret else Device, len(places)),
+        functools.partial(_kernel, options, (rows, n, columns), Portable if interpret else _Device, len(places)),
         out_shape=varying(shapes, *operands),
         grid=grid,
         in_specs=[of_entry, values, *specs, *[first] * len(places)],
@@ -196,7 +175,7 @@ def _call(options: Options, columns: int, *operands: jax.Array, interpret: bool)
 
 
 def _kernel(
-    options: Options, sizes: tuple[int, int, int], arithmetic: Callable[[jax.Array], Arithmetic], places: int,
+    options: Options, sizes: tuple[int, int, int], arithmetic: Callable[[jax.Array], Portable], places: int,
     words: Any, gradient_ref: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """Compute one tile. Results overwrite the operands, so a step that is not taken writes nothing."""
@@ -260,17 +239,14 @@ def _first_indices(options: Options, sizes: tuple[int, int, int], *place: jax.Ar
     return first + place[0] * word(columns) + place[1] if place else first
 
 
-Portable = reference.Portable
-
-
-class Device:
+class _Device(Portable):
     """Elementary operations by single instructions of the device, so that none is contracted or dropped.
 
     `.ftz` flushes subnormal inputs and results to zero, as a CPU does under XLA.
     """
 
     def __init__(self, gradient: jax.Array) -> None:
-        pass
+        pass  # nothing to guard
 
     def _run(self, assembly: str, *values: jax.Array) -> jax.Array:
         from jax.experimental.pallas import triton as plgpu
@@ -282,19 +258,15 @@ class Device:
         )[0]  # fmt: skip
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a * b."""
         return self._run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def add_exact_product(self, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        """Return a * b + c."""
         return self._run("fma.rn.ftz.f32 $0, $1, $2, $3;", a, b, c)
 
     def add(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a + b."""
         return self._run("add.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def subtract(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a - b."""
         return self._run("sub.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def root(self, x: jax.Array) -> jax.Array:
@@ -333,10 +305,9 @@ class Device:
         return lax.bitcast_convert_type(v, jnp.int32) + moments.v_bits(bits)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """Return the largest |x| of each block; the device's maximum ignores NaN."""
+        # The device's maximum ignores NaN.
         return jnp.max(jnp.abs(x), axis=-1, keepdims=True)
 
     def largest_or_nan(self, v: jax.Array) -> jax.Array:
-        """Return the largest v >= 0 of each block, or NaN if it has one."""
         bits = lax.bitcast_convert_type(v, jnp.int32)
         return lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True), jnp.float32)

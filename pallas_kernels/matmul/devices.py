@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.dispatch import device_kind
 from pallas_kernels.operands import Block, Operand, Product, dimensions, sizes
-from pallas_kernels.partition import BlocksOf, over_arrays, partitioned
+from pallas_kernels.partition import BlocksOf, Letters, partitioned
 from pallas_kernels.specs import Entry, Sharding, entries, has_explicit_axes
 from pallas_kernels.wire import Scatter, reduced
 
@@ -62,7 +62,7 @@ def on_each_device(
         blocks = {"j": BlocksOf("k", w.scaling.size, k), "i": BlocksOf("n", w.scaling.size, n)}
     arrays, merged = jax.tree.leaves(operands), {"m": leading, "k": contracted}
     if interpreter == "calls back" and device_kind() == "cpu" and not has_explicit_axes():
-        return over_arrays(functools.partial(local, summed_over=()), rule, merged)(*arrays)
+        return Letters.read(rule, merged).over_arrays(functools.partial(local, summed_over=()))(*arrays)
     # A bias is added to whole columns, so a sum with a bias is not handed out in parts.
     wanted = result_spec(x.values, w.values, dimensions(x, w), options.out_sharding)
     return partitioned(local, rule, blocks, scattered=bias is None, merged=merged, wanted=wanted)(*arrays)

@@ -20,18 +20,41 @@ from pallas_kernels.operands import (
     check_real,
 )
 from pallas_kernels.quantize import reference, triton, triton_dual, triton_rows
+from pallas_kernels.tuning import Key
 
-_XLA = Implementation("xla", reference.quantize, key=reference.key)
+
+def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
+    """Return the name of a quantization in `tuned.json`, or None if x has no rows."""
+    if not x.ndim or not x.shape[-1]:
+        return None
+    shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
+    if isinstance(scaling, Block):
+        return Key("block_quantize", f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}", shape)
+    return Key("row_quantize" if isinstance(scaling, Row) else "quantize", f"{options.orientation} {x.dtype}", shape)
+
+
+def _dual_key(
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
+) -> Key:
+    """Return the name of a split in `tuned.json`."""
+    rounding = "nearest" if bits is None else "stochastic"
+    rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
+    if isinstance(options.scaling, Block):
+        return Key("block_dual_quantize", f"{options.orientation} {options.scaling.size} {rest}", w.shape)
+    return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
+
+
+_XLA = Implementation("xla", reference.quantize, key=_key)
 _TILES = Implementation("triton", triton.quantize, triton.reject, timed=True)
 IMPLEMENTATIONS = {
     Tensor: (_TILES, _XLA),
     Row: (Implementation("triton", triton_rows.quantize, triton_rows.reject, timed=True), _XLA),
-    Block: (_TILES, Implementation("xla", triton.by_reference, key=reference.key)),
+    Block: (_TILES, Implementation("xla", triton.by_reference, key=_key)),
 }
 _DUAL_TILES = Implementation("triton", triton_dual.dual_quantize, triton_dual.reject, timed=True)
 DUAL_IMPLEMENTATIONS = {
-    Tensor: (_DUAL_TILES, Implementation("xla", reference.dual_quantize, key=reference.dual_key)),
-    Block: (_DUAL_TILES, Implementation("xla", triton_dual.by_reference, key=reference.dual_key)),
+    Tensor: (_DUAL_TILES, Implementation("xla", reference.dual_quantize, key=_dual_key)),
+    Block: (_DUAL_TILES, Implementation("xla", triton_dual.by_reference, key=_dual_key)),
 }
 
 

@@ -7,7 +7,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import ZERO_BLOCK, Block, Operand, Quantization, Quantized, Row
-from pallas_kernels.tuning import Key
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -24,37 +23,27 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
         wide = x.astype(jnp.float32)
         amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
         scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
-        values = numerics.scaled_cast(wide, inverse, options.dtype)
+        values = _cast(wide, inverse, options.dtype)
         return Quantized(rows, Operand(jnp.moveaxis(values, -1, 0), scale, scaling=options.scaling))
     turned = jnp.moveaxis(x, -1, 0)
     columns = _quantize(options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None)
     return Quantized(rows, Operand(columns.values.reshape(turned.shape), columns.scale, scaling=options.scaling))
 
 
-def key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
-    """Return the name of a quantization in `tuned.json`, or None if x has no rows."""
-    if not x.ndim or not x.shape[-1]:
-        return None
-    shape, scaling = (x.size // x.shape[-1], x.shape[-1]), options.scaling
-    if isinstance(scaling, Block):
-        return Key("block_quantize", f"{options.orientation} {scaling.tile} {scaling.size} {x.dtype}", shape)
-    return Key("row_quantize" if isinstance(scaling, Row) else "quantize", f"{options.orientation} {x.dtype}", shape)
+def _cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return numerics.saturating_cast(numerics.flush_subnormal(x) * multiplier, dtype)
 
 
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
     scale, multiplier = options.scaling.find(x, options.dtype, amax)
-    return Operand(numerics.scaled_cast(x, multiplier, options.dtype), scale, scaling=options.scaling)
+    return Operand(_cast(x, multiplier, options.dtype), scale, scaling=options.scaling)
 
 
 # Two halves -----------------------------------------------------------------------------------------------------------
 
 
 def dual_quantize(
-    options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`."""
     scaling, dtype = options.scaling, options.dtype
@@ -68,17 +57,6 @@ def dual_quantize(
         rows.turn() if options.orientation == "both" else None,
         None if error is None else left.astype(error.dtype),
     )
-
-
-def dual_key(
-    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
-) -> Key:
-    """Return the name of a split in `tuned.json`."""
-    rounding = "nearest" if bits is None else "stochastic"
-    rest = f"{rounding} {'no error' if error is None else f'error {error.dtype}'}"
-    if isinstance(options.scaling, Block):
-        return Key("block_dual_quantize", f"{options.orientation} {options.scaling.size} {rest}", w.shape)
-    return Key("dual_quantize", f"{options.orientation} {rest}", w.shape)
 
 
 def target(w: jax.Array, error: jax.Array | None) -> jax.Array:

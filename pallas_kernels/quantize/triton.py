@@ -1,7 +1,5 @@
 """`quantize` with one scale or in blocks as one Pallas-Triton pass: x is read once, both orientations are written."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,15 +8,15 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tiled import WIDE, Output, blocks_of, map_tiles, misfit
+from pallas_kernels.tiled import WIDE, Output, Tiling, map_tiles
 
 
 def reject(options: Quantization, x: jax.Array, amax: jax.Array | None) -> str | None:
     """Return the reason why this kernel cannot quantize x, or None."""
     if x.ndim < 2:
         return f'x{list(x.shape)} has no tiles; use backend="xla"'
-    block = options.scaling.size if isinstance(options.scaling, Block) else None
-    return misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1], block)
+    tiling = Tiling.of_blocks(options.scaling.size) if isinstance(options.scaling, Block) else Tiling()
+    return tiling.misfit("x", x.size // max(1, x.shape[-1]), x.shape[-1])
 
 
 def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Quantized:
@@ -76,7 +74,7 @@ def _in_blocks(options: Quantization, block: Block, x: jax.Array, *, by_kernel: 
             outputs += [Output(dtype, form="transposed"), Output(jnp.uint8, form="columns")]
     # Few warps, because each thread finds the scales of all rows and columns that it touches. Measured on an H200, both
     # orientations of vectors of 128 and 64: 2.7 TB/s; with 16 values a thread 1.1 and 1.5.
-    tiling = dataclasses.replace(blocks_of(block.size, block.size), by_kernel=by_kernel)
+    tiling = Tiling.of_blocks(block.size, block.size, by_kernel)
     results = map_tiles(body, [x], [], outputs, name="block_quantize", reference=whole, tiling=tiling)
     scales = [lax.bitcast_convert_type(r, SCALE_DTYPE) for r in results if r.dtype == jnp.uint8]
     values, *turned = (r for r in results if r.dtype != jnp.uint8)

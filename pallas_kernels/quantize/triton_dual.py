@@ -4,19 +4,19 @@ Inside a kernel a float8 cast and back is kept. XLA deletes such a pair, and wit
 XLA never sees the body of a compiled kernel. It does see the interpreter's on CPUs, where it has no such rule.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import SCALE_DTYPE, ZERO_BLOCK, Block, Operand, Quantization, Quantized
 from pallas_kernels.quantize import reference
 from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tiled import Output, Tiling, blocks_of, map_tiles, misfit
+from pallas_kernels.tiled import Output, Tiling, map_tiles
 
 
 def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> str | None:
@@ -26,15 +26,11 @@ def reject(options: Quantization, w: jax.Array, *arrays: jax.Array | None) -> st
         return f'{scaling.tile} blocks of w{list(w.shape)}: only squares of a matrix; use backend="xla"'
     if w.ndim != 2:
         return f'w{list(w.shape)} is not a matrix; use backend="xla" or jax.vmap'
-    return misfit("w", w.shape[0], w.shape[1], scaling.size if isinstance(scaling, Block) else None)
+    return (Tiling.of_blocks(scaling.size) if isinstance(scaling, Block) else Tiling()).misfit("w", *w.shape)
 
 
 def dual_quantize(
-    options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> Quantized:
     """Return both halves, see `api.dual_quantize`."""
     if isinstance(options.scaling, Block):
@@ -58,12 +54,7 @@ def dual_quantize(
             scaled = numerics.flush_subnormal(target) * inverse
         else:
             scaled = numerics.scaled_for_rounding(target, inverse, dtype)
-        hi = numerics.saturating_cast(scaled, dtype)
-        rest = numerics.residual(scaled, hi.astype(jnp.float32))
-        if has_bits:
-            lo = numerics.stochastic_round_to(rest, dtype, matrices[-1]).astype(dtype)
-        else:
-            lo = numerics.saturating_cast(rest, dtype)
+        hi, lo, rest = _split(scaled, numerics.saturating_cast, dtype, matrices[-1] if has_bits else None)
         if not has_error:
             return hi, lo
         left = numerics.residual(rest, lo.astype(jnp.float32)) * scale
@@ -80,11 +71,7 @@ def dual_quantize(
 
 
 def by_reference(
-    options: Quantization,
-    w: jax.Array,
-    error: jax.Array | None,
-    bits: jax.Array | None,
-    amax: jax.Array | None,
+    options: Quantization, w: jax.Array, error: jax.Array | None, bits: jax.Array | None, amax: jax.Array | None
 ) -> Quantized:
     """Return the definition; with explicit axes, which JAX does not cut into blocks, on each device's part."""
     if has_explicit_axes() and isinstance(options.scaling, Block):
@@ -110,12 +97,7 @@ def _in_blocks(
         scale, inverse = numerics.scale_and_inverse(_tile_amax(wanted), dtype, "pow2")
         scaled = numerics.flush_subnormal(wanted) * inverse
         # Nothing to clip: the scale of a block covers its largest value, and is NaN if that is not finite.
-        hi = scaled.astype(dtype)
-        rest = numerics.residual(scaled, hi.astype(jnp.float32))
-        if has_bits:
-            lo = numerics.stochastic_round_to(rest, dtype, tiles[-1]).astype(dtype)
-        else:
-            lo = rest.astype(dtype)
+        hi, lo, rest = _split(scaled, lambda x, dtype: x.astype(dtype), dtype, tiles[-1] if has_bits else None)
         back = lo.astype(jnp.float32)
         code = numerics.e8m0_code(scale)
         # NaN is not zero: the comparison is false, and the block keeps its scale.
@@ -139,7 +121,7 @@ def _in_blocks(
     # Measured on an H200: without an error squares of 128 run at 3.1 TB/s with 128 values a thread, and at 2.8 with 32.
     # With an error they run out of registers at 128, 1.9 TB/s, and 64 values give 2.6.
     values = (64 if has_error or has_bits else 128) if block.size == 128 else 32
-    tiling = dataclasses.replace(blocks_of(block.size, values), by_kernel=by_kernel)
+    tiling = Tiling.of_blocks(block.size, values, by_kernel)
     results = map_tiles(body, inputs, [], outputs, name="block_dual_quantize", reference=whole, tiling=tiling)
     halves, (scale, lo_scale, *left) = _halves(results, both)
     as_scale = functools.partial(lax.bitcast_convert_type, new_dtype=SCALE_DTYPE)
@@ -147,6 +129,16 @@ def _in_blocks(
     rows = Operand(halves[0][0], scale, halves[0][1], lo_scale, block)
     columns = Operand(halves[1][0], scale.T, halves[1][1], lo_scale.T, block) if both else None
     return Quantized(rows, columns, left[0] if has_error else None)
+
+
+def _split(
+    scaled: jax.Array, cast: Callable[[jax.Array, DTypeLike], jax.Array], dtype: DTypeLike, bits: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (hi, lo, the rest that lo rounds), elementwise."""
+    hi = cast(scaled, dtype)
+    rest = numerics.residual(scaled, hi.astype(jnp.float32))
+    lo = cast(rest, dtype) if bits is None else numerics.stochastic_round_to(rest, dtype, bits).astype(dtype)
+    return hi, lo, rest
 
 
 def _error_output(error: jax.Array | None) -> list[Output]:

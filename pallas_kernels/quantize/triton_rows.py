@@ -28,7 +28,7 @@ from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantization, Quantized
 from pallas_kernels.partition import BlocksOf, partitioned, varying
 from pallas_kernels.specs import device_count
-from pallas_kernels.tiled import WIDE, TileSize
+from pallas_kernels.tiled import WIDE
 
 # Sides and warps of a tile of magnitudes: 64 values a thread, in 45 registers. It takes 6.7 instructions a value and
 # 128 x 128 takes 7.7. A thread with 128 values would take 5.5, but leave half as many programs.
@@ -146,9 +146,8 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
     from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
-    tile = WIDE.fit(m, k) or TileSize()
-    sides = tile.rows, tile.columns
-    last = pl.cdiv(m, tile.rows) - 1, pl.cdiv(k, tile.columns) - 1
+    *sides, warps = WIDE.fit(m, k) or (64, 64, 8)
+    last = pl.cdiv(m, sides[0]) - 1, pl.cdiv(k, sides[1]) - 1
     # Places of scales and results of rows and columns, from the last tile to the first.
     at = lambda i, j: (last[0] - i, last[1] - j)
     turned = lambda i, j: at(i, j)[::-1]
@@ -174,7 +173,7 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
         grid=(last[0] + 1, last[1] + 1),
         in_specs=[pl.BlockSpec(sides, at), *vectors[:count]],
         out_specs=results[:count],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="row_quantize",
     )(x, *inverses)

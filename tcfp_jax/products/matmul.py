@@ -31,7 +31,7 @@ from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.matmul.api import skip_matmul
 from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.specs import Sharding, entries, sharding_in, sharding_of, with_entries
+from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
 from pallas_kernels.wire import Wire
 from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
@@ -254,7 +254,7 @@ def _rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
 
 def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
-    x_sharding = sharding_in(x_type)
+    x_sharding = sharding_of(x_type)
     g = _rounded(recipe, g)
     is_packed, g_q = isinstance(recipe.scaling, Fp4), None
     wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
@@ -276,7 +276,7 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
     if w_type is None:
         # A frozen weight, such as one for inference or under LoRA adapters, costs no wgrad.
         return dx, None, None, None
-    w_sharding = sharding_in(w_type)
+    w_sharding = sharding_of(w_type)
     with jax.named_scope("wgrad"):
         if recipe.wgrad != "bf16":
             assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None, "quantized above"

@@ -142,7 +142,7 @@ def _packed(
     count = -(-x.shape[-1] // block)
     padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, count * block - x.shape[-1])])
     blocks = padded.reshape(*x.shape[:-1], count, block)
-    factor = numerics.pow2_scale(_bound(blocks, scale, sigma), VALUE_DTYPE)
+    factor = numerics.pow2_cover(_bound(blocks, scale, sigma), numerics.largest(VALUE_DTYPE))
     scaled = numerics.flush_subnormal(blocks) * numerics.reciprocal_pow2(factor)[..., None]
     random = None
     if key is not None:  # the numbers of `jax.random.uniform` in the 24 highest bits, so a key keeps its results
