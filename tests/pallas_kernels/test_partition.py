@@ -206,8 +206,8 @@ def test_operands_that_split_alike_are_brought_together_once(put):
 
 def test_tiles_divide():
     for m, k in itertools.product((16, 48, 64, 80, 4096), repeat=2):
-        tile = Tiling().fit(m, k)
-        assert m % tile.rows == k % tile.columns == 0
+        rows, columns, _ = Tiling().fit(m, k)
+        assert m % rows == k % columns == 0
     assert Tiling().fit(64, 0) is None
 
 
