@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -144,11 +145,16 @@ def on_parts(
     for side, x in zip(wide.inputs, operands, strict=True):
         sizes |= zip(side, x.shape, strict=True)
     asked = [()] * len(wide.outputs) if wanted is None else [wanted]
-    results = [_Typed([sizes[x] for x in side], mesh, spec) for side, spec in zip(wide.outputs, asked, strict=True)]
-    arguments = [_Typed(x.shape, mesh, spec) for x, spec in zip(operands, given, strict=True)]
+    # A shape with a sharding, as `partition` reads operands and results.
+    typed = lambda shape, spec: SimpleNamespace(shape=shape, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    results = [typed([sizes[x] for x in side], spec) for side, spec in zip(wide.outputs, asked, strict=True)]
+    arguments = [typed(x.shape, spec) for x, spec in zip(operands, given, strict=True)]
     _, local, *found = partition(mesh, arguments, results)
     outs, ins = ([tuple(sharding.spec) for sharding in shardings] for shardings in found)
-    of_operands = {} if wanted is not None else _first_entries(wide.inputs, given, counts)
+    of_operands: dict[str, Entry] = {}  # the first of each letter, but none for counted blocks: they follow their axis
+    for letter, entry in (pair for side, spec in zip(wide.inputs, given) for pair in zip(side, spec, strict=True)):
+        if entry and letter not in counts:
+            of_operands.setdefault(letter, entry)
     finals = [_final(side, spec, wanted, of_operands) for side, spec in zip(wide.outputs, outs, strict=True)]
     explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     shapes = [
@@ -254,34 +260,19 @@ def with_automatic_axes(
       spec: takes the shape of a result and returns its spec under explicit axes.
       operands: trees of arrays.
     """
-    return under_own_mesh(functools.partial(_with_automatic_axes, function, spec))(*operands)
 
+    def automatic(*operands: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit not in mesh.axis_types:
+            return function(*operands)
+        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+        # Ask for the shapes under automatic axes, as `auto_axes` will: kernels take another way under explicit ones.
+        kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=kinds)):
+            specs = jax.tree.map(spec, jax.eval_shape(function, *bare))
+        return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
 
-def _with_automatic_axes(function: Callable[..., Any], spec: Callable[..., PartitionSpec], *operands: Any) -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit not in mesh.axis_types:
-        return function(*operands)
-    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    # Ask for the shapes under automatic axes, as `auto_axes` will: kernels take another way under explicit ones.
-    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
-    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=kinds)):
-        specs = jax.tree.map(spec, jax.eval_shape(function, *bare))
-    return jax.sharding.auto_axes(function, out_sharding=specs)(*operands)
-
-
-class _Typed:
-    """A shape with a sharding, as `partition` reads operands and results."""
-
-    def __init__(self, shape: Sequence[int], mesh: AbstractMesh, spec: Sequence[Entry]):
-        self.shape, self.sharding = tuple(shape), NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _first_entries(sides: list[Side], specs: list[tuple[Entry, ...]], counts: Mapping[str, int]) -> dict[str, Entry]:
-    """Return the first entry of each letter among operands, but none for counted blocks, which follow their axis."""
-    found: dict[str, Entry] = {}
-    for side, spec in zip(sides, specs, strict=True):
-        found |= {x: entry for x, entry in zip(side, spec, strict=True) if entry and x not in found and x not in counts}
-    return found
+    return under_own_mesh(automatic)(*operands)
 
 
 def _final(

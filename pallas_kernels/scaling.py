@@ -14,7 +14,7 @@ larger than the rest. All have the same methods, so callers need not ask which o
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,6 @@ BLOCK_SIZES = (32, 64, 128)
 SCALE_DTYPE = jnp.float8_e8m0fnu
 # E8M0's smallest scale, 2**-127, marks a block whose residual is all zeros.
 ZERO_BLOCK = 0
-
-
-def _check_scale(scale: str) -> None:
-    if scale not in ("pow2", "float32"):
-        raise ValueError(f'scale={scale!r} is unknown; use "pow2" or "float32"')
 
 
 def _check_tile(tile: str) -> None:
@@ -55,7 +50,23 @@ def _repeat(of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...])
 
 
 @dataclass(frozen=True)
-class Tensor:
+class _Float32:
+    """Float32 scales, which activations and gradients share in kind with the weight that they multiply."""
+
+    scale: Scale = "pow2"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("pow2", "float32"):
+            raise ValueError(f'scale={self.scale!r} is unknown; use "pow2" or "float32"')
+
+    @functools.cached_property
+    def along_rows(self) -> Self:
+        """Scaling of the activation or gradient that such a weight multiplies."""
+        return self
+
+
+@dataclass(frozen=True)
+class Tensor(_Float32):
     """One float32 scale for all values of a tensor, or for each matrix of a stack.
 
     Attributes:
@@ -66,17 +77,7 @@ class Tensor:
       ValueError: an unknown `scale`.
     """
 
-    scale: Scale = "pow2"
-
     serves_both = True  # one quantization of a matrix also serves its transpose
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale)
-
-    @functools.cached_property
-    def along_rows(self) -> "Tensor":
-        """Scaling of the activation or gradient that such a weight multiplies."""
-        return self
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a stack of matrices.
@@ -100,7 +101,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(_Float32):
     """One float32 scale for every line along the last axis (torchao's "rowwise").
 
     Attributes:
@@ -110,17 +111,7 @@ class Row:
       ValueError: an unknown `scale`.
     """
 
-    scale: Scale = "pow2"
-
     serves_both = False
-
-    def __post_init__(self) -> None:
-        _check_scale(self.scale)
-
-    @functools.cached_property
-    def along_rows(self) -> "Row":
-        """Scaling of the activation or gradient that such a weight multiplies."""
-        return self
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the scales of a tensor.

@@ -87,7 +87,12 @@ def adamw(
     if g.dtype.itemsize == 1:
         raise TypeError(f"g has dtype {g.dtype}, whose numbers have no scale; give the gradient in bfloat16 or float32")
     _check_arrays(g, hi, lo, moments)
-    _check_scalars(rates, key)
+    for name, x in rates._asdict().items():
+        dtype = jnp.dtype(bool if name == "keep" else jnp.float32)
+        if getattr(x, "dtype", None) != dtype or x.shape:
+            raise TypeError(f"rates.{name} is {x!r}, not a {dtype} scalar; use jnp.asarray(x, jnp.{dtype})")
+    if key.dtype != jnp.uint32 or key.shape != (2,):
+        raise TypeError(f"key is {key.dtype}{list(key.shape)}, not uint32[2]; use jnp.stack(counter.keys(seed, step))")
     return dispatch("adamw", IMPLEMENTATIONS, backend, chosen, g, hi, lo, moments, rates, key)
 
 
@@ -112,12 +117,3 @@ def _check_arrays(g: jax.Array, hi: jax.Array, lo: jax.Array, moments: Moments) 
                 f"{name} has shape {list(x.shape)}, but a weight hi{list(hi.shape)} has {list(shape)} there; give the "
                 "arrays of one weight"
             )
-
-
-def _check_scalars(rates: Rates, key: jax.Array) -> None:
-    for name, x in rates._asdict().items():
-        dtype = jnp.dtype(bool if name == "keep" else jnp.float32)
-        if getattr(x, "dtype", None) != dtype or x.shape:
-            raise TypeError(f"rates.{name} is {x!r}, not a {dtype} scalar; use jnp.asarray(x, jnp.{dtype})")
-    if key.dtype != jnp.uint32 or key.shape != (2,):
-        raise TypeError(f"key is {key.dtype}{list(key.shape)}, not uint32[2]; use jnp.stack(counter.keys(seed, step))")

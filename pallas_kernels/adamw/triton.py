@@ -9,7 +9,7 @@ The compiled kernel uses the arithmetic of `_Device`, and the interpreter `refer
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,22 +65,8 @@ def adamw(
     return Step(new_hi, new_lo, columns[0] if columns else None, after, amax)
 
 
-class _Words(NamedTuple):
-    """Scalars that a kernel gets after `Coefficients`, as 32-bit words.
-
-    Attributes:
-      unit: scale of the weight after the step, for its amax.
-      keep: 1 or 0.
-      k0, k1: key words.
-    """
-
-    unit: jax.Array
-    keep: jax.Array
-    k0: jax.Array
-    k1: jax.Array
-
-
 def _words(rates: Rates, key: jax.Array) -> jax.Array:
+    """Return 32-bit words: `Coefficients`, scale of the weight after the step (for its amax), keep, and the key."""
     unit = jnp.where(rates.keep, rates.new_scale, rates.scale)
     floats = lax.bitcast_convert_type(jnp.stack([*Coefficients.of(rates), unit]), jnp.uint32)
     return jnp.concatenate([floats, jnp.stack([rates.keep.astype(jnp.uint32), key[0], key[1]])])
@@ -185,26 +171,26 @@ def _kernel(
     old_refs, place, new_refs = refs[:_STATE], refs[_STATE : _STATE + places], refs[_STATE + places :]
     count = len(Coefficients._fields)
     c = Coefficients(*(lax.bitcast_convert_type(words[i], jnp.float32) for i in range(count)))
-    scalars = _Words(*(words[count + i] for i in range(len(_Words._fields))))
+    unit, keep, k0, k1 = (words[count + i] for i in range(4))
     gradient = gradient_ref[...].astype(jnp.float32)
     old = State(*(ref[...] for ref in old_refs))
     old = old._replace(m_scale=old.m_scale.astype(jnp.int32), v_scale=old.v_scale.astype(jnp.int32))
     first = _first_indices(options, sizes, *(ref[0] for ref in place))
     # A block begins at a multiple of 128, so adding a column is setting its bits.
     lanes = lax.broadcasted_iota(jnp.uint32, gradient.shape, 1)
-    bits = counter.finish(counter.begin(first ^ scalars.k0) ^ lanes, scalars.k1)
+    bits = counter.finish(counter.begin(first ^ k0) ^ lanes, k1)
     do = arithmetic(gradient)
     new, weight = reference.update(do, options, c, gradient, old, bits)
 
-    unit = lax.bitcast_convert_type(scalars.unit, jnp.float32)
+    unit = lax.bitcast_convert_type(unit, jnp.float32)
     largest = do.multiply(do.largest(weight), unit)
 
     # Masked stores, because a branch would keep everything in registers across it.
     for ref, x in zip(new_refs, new, strict=False):
-        plgpu.store(ref, x.astype(ref.dtype), mask=jnp.broadcast_to(scalars.keep != 0, ref.shape))
+        plgpu.store(ref, x.astype(ref.dtype), mask=jnp.broadcast_to(keep != 0, ref.shape))
     _summarize(new_refs[_STATE:], new.hi, largest)
 
-    @pl.when(scalars.keep == 0)
+    @pl.when(keep == 0)
     def _leave() -> None:
         hi, lo = (ref[...] for ref in old_refs[:2])
         _summarize(

@@ -146,8 +146,9 @@ def _call_apply(dtype: DTypeLike, x: jax.Array, *inverses: jax.Array, interpret:
     from jax.experimental.pallas import triton as plgpu
 
     m, k = x.shape
-    *sides, warps = WIDE.fit(m, k) or (64, 64, 8)
-    last = pl.cdiv(m, sides[0]) - 1, pl.cdiv(k, sides[1]) - 1
+    rows, columns, warps = WIDE.fit(m, k) or (64, 64, 8)
+    sides = rows, columns
+    last = pl.cdiv(m, rows) - 1, pl.cdiv(k, columns) - 1
     # Places of scales and results of rows and columns, from the last tile to the first.
     at = lambda i, j: (last[0] - i, last[1] - j)
     turned = lambda i, j: at(i, j)[::-1]
