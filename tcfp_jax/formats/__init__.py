@@ -17,9 +17,10 @@ from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.codebooks import CodebookSpec, codebook
 from tcfp_jax.formats.datatypes import DataType, datatype
 from tcfp_jax.formats.numbers import NumberSpec, number
-from tcfp_jax.formats.nvfp4_arrays import Nvfp4, exact_share, quantize_nvfp4
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4, quantize_nvfp4
 from tcfp_jax.formats.packing import PackedArray, pack, sparse, unpack
 from tcfp_jax.formats.rotation import rotate
+from tcfp_jax.formats.scale_rules import exact_share
 from tcfp_jax.formats.scales import ScaleSpec, scale
 
 __all__ = [

@@ -21,9 +21,9 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.partition import partitioned, varying
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.datatypes import DataType
-from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS
+from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, SIGN
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.rounding import SIGN, Modes
+from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
 # 16 values per thread, as in the quantizers of `pallas_kernels.tiled`.
@@ -38,10 +38,6 @@ def serves(shape: tuple[int, ...], dtype: jnp.dtype, datatype: DataType, modes: 
     The scale must be a power of two for tiles with one side, without subtiles, that run along the last axis and divide
     it. Its rule may depend only on the largest value of a tile. The smallest result must be a float32 and the largest a
     `dtype`, so that no multiplication rounds.
-
-    >>> from tcfp_jax.formats.catalog import CATALOG
-    >>> [serves((8, 64), jnp.dtype("bfloat16"), CATALOG[name], Modes()) for name in ("mxfp8e4", "nvfp4")]
-    [True, False]
     """
     number, scale = datatype.number, datatype.scale
     if scale is None or datatype.residual is not None or not isinstance(number, NumberSpec):
@@ -128,10 +124,6 @@ def _cast_block(x: jax.Array, datatype: DataType, scalemode: ScaleMode) -> jax.A
     |x| / s + m - m, with m = 2**23 steps of the number around x / s, rounds to those steps, because the digits of
     float32 next to m are exactly the digits of the number. The powers of two come in two factors, because one factor
     may lie outside float32.
-
-    >>> from tcfp_jax.formats.catalog import CATALOG
-    >>> _cast_block(jnp.array([[500.0, -1.06, 0.0, 3e-4]]), CATALOG["mxfp8e4"], "max").tolist()
-    [[448.0, -1.0, 0.0, 0.0]]
     """
     number, scale = datatype.number, datatype.scale
     assert scale is not None and isinstance(number, NumberSpec)

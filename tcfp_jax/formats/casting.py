@@ -1,9 +1,9 @@
 """Virtual casts: `cast(x, datatype)` is `x` with the values that a datatype can hold, in the dtype of `x`.
 
-A cast has two halves, which packing shares: `quantize` finds the scales and each value's place on the grid of its
-number (`Parts`), and `assemble` multiplies them. Both are integer work on the bits of float32, and float32 arithmetic
-that is exact or correctly rounded everywhere. They never cast to a small dtype and back, which XLA on a GPU would
-delete. So results are bit-identical on every backend, with and without jit.
+A cast has two halves, which packing shares: `quantize` finds scales and values (`QuantizedArray`), and `assemble`
+multiplies them. Both are integer work on the bits of float32, and float32 arithmetic that is exact or correctly rounded
+everywhere. They never cast to a small dtype and back, which XLA on a GPU would delete. So results are bit-identical on
+every backend, with and without jit.
 
 * Exponent scales and unscaled numbers treat subnormal float32 and bfloat16 exactly, as inputs and as results.
 * Float scales and zero points read subnormal inputs as zero and write results below 2**-126 as zero.

@@ -95,9 +95,6 @@ def _add_tiled() -> None:
     _add("e1m2b1_f32", "e1m2b1fnuz", "e5m3_t32")
     for name, code in {"e2m1": "e2m1f", "e3m2": "e3m2f", "e2m3": "e2m3f", "e4m3": "e4m3fn"}.items():
         _add(f"{name}_f32", code, "e5m3_t32")
-
-
-def _add_subtiled_and_codebooks() -> None:
     for name, code in {"mx9": "int8", "mx6": "int5", "mx4": "int3"}.items():
         _add(name, code, "e8m0_t16s2o1")
     for subtile, offset in ((8, 1), (4, 1), (8, 2), (4, 2)):
@@ -107,9 +104,6 @@ def _add_subtiled_and_codebooks() -> None:
             _add(f"icb44fi{width}_e{tile}", f"icb44fi_{code}", f"e8m0_t{tile}")
             _add(f"icb44fi{width}_f{tile}", f"icb44fi_{code}", f"e5m3_t{tile}")
     _add("nf4", "nf4", "float32_t64")
-
-
-def _add_two_level() -> None:
     _add("nvfp4", "e2m1f", "e4m3fn_t16_float32")
     _add("nvfp4s", "e2m1f", "e4m3fn_t16_t16_float32")
     _add("nvfp4_one_level", "e2m1f", "e4m3fn_t16")
@@ -119,5 +113,3 @@ def _add_two_level() -> None:
 _add_unscaled()
 _add_tensor_and_channel_scaled()
 _add_tiled()
-_add_subtiled_and_codebooks()
-_add_two_level()

@@ -85,11 +85,6 @@ class CodebookSpec:
         """The smallest distance between two neighbours of a table, divided by `maxfloat`."""
         return min(b - a for table in self.tables for a, b in itertools.pairwise(table) if b > a) / self.maxfloat
 
-    @property
-    def dtype(self) -> None:
-        """None, because no dtype is a codebook."""
-        return
-
     def levels(self) -> jax.Array:
         """Return the tables as float32 `[tables, values]`."""
         return jnp.asarray(np.array(self.tables, np.float32))
@@ -214,18 +209,9 @@ def search(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (indices of the entries that values round to, the index of each tile's table or None if there is one).
 
-    A tile gets the table with the least squared error, the first one among equals. Errors are summed over `axes` as
-    integers, so the choice does not depend on the order of the sum.
-
-    Args:
-      value: float32, already divided by its scale; values beyond the ends round to the ends.
-      book: the codebook.
-      axes: the axes of a tile.
-      mode: "even" sends ties to the even index, "nearest" away from zero.
-      bits: uniform uint32 of the shape of `value`, for "stochastic" only.
-
-    >>> search(jnp.array([-9.0, 0.2, 0.75], jnp.float32), codebook([-1.0, 0.0, 0.5, 1.0]), (), "even", None)[0].tolist()
-    [0, 1, 2]
+    Values are float32, divided by their scale; those beyond the ends round to the ends. "even" sends ties to the even
+    index. A tile gets the table with the least squared error, the first one among equals. Errors are summed over
+    `axes`, those of a tile, as integers, so the choice does not depend on the order of the sum.
     """
     if not book.selector_bits:
         return _nearest_index(value, book, 0, mode, bits), None

@@ -57,6 +57,21 @@ class DataType:
         """Return how an array of this shape splits into tiles."""
         return Tiling(shape, shape, shape, (), ()) if self.scale is None else self.scale.tiling(shape)
 
+    def fields(self, shape: Sequence[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return (bits of a code, shape of the codes) of the values, and of each kind of scale that there is."""
+        sizes = _sizes(shape)
+        found = {"values": (self.number.bits, sizes)}
+        if self.scale is not None:
+            layout = self.scale.tiling(sizes)
+            found |= {
+                "scales": (self.scale.number.bits, layout.scale_shape),
+                "zeros": (self.scale.zero.bits if self.scale.zero else 0, layout.scale_shape),
+                "offsets": (self.scale.offset, layout.subscale_shape),
+                "selectors": (self.number.selector_bits, layout.subscale_shape),
+                "outer": (self.scale.outer.bits if self.scale.outer else 0, ()),
+            }
+        return {name: field for name, field in found.items() if field[0]}
+
     def stored_bits(self, shape: Sequence[int]) -> dict[str, int]:
         """Return the bits of each part: values, scales, zeros, offsets, selectors, outer, residual.
 
@@ -66,19 +81,10 @@ class DataType:
         >>> datatype("e2m1f", "e8m0_t32").stored_bits((2, 40))
         {'values': 320, 'scales': 32}
         """
-        sizes = _sizes(shape)
-        parts = {"values": math.prod(sizes) * self.number.bits}
-        if self.scale is not None:
-            layout = self.scale.tiling(sizes)
-            tiles, subtiles = math.prod(layout.scale_shape), math.prod(layout.subscale_shape)
-            parts["scales"] = tiles * self.scale.number.bits
-            parts["zeros"] = tiles * self.scale.zero.bits if self.scale.zero else 0
-            parts["offsets"] = subtiles * self.scale.offset
-            parts["selectors"] = subtiles * self.number.selector_bits
-            parts["outer"] = self.scale.outer.bits if self.scale.outer else 0
+        found = {name: bits * math.prod(codes) for name, (bits, codes) in self.fields(shape).items()}
         if self.residual is not None:
-            parts["residual"] = sum(self.residual.stored_bits(shape).values())
-        return {name: bits for name, bits in parts.items() if bits}
+            found["residual"] = sum(self.residual.stored_bits(shape).values())
+        return {name: bits for name, bits in found.items() if bits}
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

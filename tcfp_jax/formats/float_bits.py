@@ -23,6 +23,7 @@ MANTISSA_BITS = 23
 HIDDEN = 1 << MANTISSA_BITS
 INFINITY = 0x7F800000
 NAN = 0x7FC00000
+SIGN = -(2**31)
 TINY = float(np.finfo(np.float32).tiny)
 _MANTISSA = HIDDEN - 1
 _DIGITS_AT_ONCE = 12
@@ -37,11 +38,7 @@ class Grid(NamedTuple):
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """Return the int32 bits of float32(x) for any float dtype; only float64 is rounded.
-
-    >>> hex(int(to_bits(jnp.bfloat16(1.0))))
-    '0x3f800000'
-    """
+    """Return the int32 bits of float32(x) for any float dtype; only float64 is rounded."""
     if x.dtype == jnp.bfloat16:  # by integers: a conversion flushes subnormals on a CPU
         half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return lax.bitcast_convert_type(half << 16, jnp.int32)
@@ -49,16 +46,12 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return float32 bits as an array of `dtype`, rounded to nearest even; a finite value stays finite.
-
-    >>> float(from_bits(jnp.int32(0x3f800000), jnp.dtype("float16")))
-    1.0
-    """
+    """Return float32 bits as an array of `dtype`, rounded to nearest even; a finite value stays finite."""
     if dtype == jnp.bfloat16:
-        magnitude = bits & ~jnp.int32(-(2**31))
+        magnitude = bits & ~jnp.int32(SIGN)
         rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
         rounded = jnp.where(magnitude < INFINITY, jnp.minimum(rounded, 0x7F7FFFFF), magnitude)
-        half = lax.bitcast_convert_type(rounded | (bits & jnp.int32(-(2**31))), jnp.uint32) >> 16
+        half = lax.bitcast_convert_type(rounded | (bits & jnp.int32(SIGN)), jnp.uint32) >> 16
         return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
     values = lax.bitcast_convert_type(bits, jnp.float32)
     if dtype in (jnp.float32, jnp.float64):
@@ -69,21 +62,13 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above 127.
-
-    >>> float(power_of_two(jnp.int32(-3)))
-    0.125
-    """
+    """Return 2**exponent in float32 for int32 exponents; 0 below -126, 2**127 above 127."""
     biased = jnp.clip(exponent + 127, 0, 254)
     return lax.bitcast_convert_type(biased << MANTISSA_BITS, jnp.float32)
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero.
-
-    >>> [int(v) for v in normalize(jnp.int32(1))]
-    [-149, 0]
-    """
+    """Return (floor(log2), the 23 mantissa bits) of magnitudes, subnormals included; -150 for zero."""
     leading = lax.clz(magnitude)
     subnormal = magnitude < HIDDEN
     exponent = jnp.where(subnormal, -118 - leading, (magnitude >> MANTISSA_BITS) - 127)
@@ -92,11 +77,7 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Return |x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from 2**128 on the largest float32.
-
-    >>> float(scale_down(jnp.int32(1), jnp.int32(-149)))
-    1.0
-    """
+    """Return |x| * 2**-exponent in float32, exact; below 2**-126 it is 0, and from 2**128 on the largest float32."""
     shifted = magnitude - (exponent << MANTISSA_BITS)
     shifted = jnp.where(shifted < HIDDEN, jnp.zeros_like(shifted), shifted)
     # The exponent alone decides, because the difference may leave int32: a narrow scale may lie far below x.
@@ -110,17 +91,22 @@ def scale_down(magnitude: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def scale_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Return the bits of value * 2**exponent, for a value >= 0: exact, or a subnormal rounded to nearest even.
-
-    >>> int(scale_up(jnp.float32(1.0), jnp.int32(-149)))
-    1
-    """
-    bits = lax.bitcast_convert_type(value, jnp.int32) + (exponent << MANTISSA_BITS)
-    steps = (value * power_of_two(126 + exponent)) * jnp.float32(2.0**MANTISSA_BITS)
+    """Return the bits of value * 2**exponent: exact, or a subnormal rounded to nearest even; inf and NaN stay."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    magnitude, moved = bits & ~jnp.int32(SIGN), (bits & ~jnp.int32(SIGN)) + (exponent << MANTISSA_BITS)
+    steps = (jnp.abs(value) * power_of_two(126 + exponent)) * jnp.float32(2.0**MANTISSA_BITS)
     steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
     subnormal = jnp.minimum(steps, jnp.float32(HIDDEN)).astype(jnp.int32)
-    magnitude = jnp.where(bits < HIDDEN, subnormal, bits)
-    return jnp.where(value == 0, jnp.zeros_like(magnitude), magnitude)
+    scaled = jnp.where(value == 0, 0, jnp.where(moved < HIDDEN, subnormal, moved))
+    return jnp.where(magnitude >= INFINITY, bits, scaled | (bits & jnp.int32(SIGN)))
+
+
+def flushed(bits: jax.Array) -> jax.Array:
+    """Return the float32 values of bits, with +0 for subnormals and zeros.
+
+    CPUs drop some subnormals that GPUs keep, and a code has the sign of its zero.
+    """
+    return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)
 
 
 def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.Array:
@@ -132,9 +118,6 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
 
     Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding
     to odd".
-
-    >>> float(divide_to_odd(jnp.int32(0x40c00000), jnp.int32(0x40000000), 23))
-    3.0
     """
     exponent, quotient, remainder, _ = _divide(magnitude, divisor, digits)
     quotient = (quotient << (MANTISSA_BITS - digits)) | (remainder != 0).astype(jnp.int32)
@@ -142,11 +125,7 @@ def divide_to_odd(magnitude: jax.Array, divisor: jax.Array, digits: int) -> jax.
 
 
 def divide(magnitude: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Return |x| / |y| in float32, rounded to nearest; see `divide_to_odd`.
-
-    >>> float(divide(to_bits(jnp.float32(1)), to_bits(jnp.float32(3)))) == float(np.float32(1) / np.float32(3))
-    True
-    """
+    """Return |x| / |y| in float32, rounded to nearest; see `divide_to_odd`."""
     exponent, quotient, remainder, denominator = _divide(magnitude, divisor, MANTISSA_BITS)
     # The quotient of two floats of 24 bits never lies halfway between two others, so ties cannot occur.
     quotient = quotient + (2 * remainder > denominator).astype(jnp.int32)
@@ -184,9 +163,6 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array 
 
     `bits` are uniform uint32 for "stochastic", which takes the upper neighbour with probability (value - lower) / step,
     exact to 2**-24.
-
-    >>> [float(round_to_grid(jnp.float32(2.5), Grid(0, 1, 6.0), mode, None)) for mode in ("even", "nearest", "zero")]
-    [2.0, 3.0, 2.0]
     """
     emax = int(np.frexp(grid.largest)[1]) - 1
     # A value of twice the largest binade is beyond the grid whatever its digits are; the cap keeps its step finite.
@@ -210,25 +186,17 @@ def round_to_grid(value: jax.Array, grid: Grid, mode: Rounding, bits: jax.Array 
 
 
 def round_bits(magnitude: jax.Array, mbits: int, mode: Rounding, bits: jax.Array | None) -> jax.Array:
-    """Round magnitudes to `mbits` bits of mantissa, for numbers with the exponents of float32.
-
-    >>> hex(int(round_bits(jnp.int32(0x3f808000), 7, "even", None)))
-    '0x3f800000'
-    """
+    """Round magnitudes to `mbits` bits of mantissa, for numbers with the exponents of float32."""
     drop = MANTISSA_BITS - mbits
     if drop == 0:
         return magnitude
-    rest = magnitude & ((1 << drop) - 1)
-    half = 1 << (drop - 1)
-    if mode == "even":
-        up = (rest > half) | ((rest == half) & (((magnitude >> drop) & 1) == 1))
-    elif mode == "nearest":
-        up = rest >= half
-    elif mode == "up":
-        up = rest > 0
-    elif mode == "zero":
-        up = jnp.zeros_like(rest, bool)
-    else:
+    ones, half = (1 << drop) - 1, 1 << (drop - 1)
+    added: jax.Array | int
+    if mode == "stochastic":  # a carry if the draw is below the dropped bits
         assert bits is not None
-        up = (bits >> (32 - drop)).astype(jnp.int32) < rest
-    return magnitude - rest + (up.astype(jnp.int32) << drop)
+        added = ones - (bits >> (32 - drop)).astype(jnp.int32)
+    elif mode == "even":
+        added = half - 1 + ((magnitude >> drop) & 1)
+    else:
+        added = {"nearest": half, "up": ones, "zero": 0}[mode]
+    return (magnitude + added) & ~ones

@@ -108,11 +108,7 @@ class NumberSpec:
         return codes - 1 - (self.infnan in ("fn", "inuz"))
 
     def magnitude(self, code: int) -> float:
-        """Return the exact value of a code without its sign bit.
-
-        >>> number("e4m3fn").magnitude(1) == 2.0**-9
-        True
-        """
+        """Return the exact value of a code without its sign bit."""
         if self.is_integer:
             return float(code)
         if self.kind == "exponent":
@@ -175,16 +171,12 @@ class NumberSpec:
     @property
     def eps(self) -> float:
         """The distance from 1 to the next value above, 2**-mbits; integers count in fixed point."""
-        return math.ldexp(1.0, -self._precision)
-
-    @property
-    def _precision(self) -> int:
-        return self.fixed_point if self.is_integer else self.mbits
+        return math.ldexp(1.0, self.is_integer - self.mbits)
 
     @property
     def midmax(self) -> float:
         """`maxfloat` plus half a step: values above it would not round to `maxfloat`."""
-        return self.maxfloat + math.ldexp(1.0, self.emax - self._precision - 1)
+        return self.maxfloat + math.ldexp(1.0, self.emax - self.mbits + self.is_integer - 1)
 
     @property
     def smallest_normal(self) -> float:
@@ -192,14 +184,9 @@ class NumberSpec:
         return math.ldexp(1.0, self.emin)
 
     @property
-    def tiny(self) -> float:
-        """`smallest_normal`, by its name in finfo."""
-        return self.smallest_normal
-
-    @property
     def smallest_subnormal(self) -> float:
         """The smallest positive value; integers count in fixed point."""
-        return math.ldexp(1.0, self.emin - (0 if self.kind == "exponent" else self._precision))
+        return math.ldexp(1.0, self.emin - (0 if self.kind == "exponent" else self.mbits - self.is_integer))
 
     @property
     def dtype(self) -> np.dtype | None:

@@ -2,8 +2,8 @@
 
     x ~ E2M1 code * scale of its tile * outer          16 values share an E4M3 scale, the tensor a float32 scale
 
-`quantization.quantize` defines the rounding, as for every cast. Two other forms have its bits and less to do:
-`nvfp4_xla` rounds by comparisons, and `nvfp4_kernel` does all in one pass on NVIDIA GPUs. Tests compare the three.
+`quantization.quantize` defines the rounding, as for every cast. `nvfp4_kernel` has the same bits, and does all in one
+pass on NVIDIA GPUs. `observe` has them, too: it makes numbers in XLA, and divides nothing if it rounds to nearest.
 """
 
 import functools
@@ -17,23 +17,21 @@ from jax.typing import ArrayLike
 
 from pallas_kernels.counter import bits_of
 from pallas_kernels.explicit import with_automatic_axes
-from tcfp_jax.formats import float_bits, nvfp4_kernel, nvfp4_xla, scale_rules
+from tcfp_jax.formats import float_bits, nvfp4_kernel, scale_rules
 from tcfp_jax.formats.catalog import CATALOG
 from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
-from tcfp_jax.formats.nvfp4_kernel import Place
-from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options
-from tcfp_jax.formats.nvfp4_xla import Blocks
+from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options, Place
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rotation import rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
-Rule = Literal["amax", "four_over_six", "fold_exact"]
+ScaleRule = Literal["amax", "four_over_six", "fold_exact"]
 _DATATYPES = {"vector": CATALOG["nvfp4"], "square": CATALOG["nvfp4s"]}
-_MODES: dict[Rule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
+_MODES: dict[ScaleRule, ScaleMode] = {"amax": "max", "four_over_six": "four_over_six", "fold_exact": "fold_exact"}
 _LARGEST = 6.0  # E2M1's largest value
-_E4M3, _FLOAT32 = number("e4m3fn"), number("float32")
+_E2M1, _E4M3, _FLOAT32 = number("e2m1f"), number("e4m3fn"), number("float32")
 
 
 class Nvfp4(NamedTuple):
@@ -67,7 +65,7 @@ class Nvfp4Values(NamedTuple):
 def quantize_nvfp4(
     x: ArrayLike,
     *,
-    rule: Rule = "amax",
+    rule: ScaleRule = "amax",
     tile: Literal["vector", "square"] = "vector",
     amax: ArrayLike | None = None,
     signs: ArrayLike | None = None,
@@ -112,7 +110,7 @@ def quantize_nvfp4(
 
 @functools.partial(jax.jit, static_argnames=("rule", "tile", "interpret"))
 def _quantized(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: str,
+    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: ScaleRule, tile: str,
     interpret: bool,
 ) -> Nvfp4:  # fmt: skip
     by_definition = functools.partial(define, rule=rule, tile=tile)
@@ -121,8 +119,8 @@ def _quantized(
 
     def kernel(x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None) -> Nvfp4:
         options = Options(_MODES[rule], "even" if key is None else "stochastic", signs is not None)
-        words, outer = _words(x, amax, signs, key, options, "last", interpret)
-        codes, scales = nvfp4_kernel.run(x, words, options, "codes", interpret=interpret)
+        words, outer = _words(x, amax, signs, key, options, interpret)
+        codes, scales = nvfp4_kernel.run(x, words, options, interpret=interpret)
         return Nvfp4(codes, scales, outer if amax is None else jnp.where(jnp.isfinite(amax), outer, jnp.nan))
 
     if interpret:
@@ -131,13 +129,7 @@ def _quantized(
 
 
 def _words(
-    x: jax.Array,
-    amax: jax.Array | None,
-    signs: jax.Array | None,
-    key: Key | None,
-    options: Options,
-    place: Place,
-    interpret: bool,
+    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, options: Options, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return the scalars that the kernel reads, and the scale of the tensor."""
     if amax is not None:
@@ -146,13 +138,19 @@ def _words(
         found = jnp.max(scale_rules.finite_magnitude(float_bits.to_bits(x) & jnp.int32(0x7FFFFFFF)))
     else:
         unscaled = options.words(jnp.float32(1), signs, key)
-        (found,) = nvfp4_kernel.run(x, unscaled, options, "amax", place, interpret=interpret)
+        (found,) = nvfp4_kernel.run(x, unscaled, options._replace(output="amax"), interpret=interpret)
     outer = scale_rules.choose_outer(found, _LARGEST, _E4M3, _FLOAT32, options.rule)
     return options.words(outer, signs, key), outer
 
 
 def define(
-    x: jax.Array, amax: jax.Array | None, signs: jax.Array | None, key: Key | None, *, rule: Rule, tile: str = "vector"
+    x: jax.Array,
+    amax: jax.Array | None,
+    signs: jax.Array | None,
+    key: Key | None,
+    *,
+    rule: ScaleRule,
+    tile: str = "vector",
 ) -> Nvfp4:
     """Return the result of `quantize_nvfp4` as the format library's cast computes it."""
     if signs is not None:
@@ -175,35 +173,6 @@ def define(
         lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).reshape(split),
         parts.outer if amax is None else jnp.where(jnp.isfinite(amax), parts.outer, jnp.nan),
     )
-
-
-def exact_share(scales: jax.Array) -> jax.Array:
-    """Return the share of tiles whose products code * scale / 2**e are all E4M3 numbers.
-
-        2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
-
-    FP8 tensor cores multiply such tiles without rounding. Every tile of the rule "fold_exact" is one. Zeros count as
-    such tiles, NaN does not.
-
-    Args:
-      scales: float8_e4m3fn of any shape, not empty.
-
-    Returns:
-      float32 `[]`, from 0 to 1.
-
-    >>> float(exact_share(jnp.array([384.0, 1.25, 1.125, 0.015625], jnp.float8_e4m3fn)))
-    0.5
-    """
-    values = scales.astype(jnp.float32)
-    largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
-    exponent, _ = float_bits.normalize(largest)
-    scaled = values * float_bits.power_of_two(5 - exponent)
-    grid = _E4M3.grid
-    exact = jnp.ones(values.shape, bool)
-    # The other codes are these times powers of two, and only the smallest products can fall between E4M3's steps.
-    for code in (0.5, 1.5):
-        exact &= float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
-    return jnp.mean(exact.astype(jnp.float32))
 
 
 def _check(
@@ -236,32 +205,35 @@ def _check(
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-def along(
-    x: jax.Array, axis: int, key: Key | None = None, signs: jax.Array | None = None, *, interpret: bool = False
+def quantize_values(
+    x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.Array | None = None, *, interpret: bool = False
 ) -> Nvfp4Values:
-    """Quantize `x` to numbers in blocks of 16 along its first or last axis, with scales amax / 6.
+    """Quantize `x` to numbers in blocks of 16 along an axis, or a matrix in squares of 16 x 16, with scales amax / 6.
 
     A NaN or inf makes its block NaN, while a cast saturates inf: a gradient that overflows must be seen.
 
     Args:
       x: bfloat16 or float32.
-      axis: the first or the last.
+      axis: the first or the last, or None for squares: the transpose of a matrix then has the same numbers.
       key: two words of `pallas_kernels.counter.keys`, for stochastic rounding with scales that cover; without it values
-        are rounded to nearest even.
+        are rounded to nearest even. Squares take none.
       signs: `[16]` of 1 and -1: first rotate every 16 values along the axis, which must be the first.
       interpret: run the kernel in Pallas's interpreter.
 
     Returns:
-      `Nvfp4Values` of the shape of x, with the axis filled with zeros up to whole blocks.
+      `Nvfp4Values` of the shape of x, with each axis of a block filled with zeros up to whole blocks.
 
-    >>> jax.eval_shape(lambda: along(jnp.ones((2, 20)), -1)).values.shape
-    (2, 32)
+    >>> [jax.eval_shape(lambda: quantize_values(jnp.ones((2, 20)), axis)).values.shape for axis in (-1, 0, None)]
+    [(2, 32), (16, 20), (16, 32)]
     """
-    x, place = _filled(x, axis)
+    by_xla = lambda x, key, signs: observe(x, axis, key, signs).found
+    if axis is None:
+        return by_xla(x, key, signs)
+    x, (whole,) = _filled(x, axis)
+    place: Place = "last" if whole else "first"
     kernel = functools.partial(_by_kernel, place=place, interpret=interpret)
     if interpret:
         return kernel(x, key, signs)
-    by_xla = lambda x, key, signs: _values(nvfp4_xla.quantize(x, *_in_blocks(x, signs, place), key), x.shape)
     if not nvfp4_kernel.serves(x.shape, x.dtype, place):
         return by_xla(x, key, signs)
     return lax.platform_dependent(x, key, signs, cuda=kernel, default=by_xla)
@@ -269,26 +241,14 @@ def along(
 
 @functools.partial(jax.jit, static_argnames=("place", "interpret"))  # so that equal calls share one kernel
 def _by_kernel(x: jax.Array, key: Key | None, signs: jax.Array | None, *, place: Place, interpret: bool) -> Nvfp4Values:
-    options = Options("max", "even" if key is None else "stochastic", signs is not None)
-    words, outer = _words(x, None, signs, key, options, place, interpret)
-    (values,) = nvfp4_kernel.run(x, words, options, "bfloat16", place, interpret=interpret)
+    options = Options("max", "even" if key is None else "stochastic", signs is not None, "bfloat16", place)
+    words, outer = _words(x, None, signs, key, options, interpret)
+    (values,) = nvfp4_kernel.run(x, words, options, interpret=interpret)
     return Nvfp4Values(values, outer)
 
 
-def squares(w: jax.Array) -> Nvfp4Values:
-    """Quantize a matrix to numbers in squares of 16 x 16, to nearest, so that its transpose has the same numbers.
-
-    Its axes are filled with zeros up to whole squares.
-
-    >>> jax.eval_shape(lambda: squares(jnp.ones((20, 3)))).values.shape
-    (32, 16)
-    """
-    padded, axes, blocks = _in_squares(w)
-    return _values(nvfp4_xla.quantize(padded, axes, blocks), padded.shape)
-
-
 class Observed(NamedTuple):
-    """Each value before and after `along` or `squares`; arrays of the shape of `found`.
+    """Each value before and after `quantize_values`; arrays of the shape of `found`.
 
     Attributes:
       exact: the values before they are rounded, and after they are rotated; float32.
@@ -302,54 +262,70 @@ class Observed(NamedTuple):
 
 
 def observe(x: jax.Array, axis: int | None, key: Key | None = None, signs: jax.Array | None = None) -> Observed:
-    """Return what `along` does to each value, or `squares` if the axis is None; XLA computes it.
-
-    >>> seen = jax.jit(lambda x: observe(x, -1))(jnp.array([[6.2, *[1.0] * 15]]))
-    >>> float(seen.exact[0, 0]), float(seen.found.dequantize()[0, 0]), float(seen.largest[0, 1] * seen.found.outer)
-    (6.199999809265137, 6.199999809265137, 6.199999809265137)
-    """
-    axes: tuple[int, ...]
-    if axis is None:
-        x, axes, blocks = _in_squares(x)
+    """Return what `quantize_values` does to each value; XLA computes it."""
+    assert axis is not None or key is None, "the random bits of squares are not defined"
+    x, axes = _filled(x, axis)
+    shape, inner = x.shape, tuple(place + n + 1 for n, place in enumerate(axes))
+    blocks = functools.partial(_in_blocks, axes=axes, signs=signs)
+    # Blocks are made twice, because a pass over x that makes them costs less than one over the result.
+    bits = [lax.bitcast_convert_type(jnp.abs(part.astype(jnp.float32)), jnp.int32) for part in blocks(x)]
+    largest_of = lambda parts: functools.reduce(
+        jnp.maximum, [jnp.max(part, axis=inner, keepdims=True) for part in parts]
+    )
+    amax = largest_of([scale_rules.finite_magnitude(part) for part in bits])
+    lost = largest_of(bits) >= float_bits.INFINITY
+    # Without a barrier XLA finds the maximum of x in a pass of its own, and writes the rotated array to memory.
+    amax, lost, x = lax.optimization_barrier((amax, lost, x))
+    exact = jnp.concatenate(blocks(x), axis=inner[0]).astype(jnp.float32)
+    # Subnormals are zero, as casts read them: by integers, because XLA writes the operands of `where` to memory.
+    magnitude = lax.bitcast_convert_type(jnp.abs(exact), jnp.int32)
+    magnitude &= -jnp.minimum(magnitude >> float_bits.MANTISSA_BITS, 1)
+    outer = scale_rules.choose_outer(jnp.max(amax), _LARGEST, _E4M3, _FLOAT32, "max")
+    (scale,) = scale_rules.tile_scales(amax, outer, _LARGEST, _E4M3, "max", key is not None)
+    product = scale * outer
+    if key is None:
+        # A divisor above every value rounds all of them to zero.
+        divisor = jnp.where(product < float_bits.TINY, jnp.float32(2.0**120), product)
+        units = nearest(lax.bitcast_convert_type(magnitude, jnp.float32), divisor)
     else:
-        x, place = _filled(x, axis)
-        axes, blocks = _in_blocks(x, signs, place)
-    coded = nvfp4_xla.quantize(x, axes, blocks, key)
-    largest = jnp.broadcast_to(coded.scale * _LARGEST, coded.x.shape).reshape(x.shape)
-    return Observed(coded.x.reshape(x.shape), _values(coded, x.shape), largest)
+        divisor = lax.bitcast_convert_type(product, jnp.int32)
+        quotient = float_bits.divide_to_odd(magnitude, divisor, float_bits.MANTISSA_BITS)
+        random = bits_of(exact.shape, *key, fastest=inner[0])
+        units = jnp.minimum(float_bits.round_to_grid(quotient, _E2M1.grid, "stochastic", random), _LARGEST)
+    scale = jnp.where(lost, jnp.float32(jnp.nan), scale)
+    values = (jnp.copysign(units, exact) * scale).astype(jnp.bfloat16)
+    largest = jnp.broadcast_to(scale * _LARGEST, exact.shape)
+    found = Nvfp4Values(values.reshape(shape), outer.reshape(()))
+    return Observed(exact.reshape(shape), found, largest.reshape(shape))
 
 
-def _values(coded: nvfp4_xla.Coded, shape: tuple[int, ...]) -> Nvfp4Values:
-    values = (jnp.copysign(coded.units, coded.x) * coded.scale).astype(jnp.bfloat16)
-    return Nvfp4Values(values.reshape(shape), coded.outer.reshape(()))
+def nearest(m: jax.Array, f: jax.Array) -> jax.Array:
+    """Return the E2M1 number nearest to m / f, ties to even, at most 6, by comparisons instead of a long division.
+
+    A difference of two floats within a factor of two of each other is exact, and every other difference has the right
+    sign. So each comparison is right for the real numbers.
+    """
+    one, two, four = m - f, m - 2 * f, m - 4 * f
+    step = lambda up, size: jnp.where(up, jnp.float32(size), 0)
+    units = step(m > 0.25 * f, 0.5) + step(one >= -0.25 * f, 0.5) + step(one > 0.25 * f, 0.5)
+    units += step(two >= -0.25 * f, 0.5) + step(two > 0.5 * f, 1)
+    return units + step(four >= -0.5 * f, 1) + step(four > f, 2)
 
 
-def _filled(x: jax.Array, axis: int) -> tuple[jax.Array, Place]:
-    """Return x filled with zeros up to whole blocks, and the place of their axis."""
-    short = -x.shape[axis] % SIDE
-    if short:
-        x = jnp.pad(x, [(0, short if i == axis % x.ndim else 0) for i in range(x.ndim)])
-    return x, "first" if axis % x.ndim == 0 else "last"
+def _filled(x: jax.Array, axis: int | None) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return x filled with zeros up to whole blocks, and the axes of a block."""
+    axes = tuple(range(x.ndim)) if axis is None else (axis % x.ndim,)
+    short = [(0, -size % SIDE if i in axes else 0) for i, size in enumerate(x.shape)]
+    return (jnp.pad(x, short) if any(fill for _, fill in short) else x), axes
 
 
-def _in_blocks(x: jax.Array, signs: jax.Array | None, place: Place) -> tuple[tuple[int], Blocks]:
-    """Return the axes of a block, and a function that splits an array of this shape into blocks and rotates them."""
-    shape, first = x.shape, place == "first"
-    assert signs is None or first, "the rows of a block are rotated, not its columns"
-
-    def blocks(x: jax.Array) -> list[jax.Array]:
-        whole = x.reshape((-1, SIDE, *shape[1:]) if first else (*shape[:-1], -1, SIDE))
-        if signs is None:
-            return [whole]
-        # Row by row: XLA would write the rotated array to memory before it finds its maxima.
-        rows = [lax.slice_in_dim(whole, i, i + 1, axis=1).astype(jnp.float32) for i in range(SIDE)]
-        return rotate_arrays(rows, list(signs))
-
-    return (1 if first else x.ndim,), blocks
-
-
-def _in_squares(w: jax.Array) -> tuple[jax.Array, tuple[int, int], Blocks]:
-    """Return the matrix filled with zeros up to whole squares, and `_in_blocks` for squares."""
-    padded = jnp.pad(w, [(0, -size % SIDE) for size in w.shape])
-    rows, columns = padded.shape
-    return padded, (1, 3), lambda w: [w.reshape(rows // SIDE, SIDE, columns // SIDE, SIDE)]
+def _in_blocks(x: jax.Array, axes: tuple[int, ...], signs: jax.Array | None) -> list[jax.Array]:
+    """Return x with two axes, `[blocks, 16]`, instead of each axis of a block: whole, or rotated and row by row."""
+    shape = [part for i, size in enumerate(x.shape) for part in ((size // SIDE, SIDE) if i in axes else (size,))]
+    whole = x.reshape(shape)
+    if signs is None:
+        return [whole]
+    assert axes == (0,), "the rows of a block are rotated, not its columns"
+    # Row by row: XLA would write the rotated array to memory before it finds its maxima.
+    rows = [lax.slice_in_dim(whole, i, i + 1, axis=1).astype(jnp.float32) for i in range(SIDE)]
+    return rotate_arrays(rows, list(signs))

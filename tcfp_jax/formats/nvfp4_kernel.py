@@ -11,7 +11,7 @@ where its part begins.
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.partition import partitioned, varying
 from pallas_kernels.specs import device_count
-from tcfp_jax.formats.nvfp4_registers import SIDE, Device, Options, Portable, Random, Scalars, dequantized, quantized
-from tcfp_jax.formats.rotation import rotate_arrays
+from tcfp_jax.formats.nvfp4_registers import SIDE, Options, Place, Scalars, compute
 
 TILES = 128
-Place = Literal["last", "first"]
-Output = Literal["codes", "bfloat16", "amax"]
 # Down the first axis the values of a tile lie apart, so a thread takes two columns to load words of 4 bytes.
 _WARPS: dict[Place, int] = {"last": 4, "first": 2}
 
@@ -34,18 +31,12 @@ class _Job(NamedTuple):
     """A pass over an array; `shape` counts its tiles, without the axis of their values."""
 
     options: Options
-    output: Output
-    place: Place
     shape: tuple[int, ...]
     interpret: bool
 
 
 def serves(shape: tuple[int, ...], dtype: DTypeLike, place: Place = "last") -> bool:
-    """Return True if the kernel takes arrays of this shape and dtype: whole tiles, in groups of 128.
-
-    >>> serves((128, 64), jnp.bfloat16), serves((128, 60), jnp.bfloat16), serves((64, 128), jnp.bfloat16, "first")
-    (True, False, True)
-    """
+    """Return True if the kernel takes arrays of this shape and dtype: whole tiles, in groups of 128."""
     if math.prod(shape) == 0 or dtype not in (jnp.float32, jnp.bfloat16):
         return False
     if place == "first":
@@ -53,21 +44,9 @@ def serves(shape: tuple[int, ...], dtype: DTypeLike, place: Place = "last") -> b
     return bool(shape) and shape[-1] % SIDE == 0 and math.prod(shape) % (SIDE * TILES) == 0
 
 
-def run(
-    x: jax.Array, words: jax.Array, options: Options, output: Output, place: Place = "last", *, interpret: bool = False
-) -> list[jax.Array]:
-    """Return one result for an array that `serves` accepts, float32 or bfloat16.
-
-    Args:
-      x: `[..., k]`; for tiles down the first axis a matrix.
-      words: made by `options.words`.
-      options: the rule of scales, the rounding, and whether tiles are rotated first.
-      output: "codes" for uint8 `[..., k / 2]` and scales `[..., k / 16]`, "bfloat16" for code times scale of every
-        value, "amax" for the int32 bits of the largest finite magnitude after the rotation, `[]`.
-      place: the axis along which tiles lie; codes need the last.
-      interpret: run in Pallas's interpreter, which works on CPUs.
-    """
-    if place == "last":
+def run(x: jax.Array, words: jax.Array, options: Options, *, interpret: bool = False) -> list[jax.Array]:
+    """Return the output of `options` for an array that `serves` accepts; `options.words` makes `words`."""
+    if options.place == "last":
         tiles = x.reshape(*x.shape[:-1], x.shape[-1] // SIDE, SIDE)
         shape = tiles.shape[:-1]
     else:
@@ -76,15 +55,15 @@ def run(
     axes = "abcdefghijklmnop"[: len(shape)]
     starts = [lax.iota(jnp.uint32, size) for size in shape] if device_count() > 1 else []
     side = " ".join(axes)
-    of_values = f"{side} t" if place == "last" else "a t b"
+    of_values = f"{side} t" if options.place == "last" else "a t b"
     inputs = ["u", of_values, *(axes if starts else "")]
-    outputs = {"codes": [f"{side} s", side], "amax": ["r"], "bfloat16": [of_values]}[output]
-    local = functools.partial(_local, _Job(options, output, place, shape, interpret))
-    whole = ("t", "s") if output == "codes" else ("t",)
+    outputs = {"codes": [f"{side} s", side], "amax": ["r"], "bfloat16": [of_values]}[options.output]
+    local = functools.partial(_local, _Job(options, shape, interpret))
+    whole = ("t", "s") if options.output == "codes" else ("t",)
     spec = f"{', '.join(inputs)} -> {', '.join(outputs)}"
     first, *others = partitioned(local, spec, whole=whole)(words, tiles, *starts)
     return [
-        first.reshape({"codes": (*x.shape[:-1], x.shape[-1] // 2), "amax": (), "bfloat16": x.shape}[output]),
+        first.reshape({"codes": (*x.shape[:-1], x.shape[-1] // 2), "amax": (), "bfloat16": x.shape}[options.output]),
         *others,
     ]
 
@@ -93,14 +72,14 @@ def _local(
     job: _Job, words: jax.Array, tiles: jax.Array, *places: jax.Array, summed_over: tuple[str, ...]
 ) -> list[jax.Array]:
     """Return the results for the part of a device."""
-    own = tiles.shape[:-1] if job.place == "last" else tiles.shape[::2]
+    own = tiles.shape[:-1] if job.options.place == "last" else tiles.shape[::2]
     starts = jnp.stack([place[0] for place in places]) if places and own != job.shape else None
-    fits = (math.prod(own) if job.place == "last" else own[-1]) % TILES == 0
+    fits = (math.prod(own) if job.options.place == "last" else own[-1]) % TILES == 0
     found = (_call if fits else _by_arrays)(job, own, words, tiles, starts)
-    if job.output == "amax":
+    if job.options.output == "amax":
         top = jnp.max(found[0]).reshape(1)
         return [lax.pmax(top, summed_over) if summed_over else top]
-    if job.output == "codes":
+    if job.options.output == "codes":
         return [part.reshape(*own, *part.shape[1:]) for part in found]
     return [found[0].reshape(tiles.shape)]
 
@@ -109,41 +88,15 @@ def _by_arrays(
     job: _Job, own: tuple[int, ...], words: jax.Array, tiles: jax.Array, starts: jax.Array | None
 ) -> list[jax.Array]:
     """Return the same without a kernel, for a part that is not made of whole groups."""
-    scalars = Scalars.of(job.options, Portable(), lambda at: words[at])
-    whole = tiles.reshape(-1, SIDE) if job.place == "last" else jnp.moveaxis(tiles, 1, 2)
+    scalars = Scalars.of(job.options, lambda at: words[at])
+    whole = tiles.reshape(-1, SIDE) if job.options.place == "last" else jnp.moveaxis(tiles, 1, 2)
     values = [whole[..., i].astype(jnp.float32) for i in range(SIDE)]
     places = lax.iota(jnp.uint32, values[0].size).reshape(values[0].shape)
     random = scalars.random(_first(places, starts, (own, job.shape)))
-    found = _compute(job, Portable(), scalars, values, random)
-    if job.output != "bfloat16":
+    found = compute(job.options, scalars, values, random)
+    if job.options.output != "bfloat16":
         return found
-    return [jnp.concatenate(found, axis=1) if job.place == "last" else jnp.stack(found, axis=1)]
-
-
-def _compute(job: _Job, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
-    """Return the results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
-
-    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers are two arrays `[tiles, 8]`
-    along the last axis, and one array per row down the first.
-    """
-    if job.options.rotated:
-        x = rotate_arrays(x, scalars.signs, do.flushed)
-    if job.output == "amax":
-        return [lax.bitcast_convert_type(do.largest_finite([jnp.abs(value) for value in x]), jnp.int32)]
-    if job.output != "codes":
-        values = [value.astype(jnp.bfloat16) for value in dequantized(job.options, do, scalars, x, random)]
-        return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if job.place == "last" else values
-    parts, factor = quantized(job.options, do, scalars, x, random)
-    return [_side_by_side([part.astype(jnp.uint8) for part in parts]), factor.astype(jnp.float8_e4m3fn)]
-
-
-def _side_by_side(parts: list[jax.Array]) -> jax.Array:
-    """Return `[..., n]` from n = 2**j arrays `[...]`, by joins of pairs, which Triton can compile."""
-    shape = (*parts[0].shape, len(parts))
-    while len(parts) > 1:
-        half = len(parts) // 2
-        parts = [jnp.stack([parts[i], parts[i + half]], axis=-1) for i in range(half)]
-    return parts[0].reshape(shape)
+    return [jnp.concatenate(found, axis=1) if job.options.place == "last" else jnp.stack(found, axis=1)]
 
 
 def _first(tile: jax.Array, starts: jax.Array | None, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
@@ -164,13 +117,12 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    along = job.place == "last"
+    along = job.options.place == "last"
     x = tiles.reshape(-1, SIDE) if along else tiles.reshape(-1, own[1])
     given = [] if starts is None else [starts]
 
     def kernel(words_ref: Any, x_ref: Any, *refs: Any) -> None:
-        arithmetic = Portable() if job.interpret else Device()
-        scalars = Scalars.of(job.options, arithmetic, lambda at: words_ref[at])
+        scalars = Scalars.of(job.options, lambda at: words_ref[at], by_instructions=not job.interpret)
         if along:
             # Two loads of 16 bytes: with one load, two threads would share a tile.
             halves = [x_ref[:, start : start + 8] for start in (0, 8)]
@@ -181,7 +133,7 @@ def _call(
             place = pl.program_id(0) * own[1] + pl.program_id(1) * TILES
         place = (place + lax.broadcasted_iota(jnp.int32, (TILES,), 0)).astype(jnp.uint32)
         random = scalars.random(_first(place, refs[0] if given else None, (own, job.shape)))
-        found = _compute(job, arithmetic, scalars, [value.astype(jnp.float32) for value in values], random)
+        found = compute(job.options, scalars, [value.astype(jnp.float32) for value in values], random)
         _store(job, refs[len(given) :], found)
 
     grid = (len(x) // TILES,) if along else (own[0], own[1] // TILES)
@@ -194,7 +146,7 @@ def _call(
         grid=grid,
         in_specs=[whole(words.size), block, *(whole(g.size) for g in given)],
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS[job.place], num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS[job.options.place], num_stages=1),
         interpret=job.interpret,
         name="quantize_nvfp4",
     )(words, x, *given)
@@ -202,9 +154,9 @@ def _call(
 
 def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> tuple[Any, Any]:
     """Return the shapes and blocks of the results."""
-    if job.output == "bfloat16":
-        return [jax.ShapeDtypeStruct(shape, job.output)], [block]
-    if job.output == "amax":
+    if job.options.output == "bfloat16":
+        return [jax.ShapeDtypeStruct(shape, job.options.output)], [block]
+    if job.options.output == "amax":
         one = pl.BlockSpec((1,) * len(grid), lambda *at: at)
         return [jax.ShapeDtypeStruct(grid, jnp.int32)], [one]
     codes = jax.ShapeDtypeStruct((shape[0], SIDE // 2), jnp.uint8)
@@ -213,13 +165,13 @@ def _results(job: _Job, pl: Any, shape: tuple[int, ...], grid: tuple[int, ...], 
 
 
 def _store(job: _Job, refs: Any, parts: list[jax.Array]) -> None:
-    """Write the results of `_compute` to the blocks of a program."""
-    if job.output == "amax":
+    """Write the results of `compute` to the blocks of a program."""
+    if job.options.output == "amax":
         refs[0][...] = jnp.max(parts[0]).reshape(refs[0].shape)
-    elif job.output == "codes":
+    elif job.options.output == "codes":
         for ref, part in zip(refs, parts, strict=True):
             ref[...] = part
-    elif job.place == "last":
+    elif job.options.place == "last":
         for at, part in zip((0, 8), parts, strict=True):
             refs[0][:, at : at + 8] = part
     else:

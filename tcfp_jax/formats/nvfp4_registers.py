@@ -1,8 +1,8 @@
 """NVFP4's arithmetic for tiles of 16 values in registers: the kernel runs it, and a CPU can run it in tests.
 
 A thread holds whole tiles, so the rotation, the largest magnitude, the errors of two or three candidates and the bytes
-never leave its registers. `quantized`, and `dequantized` for numbers instead of codes, work on 16 arrays, each with one
-value of every tile. They have the bits of `quantization.quantize`, with fewer operations:
+never leave its registers. `compute` works on 16 arrays, each with one value of every tile. It has the bits of
+`quantization.quantize`, with fewer operations:
 
 * E2M1 and E4M3 are the top bits of a float32 whose exponent is moved down so that the number's smallest normal value is
   float32's: x / s * 2**-126 >> 22 is the code of the value below x / s. The quotient may be a product by a reciprocal.
@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels.counter import begin, finish, keys
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.float_bits import INFINITY, MANTISSA_BITS, TINY
-from tcfp_jax.formats.rotation import flushed
+from tcfp_jax.formats.rotation import rotate_arrays
 from tcfp_jax.formats.scale_rules import CLIPPED_FROM, NEGLIGIBLE
 from tcfp_jax.formats.scales import ScaleMode
 
@@ -35,16 +35,23 @@ _LARGEST, _LARGEST_CODE = 6.0, 0x7E  # E2M1's value, E4M3's code
 _LEAST_FOLDED_CODE, _LARGEST_FOLDED_CODE = 0x20, 0x7C
 _WORDS = 16
 
+Place = Literal["last", "first"]
 Key = tuple[jax.Array, jax.Array]
 Random = Callable[[int], jax.Array]  # random bits by the place of a value in its tile
 
 
 class Options(NamedTuple):
-    """The rule by which tiles find scales, their rounding, and whether they are rotated first."""
+    """One kind of pass: the rule of scales, the rounding, a rotation of tiles before it, the output, and tiles' axis.
+
+    The output "codes" is uint8 `[..., k / 2]` and scales `[..., k / 16]`, along the last axis only. "bfloat16" is code
+    times scale of every value, and "amax" the int32 bits of the largest finite magnitude after the rotation, `[]`.
+    """
 
     rule: ScaleMode
     rounding: Literal["even", "stochastic"]
     rotated: bool
+    output: Literal["codes", "bfloat16", "amax"] = "codes"
+    place: Place = "last"
 
     @property
     def divisors(self) -> tuple[float, ...]:
@@ -52,11 +59,6 @@ class Options(NamedTuple):
         if self.rounding == "stochastic":
             return (_LARGEST,)
         return {"max": (_LARGEST,), "four_over_six": (_LARGEST, 4.0), "fold_exact": (CLIPPED_FROM,)}[self.rule]
-
-    @property
-    def chooses(self) -> bool:
-        """True if a tile chooses among several scales."""
-        return self.rounding == "even" and self.rule != "max"
 
     def words(self, outer: jax.Array, signs: jax.Array | None, key: Key | None) -> jax.Array:
         """Return the scalars of a call as uint32 `[16 or 32]`: the tensor's scale, its multiples, key and signs."""
@@ -75,11 +77,9 @@ class Options(NamedTuple):
 
 
 class _Divisor(NamedTuple):
-    """A positive float32 divisor, prepared for one number by `Portable` or `Device`.
+    """A positive float32 divisor in two halves of 12 digits, and its approximate reciprocal.
 
-    Attributes:
-      high, low: two halves of 12 digits; on a device `high` is the divisor times 2**moved, and `low` is unused.
-      inverse: the approximate reciprocal, on a device times 2**-moved.
+    On a device `high` is the divisor times 2**moved, `low` is unused, and `inverse` is times 2**-moved.
     """
 
     high: jax.Array
@@ -87,8 +87,8 @@ class _Divisor(NamedTuple):
     inverse: jax.Array
 
 
-class Portable:
-    """Elementary operations under flushed subnormals, as XLA has them on CPUs; `Device` uses instructions of a GPU."""
+class _Portable:
+    """Elementary operations under flushed subnormals, as XLA has them on CPUs; `_Device` uses instructions of a GPU."""
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return a * b, rounded before anything is added; subnormals are zeros, in and out."""
@@ -135,14 +135,14 @@ class Portable:
 
     def flushed(self, x: jax.Array) -> jax.Array:
         """Return x with +0 for subnormals and zeros."""
-        return flushed(x)
+        return float_bits.flushed(lax.bitcast_convert_type(x, jnp.int32))
 
     def nearest(self, x: jax.Array) -> jax.Array:
         """Return the nearest multiple of 2**-8, ties to even, for 0 <= x < 2**14."""
         return lax.round(x * jnp.float32(256), lax.RoundingMethod.TO_NEAREST_EVEN) * jnp.float32(2.0**-8)
 
 
-class Device(Portable):
+class _Device(_Portable):
     """The same operations by instructions of a GPU, which keep subnormals unless an instruction says `ftz`."""
 
     def run(self, assembly: str, *values: jax.Array) -> jax.Array:
@@ -156,41 +156,36 @@ class Device(Portable):
         )[0]  # fmt: skip
 
     def multiply(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a * b, rounded before anything is added; subnormals are zeros, in and out."""
         return self.run("mul.rn.ftz.f32 $0, $1, $2;", a, b)
 
     def lift(self, x: jax.Array, by: jax.Array) -> jax.Array:
-        """Return |x| * by; subnormals are zeros, in and out."""
         return self.run("{ .reg .f32 t; abs.f32 t, $1; mul.rn.ftz.f32 $0, t, $2; }", x, by)
 
     def largest_finite(self, values: list[jax.Array]) -> jax.Array:
-        """Return the same: x * 0 + x turns inf into NaN, which the device's maximum ignores."""
+        # x * 0 + x turns inf into NaN, which the device's maximum ignores.
         found = [self.run("fma.rn.f32 $0, $1, 0f00000000, $1;", value) for value in values]
         return functools.reduce(lambda a, b: self.run("max.f32 $0, $1, $2;", a, b), [jnp.zeros_like(found[0]), *found])
 
     def divisor(self, value: jax.Array, inverse: jax.Array, moved: int) -> _Divisor:
-        """Return the same: 2**-9 and its like, times 2**126, are float32."""
+        # 2**-9 and its like, times 2**126, are float32.
         return _Divisor(value * jnp.float32(2.0**moved), value, inverse * jnp.float32(2.0**-moved))
 
     def quotient(self, x: jax.Array, divisor: _Divisor, moved: int) -> jax.Array:
-        """Return the approximate bits of x / divisor * 2**-moved, subnormals included."""
         return lax.bitcast_convert_type(self.run("mul.rn.f32 $0, $1, $2;", x, divisor.inverse), jnp.int32)
 
     def rest(self, x: jax.Array, value: jax.Array, divisor: _Divisor, moved: int) -> jax.Array:
-        """Return the same: the sign of a fused operation is exact."""
+        # The sign of a fused operation is exact.
         small = lax.bitcast_convert_type(value, jnp.float32)
         return self.run("{ .reg .f32 n; neg.f32 n, $2; fma.rn.f32 $0, n, $3, $1; }", x, small, divisor.high)
 
     def widen(self, bits: jax.Array, moved: int) -> jax.Array:
-        """Return the float32 of bits times 2**moved."""
         return self.run(f"mul.rn.f32 $0, $1, 0f{(127 + moved) << 23:08X};", lax.bitcast_convert_type(bits, jnp.float32))
 
     def reciprocal(self, x: jax.Array, exactly: bool) -> jax.Array:
-        """Return 1 / x, correctly rounded if `exactly`."""
         return self.run("rcp.rn.f32 $0, $1;" if exactly else "rcp.approx.ftz.f32 $0, $1;", x)
 
     def divide_to_odd(self, a: jax.Array, b: jax.Array, inverse: jax.Array) -> jax.Array:
-        """Return the same, from a quotient with an error below its last digit and the sign of the remainder."""
+        # From a quotient with an error below its last digit, and the sign of the remainder.
         quotient = self.run(
             "{ .reg .f32 q, n, e; mul.rn.f32 q, $1, $3; neg.f32 n, $2; fma.rn.f32 e, n, q, $1; "
             "fma.rn.f32 $0, e, $3, q; }", a, b, inverse,
@@ -201,16 +196,13 @@ class Device(Portable):
         return lax.bitcast_convert_type(below | (rest != 0).astype(jnp.int32), jnp.float32)
 
     def ceil(self, x: jax.Array) -> jax.Array:
-        """Return the int32 not below x, for 0 <= x < 2**31."""
         found = self.run("{ .reg .s32 t; cvt.rpi.s32.f32 t, $1; mov.b32 $0, t; }", x)
         return lax.bitcast_convert_type(found, jnp.int32)
 
     def flushed(self, x: jax.Array) -> jax.Array:
-        """Return x with +0 for subnormals and zeros."""
         return self.run("add.rn.ftz.f32 $0, $1, 0f00000000;", x)
 
     def nearest(self, x: jax.Array) -> jax.Array:
-        """Return the nearest multiple of 2**-8, ties to even, for 0 <= x < 2**14."""
         return self.run("{ .reg .f32 t; add.rn.f32 t, $1, 0f47000000; sub.rn.f32 $0, t, 0f47000000; }", x)
 
 
@@ -223,15 +215,17 @@ class Scalars(NamedTuple):
     divisors: list[tuple[jax.Array, _Divisor]]
     key: Key
     signs: list[jax.Array]
+    do: _Portable
 
     @staticmethod
-    def of(options: Options, do: Portable, read: Callable[[int], jax.Array]) -> "Scalars":
-        """Read them by a function that returns one word."""
+    def of(options: Options, read: Callable[[int], jax.Array], *, by_instructions: bool = False) -> "Scalars":
+        """Read them by a function that returns one word; `by_instructions` is for kernels on a GPU."""
+        do = _Device() if by_instructions else _Portable()
         wide = lambda at: lax.bitcast_convert_type(read(at), jnp.float32)
         values = [(wide(3 + 2 * i), wide(4 + 2 * i)) for i in range(len(options.divisors))]
         divisors = [(value, do.divisor(value, inverse, _SCALE[1])) for value, inverse in values]
         signs = [wide(_WORDS + i) for i in range(SIDE)] if options.rotated else []
-        return Scalars(wide(0), wide(1), wide(2), divisors, (read(_WORDS - 2), read(_WORDS - 1)), signs)
+        return Scalars(wide(0), wide(1), wide(2), divisors, (read(_WORDS - 2), read(_WORDS - 1)), signs, do)
 
     def random(self, first: jax.Array) -> Random:
         """Return `counter.random_bits` of each value: the indices in a tile differ in their last four bits only."""
@@ -243,46 +237,60 @@ def _largest(values: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, values)
 
 
-def quantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
-) -> tuple[list[jax.Array], jax.Array]:
-    """Return (8 bytes of codes as int32, the scale as float32) of tiles whose 16 values are the float32 arrays `x`."""
-    lifted = [do.lift(value, scalars.lift) for value in x]
-    lost = _largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) > INFINITY
-    signs = [lax.shift_right_logical(lax.bitcast_convert_type(value, jnp.int32), jnp.int32(31)) for value in x]
-    codes, factor, product = _encoded(options, do, scalars, lifted, random)
-    packed = [_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)]
-    found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
-    return found, jnp.where(lost, jnp.float32(jnp.nan), factor)
+def compute(options: Options, scalars: Scalars, x: list[jax.Array], random: Random) -> list[jax.Array]:
+    """Return the results for tiles in 16 arrays: bytes `[tiles, 8]` and scales, numbers, or the largest magnitudes.
 
-
-def dequantized(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
-) -> list[jax.Array]:
-    """Return code times scale of each of the 16 values, float32; NaN for a tile with NaN or inf."""
+    Arrays are `[tiles]` along the last axis, and `[tiles, columns]` down the first. Numbers are two arrays `[tiles, 8]`
+    along the last axis, and one array per row down the first. A tile with NaN is NaN; as numbers one with inf is, too.
+    """
+    do, as_bits = scalars.do, lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    if options.rotated:
+        x = rotate_arrays(x, scalars.signs, do.flushed)
+    if options.output == "amax":
+        return [as_bits(do.largest_finite([jnp.abs(value) for value in x]))]
     lifted = [do.lift(value, scalars.lift) for value in x]
-    lost = _largest([lax.bitcast_convert_type(value, jnp.int32) for value in lifted]) >= INFINITY
-    codes, factor, product = _encoded(options, do, scalars, lifted, random)
+    largest = _largest([as_bits(value) for value in lifted])
+    if options.output == "codes":
+        lost = largest > INFINITY
+        signs = [lax.shift_right_logical(as_bits(value), jnp.int32(31)) for value in x]
+        codes, factor, product = _encoded(options, scalars, lifted, random)
+        packed = [_packed(codes[s : s + 8], signs[s : s + 8], product > 0) for s in (0, 8)]
+        found = [(jnp.where(lost, 0, word) >> place) & 255 for word in packed for place in (0, 8, 16, 24)]
+        factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
+        return [_side_by_side([part.astype(jnp.uint8) for part in found]), factor.astype(jnp.float8_e4m3fn)]
+    lost = largest >= INFINITY
+    codes, factor, product = _encoded(options, scalars, lifted, random)
     factor = jnp.where(product > 0, factor, jnp.float32(0))
     factor = jnp.where(lost, jnp.float32(jnp.nan), factor)
     values = [do.widen(code << _VALUE[0], _VALUE[1]) * factor for code in codes]
-    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     signed = [as_bits(value) | as_bits(of) & jnp.int32(-(1 << 31)) for value, of in zip(values, x, strict=True)]
-    return [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
+    values = [lax.bitcast_convert_type(bits, jnp.float32) for bits in signed]
+    values = [value.astype(jnp.bfloat16) for value in values]
+    return [_side_by_side(values[at : at + 8]) for at in (0, 8)] if options.place == "last" else values
+
+
+def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+    """Return `[..., n]` from n = 2**j arrays `[...]`, by joins of pairs, which Triton can compile."""
+    shape = (*parts[0].shape, len(parts))
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [jnp.stack([parts[i], parts[i + half]], axis=-1) for i in range(half)]
+    return parts[0].reshape(shape)
 
 
 def _encoded(
-    options: Options, do: Portable, scalars: Scalars, x: list[jax.Array], random: Random
+    options: Options, scalars: Scalars, x: list[jax.Array], random: Random
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Return (codes, the tile's scale, its product with the tensor's); if the product is 0, codes are meaningless."""
-    scale, *others = _scale_codes(options, do, scalars, x)
-    if options.chooses:
+    do = scalars.do
+    scale, *others = _scale_codes(options, scalars, x)
+    if others:
         finite = [jnp.where(value < jnp.inf, value, 0.0) for value in x]
-        least = _error(do, scalars, finite, scale)
+        least = _error(scalars, finite, scale)
         for other in others:
-            error = _error(do, scalars, finite, other)
+            error = _error(scalars, finite, other)
             scale, least = jnp.where(error < least, other, scale), jnp.minimum(error, least)
-    factor, product = _factors(do, scalars, scale)
+    factor, product = _factors(scalars, scale)
     inverse = do.reciprocal(product, False)
     if options.rounding == "stochastic":
         odd = [do.divide_to_odd(value, product, inverse) for value in x]
@@ -294,8 +302,9 @@ def _encoded(
     return [jnp.minimum(code.astype(jnp.uint32), 7).astype(jnp.int32) for code in codes], factor, product
 
 
-def _factors(do: Portable, scalars: Scalars, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _factors(scalars: Scalars, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (the scale of a code, its product with the tensor's)."""
+    do = scalars.do
     factor = do.widen(scale << _SCALE[0], _SCALE[1])
     product = do.multiply(factor, scalars.outer)
     return factor, jnp.where(product < scalars.tiny, jnp.float32(0), product)
@@ -309,8 +318,9 @@ def _packed(codes: list[jax.Array], signs: list[jax.Array], nonzero: jax.Array) 
     return jnp.where(nonzero, word, word & jnp.int32(-0x77777778))
 
 
-def _scale_codes(options: Options, do: Portable, scalars: Scalars, x: list[jax.Array]) -> list[jax.Array]:
+def _scale_codes(options: Options, scalars: Scalars, x: list[jax.Array]) -> list[jax.Array]:
     """Return the E4M3 codes of the scales among which each tile chooses; see `scale_rules.tile_scales`."""
+    do = scalars.do
     amax = do.largest_finite(x)
     covering = options.rule == "fold_exact" or options.rounding == "stochastic"
     round_scale = _covering_code if covering else _code
@@ -334,7 +344,7 @@ def _folded(code: jax.Array) -> jax.Array:
     return jnp.minimum(even + jnp.where((even & 6) == 6, 2, 0), _LARGEST_FOLDED_CODE)
 
 
-def _code(do: Portable, x: jax.Array, divisor: _Divisor, number: tuple[int, int]) -> jax.Array:
+def _code(do: _Portable, x: jax.Array, divisor: _Divisor, number: tuple[int, int]) -> jax.Array:
     """Return the codes of x / divisor rounded to nearest even; they continue beyond the number's largest."""
     place, moved = number
     bits = do.quotient(x, divisor, moved)
@@ -345,14 +355,14 @@ def _code(do: Portable, x: jax.Array, divisor: _Divisor, number: tuple[int, int]
     return below + lax.shift_right_logical(-rest - (below & 1), jnp.int32(31))
 
 
-def _covering_code(do: Portable, x: jax.Array, divisor: _Divisor, number: tuple[int, int]) -> jax.Array:
+def _covering_code(do: _Portable, x: jax.Array, divisor: _Divisor, number: tuple[int, int]) -> jax.Array:
     """Return the codes of x / divisor rounded up: about the nearest code, or the next one if x lies above it."""
     place, moved = number
     code = (do.quotient(x, divisor, moved) + (1 << (place - 1))) >> place
     return code + (do.rest(x, code << place, divisor, moved) > 0).astype(jnp.int32)
 
 
-def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.Array:
+def _stochastic_code(do: _Portable, units: jax.Array, random: jax.Array) -> jax.Array:
     """Return the codes of E2M1's `float_bits.round_to_grid`, "stochastic".
 
     Round up if a random k of 24 bits is below the 24 bits behind the code, so if these and 2**24 - 1 - k carry.
@@ -364,13 +374,14 @@ def _stochastic_code(do: Portable, units: jax.Array, random: jax.Array) -> jax.A
     return (jnp.where(capped < 1, below, above) + (~random >> 8).astype(jnp.int32)) >> 24
 
 
-def _error(do: Portable, scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
+def _error(scalars: Scalars, x: list[jax.Array], scale: jax.Array) -> jax.Array:
     """Return 2**-16 of the error in `quantization._better_scale` for finite magnitudes; float32 holds sums exactly.
 
     Middles of codes are multiples of 2**-8. So a quotient that is rounded to 2**-8 is as far from its nearest code as
     from the code of the exact quotient.
     """
-    factor, product = _factors(do, scalars, scale)
+    do = scalars.do
+    factor, product = _factors(scalars, scale)
     inverse, one = do.reciprocal(product, True), do.divisor(jnp.float32(1), jnp.float32(1), _VALUE[1])
     total = jnp.zeros_like(x[0])
     for value in x:

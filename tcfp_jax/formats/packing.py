@@ -24,10 +24,11 @@ from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.float_bits import RoundMode
-from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.quantization import Parts, assemble, quantize
+from tcfp_jax.formats.quantization import QuantizedArray, assemble, quantize
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
+
+_FIELDS = ("values", "scales", "zeros", "offsets", "selectors", "outer")
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +132,7 @@ def _pack(
 
 
 def _pack_parts(
-    parts: Parts,
+    parts: QuantizedArray,
     kept: jax.Array | None,
     datatype: DataType,
     shape: tuple[int, ...],
@@ -143,14 +144,14 @@ def _pack_parts(
     if datatype.residual is not None:
         assert parts.residual is not None
         residual = _pack_parts(parts.residual, None, datatype.residual, shape, np.dtype(np.float32), None)
-    codes = parts.value if isinstance(datatype.number, CodebookSpec) else encode(parts.value, datatype.number)
-    codes = datatype.layout(shape).join(codes)
+    codes = _codes_of(parts, datatype)
+    codes["values"] = datatype.layout(shape).join(codes["values"])
     if kept is not None:
         assert sparsity is not None
-        codes = _compress(codes, kept, *sparsity)
+        codes["values"] = _compress(codes["values"], kept, *sparsity)
+    stored = {name: to_bytes(codes[name], bits) for name, (bits, _) in datatype.fields(shape).items()}
     return PackedArray(
-        values=to_bytes(codes, datatype.number.bits),
-        **_pack_scales(parts, datatype),
+        **dict.fromkeys(_FIELDS) | stored,  # type: ignore[arg-type]
         mask=None if kept is None else to_bytes(kept, 1),
         residual=residual,
         datatype=datatype,
@@ -160,33 +161,32 @@ def _pack_parts(
     )
 
 
-def _pack_scales(parts: Parts, datatype: DataType) -> dict[str, jax.Array | None]:
-    fields: dict[str, jax.Array | None] = dict.fromkeys(("scales", "zeros", "offsets", "selectors", "outer"))
-    scale = datatype.scale
+def _codes_of(parts: QuantizedArray, datatype: DataType) -> dict[str, jax.Array]:
+    number, scale = datatype.number, datatype.scale
+    codes = {"values": parts.value if isinstance(number, CodebookSpec) else encode(parts.value, number)}
+    if parts.offset is not None:
+        codes["offsets"] = parts.offset
+    if parts.selector is not None:
+        codes["selectors"] = parts.selector
     if scale is None:
-        return fields
+        return codes
     if parts.exponent is not None:
         code = parts.exponent + scale.number.bias
-        code = code if parts.nan is None else jnp.where(parts.nan, (1 << scale.number.bits) - 1, code)
-        fields["scales"] = to_bytes(code, scale.number.bits)
+        codes["scales"] = code if parts.nan is None else jnp.where(parts.nan, (1 << scale.number.bits) - 1, code)
     if parts.scale is not None:
-        fields["scales"] = to_bytes(encode(parts.scale, scale.number), scale.number.bits)
-    if parts.zero is not None:
-        assert scale.zero is not None and isinstance(datatype.number, NumberSpec)
-        # An integer zero point is a code of the number, so it fits a signed integer once half the codes are subtracted.
-        middle = jnp.float32(1 << (datatype.number.bits - 1)) if scale.zero.is_integer else jnp.float32(0)
-        # `encode` reads the lowest signed code as NaN, so an integer is written directly.
-        shifted = parts.zero - middle
-        whole = lax.bitcast_convert_type(shifted.astype(jnp.int32), jnp.uint32) & jnp.uint32((1 << scale.zero.bits) - 1)
-        fields["zeros"] = to_bytes(whole if scale.zero.is_integer else encode(shifted, scale.zero), scale.zero.bits)
-    if parts.offset is not None:
-        fields["offsets"] = to_bytes(parts.offset, scale.offset)
-    if parts.selector is not None:
-        fields["selectors"] = to_bytes(parts.selector, datatype.number.selector_bits)
+        codes["scales"] = encode(parts.scale, scale.number)
     if parts.outer is not None:
         assert scale.outer is not None
-        fields["outer"] = to_bytes(encode(parts.outer, scale.outer), scale.outer.bits)
-    return fields
+        codes["outer"] = encode(parts.outer, scale.outer)
+    if parts.zero is not None:
+        assert scale.zero is not None
+        codes["zeros"] = encode(parts.zero, scale.zero)
+        if scale.zero.is_integer:
+            # It is a code of the number, so it fits a signed integer once half the codes are subtracted. `encode` reads
+            # the lowest signed code as NaN, so the integer is written directly.
+            whole = (parts.zero - jnp.float32(1 << (number.bits - 1))).astype(jnp.int32)
+            codes["zeros"] = lax.bitcast_convert_type(whole, jnp.uint32) & jnp.uint32((1 << scale.zero.bits) - 1)
+    return codes
 
 
 @jax.jit
@@ -194,55 +194,40 @@ def _unpack(packed: PackedArray) -> jax.Array:
     return float_bits.from_bits(assemble(_unpack_parts(packed), packed.datatype, packed.shape), packed.dtype)
 
 
-def _unpack_parts(packed: PackedArray) -> Parts:
-    datatype, shape = packed.datatype, packed.shape
-    layout = datatype.layout(shape)
-    count = math.prod(shape)
+def _unpack_parts(packed: PackedArray) -> QuantizedArray:
+    datatype, number, scale = packed.datatype, packed.datatype.number, packed.datatype.scale
+    codes = {
+        name: from_bytes(getattr(packed, name), bits, math.prod(shape)).reshape(shape)
+        for name, (bits, shape) in datatype.fields(packed.shape).items()
+        if packed.mask is None or name != "values"
+    }
     if packed.mask is not None:
         assert packed.sparsity is not None
-        codes = _expand(packed, *packed.sparsity)
-    else:
-        codes = from_bytes(packed.values, datatype.number.bits, count).reshape(shape)
-    codes = layout.split(codes)
-    number = datatype.number
-    value = codes.astype(jnp.int32) if isinstance(number, CodebookSpec) else decode(codes, number)
-    parts = Parts(value, residual=None if packed.residual is None else _unpack_parts(packed.residual))
-    if datatype.scale is None:
+        codes["values"] = _expand(packed, *packed.sparsity)
+    values = datatype.layout(packed.shape).split(codes["values"])
+    integers = {name: codes[name].astype(jnp.int32) if name in codes else None for name in ("offsets", "selectors")}
+    parts = QuantizedArray(
+        values.astype(jnp.int32) if isinstance(number, CodebookSpec) else decode(values, number),
+        offset=integers["offsets"],
+        selector=integers["selectors"],
+        residual=None if packed.residual is None else _unpack_parts(packed.residual),
+    )
+    if scale is None:
         return parts
-    return _unpack_scales(packed, parts, layout.scale_shape, layout.subscale_shape)
-
-
-def _unpack_scales(packed: PackedArray, parts: Parts, shape: tuple[int, ...], subshape: tuple[int, ...]) -> Parts:
-    scale, number = packed.datatype.scale, packed.datatype.number
-    assert scale is not None and packed.scales is not None
-
-    def read(data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-        return from_bytes(data, bits, math.prod(shape)).reshape(shape)
-
-    codes = read(packed.scales, scale.number.bits, shape)
     if scale.number.kind == "exponent":
-        nan = codes == (1 << scale.number.bits) - 1
-        parts = parts._replace(exponent=codes.astype(jnp.int32) - scale.number.bias, nan=nan)
+        nan = codes["scales"] == (1 << scale.number.bits) - 1
+        parts = parts._replace(exponent=codes["scales"].astype(jnp.int32) - scale.number.bias, nan=nan)
     else:
-        parts = parts._replace(scale=decode(codes, scale.number))
-    if packed.zeros is not None:
-        assert scale.zero is not None
-        codes = read(packed.zeros, scale.zero.bits, shape)
-        if scale.zero.is_integer:
-            unused = 32 - scale.zero.bits
-            whole = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused
-            zero = (whole + (1 << (number.bits - 1))).astype(jnp.float32)
-        else:
-            zero = decode(codes, scale.zero)
-        parts = parts._replace(zero=zero)
-    if packed.offsets is not None:
-        parts = parts._replace(offset=read(packed.offsets, scale.offset, subshape).astype(jnp.int32))
-    if packed.selectors is not None:
-        parts = parts._replace(selector=read(packed.selectors, number.selector_bits, subshape).astype(jnp.int32))
-    if packed.outer is not None:
-        assert scale.outer is not None
-        parts = parts._replace(outer=decode(read(packed.outer, scale.outer.bits, ()), scale.outer))
-    return parts
+        parts = parts._replace(scale=decode(codes["scales"], scale.number))
+    if scale.outer is not None:
+        parts = parts._replace(outer=decode(codes["outer"], scale.outer))
+    if scale.zero is None:
+        return parts
+    if not scale.zero.is_integer:
+        return parts._replace(zero=decode(codes["zeros"], scale.zero))
+    unused = 32 - scale.zero.bits
+    whole = lax.bitcast_convert_type(codes["zeros"] << unused, jnp.int32) >> unused
+    return parts._replace(zero=(whole + (1 << (number.bits - 1))).astype(jnp.float32))
 
 
 # M of N ---------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The parts of a quantized array: values on the grid of their number, the scales of tiles, and the remainder.
+"""Quantized arrays: values on the grid of their number, the scales of tiles, and the remainder.
 
-`quantize` finds the parts and `assemble` puts them together. `casting` does both at once, and `packing` stores the
-parts. `casting` also documents subnormals, NaN and inf.
+`quantize` makes them and `assemble` multiplies them out. `casting` does both at once, and documents subnormals, NaN and
+inf; `packing` stores them.
 """
 
 import functools
@@ -18,16 +18,16 @@ from jax import lax
 from tcfp_jax.formats import codebooks, float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.datatypes import DataType
-from tcfp_jax.formats.float_bits import INFINITY, NAN, TINY, RoundMode
+from tcfp_jax.formats.float_bits import INFINITY, NAN, SIGN, TINY, RoundMode, flushed
 from tcfp_jax.formats.numbers import NumberSpec
-from tcfp_jax.formats.rounding import SIGN, Modes, flushed, round_units, round_unscaled, scaled_up
+from tcfp_jax.formats.rounding import Modes, round_values
 from tcfp_jax.formats.scales import ScaleMode, Tiling
 
 _STEPS_OF_ERROR = 256.0
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
-class Parts(NamedTuple):
+class QuantizedArray(NamedTuple):
     """A quantized array, split into tiles, before it is written as bits.
 
     Attributes:
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     offset: jax.Array | None = None
     selector: jax.Array | None = None
     outer: jax.Array | None = None
-    residual: "Parts | None" = None
+    residual: "QuantizedArray | None" = None
 
 
 # Quantize -------------------------------------------------------------------------------------------------------------
@@ -58,15 +58,11 @@ class Parts(NamedTuple):
 
 def quantize(
     bits: jax.Array, datatype: DataType, modes: Modes, random: jax.Array | None, amax: jax.Array | None = None
-) -> Parts:
-    """Return the parts of an array that is given by its float32 bits.
+) -> QuantizedArray:
+    """Quantize an array that is given by its float32 bits, with uniform uint32 `random` for stochastic rounding.
 
-    Args:
-      bits: int32 of any shape.
-      datatype, modes: the datatype, and how to round to it.
-      random: uniform uint32 of that shape, for stochastic rounding. If there is a residual, only the residual is
-        rounded stochastically, which makes the sum unbiased.
-      amax: int32 bits of the largest magnitude of the whole tensor, for two levels; None computes it from `bits`.
+    If there is a residual, only the residual is rounded stochastically, which makes the sum unbiased. `amax` are the
+    bits of the largest magnitude of the whole tensor, for two levels; None computes it from `bits`.
     """
     layout = datatype.layout(bits.shape)
     if datatype.residual is None:
@@ -84,18 +80,17 @@ def _quantize_value(
     modes: Modes,
     random: jax.Array | None,
     amax_tensor: jax.Array | None = None,
-) -> Parts:
-    """Return the parts of an array without its residual."""
+) -> QuantizedArray:
     bits = layout.split(bits)
     random = None if random is None else layout.split(random)
-    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
+    magnitude = bits & ~jnp.int32(SIGN)
     number, scale = datatype.number, datatype.scale
     if scale is None:
         if isinstance(number, CodebookSpec):
             nan = magnitude > INFINITY  # no index means NaN; `pack` stores the index of 0
             value = jnp.where(nan, jnp.float32(0), flushed(bits))
-            return Parts(codebooks.search(value, number, (), modes.roundmode, random)[0], nan=nan)
-        return Parts(round_unscaled(magnitude, sign, number, modes, random))
+            return QuantizedArray(codebooks.search(value, number, (), modes.roundmode, random)[0], nan=nan)
+        return QuantizedArray(round_values(bits, number, modes, random))
     if scale.zero is not None:
         assert isinstance(number, NumberSpec)
         return _quantize_asymmetric(bits, number, datatype, layout, modes, random)
@@ -104,12 +99,12 @@ def _quantize_value(
     if not number.has_nan:
         lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
 
-    def rounded(parts: Parts, units: jax.Array) -> Parts:
+    def rounded(parts: QuantizedArray, units: jax.Array) -> QuantizedArray:
         """Return `parts` with values: |x| / scale, rounded, with the sign of x."""
         if isinstance(number, NumberSpec):
-            return parts._replace(value=round_units(units, magnitude, sign, number, modes, random))
+            return parts._replace(value=round_values(bits, number, modes, random, units))
         signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
-        signed = jnp.where(sign < 0, -signed, signed)
+        signed = jnp.where(bits < 0, -signed, signed)
         index, selector = codebooks.search(signed, number, layout.subtile_axes, modes.roundmode, random)
         return parts._replace(value=index, selector=selector)
 
@@ -119,10 +114,10 @@ def _quantize_value(
         at = lambda parts: rounded(parts, float_bits.scale_down(magnitude, _exponent_of(parts) - number.fixed_point))
         if modes.of_scale(scale) != "mse" or modes.roundmode == "stochastic":
             return at(parts)
-        return _better_half(at, parts, magnitude, sign, datatype, layout)
+        return _better_half(at, parts, bits, datatype, layout)
     candidates = _float_scales(magnitude, amax, amax_tensor, datatype, modes)
 
-    def over(parts: Parts) -> Parts:
+    def over(parts: QuantizedArray) -> QuantizedArray:
         divisor = lax.bitcast_convert_type(_factor_of(parts), jnp.int32)
         return rounded(parts, float_bits.divide_to_odd(magnitude, divisor, modes.digits(number)))
 
@@ -133,12 +128,11 @@ def _quantize_value(
 
 def _exponent_scales(
     magnitude: jax.Array, amax: jax.Array, datatype: DataType, layout: Tiling, mode: ScaleMode
-) -> Parts:
-    """Return parts with the exponents of tiles and the offsets of subtiles, but without rounded values."""
+) -> QuantizedArray:
     scale, number = datatype.scale, datatype.number
     assert scale is not None
     exponent, _ = scale_rules.choose_exponent(amax, number, scale.number, mode)
-    parts = Parts(magnitude, exponent=exponent)
+    parts = QuantizedArray(magnitude, exponent=exponent)
     if not scale.offset:
         return parts
     sub = jnp.max(scale_rules.finite_magnitude(magnitude), axis=layout.subtile_axes, keepdims=True, initial=0)
@@ -146,26 +140,24 @@ def _exponent_scales(
     return parts._replace(offset=jnp.clip(exponent - sub_wanted, 0, (1 << scale.offset) - 1))
 
 
-def _exponent_of(parts: Parts) -> jax.Array:
+def _exponent_of(parts: QuantizedArray) -> jax.Array:
     """Return the exponent of a value's scale: the exponent of its tile minus the offset of its subtile."""
     assert parts.exponent is not None
     return parts.exponent if parts.offset is None else parts.exponent - parts.offset
 
 
 def _better_half(
-    at: Callable[[Parts], Parts],
-    parts: Parts,
-    magnitude: jax.Array,
-    sign: jax.Array,
+    at: Callable[[QuantizedArray], QuantizedArray],
+    parts: QuantizedArray,
+    bits: jax.Array,
     datatype: DataType,
     layout: Tiling,
-) -> Parts:
+) -> QuantizedArray:
     """Return `at` with each tile's exponent, or with one less if that leaves the smaller squared error."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None and parts.exponent is not None
-    covering, finite = parts.exponent, magnitude < INFINITY
-    x = float_bits.scale_down(jnp.where(finite, magnitude, 0), covering - number.fixed_point)
-    x = jnp.where(sign < 0, -x, x)
+    covering, finite = parts.exponent, (bits & ~jnp.int32(SIGN)) < INFINITY
+    x = _in_units(jnp.where(finite, bits, 0), covering - number.fixed_point)
     largest = number.maxfloat if isinstance(number, CodebookSpec) else number.grid.largest
     # Errors count in 1/256 of a unit, or the power of two above it that keeps the sum of their squares below 2**31.
     # That holds for errors of at most largest / 2, as half the scale makes them; a larger error counts as the limit.
@@ -173,7 +165,7 @@ def _better_half(
     limit = math.isqrt((2**31 - 1) // max(count, 1))
     steps = min(_STEPS_OF_ERROR, 2.0 ** math.floor(math.log2(max(limit, 1) / (largest / 2))))
 
-    def error(rounded: Parts) -> jax.Array:
+    def error(rounded: QuantizedArray) -> jax.Array:
         value = _look_up(rounded, number) * float_bits.power_of_two(_exponent_of(rounded) - covering)
         steps_off = jnp.where(finite, x - value, 0) * jnp.float32(steps)
         whole = jnp.clip(lax.round(steps_off, lax.RoundingMethod.TO_NEAREST_EVEN), -limit, limit)
@@ -186,14 +178,14 @@ def _better_half(
     return jax.tree.map(lambda narrow, wide: jnp.where(better, narrow, wide), narrow, wide)
 
 
-def _unit(parts: Parts) -> jax.Array:
+def _unit(parts: QuantizedArray) -> jax.Array:
     """Return log2 of the unit of a residual: the exponent scale of its tile, or 0 if there is none."""
     return jnp.int32(0) if parts.exponent is None else parts.exponent
 
 
 def _float_scales(
     magnitude: jax.Array, amax: jax.Array, amax_tensor: jax.Array | None, datatype: DataType, modes: Modes
-) -> list[Parts]:
+) -> list[QuantizedArray]:
     """Return parts with each of the scales among which tiles choose, without rounded values."""
     scale, number = datatype.scale, datatype.number
     assert scale is not None
@@ -201,16 +193,18 @@ def _float_scales(
     covers = modes.roundmode == "stochastic"
     if scale.outer is None:
         return [
-            Parts(magnitude, scale=scale_rules.choose_scale(amax, largest, scale.number, "up" if covers else "even"))
+            QuantizedArray(
+                magnitude, scale=scale_rules.choose_scale(amax, largest, scale.number, "up" if covers else "even")
+            )
         ]
     rule = modes.of_scale(scale) if number.name == "e2m1f" else "max"
     whole = jnp.max(amax, initial=0) if amax_tensor is None else amax_tensor
     outer = scale_rules.choose_outer(whole, largest, scale.number, scale.outer, rule)
     tiles = scale_rules.tile_scales(amax, outer, largest, scale.number, rule, covers)
-    return [Parts(magnitude, scale=tile, outer=outer) for tile in tiles]
+    return [QuantizedArray(magnitude, scale=tile, outer=outer) for tile in tiles]
 
 
-def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Parts) -> Parts:
+def _better_scale(magnitude: jax.Array, layout: Tiling, best: QuantizedArray, other: QuantizedArray) -> QuantizedArray:
     """Return the parts with the smaller squared error for each tile, `best` if both are equal.
 
     The error of a tile is the sum of (round(256 |x| / scale) - 256 value)**2, an integer, times scale**2.
@@ -218,7 +212,7 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
     one, finite = float_bits.to_bits(jnp.float32(1)), magnitude < INFINITY
     x = flushed(jnp.where(finite, magnitude, 0))
 
-    def error(parts: Parts) -> jax.Array:
+    def error(parts: QuantizedArray) -> jax.Array:
         assert parts.scale is not None
         # The kernel rounds this quotient twice; here it only has to be the same on every backend.
         inverse = float_bits.divide(one, lax.bitcast_convert_type(_factor_of(parts), jnp.int32))
@@ -235,7 +229,7 @@ def _better_scale(magnitude: jax.Array, layout: Tiling, best: Parts, other: Part
     return best._replace(value=chosen(other.value, best.value), scale=chosen(other.scale, best.scale))
 
 
-def _factor_of(parts: Parts) -> jax.Array:
+def _factor_of(parts: QuantizedArray) -> jax.Array:
     """Return the factor of the values of each tile."""
     assert parts.scale is not None
     return parts.scale if parts.outer is None else _settled(parts.scale * parts.outer)
@@ -250,7 +244,7 @@ def _settled(values: jax.Array) -> jax.Array:
 
 def _quantize_asymmetric(
     bits: jax.Array, number: NumberSpec, datatype: DataType, layout: Tiling, modes: Modes, random: jax.Array | None
-) -> Parts:
+) -> QuantizedArray:
     """Return unsigned integers: `round((x + zero) / scale)` with a float zero, `round(x / scale) + zero` otherwise."""
     scale = datatype.scale
     assert scale is not None and scale.zero is not None
@@ -278,13 +272,13 @@ def _quantize_asymmetric(
     infinite = jnp.where(bits < 0, jnp.float32(0), jnp.float32(number.max))
     codes = jnp.where(magnitude == INFINITY, infinite, jnp.clip(codes, 0, number.max))
     lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
-    return Parts(codes, scale=jnp.where(lost, jnp.float32(jnp.nan), factor), zero=zero)
+    return QuantizedArray(codes, scale=jnp.where(lost, jnp.float32(jnp.nan), factor), zero=zero)
 
 
 # Assemble -------------------------------------------------------------------------------------------------------------
 
 
-def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Array:
+def assemble(parts: QuantizedArray, datatype: DataType, shape: tuple[int, ...]) -> jax.Array:
     """Return the float32 bits of the array of `shape` that parts stand for."""
     layout = datatype.layout(shape)
     bits = _assemble_value(parts, datatype)
@@ -295,7 +289,7 @@ def assemble(parts: Parts, datatype: DataType, shape: tuple[int, ...]) -> jax.Ar
     return layout.join(bits)
 
 
-def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
+def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> jax.Array:
     """Return the float32 values of a number in its own units."""
     if isinstance(number, CodebookSpec):
         tables = number.levels()
@@ -305,7 +299,7 @@ def _look_up(parts: Parts, number: NumberSpec | CodebookSpec) -> jax.Array:
     return parts.value
 
 
-def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
+def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
     """Return the float32 bits of values without their residual, still split into tiles."""
     number, scale = datatype.number, datatype.scale
     value = _look_up(parts, number)
@@ -314,7 +308,7 @@ def _assemble_value(parts: Parts, datatype: DataType) -> jax.Array:
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     if parts.exponent is not None:
         exponent = _exponent_of(parts)
-        bits = lax.bitcast_convert_type(scaled_up(value, exponent - number.fixed_point), jnp.int32)
+        bits = float_bits.scale_up(value, exponent - number.fixed_point)
         return bits if parts.nan is None else jnp.where(parts.nan, NAN, bits)
     assert parts.scale is not None
     if parts.zero is None:
@@ -353,7 +347,7 @@ def _add_rest(rounded: jax.Array, rest: jax.Array, unit: jax.Array) -> jax.Array
     """Return the bits of rounded + rest * 2**unit, at most the largest float32; only `rounded` if it is not finite."""
     total = _in_units(rounded, unit) + flushed(rest)
     total = jnp.where(jnp.abs(total) < TINY, jnp.float32(0), total)
-    bits = lax.bitcast_convert_type(scaled_up(total, unit), jnp.int32)
+    bits = float_bits.scale_up(total, unit)
     largest = jnp.int32(INFINITY - 1) | (bits & jnp.int32(SIGN))
     bits = jnp.where(jnp.isfinite(total) & ((bits & ~jnp.int32(SIGN)) >= INFINITY), largest, bits)
     return jnp.where((rounded & ~jnp.int32(SIGN)) >= INFINITY, rounded, bits)

@@ -61,41 +61,31 @@ def rotate(
     if array.shape[dim] % size:
         raise ValueError(f"size={size} does not divide axis {dim} of shape {array.shape}; use a smaller power of two")
     rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
-    flips = _signs(signs, size)
-    groups = flushed(rows.reshape(*rows.shape[:-1], -1, size))
+    flips = jnp.ones(size, jnp.float32) if signs is None else jnp.asarray(signs)
+    if flips.shape != (size,):
+        raise ValueError(f"signs have shape {flips.shape}; give {size} of them, each 1 or -1")
+    if not isinstance(flips, jax.core.Tracer) and not bool(jnp.all(jnp.abs(flips) == 1)):
+        raise ValueError("signs hold something else than 1 and -1; use jax.random.rademacher(key, (size,))")
+    flips = flips.astype(jnp.float32)
+    groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
     groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
-    return jnp.moveaxis(flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
+    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
 
 
-def flushed(x: jax.Array) -> jax.Array:
-    """Return float32 with +0 for subnormals: CPUs drop some that GPUs keep, and a code has the sign of its zero."""
+def _flushed(x: jax.Array) -> jax.Array:
+    # Values have a gradient, which the bits of `float_bits.flushed` have not.
     return jnp.where(jnp.abs(x) < jnp.float32(TINY), jnp.float32(0), x)
 
 
 def rotate_arrays(
-    values: list[jax.Array], signs: list[jax.Array], flush: Callable[[jax.Array], jax.Array] = flushed
+    values: list[jax.Array], signs: list[jax.Array], flush: Callable[[jax.Array], jax.Array] = _flushed
 ) -> list[jax.Array]:
-    """Return the bits of `rotate` for values in float32 arrays of their own; a kernel passes its own `flushed`.
-
-    >>> [float(value) for value in rotate_arrays([jnp.float32(4), *[jnp.float32(0)] * 3], [jnp.float32(1)] * 4)]
-    [2.0, 2.0, 2.0, 2.0]
-    """
+    """Return the bits of `rotate` for values in float32 arrays of their own; a kernel passes its own `flush`."""
     values, half = [flush(value) * sign for value, sign in zip(values, signs, strict=True)], 1
     while half < len(values):
         values = [values[i ^ half] - v if i & half else v + values[i ^ half] for i, v in enumerate(values)]
         half *= 2
     return [flush(value * jnp.float32(1 / math.sqrt(len(values)))) for value in values]
-
-
-def _signs(signs: ArrayLike | None, size: int) -> jax.Array:
-    if signs is None:
-        return jnp.ones(size, jnp.float32)
-    flips = jnp.asarray(signs)
-    if flips.shape != (size,):
-        raise ValueError(f"signs have shape {flips.shape}; give {size} of them, each 1 or -1")
-    if not isinstance(flips, jax.core.Tracer) and not bool(jnp.all(jnp.abs(flips) == 1)):
-        raise ValueError("signs hold something else than 1 and -1; use jax.random.rademacher(key, (size,))")
-    return flips.astype(jnp.float32)
 
 
 def _hadamard(x: jax.Array, size: int) -> jax.Array:

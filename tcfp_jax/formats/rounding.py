@@ -1,8 +1,7 @@
 """Rounding of values to the grid of a number.
 
-`round_unscaled` takes magnitudes of x, and `round_units` takes magnitudes that a scale has divided. Magnitudes and
-signs are int32 with the bits of |x| and the sign bit alone. Integer operations mean the same on every backend, also for
-subnormals, which float operations of XLA:CPU read as zero.
+Values are given by their float32 bits, int32. Integer operations mean the same on every backend, also for subnormals,
+which float operations of XLA:CPU read as zero.
 """
 
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from jax import lax
 
 from tcfp_jax.formats import float_bits, scale_rules
 from tcfp_jax.formats.codebooks import CodebookSpec
-from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, Grid, RoundMode
+from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, NAN, SIGN, Grid, RoundMode
 from tcfp_jax.formats.numbers import NumberSpec
 from tcfp_jax.formats.scales import TWO_LEVEL_MODES, ScaleMode, ScaleSpec
-
-SIGN = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -42,30 +39,31 @@ class Modes:
         return min(number.mbits + 2, float_bits.MANTISSA_BITS)
 
 
-def round_unscaled(
-    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
+def round_values(
+    bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None, units: jax.Array | None = None
 ) -> jax.Array:
-    """Return float32 values of a number without scale, from the bits of |x| and the sign bits of x."""
+    """Return float32 values of a number without scale, or in its own units if these are given: |x| / scale."""
+    magnitude = bits & ~jnp.int32(SIGN)
+    if units is not None:
+        return _round_units(units, bits, number, modes, random)
     if number.kind == "exponent":
-        return _round_exponent(magnitude, sign, number, modes, random)
+        return _round_exponent(bits, number, modes, random)
     if number.is_wide:
         rounded = float_bits.round_bits(scale_rules.finite_magnitude(magnitude), number.mbits, modes.roundmode, random)
         largest = int(np.float32(number.max).view(np.int32))
-        return _finish(rounded, rounded > largest, jnp.int32(largest), magnitude, sign, number, modes)
+        return _finish(rounded, rounded > largest, jnp.int32(largest), bits, number, modes)
     shift = number.unit_shift
     if shift == 0:
-        units = lax.bitcast_convert_type(jnp.where(magnitude < HIDDEN, 0, magnitude), jnp.float32)
-    else:
-        # The cap keeps the exponent within float32 when it moves up.
-        units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
-    rounded = round_units(units, magnitude, sign, number, modes, random, shift)
-    return scaled_up(rounded, jnp.int32(shift)) if shift else rounded
+        return _round_units(float_bits.flushed(magnitude), bits, number, modes, random)
+    # The cap keeps the exponent within float32 when it moves up.
+    units = float_bits.scale_down(jnp.minimum(magnitude, ((254 + shift) << 23) | (HIDDEN - 1)), jnp.int32(shift))
+    rounded = float_bits.scale_up(_round_units(units, bits, number, modes, random, shift), jnp.int32(shift))
+    return lax.bitcast_convert_type(rounded, jnp.float32)
 
 
-def _round_exponent(
-    magnitude: jax.Array, sign: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None
-) -> jax.Array:
+def _round_exponent(bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None) -> jax.Array:
     """Return powers of two; NaN for values that are not positive. Ties go up, because a significand of 1 is odd."""
+    magnitude = bits & ~jnp.int32(SIGN)
     exponent, mantissa = float_bits.normalize(magnitude)
     significand = lax.bitcast_convert_type(mantissa + (127 << 23), jnp.float32)
     rounded = float_bits.round_to_grid(significand, Grid(0, 0, 2.0), modes.roundmode, random)
@@ -73,48 +71,28 @@ def _round_exponent(
     over = (exponent > number.emax) & ((modes.roundmode != "zero") | (magnitude == INFINITY))
     exponent = jnp.clip(exponent, number.emin, number.emax)
     power = jnp.where(exponent < -126, 1 << 22, (exponent + 127) << 23)
-    nan = (magnitude > INFINITY) | (sign < 0) | (magnitude == 0)
+    nan = (magnitude > INFINITY) | (bits < 0) | (magnitude == 0)
     nan = nan if modes.saturate else nan | over
     return lax.bitcast_convert_type(jnp.where(nan, NAN, power), jnp.float32)
 
 
-def round_units(
-    units: jax.Array,
-    magnitude: jax.Array,
-    sign: jax.Array,
-    number: NumberSpec,
-    modes: Modes,
-    random: jax.Array | None,
-    shift: int = 0,
+def _round_units(
+    units: jax.Array, bits: jax.Array, number: NumberSpec, modes: Modes, random: jax.Array | None, shift: int = 0
 ) -> jax.Array:
-    """Return float32 values of a number in its own units, times 2**-shift.
-
-    Args:
-      units: float32 |x| / scale, or |x| * 2**-shift for an unscaled number.
-      magnitude, sign: the bits of |x| and the sign bit of x, for NaN, inf and the sign of the result.
-      number, modes: the number, and how to round to it.
-      random: uniform uint32, for stochastic rounding only.
-      shift: log2 of the unit.
-    """
+    """Return values in units of the number times 2**-shift."""
     grid = number.grid
     grid = Grid(grid.emin - shift, grid.mbits, grid.largest * 2.0**-shift)
     rounded = float_bits.round_to_grid(units, grid, modes.roundmode, random)
     largest = jnp.float32(grid.largest)
-    as_bits = lax.bitcast_convert_type(rounded, jnp.int32)
-    largest_bits = lax.bitcast_convert_type(largest, jnp.int32)
-    return _finish(as_bits, rounded > largest, largest_bits, magnitude, sign, number, modes)
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return _finish(as_bits(rounded), rounded > largest, as_bits(largest), bits, number, modes)
 
 
 def _finish(
-    rounded: jax.Array,
-    over: jax.Array,
-    largest: jax.Array,
-    magnitude: jax.Array,
-    sign: jax.Array,
-    number: NumberSpec,
-    modes: Modes,
+    rounded: jax.Array, over: jax.Array, largest: jax.Array, bits: jax.Array, number: NumberSpec, modes: Modes
 ) -> jax.Array:
-    """Return signed values: clip magnitudes `over` the largest, and treat inf and NaN of x."""
+    """Return signed values: clip magnitudes `over` the largest, and treat inf and NaN of x, whose bits are given."""
+    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
     infinite = magnitude == INFINITY
     value = jnp.where(over | infinite, largest, rounded)
     if not modes.saturate and (number.has_inf or number.has_nan):
@@ -126,16 +104,3 @@ def _finish(
         value, sign = jnp.where(sign < 0, 0, value), jnp.zeros_like(sign)
     signed = jnp.where(magnitude > INFINITY, NAN, jnp.where(value > INFINITY, value, value | sign))
     return lax.bitcast_convert_type(signed, jnp.float32)
-
-
-def scaled_up(value: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Return float32 value * 2**exponent; inf, NaN and the sign of zero stay."""
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    magnitude, sign = bits & ~jnp.int32(SIGN), bits & jnp.int32(SIGN)
-    scaled = float_bits.scale_up(lax.bitcast_convert_type(magnitude, jnp.float32), exponent)
-    return lax.bitcast_convert_type(jnp.where(magnitude >= INFINITY, bits, scaled | sign), jnp.float32)
-
-
-def flushed(bits: jax.Array) -> jax.Array:
-    """Return the float32 values of bits, subnormals as zero."""
-    return lax.bitcast_convert_type(jnp.where((bits & ~jnp.int32(SIGN)) < HIDDEN, 0, bits), jnp.float32)

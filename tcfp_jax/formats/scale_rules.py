@@ -42,7 +42,7 @@ from jax import lax
 from tcfp_jax.formats import float_bits
 from tcfp_jax.formats.codebooks import CodebookSpec
 from tcfp_jax.formats.float_bits import HIDDEN, INFINITY, TINY, Rounding
-from tcfp_jax.formats.numbers import NumberSpec
+from tcfp_jax.formats.numbers import NumberSpec, number
 from tcfp_jax.formats.scales import ScaleMode
 
 _MANTISSA = HIDDEN - 1
@@ -68,11 +68,6 @@ def choose_exponent(
     """Return (e, e before it is clipped) of the scale 2**e for magnitudes `amax`; the module has the formulas.
 
     For "mse" it is the larger candidate; only the values of a tile can decide between the two.
-
-    >>> from tcfp_jax.formats.numbers import number
-    >>> amax = float_bits.to_bits(jnp.float32(500.0))
-    >>> [int(choose_exponent(amax, number("e4m3fn"), number("e8m0"), mode)[0]) for mode in ("max", "midmax", "ceil")]
-    [0, 1, 1]
     """
     exponent, mantissa = float_bits.normalize(amax)
     wanted = exponent - number.emax
@@ -96,12 +91,7 @@ def round_scale(quotient: jax.Array, scale: NumberSpec, mode: Rounding = "even")
 
 
 def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Rounding = "even") -> jax.Array:
-    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0 if amax is 0 or subnormal.
-
-    >>> from tcfp_jax.formats.numbers import number
-    >>> float(choose_scale(float_bits.to_bits(jnp.float32(12.0)), 6.0, number("e4m3fn")))
-    2.0
-    """
+    """Return `amax / largest` rounded to the scale's number, for magnitudes `amax`; 0 if amax is 0 or subnormal."""
     divisor = jnp.int32(int(np.float32(largest).view(np.int32)))
     quotient = float_bits.divide(amax, divisor)
     # `divide` gives 0 for a quotient below the smallest normal, but a nonzero tile needs a positive scale.
@@ -112,13 +102,7 @@ def choose_scale(amax: jax.Array, largest: float, scale: NumberSpec, mode: Round
 def choose_outer(
     amax_tensor: jax.Array, largest: float, scale: NumberSpec, outer: NumberSpec, rule: ScaleMode
 ) -> jax.Array:
-    """Return the scale of a tensor above the scales of its tiles, for the bits of its largest magnitude.
-
-    >>> from tcfp_jax.formats.numbers import number
-    >>> bits = float_bits.to_bits(jnp.float32(2688.0))
-    >>> float(choose_outer(bits, 6.0, number("e4m3fn"), number("float32"), "max"))
-    1.0
-    """
+    """Return the scale of a tensor above the scales of its tiles, for the bits of its largest magnitude."""
     return choose_scale(amax_tensor, largest * (scale.max if rule == "max" else _LARGEST_BELOW), outer)
 
 
@@ -127,13 +111,8 @@ def tile_scales(
 ) -> list[jax.Array]:
     """Return the scales among which each tile chooses, below the scale `whole` of the tensor.
 
-    Args:
-      amax: int32 bits of the largest magnitude of each tile.
-      whole: the scale of the tensor.
-      largest: the largest value of the number.
-      scale: the number format of the scales.
-      rule: a rule of the module's docstring.
-      covers: True for stochastic rounding: there is one candidate, which clips nothing.
+    `amax` are int32 bits, and `largest` is the largest value of the number. Stochastic rounding `covers`: it has one
+    candidate, which clips nothing.
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", appendix C; Cook et al. 2025, "Four Over Six".
     """
@@ -164,3 +143,26 @@ def _next_folded(value: jax.Array) -> jax.Array:
     """Return the next scale of "fold_exact"; 0 stays 0, and the largest stays the largest."""
     binade = lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) & INFINITY, jnp.float32)
     return _folded(value + binade * jnp.float32(0.125))
+
+
+def exact_share(scales: jax.Array) -> jax.Array:
+    """Return the share of tiles whose products code * scale / 2**e are all E4M3 numbers.
+
+        2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
+
+    FP8 tensor cores multiply such tiles without rounding. Every tile of the rule "fold_exact" is one. Zeros count as
+    such tiles, NaN does not. Scales are float8_e4m3fn of any shape, not empty.
+
+    >>> float(exact_share(jnp.array([384.0, 1.25, 1.125, 0.015625], jnp.float8_e4m3fn)))
+    0.5
+    """
+    values = scales.astype(jnp.float32)
+    largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
+    exponent, _ = float_bits.normalize(largest)
+    scaled = values * float_bits.power_of_two(5 - exponent)
+    grid = number("e4m3fn").grid
+    exact = jnp.ones(values.shape, bool)
+    # The other codes are these times powers of two, and only the smallest products can fall between E4M3's steps.
+    for code in (0.5, 1.5):
+        exact &= float_bits.round_to_grid(scaled * code, grid, "even", None) == scaled * code
+    return jnp.mean(exact.astype(jnp.float32))

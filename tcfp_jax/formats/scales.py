@@ -37,7 +37,7 @@ _TILES = (0, *(1 << power for power in range(1, 11)))
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockAxis:
     """One side of a block: `size` values along axis `dim` (0: all of them), in subtiles of `subtile` (0: none)."""
 
     size: int
@@ -105,7 +105,7 @@ class ScaleSpec:
     name: str
     number: NumberSpec
     zero: NumberSpec | None
-    tiles: tuple[Tile, ...]
+    tiles: tuple[BlockAxis, ...]
     offset: int
     outer: NumberSpec | None
     mode: ScaleMode | None = None
@@ -114,11 +114,6 @@ class ScaleSpec:
     def is_tensor(self) -> bool:
         """True if the whole tensor shares one scale."""
         return not self.tiles
-
-    @property
-    def is_channel(self) -> bool:
-        """True if every tile is a whole axis."""
-        return bool(self.tiles) and all(tile.size == 0 for tile in self.tiles)
 
     @property
     def is_tile(self) -> bool:
@@ -135,19 +130,11 @@ class ScaleSpec:
         """True if tiles have e4m3fn scales, as in NVFP4, and the tensor has a scale above them."""
         return self.outer is not None and self.number.name == "e4m3fn"
 
-    @property
-    def is_2d(self) -> bool:
-        """True if a block has two sides."""
-        return len(self.tiles) == 2
-
     def tiling(self, shape: tuple[int, ...]) -> Tiling:
         """Return how this scale splits an array.
 
         Raises:
           ValueError: the axis of a tile does not exist, is shorter than the tile, or is the axis of the other tile.
-
-        >>> scale("e8m0_t32").tiling((3, 40)).split_shape
-        (3, 2, 1, 32)
         """
         if self.is_tensor:
             axes = tuple(range(len(shape)))
@@ -195,7 +182,7 @@ def scale(code: str) -> ScaleSpec:
 
     >>> spec = scale("e8m0_t32")
     >>> spec.number.name, spec.tiles
-    ('e8m0', (Tile(size=32, dim=-1, subtile=0),))
+    ('e8m0', (BlockAxis(size=32, dim=-1, subtile=0),))
     """
     if not isinstance(code, str):
         raise ValueError(f"a scale code is text, not {code!r}; use {SCALE_GRAMMAR}")
@@ -231,7 +218,7 @@ def scale(code: str) -> ScaleSpec:
     return spec
 
 
-def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[Tile, ...], int]:
+def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[BlockAxis, ...], int]:
     dims = [None if match[4] is None else int(match[4]) for match in found]
     free = [dim for dim in (-2, -1) if dim not in dims][-dims.count(None) :] if None in dims else []
     offsets = {int(match[3]) for match in found if match[3]}
@@ -244,7 +231,7 @@ def _tiles(code: str, found: list[re.Match[str]]) -> tuple[tuple[Tile, ...], int
             raise ValueError(
                 f"{code!r}: subtiles of {subtile} do not divide a tile of {size}; use a smaller power of two"
             )
-        tiles.append(Tile(size, free.pop(0) if dim is None else dim, subtile))
+        tiles.append(BlockAxis(size, free.pop(0) if dim is None else dim, subtile))
     if len({tile.dim for tile in tiles}) < len(tiles):
         raise ValueError(
             f"{code!r}: both tiles run along axis {tiles[0].dim}; give the second another one, such as d-2"

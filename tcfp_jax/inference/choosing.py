@@ -36,9 +36,9 @@ from jax import lax
 
 from pallas_kernels.fp4 import pack
 from pallas_kernels.operands import Fp4, Operand
-from tcfp_jax.formats import nvfp4_xla
 from tcfp_jax.formats.float_bits import TINY
 from tcfp_jax.formats.numbers import number
+from tcfp_jax.formats.nvfp4_arrays import nearest
 from tcfp_jax.formats.scale_rules import CLIPPED_FROM, LEAST_FOLDED, round_scale
 from tcfp_jax.weights.fp4_packing import check_matrix, quantize_fp4
 
@@ -295,7 +295,7 @@ def _split(w: jax.Array, scaling: Fp4) -> tuple[jax.Array, jax.Array]:
 
 def _rounded(values: jax.Array, factor: jax.Array) -> jax.Array:
     """Return the E2M1 numbers of values under a factor, scale times outer, that broadcasts; a factor of 0 gives 0."""
-    return jnp.where(factor > 0, jnp.copysign(nvfp4_xla.nearest(jnp.abs(values), factor), values), 0)
+    return jnp.where(factor > 0, jnp.copysign(nearest(jnp.abs(values), factor), values), 0)
 
 
 def _unit_of(amax: jax.Array) -> jax.Array:

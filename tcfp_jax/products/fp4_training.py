@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_kernels.counter import bits_of, keys
-from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along, squares
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.products import bf16
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
 from tcfp_jax.recipes import Recipe, describe
@@ -133,8 +133,7 @@ def quantization(operand: OperandName, words: jax.Array | None) -> _Quantization
 
 
 def _quantized(operand: OperandName, values: jax.Array, words: jax.Array | None) -> Nvfp4Values:
-    axis, key, turn = quantization(operand, words)
-    return squares(values) if axis is None else along(values, axis, key, turn)
+    return quantize_values(values, *quantization(operand, words))
 
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, words: jax.Array | None) -> tuple[jax.Array, _Saved]:

@@ -18,7 +18,7 @@ from pallas_kernels.fp4_matmul.api import fp4_matmul
 from pallas_kernels.fp4_matmul.reference import Activation
 from pallas_kernels.operands import Operand
 from pallas_kernels.specs import Sharding, entries, entries_of, moved, sharding_of, with_entries
-from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, along
+from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values, quantize_values
 from tcfp_jax.recipes import Arithmetic, Recipe
 from tcfp_jax.weights.stored import Stored
 
@@ -72,4 +72,4 @@ def _in_nvfp4(x: jax.Array) -> Nvfp4Values:
     # Blocks are cut along k, which an explicit sharding of k refuses; the other axes stay where they are.
     spec = PartitionSpec(*entries_of(x)[:-1], None)
     of_result = lambda made: spec if made.ndim else PartitionSpec()
-    return with_automatic_axes(lambda x: along(x, -1), of_result, x)
+    return with_automatic_axes(lambda x: quantize_values(x, -1), of_result, x)

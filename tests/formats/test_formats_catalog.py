@@ -6,17 +6,17 @@ import pytest
 
 from tcfp_jax import formats
 from tcfp_jax.formats import CATALOG, datatype, number, scale
-from tcfp_jax.formats.scales import Tile
+from tcfp_jax.formats.scales import BlockAxis
 
 
 def test_scale_codes():
     assert scale("float32").is_tensor and not scale("float32").is_tile
-    assert scale("float16_int8_t0d1").tiles == (Tile(0, 1),) and scale("e8m0_t0").is_channel
+    assert scale("float16_int8_t0d1").tiles == (BlockAxis(0, 1),)
     spec = scale("e8m0_t16s2o1")
-    assert spec.is_subtile and spec.offset == 1 and spec.tiles == (Tile(16, -1, 2),)
-    assert scale("e8m0_t32_t16").tiles == (Tile(32, -2), Tile(16, -1)) and scale("e8m0_t32_t16").is_2d
-    assert scale("e8m0_t32d0_t16").tiles == (Tile(32, 0), Tile(16, -1))
-    assert scale("e8m0_t32d-1_t16").tiles == (Tile(32, -1), Tile(16, -2))
+    assert spec.is_subtile and spec.offset == 1 and spec.tiles == (BlockAxis(16, -1, 2),)
+    assert scale("e8m0_t32_t16").tiles == (BlockAxis(32, -2), BlockAxis(16, -1))
+    assert scale("e8m0_t32d0_t16").tiles == (BlockAxis(32, 0), BlockAxis(16, -1))
+    assert scale("e8m0_t32d-1_t16").tiles == (BlockAxis(32, -1), BlockAxis(16, -2))
     two = scale("e4m3fn_t16_float32")
     assert two.number == number("e4m3fn") and two.outer == number("float32") and two.zero is None
     assert scale("e8m0_t32").mode is None and scale("e8m0_t32_mse").mode == "mse" and scale("e8m0_ceil").is_tensor
@@ -105,7 +105,7 @@ def test_a_name_says_what_it_is(name):
         scales = [shared.number] + ([shared.zero] if shared.zero else [])
         small = found[3] == "32" and found[2] == "f"  # a float of 8 to 9 bits, in tiles
         assert scales == [number("e5m3" if small else LETTERS[letter]) for letter in found[2]]
-        assert shared.tiles == {None: (), "c": (Tile(0, -1),), "32": (Tile(32, -1),)}[found[3]]
+        assert shared.tiles == {None: (), "c": (BlockAxis(0, -1),), "32": (BlockAxis(32, -1),)}[found[3]]
     elif found := re.fullmatch(r"mxfp(\d)e(\d)", name):
         assert (spec.bits, spec.ebits, shared.name) == (int(found[1]), int(found[2]), "e8m0_t32")
     elif found := re.fullmatch(r"mxint(\d)(t16)?(s)?|mx([bf][fp]\d)(t16)?(s16|s)?", name):
@@ -117,19 +117,19 @@ def test_a_name_says_what_it_is(name):
         assert [tile.size for tile in shared.tiles] == [16] * (2 if found[2] else 1)
     elif found := re.fullmatch(r"((?:bf|fp)8n?)([Ffb])32s", name):
         assert spec == number(NUMBERS[found[1]]) and shared.number == number(LETTERS[found[2]])
-        assert shared.tiles == (Tile(32, -2), Tile(32, -1))
+        assert shared.tiles == (BlockAxis(32, -2), BlockAxis(32, -1))
     elif found := re.fullmatch(r"mx(\d)", name):
-        assert made.bits_per_value() == int(found[1]) and shared.tiles == (Tile(16, -1, 2),)
+        assert made.bits_per_value() == int(found[1]) and shared.tiles == (BlockAxis(16, -1, 2),)
     elif found := re.fullmatch(r"bfp16(t16)?", name):
         assert spec == number("int8") and shared.tiles[0].size == (16 if found[1] else 8)
     elif found := re.fullmatch(r"(e1m\d)b1_([ef])32", name):
         assert spec == number(f"{found[1]}b1fnuz") and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
     elif found := re.fullmatch(r"e2m1_e32s(\d)o(\d)", name):
         assert spec == number("e2m1f") and shared.offset == int(found[2])
-        assert shared.tiles == (Tile(32, -1, int(found[1])),)
+        assert shared.tiles == (BlockAxis(32, -1, int(found[1])),)
     elif found := re.fullmatch(r"icb44fi(\d)_([ef])32(?:s(\d+))?", name):
         assert f"_e{found[1]}m" in spec.name and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
-        assert shared.tiles == (Tile(32, -1, int(found[3] or 0)),)
+        assert shared.tiles == (BlockAxis(32, -1, int(found[3] or 0)),)
     else:
         assert shared is None and spec == number(NUMBERS.get(name, name))
 

@@ -7,8 +7,8 @@ import pytest
 
 from pallas_kernels.counter import bits_of, keys
 from tcfp_jax import formats
-from tcfp_jax.formats import float_bits, nvfp4_arrays, nvfp4_kernel, nvfp4_xla
-from tcfp_jax.formats.float_bits import Grid, to_bits
+from tcfp_jax.formats import nvfp4_arrays, nvfp4_kernel
+from tcfp_jax.formats.float_bits import to_bits
 from tcfp_jax.formats.nvfp4_registers import SIDE
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
@@ -21,7 +21,9 @@ SIGNS = np.where(np.arange(16) % 3, 1.0, -1.0).astype(np.float32)
 DATATYPES = {
     "last": formats.nvfp4, "first": formats.datatype("e2m1f", "e4m3fn_t16d0_float32"), "squares": formats.nvfp4s
 }  # fmt: skip
-along = jax.jit(nvfp4_arrays.along, static_argnums=1, static_argnames="interpret", compiler_options=QUICK)
+quantize_values = jax.jit(
+    nvfp4_arrays.quantize_values, static_argnums=1, static_argnames="interpret", compiler_options=QUICK
+)
 
 
 def wild(spread, shape=(32, 64)):
@@ -42,7 +44,7 @@ def both(x, place, key):
     parts = quantize(to_bits(x), DATATYPES[place], Modes("even" if drawn is None else "stochastic"), drawn)
     values = DATATYPES[place].layout(x.shape).join(parts.value * parts.scale)
     axis = {"last": -1, "first": 0}.get(place)
-    return nvfp4_arrays.squares(x) if axis is None else nvfp4_arrays.along(x, axis, key), (values, parts.outer)
+    return nvfp4_arrays.quantize_values(x, axis, key), (values, parts.outer)
 
 
 @pytest.mark.parametrize(("place", "keys"), [("last", (None, KEY)), ("first", (None, KEY)), ("squares", (None,))])
@@ -54,35 +56,13 @@ def test_numbers_are_the_values_of_the_cast_bit_for_bit(place, keys):
             assert same(found.values, values), spread
 
 
-def test_stochastic_rounding_takes_the_definitions_neighbour_to_the_last_random_bit():
-    """Random numbers lie next to the decisive one, and quotients have few digits, so that both may be equal."""
-    random, count = np.random.default_rng(0), 1 << 17
-    f = np.float32(random.integers(1 << 23, 1 << 24, count) * 2.0 ** random.integers(-60, 40, count))
-    f[::2] = np.exp2(np.frexp(f[::2])[1])
-    q = random.uniform(0, 6.2, count) * 2.0 ** -random.integers(0, 6, count)
-    few = 2.0 ** random.integers(1, 23, count)
-    m = np.float32(np.where(random.integers(0, 2, count), q, np.round(q * few) / few) * f)
-    exact = m.astype(np.float64) / f
-    steps = exact / 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(exact, 1e-9))), 0) - 1)
-    k = np.floor((steps % 1) * 2**24) + random.integers(-6, 7, count)
-    drawn = np.uint32(np.clip(k, 0, 2**24 - 1)) << 8 | random.integers(0, 256, count).astype(np.uint32)
-
-    @jax.jit
-    def run(m, f, drawn):
-        units = float_bits.divide_to_odd(to_bits(m), to_bits(f), 23)
-        expected = jnp.minimum(float_bits.round_to_grid(units, Grid(0, 1, 6.0), "stochastic", drawn), 6)
-        return expected, nvfp4_xla.stochastic(m, f, drawn)
-
-    assert same(*run(m, f, drawn))
-
-
 @pytest.mark.slow_except("last-nearest", "first, rotated-stochastic")
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize(("axis", "signs"), [(-1, None), (0, SIGNS)], ids=["last", "first, rotated"])
 def test_the_kernel_has_the_bits_of_xla(axis, signs, key):
     x = wild(9.0 if key is None else 2.0, (32, 128)).at[20, 70].set(jnp.inf)
     assert nvfp4_kernel.serves(x.shape, x.dtype, "last" if axis else "first")
-    got, wanted = (along(x, axis, key, signs, interpret=interpret) for interpret in (True, False))
+    got, wanted = (quantize_values(x, axis, key, signs, interpret=interpret) for interpret in (True, False))
     assert same(got.values, wanted.values) and float(got.outer) == float(wanted.outer)
 
 
@@ -91,9 +71,9 @@ def test_parts_of_a_mesh_have_the_bits_of_the_whole(axes):
     """The kernel runs in one case; in the other, parts have too few columns for it."""
     x, mesh = wild(2.0, (32, 128)), jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    got = along(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), interpret=True)
+    got = quantize_values(jax.device_put(x, place(*axes)), 0, jax.device_put(KEY, place()), interpret=True)
     assert got.values.sharding.is_equivalent_to(place(*axes), 2)
-    assert same(got.values, along(x, 0, KEY).values)
+    assert same(got.values, quantize_values(x, 0, KEY).values)
 
 
 @pytest.mark.skipif(h200.missing() is not None and not h200.expected(), reason=str(h200.missing()))
@@ -102,7 +82,7 @@ def test_on_an_h200_rotated_values_are_written_once():
     """Two kernels run, one of them for the maximum, and no float32 array of the size of x exists."""
     mesh = h200s(1)
     x, key, turn = (on(mesh, *of) for of in (((4096, 1024), jnp.bfloat16), ((2,), jnp.uint32), ((16,), jnp.float32)))
-    run = lambda x, key, turn: nvfp4_arrays.along(x, 0, (key[0], key[1]), turn)
+    run = lambda x, key, turn: nvfp4_arrays.quantize_values(x, 0, (key[0], key[1]), turn)
     compiled = compile_for(mesh, run, x, key, turn)
     assert compiled.targets == ["__gpu$xla.gpu.triton"] * 2 and compiled.temporary_bytes <= 1 << 16
 
@@ -110,10 +90,10 @@ def test_on_an_h200_rotated_values_are_written_once():
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e38, 1e-39, 0.0])
 def test_bad_input_is_loud_in_its_block_alone(value):
     x = jnp.ones((2, 32)).at[0, 3].set(value)
-    got = np.asarray(along(x, -1).dequantize())
+    got = np.asarray(quantize_values(x, -1).dequantize())
     assert np.isnan(got[0, :16]).all() == (not np.isfinite(value)) and np.isfinite(got[:, 16:]).all()
     np.testing.assert_allclose(got[1], 1 if value != 1e38 else 0, atol=1e-6)
-    assert (np.asarray(along(jnp.zeros((2, 32)), -1).dequantize()) == 0).all()
+    assert (np.asarray(quantize_values(jnp.zeros((2, 32)), -1).dequantize()) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -74,7 +74,7 @@ def test_stochastic_rounding_by_the_bits_of_each_index(rule, dtype):
 @pytest.mark.parametrize(("axis", "signs"), [(1, None), (0, None), (0, SIGNS)], ids=["last", "first", "rotated"])
 def test_numbers_that_training_multiplies(axis, signs, key, dtype):
     x = draw(dtype)
-    run = jax.jit(lambda x, key, signs: nvfp4_arrays.along(x, axis, key, signs))
+    run = jax.jit(lambda x, key, signs: nvfp4_arrays.quantize_values(x, axis, key, signs))
     assert "quantize_nvfp4" in run.lower(x, key, signs).as_text()
     got = jax.device_get(run(x, key, signs))
     with jax.default_device(jax.devices("cpu")[0]):

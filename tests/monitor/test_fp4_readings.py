@@ -50,7 +50,7 @@ def test_every_operand_of_fp4_training_is_read_and_training_is_what_it_was(how):
     if exact:
         assert all(found[name].snr > 50 for name in exact)
         return
-    made = jax.jit(lambda x: nvfp4_arrays.along(x, -1), compiler_options=QUICK)(x)
+    made = jax.jit(lambda x: nvfp4_arrays.quantize_values(x, -1), compiler_options=QUICK)(x)
     rounded, exact_x = np.asarray(made.dequantize())[:, :37], np.asarray(x)
     np.testing.assert_allclose(found["x"].snr, decibels(exact_x, rounded), rtol=1e-4)
     np.testing.assert_allclose(found["x"].underflow, np.mean((exact_x != 0) & (rounded == 0)), rtol=1e-5)
@@ -64,8 +64,7 @@ def test_what_is_observed_is_what_products_multiply():
         pairs = []
         for name, values in (("x_wgrad", x), ("w", w)):
             use = quantization(name, words)
-            made = nvfp4_arrays.squares(w) if use.axis is None else nvfp4_arrays.along(values, *use)
-            pairs.append((made, nvfp4_arrays.observe(values, *use)))
+            pairs.append((nvfp4_arrays.quantize_values(values, *use), nvfp4_arrays.observe(values, *use)))
         return pairs
 
     for values, (made, seen) in zip((x, w), jax.jit(both, compiler_options=QUICK)(x, w), strict=True):
@@ -102,5 +101,5 @@ def test_an_activation_in_nvfp4_is_read_as_its_product_rounds_it(k):
     loss = lambda w, x: jnp.sum(tcfp_jax.matmul(x, w, recipe=how) ** 2)
     _, readings = jax.jit(monitor.value_and_grad(loss), compiler_options=QUICK)(w, x)
     (found,) = jax.tree.leaves(readings, is_leaf=lambda node: isinstance(node, dict) and "x" in node)
-    made = jax.jit(lambda x: nvfp4_arrays.along(x, -1), compiler_options=QUICK)(x)
+    made = jax.jit(lambda x: nvfp4_arrays.quantize_values(x, -1), compiler_options=QUICK)(x)
     np.testing.assert_allclose(found["x"].snr, decibels(np.asarray(x), made.dequantize()[:, :k]), rtol=1e-4)

@@ -226,7 +226,7 @@ KERNELS = {
     ),
     "ordered rows": lambda x: fp4_rows.ordered(x, 128, ONE),
     "cast": lambda x: cast_kernel.cast_tiles(x, CATALOG["mxfp8e4"], "max"),
-    "nvfp4": lambda x: nvfp4_arrays.along(x, 0, WORDS).values,
+    "nvfp4": lambda x: nvfp4_arrays.quantize_values(x, 0, WORDS).values,
 }
 
 

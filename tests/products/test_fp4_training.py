@@ -35,8 +35,7 @@ def operands(m=32, k=48, n=32, dtype=jnp.float32):
 
 
 # Each quantizer is compiled once for all tests, instead of once in each product.
-along = jax.jit(nvfp4_arrays.along, static_argnums=1, compiler_options=QUICK)
-squares = jax.jit(nvfp4_arrays.squares, compiler_options=QUICK)
+quantize_values = jax.jit(nvfp4_arrays.quantize_values, static_argnums=1, compiler_options=QUICK)
 
 
 def rule(how, x, w, g, key):
@@ -48,8 +47,7 @@ def rule(how, x, w, g, key):
 def products(how, x, w, g, key):
     """The same with compiled quantizers, which no other program can hold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp4_training, "along", along)
-        patch.setattr(fp4_training, "squares", squares)
+        patch.setattr(fp4_training, "quantize_values", quantize_values)
         return rule(how, x, w, g, key)
 
 
@@ -68,8 +66,8 @@ def test_products_are_those_of_the_format_librarys_values(how):
         name: fp4_training.quantization(name, fp4_training._words_of(KEY))
         for name in get_args(fp4_training.OperandName)
     }
-    of = lambda name, values: along(values, *use[name]).dequantize()
-    w_q = squares(w).dequantize()[:k, :n]
+    of = lambda name, values: quantize_values(values, *use[name]).dequantize()
+    w_q = quantize_values(w, None).dequantize()[:k, :n]
     if how == FP4:
         assert_product(y, of("x", x)[:, :k], w_q)
     else:
@@ -79,9 +77,9 @@ def test_products_are_those_of_the_format_librarys_values(how):
 
 
 def test_rotations_cancel_where_nothing_is_rounded(monkeypatch):
-    monkeypatch.setattr(
-        nvfp4_arrays, "_values", lambda coded, shape: Nvfp4Values(coded.x.reshape(shape), jnp.float32(1))
-    )
+    observe = nvfp4_arrays.observe
+    exact = lambda *use: (seen := observe(*use))._replace(found=Nvfp4Values(seen.exact, jnp.float32(1)))
+    monkeypatch.setattr(nvfp4_arrays, "observe", exact)
     monkeypatch.setattr(nvfp4_arrays.nvfp4_kernel, "serves", lambda *_: False)
     x, w, g = operands(128, 32, 32)
     _, dx, dw = jax.jit(functools.partial(rule, FP4), compiler_options=QUICK)(x, w, g, KEY)
@@ -100,7 +98,7 @@ def test_gradients_are_unbiased():
     x, w, g = operands(32, 32, 32)
     drawn = [np.asarray(part, np.float64) for part in many()[1]]
     assert (drawn[0] == drawn[0][0]).all()  # the forward pass draws nothing
-    for got, want in zip(drawn[1:], (g @ squares(w).dequantize().T, x.T @ g), strict=True):
+    for got, want in zip(drawn[1:], (g @ quantize_values(w, None).dequantize().T, x.T @ g), strict=True):
         noise = np.linalg.norm(got - got.mean(0), axis=(1, 2)).mean()
         left = np.linalg.norm(got.mean(0) - np.asarray(want))
         # 256 draws leave a sixteenth of the noise; x in NVIDIA's wgrad is rounded to nearest, over random rotations.
@@ -109,9 +107,11 @@ def test_gradients_are_unbiased():
 
 def test_rounding_gradients_to_nearest_would_be_biased():  # the control
     _, w, g = operands(32, 32, 32)
-    w_q = squares(w).dequantize().T
+    w_q = quantize_values(w, None).dequantize().T
     want = g @ w_q
-    assert float(jnp.linalg.norm(along(g, -1).dequantize() @ w_q - want)) > 0.05 * float(jnp.linalg.norm(want))
+    assert float(jnp.linalg.norm(quantize_values(g, -1).dequantize() @ w_q - want)) > 0.05 * float(
+        jnp.linalg.norm(want)
+    )
 
 
 def test_without_a_key_there_is_a_forward_pass_and_no_gradient():
