@@ -226,6 +226,7 @@ def test_narrow_scales_are_clipped_to_their_range():
     assert quick(x, made)[:, 0].tolist() == [48.0, 6.0, 0.0]
 
 
+@pytest.mark.slow_except("e4m0b120")
 @pytest.mark.parametrize("scale", ["e4m0b120", "e2m0b127_t32", "e5m0b127_t32"])
 def test_values_far_above_a_narrow_scale_saturate(scale):
     x = jnp.array([[1.0, -1e10, 1e30, -3e38] * 8])
@@ -300,36 +301,6 @@ def test_unsigned_integers_with_zero_points(name):
     assert same(cast(jnp.asarray(x), made), expected + 0)
 
 
-def nvfp4_oracle(x):
-    """The formulas of NVIDIA 2025 with float32 scales; only the last quotient is exact."""
-    blocks = x.reshape(-1, 16)
-    outer = (np.abs(x).max() / np.float32(6 * 448)).astype(np.float32)
-    ratio = np.abs(blocks).max(-1, keepdims=True).astype(np.float64) / np.float32(outer * np.float32(6))
-    tile = np.minimum(ratio, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    factor = (tile * outer).astype(np.float32)
-    quotient = np.divide(blocks.astype(np.float64), factor, where=factor > 0, out=np.zeros(blocks.shape))
-    values = np.clip(quotient, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    return (values * factor).reshape(x.shape)
-
-
-@pytest.mark.parametrize("spread", [0.02, 1e-30, 1e30])
-def test_nvfp4_is_the_published_formula(spread):
-    x = (np.random.default_rng(3).standard_normal((128, 64)) * spread).astype(np.float32)
-    x[0] = 0
-    assert same(cast(jnp.asarray(x), formats.nvfp4), nvfp4_oracle(x))
-
-
-@pytest.mark.parametrize(("name", "least"), [("nvfp4", 0.9905), ("mxfp8e4", 0.999)])
-@pytest.mark.parametrize("spread", [1.0, 0.02])
-def test_products_of_cast_operands_correlate(name, least, spread):
-    x = jax.random.normal(jax.random.key(0), (256, 1024))
-    w = jax.random.normal(jax.random.key(1), (256, 1024)) * spread
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    made = getattr(formats, name)
-    got = np.asarray(quick(x, made), np.float64) @ np.asarray(quick(w, made), np.float64).T
-    assert np.corrcoef(exact.ravel(), got.ravel())[0, 1] >= least
-
-
 def test_nf4_takes_the_nearest_entry():
     x = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
     table = np.array(formats.nf4.number.tables[0])
@@ -395,14 +366,12 @@ def test_special_values():
     assert np.isnan(quick(x, formats.mxfp8e4, saturate=False)[0, :3]).all()
     # A tile without other values has the scale 0.
     tiles = jnp.stack([jnp.where(jnp.isinf(x), x, other) for other in (0.0, 1.0, 1e-42, 1e4)])
-    for code, scale in (
-        ("e5m2", "float32"), ("binary8p3", "float16_t32"), ("e4m3", "bfloat16_t0"), ("e5m2", "e8m0"), ("e4m3", "e8m0"),
-    ):  # fmt: skip
+    for code, scale in (("e5m2", "float32"), ("binary8p3", "float16_t32"), ("e4m3", "e8m0")):
         one = lambda tile, made=datatype(code, scale): packed_and_cast(tile, made, saturate=False)[1:]
         unpacked, got = map(np.asarray, jax.vmap(one)(tiles))
         assert (got[:, 0, 1] == np.inf).all() and (got[:, 0, 2] == -np.inf).all() and np.isfinite(got[:, 0, 3:]).all()
         assert same_bits(unpacked, got)
-    for name in ("mxfp4e2", "mxint8", "nvfp4", "int8_f", "uint8_ff", "nf4", "icb44fi3_e32"):
+    for name in ("mxfp4e2", "nvfp4", "int8_f", "uint8_ff", "icb44fi3_e32"):
         long = jnp.pad(x, ((0, 0), (0, 96)), constant_values=1.0)
         got = np.asarray(quick(long, getattr(formats, name)))[0]
         size = getattr(formats, name).scale.tiles[0].size if getattr(formats, name).scale.tiles else 128
@@ -429,6 +398,7 @@ def test_signs_of_zero():
         assert np.signbit(quick(small, datatype(code))).tolist() == signs
 
 
+@pytest.mark.slow_except("uint4_fi32")
 @pytest.mark.parametrize("name", ["mxfp4e2", "uint4_fi32"])
 def test_jit_vmap_and_gradient(name):
     made = getattr(formats, name)
@@ -448,10 +418,9 @@ def test_jit_vmap_and_gradient(name):
 
 def test_op_by_op_is_the_same():
     x = jnp.asarray(random_blocks(1000)[:4])
-    for name in ("mxfp8e4",):
-        compiled = cast(x, getattr(formats, name))
-        with jax.disable_jit():
-            assert same(cast(x, getattr(formats, name)), compiled)
+    compiled = cast(x, formats.mxfp8e4)
+    with jax.disable_jit():
+        assert same(cast(x, formats.mxfp8e4), compiled)
 
 
 @pytest.mark.parametrize(

@@ -93,45 +93,37 @@ NUMBERS = {
 }  # fmt: skip
 
 
+# The names of the catalog, with the number and the scale that they stand for.
+of = NUMBERS.__getitem__
+RULES = [
+    (r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", lambda n, letters, tile: (
+        NUMBERS.get(n, n), "_".join([*(["e5m3"] if letters == "f" and tile == "32" else map(LETTERS.get, letters)),
+                                     *{None: [], "c": ["t0"], "32": ["t32"]}[tile]]))),
+    (r"mx(bf|fp)(\d)(t16)?(s16|s)?", lambda kind, bits, t16, square: (
+        of(kind + bits), "e8m0" + f"_t{16 if t16 or square == 's16' else 32}" * (2 if square else 1))),
+    (r"mxfp(\d)e(\d)", lambda bits, e: (
+        f"e{e}m{int(bits) - 1 - int(e)}" + {"85": "", "84": "fn"}.get(bits + e, "f"), "e8m0_t32")),
+    (r"mxint(\d)(t16)?(s)?", lambda bits, t16, square: (
+        f"int{bits}", "e8m0" + ("_t16" if t16 else "_t32") * (2 if square else 1))),
+    (r"nv([bf]\d)(s)?", lambda n, square: (of(n), "e4m3" + "_t16" * (2 if square else 1))),
+    (r"((?:bf|fp)8n?)([Ffb])32s", lambda n, letter: (of(n), LETTERS[letter] + "_t32_t32")),
+    (r"mx(\d)", lambda bits: (f"int{int(bits) - 1}", "e8m0_t16s2o1")),
+    (r"bfp16(t16)?", lambda t16: ("int8", "e8m0_t16" if t16 else "e8m0_t8")),
+    (r"(e1m\d)b1_([ef])32", lambda n, letter: (f"{n}b1fnuz", {"e": "e8m0", "f": "e5m3"}[letter] + "_t32")),
+    (r"e2m1_e32(s\do\d)", lambda sub: ("e2m1f", f"e8m0_t32{sub}")),
+    (r"icb44fi(\d)_([ef])(32(?:s\d+)?)", lambda d, letter, tile: (
+        "icb44fi_" + {"4": "e4m3fn", "3": "e3m2fnuz", "2": "e2m3fnuz"}[d], {"e": "e8m0_t", "f": "e5m3_t"}[letter] + tile
+    )),
+]  # fmt: skip
+NAMED = ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432")
+
+
 @pytest.mark.parametrize("name", CATALOG)
 def test_a_name_says_what_it_is(name):
     made = CATALOG[name]
-    spec, shared = made.number, made.scale
     assert made.name == name and getattr(formats, name) is made
-    if name in ("nf4", "nvfp4", "nvfp4s", "nvfp4_one_level", "tcfp12", "uint4_f12i432"):
-        assert shared is not None
-    elif found := re.fullmatch(r"(u?int\d+|(?:bf|fp)8n?|e\dm\dz?)_([Ffbnei]{1,2})(c|32)?", name):
-        assert spec == number(NUMBERS.get(found[1], found[1]))
-        scales = [shared.number] + ([shared.zero] if shared.zero else [])
-        small = found[3] == "32" and found[2] == "f"  # a float of 8 to 9 bits, in tiles
-        assert scales == [number("e5m3" if small else LETTERS[letter]) for letter in found[2]]
-        assert shared.tiles == {None: (), "c": (BlockAxis(0, -1),), "32": (BlockAxis(32, -1),)}[found[3]]
-    elif found := re.fullmatch(r"mxfp(\d)e(\d)", name):
-        assert (spec.bits, spec.ebits, shared.name) == (int(found[1]), int(found[2]), "e8m0_t32")
-    elif found := re.fullmatch(r"mxint(\d)(t16)?(s)?|mx([bf][fp]\d)(t16)?(s16|s)?", name):
-        size = 16 if (found[2] or found[5] or found[6] == "s16") else 32
-        assert spec == number(f"int{found[1]}" if found[1] else NUMBERS[found[4]])
-        assert [tile.size for tile in shared.tiles] == [size] * (2 if found[3] or found[6] else 1)
-    elif found := re.fullmatch(r"nv([bf]\d)(s)?", name):
-        assert spec == number(NUMBERS[found[1]]) and shared.number == number("e4m3")
-        assert [tile.size for tile in shared.tiles] == [16] * (2 if found[2] else 1)
-    elif found := re.fullmatch(r"((?:bf|fp)8n?)([Ffb])32s", name):
-        assert spec == number(NUMBERS[found[1]]) and shared.number == number(LETTERS[found[2]])
-        assert shared.tiles == (BlockAxis(32, -2), BlockAxis(32, -1))
-    elif found := re.fullmatch(r"mx(\d)", name):
-        assert made.bits_per_value() == int(found[1]) and shared.tiles == (BlockAxis(16, -1, 2),)
-    elif found := re.fullmatch(r"bfp16(t16)?", name):
-        assert spec == number("int8") and shared.tiles[0].size == (16 if found[1] else 8)
-    elif found := re.fullmatch(r"(e1m\d)b1_([ef])32", name):
-        assert spec == number(f"{found[1]}b1fnuz") and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
-    elif found := re.fullmatch(r"e2m1_e32s(\d)o(\d)", name):
-        assert spec == number("e2m1f") and shared.offset == int(found[2])
-        assert shared.tiles == (BlockAxis(32, -1, int(found[1])),)
-    elif found := re.fullmatch(r"icb44fi(\d)_([ef])32(?:s(\d+))?", name):
-        assert f"_e{found[1]}m" in spec.name and shared.number == number("e8m0" if found[2] == "e" else "e5m3")
-        assert shared.tiles == (BlockAxis(32, -1, int(found[3] or 0)),)
-    else:
-        assert shared is None and spec == number(NUMBERS.get(name, name))
+    found = [rule(*match.groups()) for pattern, rule in RULES if (match := re.fullmatch(pattern, name))]
+    assert name in NAMED or made == datatype(*(found[0] if found else [NUMBERS.get(name, name)]))
 
 
 def test_catalog_has_tensorcasts_names():

@@ -42,26 +42,23 @@ def test_tcfp12_of_the_catalog_is_the_packed_format():
 @pytest.mark.parametrize("block, residual", [(32, "linear"), (64, "nf4")])
 def test_cast_pack_and_quantize_tcfp12_agree_bit_for_bit(block, residual):
     made = tcfp12(block, residual)
-    for x in (every_magnitude((123, 2 * block)), every_magnitude((41, block + 29)), every_magnitude((24, 300))[None]):
-        expected = packed_of(x, block=block, residual=residual).dequantize()
+    for x in (every_magnitude((123, 2 * block)), every_magnitude((24, 300))[None]):
+        theirs = packed_of(x, block=block, residual=residual)
         packed, unpacked, cast = packed_and_cast(x, made)
+        expected = theirs.dequantize()
+        if x.ndim == 2:  # without ragged tiles, the bytes are the same, too
+            pairs = [(packed.values, theirs.values), (packed.scales, theirs.scale)]
+            pairs += [(packed.residual.values, theirs.codes), (packed.residual.scales, theirs.residual_scale)]
+            assert all(np.asarray(mine).tobytes() == np.asarray(other).tobytes() for mine, other in pairs)
         assert same_bits(cast, expected) and same_bits(unpacked, expected)
         assert packed.nbytes == sum(-(-bits // 8) for bits in (x.size * 8, x.size * 4)) + 2 * packed.scales.size
 
 
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_inputs_agree_too(dtype):
     x = jax.random.normal(jax.random.key(0), (8, 100)).astype(dtype)
     assert same_bits(quick(x, formats.tcfp12), packed_of(x).dequantize(dtype))
-
-
-def test_the_bytes_are_the_same():
-    x = jax.random.normal(jax.random.key(1), (16, 128))
-    ours, theirs = jax.jit(lambda x: formats.pack(x, formats.tcfp12), compiler_options=QUICK)(x), packed_of(x)
-    pairs = [(ours.values, theirs.values), (ours.scales, theirs.scale)]
-    pairs += [(ours.residual.values, theirs.codes), (ours.residual.scales, theirs.residual_scale)]
-    for mine, packed in pairs:
-        assert np.asarray(mine).tobytes() == np.asarray(packed).tobytes()
 
 
 @pytest.mark.slow

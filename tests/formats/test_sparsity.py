@@ -12,7 +12,7 @@ thinned = jax.jit(sparse, static_argnums=(1, 2, 3), compiler_options=QUICK)
 rotated = jax.jit(rotate, static_argnames=("size", "dim", "direction"), compiler_options=QUICK)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("dim", [0, -1, -2])
 def test_the_largest_stay_with_their_signs(dim):
     x = np.random.default_rng(0).standard_normal((8, 12, 16)).astype(np.float32)
     got = np.moveaxis(np.asarray(thinned(x, 4, 2, dim)), dim, -1).reshape(-1, 4)
@@ -48,7 +48,7 @@ def hadamard(size):
     return np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) / np.sqrt(size)
 
 
-@pytest.mark.parametrize("size", [2, 16, 32])
+@pytest.mark.parametrize("size", [2, 16])
 def test_rotation_is_a_hadamard_matrix(size):
     x = np.random.default_rng(0).standard_normal((3, 4 * size)).astype(np.float32)
     signs = np.asarray(jax.random.rademacher(jax.random.key(0), (size,)))

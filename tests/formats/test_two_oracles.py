@@ -64,7 +64,7 @@ def test_blocks_are_the_cast_bit_for_bit(dtype, block, tile):
 @every_dtype
 def test_one_scale_for_a_tensor_is_the_cast_bit_for_bit(dtype):
     for what, x in matrices((48, 67), 32):
-        for array in (x, x[:1], x.reshape(-1)[:1], x.reshape(3, 16, 67)):
+        for array in (x, x.reshape(-1)[:1], x.reshape(3, 16, 67)):
             expected = formats.cast(jnp.asarray(array), datatype_of(dtype))
             assert same(quantized(jnp.asarray(array), dtype), expected), (what, array.shape)
 
@@ -76,6 +76,7 @@ def test_narrow_inputs_are_the_cast_too(dtype):
     assert same(quantized(x, "float8_e4m3fn", 32), expected)
 
 
+@pytest.mark.slow_except("float8_e4m3fn")
 @every_dtype
 def test_float_scales_agree_but_for_the_rounding_of_reciprocals(dtype):
     """Training multiplies by a float32 `largest / amax` and keeps its reciprocal; casts round the exact quotient."""
