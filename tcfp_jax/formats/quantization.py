@@ -100,7 +100,6 @@ def _quantize_value(
         lost = jnp.any(magnitude > INFINITY, axis=layout.tile_axes, keepdims=True)
 
     def rounded(parts: QuantizedArray, units: jax.Array) -> QuantizedArray:
-        """Return `parts` with values: |x| / scale, rounded, with the sign of x."""
         if isinstance(number, NumberSpec):
             return parts._replace(value=round_values(bits, number, modes, random, units))
         signed = jnp.where(magnitude >= INFINITY, jnp.float32(number.max), units)
@@ -179,7 +178,6 @@ def _better_half(
 
 
 def _unit(parts: QuantizedArray) -> jax.Array:
-    """Return log2 of the unit of a residual: the exponent scale of its tile, or 0 if there is none."""
     return jnp.int32(0) if parts.exponent is None else parts.exponent
 
 
@@ -327,11 +325,7 @@ def _assemble_value(parts: QuantizedArray, datatype: DataType) -> jax.Array:
 
 # Remainder ------------------------------------------------------------------------------------------------------------
 
-# The remainder of rounding counts in units of the value's exponent scale 2**unit, as in the packed TCFP-12 format;
-# without an exponent scale, unit is 0:
-#
-#     rest = x / 2**unit - value             result = (value + round(rest)) * 2**unit
-#
+# rest = x / 2**unit - value and result = (value + round(rest)) * 2**unit, with the exponent of the scale as unit, or 0.
 # So the rest is a normal float32 however small x is, and the sum is rounded to float32 once.
 
 
