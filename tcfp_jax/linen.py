@@ -11,7 +11,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from tcfp_jax.products.fp4_api import of_fp4
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
 
 __all__ = [
     "COLLECTION", "RNG", "Fp4Dense", "TCFPDense", "TCFPDenseGeneral", "TCFPEinsum", "TCFPEmbed",
@@ -173,7 +176,7 @@ class TCFPDense(nn.Dense):
     recipe: Recipe | str = "tcfp12"
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: "Float[jax.Array, '*rows k']") -> "Float[jax.Array, '*rows features']":
         """Map `inputs` `[..., k]` to `[..., features]`."""
         if (flax := _flax_body(self, nn.Dense)) is not None:
             return flax(inputs)

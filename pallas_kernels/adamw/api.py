@@ -1,7 +1,7 @@
 """`adamw`: one step of AdamW on a weight of two FP8 tensors, with 8-bit moments."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from pallas_kernels.adamw.reference import Moments, Options, Rates, Step
 from pallas_kernels.dispatch import Backend, Implementation, dispatch
 from pallas_kernels.operands import SCALE_DTYPE, check_real
 from pallas_kernels.specs import entries_of, has_explicit_axes
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
 
 __all__ = ["IMPLEMENTATIONS", "Moments", "Options", "Rates", "Step", "adamw"]
 
@@ -38,9 +41,9 @@ IMPLEMENTATIONS = (
 
 
 def adamw(
-    g: jax.Array,
-    hi: jax.Array,
-    lo: jax.Array,
+    g: "Float[jax.Array, 'k n']",
+    hi: "Float[jax.Array, 'k n']",
+    lo: "Float[jax.Array, 'k n']",
     moments: Moments,
     rates: Rates,
     key: jax.Array,

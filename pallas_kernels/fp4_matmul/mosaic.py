@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,8 @@ def limits(activation: Activation) -> _Limits:
     """Return the limits for activations of a format."""
     entries = tuning.load()[_TIMED_ON]["fp4_matmul"]
     found = next(entry.configs["mosaic"] for entry in entries if entry.variant == activation)
-    return _Limits(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    held: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return _Limits(**held)
 
 
 def reject(options: Options, x: jax.Array, w: Operand) -> str | None:

@@ -1,6 +1,7 @@
 """`matmul`: the product of an FP8 operand with an FP8 weight of one or two halves; `skip_matmul` skips zero blocks."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from pallas_kernels.operands import Accumulation, Block, Operand, Product, Row, 
 from pallas_kernels.specs import Sharding, entries, moved
 from pallas_kernels.tuning import Key
 from pallas_kernels.wire import Wire, check_wire
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
 
 # c of |out - exact| <= c * scale * sum_k |x| |w + w_lo|, before the output is rounded, on tensor cores. Their
 # accumulator keeps about 14 bits of each addend and truncates. "fast" sums all of k there, "full" 128 of it at a time,
@@ -36,14 +40,14 @@ IMPLEMENTATIONS = {Tensor: _TABLE, Block: _TABLE}
 def matmul(
     x: Operand,
     w: Operand,
-    bias: jax.Array | None = None,
+    bias: "Float[jax.Array, ' n'] | None" = None,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
     accumulation: Accumulation | None = None,
     out_sharding: Sharding = None,
     wire: Wire | None = None,
     backend: Backend | None = None,
-) -> jax.Array:
+) -> "Float[jax.Array, '*rows n']":
     """Return `x @ w.T + bias` of dequantized operands, both contracted along their last axes.
 
     `out[..., n] = sum_k x[..., k] s_x * (w[n, k] + w_lo[n, k]) s_w + bias[n]`, where each s is the scale of its value:

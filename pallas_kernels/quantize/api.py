@@ -3,6 +3,8 @@
 Both can return the result for products over either side from one pass over the input.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -21,6 +23,9 @@ from pallas_kernels.operands import (
 )
 from pallas_kernels.quantize import reference, triton, triton_dual, triton_rows
 from pallas_kernels.tuning import Key
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float, UInt32
 
 
 def _key(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Key | None:
@@ -59,11 +64,11 @@ DUAL_IMPLEMENTATIONS = {
 
 
 def quantize(
-    x: jax.Array,
+    x: "Float[jax.Array, '*rows k']",
     dtype: DTypeLike,
     scaling: Scaling = Tensor(),
     *,
-    amax: jax.Array | None = None,
+    amax: "Float[jax.Array, ''] | None" = None,
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:
@@ -100,13 +105,13 @@ def quantize(
 
 
 def dual_quantize(
-    w: jax.Array,
+    w: "Float[jax.Array, '*n k']",
     scaling: Scaling = Tensor(),
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    error: jax.Array | None = None,
-    bits: jax.Array | None = None,
-    amax: jax.Array | None = None,
+    error: "Float[jax.Array, '*n k'] | None" = None,
+    bits: "UInt32[jax.Array, '*n k'] | None" = None,
+    amax: "Float[jax.Array, ''] | None" = None,
     orientation: Orientation = "rows",
     backend: Backend | None = None,
 ) -> Quantized:

@@ -18,7 +18,7 @@ The gradient is the straight-through one: the gradient of the products above as 
 import dataclasses
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +39,21 @@ from tcfp_jax.recipes import Arithmetic, Dual, Halves, Recipe, Single, describe
 from tcfp_jax.recipes import recipe as named_recipe
 from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
+
 _T = TypeVar("_T")
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array | Stored | Operand | None,
+    x: "Float[jax.Array, '*rows k']",
+    w: "Float[jax.Array, 'k n'] | Stored | Operand | None",
     *,
     recipe: Recipe | str,
     quantized: Stored | Operand | None = None,
     key: jax.Array | None = None,
     out_sharding: Sharding = None,
-) -> jax.Array:
+) -> "Float[jax.Array, '*rows n']":
     """Return `x @ w` with the operands, products and gradients that `recipe` describes.
 
     Args:

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.specs import device_count, entries_of, shards
 from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
 from tcfp_jax.weights.fp4_packing import quantize_fp4
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Float
 
 NO_GRADIENT = (
     "a gradient with respect to packed FP4 codes is asked for, which have none: train float adapters next to the "
@@ -281,15 +284,15 @@ def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
 
 
 def quantize_weight(
-    w: jax.Array,
+    w: "Float[jax.Array, '*stack k n']",
     recipe: Recipe,
     *,
-    error: jax.Array | None = None,
+    error: "Float[jax.Array, '*stack k n'] | None" = None,
     key: jax.Array | None = None,
     amax: jax.Array | None = None,
     copies: Copies = "both",
     contracts: Contracts = "first",
-) -> tuple[Stored, jax.Array | None]:
+) -> "tuple[Stored, Float[jax.Array, '*stack k n'] | None]":
     """Return (the weight `[k, n]` as the recipe stores it, the new error in the dtype of `error`, or None).
 
     Args:
