@@ -140,7 +140,8 @@ def test_there_are_few_doors():
     [
         # jaxlib has the MLIR dialects that jax's own inline_mgpu is written in.
         ("pallas_kernels", {"jax", "jaxlib", "numpy", "pallas_kernels"}),
-        ("tcfp_jax", {"jax", "numpy", "flax", "optax", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib"}),
+        ("tcfp_jax", {"jax", "numpy", "flax", "optax", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib",
+                      "safetensors"}),
         ("tcfp_jax/formats", {"jax", "numpy", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib"}),
         ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tensorboardX", "tcfp_jax",
                     "pallas_kernels", "models"}),

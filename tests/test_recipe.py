@@ -53,6 +53,9 @@ def test_flags_that_contradict_raise():
         Recipe.from_flags(srr=True)
     with pytest.raises(ValueError, match="block=48 is not supported"):
         Recipe.from_flags(scale_block_size=48)
+    for wrong in ("false", 1, None, []):
+        with pytest.raises(ValueError, match=r"abd=.* use True or False"):
+            Recipe.from_flags(abd=wrong)
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,9 @@ def test_random_recipes_are_legal_more_often_than_one_in_fifty():
         except ValueError:
             continue
     assert legal / total > 0.02, legal / total
+
+
+@pytest.mark.parametrize("name", [None, 3, ["tcfp12"], {"a": 1}, "tcfp13"], ids=str)
+def test_a_name_that_is_no_recipe_is_a_value_error(name):
+    with pytest.raises(ValueError, match="is unknown; use one of"):
+        recipe(name)

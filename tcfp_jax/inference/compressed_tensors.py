@@ -14,6 +14,7 @@ global`, whereas `Operand.outer` is a multiplier. Source: vllm-project/compresse
 these files to the same bits (tests/inference/test_compressed_tensors.py).
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,17 +26,18 @@ import numpy as np
 
 from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand, Row, Tensor
 from tcfp_jax.inference import safetensors
+from tcfp_jax.inference.safetensors import FLOAT8, MXFP4, NVFP4
 from tcfp_jax.inference.shared_scales import FUSED, check_rule, settle_families
 from tcfp_jax.weights.stored import Stored
 
-_WEIGHTS_FILE, _INDEX_FILE, _CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
-_NVFP4, _MXFP4, _FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
 # Metadata of the file: the rule that found the scales of its NVFP4 weights, or, in JSON, the rule of each by name.
 _RULE = "tcfp_jax.fp4_rule"
 # A weight with larger values is suspect: this is the largest float16.
 _LARGEST_WEIGHT = float(np.finfo(np.float16).max)
 _LARGEST_CODE = 6.0
 _E4M3_NAN, _E8M0_NAN = 0x7F, 0xFF
+_SIZES = np.uint8(0x77)  # the bits of a byte of two codes without their signs
+_TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 _COPY = "copy all files"
 _INVERT = 'store 1 / weight_global_scale, or, if the file is not yours, load_compressed(folder, global_scale="{other}")'
 
@@ -52,7 +54,7 @@ def save_compressed(
     """Write quantized weights and float tensors as a folder of the compressed-tensors format.
 
     Args:
-      folder: made if missing; its `model.safetensors` and `config.json` are replaced.
+      folder: made if missing; its `model.safetensors` and `config.json` are replaced, and an index is deleted.
       tensors: by torch's names, such as "model.layers.0.self_attn.q_proj.weight": `Operand`s `[n, k]` or `Stored`
         weights `[k, n]`, whose names end in ".weight", and arrays. A split weight is written as its W_hi. Scales of
         squares are repeated, which engines cannot read otherwise. NVFP4 weights of zeros get the global scale of the
@@ -64,6 +66,7 @@ def save_compressed(
       activations: "float8" asks engines to round the inputs of FP8 weights to E4M3, one scale for each token.
 
     Raises:
+      ImportError: the `safetensors` package is missing, which `pip install "tcfp_jax[export]"` brings.
       TypeError: compressed-tensors does not have the format of a weight.
       ValueError: nothing is quantized; a weight is a stack; blocks do not divide k; a name is taken; scales are NaN,
         look inverted to readers, or break the rule "fold_exact" that they name; fused weights differ; "float8" without
@@ -86,7 +89,7 @@ def save_compressed(
     floats = {name: t for name, t in tensors.items() if not isinstance(t, Operand | Stored)}
     matrices = [n.removesuffix(".weight") for n, t in floats.items() if n.endswith(".weight") and t.ndim == 2]
     schemes = {name: _scheme(name, weight, activations) for name, weight in weights.items()}
-    if activations == "float8" and not any(scheme["format"] == _FLOAT8 for scheme in schemes.values()):
+    if activations == "float8" and not any(scheme["format"] == FLOAT8 for scheme in schemes.values()):
         raise ValueError('activations="float8" is for FP8 weights, and none is here; leave it out')
     described = {name: json.dumps(scheme, sort_keys=True) for name, scheme in schemes.items()}
     weights = settle_families(weights, described, matrices, fused)
@@ -107,8 +110,9 @@ def save_compressed(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({_RULE: min(noted) if len(noted) == 1 else json.dumps(rules)} if noted else {})}
-    safetensors.write(folder / _WEIGHTS_FILE, written, metadata)
-    (folder / _CONFIG_FILE).write_text(json.dumps(full, indent=2) + "\n")
+    safetensors.write(folder / safetensors.FILE, written, metadata)
+    (folder / safetensors.INDEX).unlink(missing_ok=True)  # of a model that was here before
+    (folder / safetensors.CONFIG).write_text(json.dumps(full, indent=2) + "\n")
 
 
 def load_compressed(
@@ -127,30 +131,23 @@ def load_compressed(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: the format is another; weights are rotated or sparse, have zero points, NaN or negative scales, or
-        break the rule "fold_exact" that the file notes; codes or scales are missing; a weight has unknown arrays; a
-        global scale is inverted or not one positive float32; or a choice is unknown.
+      ImportError: the `safetensors` package is missing, which `pip install "tcfp_jax[export]"` brings.
+      ValueError: a file, its header, the index or the config is damaged or is not inside of the folder; a tensor is in
+        two files, or not in the one that the index names; the format is another; weights are rotated or sparse, have
+        zero points, scales that are NaN, negative or out of range, or break the rule "fold_exact" that the file notes;
+        codes or scales are missing; a weight has unknown arrays; a global scale is inverted or not one positive
+        float32; or a choice is unknown.
     """
     if global_scale not in ("divisor", "multiplier"):
         raise ValueError(f'global_scale={global_scale!r} is unknown; use "divisor" or "multiplier"')
-    folder = Path(folder)
-    config = json.loads((folder / _CONFIG_FILE).read_text())
-    _check_config(folder, config.get("quantization_config"))
-    arrays: dict[str, np.ndarray] = {}
-    index = folder / _INDEX_FILE
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [_WEIGHTS_FILE]
-    rules: dict[str, str] = {}
-    for name in names:
-        held, metadata = safetensors.read(folder / name)
-        arrays |= held
-        noted = metadata.get(_RULE, "amax")
-        coded = (name.removesuffix("_packed") for name in held if name.endswith("_packed"))
-        # A single word is the rule of all codes of the file.
-        rules |= json.loads(noted) if noted.startswith("{") else dict.fromkeys(coded, noted)
+    config, arrays, metadata = safetensors.read(Path(folder))
     tensors: dict[str, Stored | jax.Array] = {}
     scales: dict[str, tuple[np.ndarray, float]] = {}
     for name in [name.removesuffix("_scale") for name in arrays if name.endswith(".weight_scale")]:
-        operand = _operand(name, arrays, global_scale == "divisor", rules.get(name, "amax"))
+        noted = metadata[f"{name}_scale"].get(_RULE, "amax")
+        # A single word is the rule of all codes of the file.
+        rule = _rules(noted).get(name, "amax") if noted.startswith("{") else noted
+        operand = _operand(name, arrays, global_scale == "divisor", rule)
         tensors[name] = Stored(forward=operand, backward=None)
         if operand.outer is not None:
             scales[name.removesuffix(".weight")] = (np.asarray(operand.scale), float(operand.outer))
@@ -203,9 +200,9 @@ def _scheme(name: str, weight: Operand, activations: str) -> dict[str, Any]:
         dtype = "torch.float8_e4m3fn" if nvfp4 else "torch.uint8"
         made |= dict(num_bits=4, strategy="tensor_group" if nvfp4 else "group", group_size=scaling.block)
         made |= dict(scale_dtype=dtype, zp_dtype=dtype)
-        form = _NVFP4 if nvfp4 else _MXFP4
+        form = NVFP4 if nvfp4 else MXFP4
     else:
-        form = _FLOAT8
+        form = FLOAT8
         made["strategy"] = {Tensor: "tensor", Row: "channel", Block: "block"}[type(scaling)]
         if isinstance(scaling, Block):
             made["block_structure"] = [scaling.size, scaling.size]
@@ -247,7 +244,7 @@ def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
         return {f"{name}.weight": values, f"{name}.weight_scale": numbers}
     if scaling.tile == "square":
         scale = np.repeat(scale, scaling.block, axis=0)[: values.shape[0]]
-    _check_bytes(name, scale)
+    _check_bytes(name, scale, values)
     if scaling.format == "mxfp4":
         return {f"{name}.weight_packed": values, f"{name}.weight_scale": scale.view(np.uint8)}
     outer = np.float32(1 if weight.outer is None else weight.outer)
@@ -255,11 +252,20 @@ def _arrays(name: str, weight: Operand) -> dict[str, np.ndarray]:
     return held | {f"{name}.weight_global_scale": _divisor_of(name, outer).reshape(1)}
 
 
-def _check_bytes(name: str, scale: np.ndarray) -> None:
-    """Raise if a scale is NaN or, in E4M3, negative: its byte is too large."""
-    bad = _E8M0_NAN if scale.dtype in (np.uint8, SCALE_DTYPE) else _E4M3_NAN
-    if scale.size and (top := int(scale.view(np.uint8).max())) >= bad:
+def _check_bytes(name: str, scale: np.ndarray, values: np.ndarray) -> None:
+    """Raise if a scale is NaN, in E4M3 negative, or in E8M0 one by which float32 does not hold the values."""
+    is_e8m0, found = scale.dtype in (np.uint8, SCALE_DTYPE), scale.view(np.uint8)
+    if scale.size and (top := int(found.max())) >= (_E8M0_NAN if is_e8m0 else _E4M3_NAN):
         raise ValueError(f"{name} has the scale byte 0x{top:x}, a NaN or a negative scale; quantize finite weights")
+    if is_e8m0 and scale.size:
+        blocks = np.pad(values, ((0, 0), (0, -values.shape[1] % (Fp4("mxfp4").block // 2))))
+        is_used = (blocks.reshape(*scale.shape, -1) & _SIZES).any(axis=-1)
+        # 2**-127 is a subnormal float32, which accelerators take for 0, and 6 * 2**126 is beyond the largest.
+        if (lost := is_used & ((found == 0) | (found > 252))).any():
+            raise ValueError(
+                f"{name} has the scale 2**{int(found[lost][0]) - 127} in a block with values, but float32 holds them "
+                "with 2**-126 to 2**125 only; quantize the weight in another unit"
+            )
 
 
 def _check_global_scales(scales: Mapping[str, tuple[np.ndarray, float]], repair: str) -> None:
@@ -288,25 +294,13 @@ def _check_global_scales(scales: Mapping[str, tuple[np.ndarray, float]], repair:
     )
 
 
-def _check_config(folder: Path, found: object) -> None:
-    """Raise if this module cannot read the weights that a `quantization_config` describes."""
-    found = found if isinstance(found, dict) else {}
-    if (method := found.get("quant_method")) != "compressed-tensors":
-        raise ValueError(
-            f"{folder / _CONFIG_FILE} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
-            "the model with llm-compressor, or load its float weights"
-        )
-    groups = found.get("config_groups", {}).values()
-    named = {group.get("format") or found.get("format") for group in groups if isinstance(group, dict)}
-    known = {_NVFP4, _MXFP4, _FLOAT8, "naive-quantized"}
-    if unknown := named - known:
-        raise ValueError(
-            f"{folder / _CONFIG_FILE} has the format {min(map(str, unknown))!r}; use one of {sorted(known)}"
-        )
-    for entry in ("transform_config", "sparsity_config"):
-        inner = found.get(entry) or {}
-        if inner.get("config_groups") or inner.get("format", "dense") != "dense":
-            raise ValueError(f"{folder / _CONFIG_FILE} has a {entry}, weights that are rotated or sparse; save without")
+@functools.lru_cache(maxsize=1)
+def _rules(noted: str) -> Mapping[str, Any]:
+    """Return the rules that a file notes for its weights, by name."""
+    try:
+        return json.loads(noted)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the metadata {_RULE} of a file is not JSON: {error}; {_COPY}") from error
 
 
 def _operand(name: str, arrays: dict[str, np.ndarray], divides: bool, rule: Any) -> Operand:
@@ -317,22 +311,24 @@ def _operand(name: str, arrays: dict[str, np.ndarray], divides: bool, rule: Any)
     if not {name, f"{name}_packed"} & set(arrays):
         raise ValueError(f"{name}_scale is there, but neither {name} nor {name}_packed; {_COPY}")
     if f"{name}_packed" not in arrays:
-        return _float8(name, arrays.pop(name), scale.astype(np.float32))
+        return _float8(name, arrays.pop(name), scale)
     values = arrays.pop(f"{name}_packed")
-    n, k = values.shape[0], 2 * values.shape[-1]
+    n, k = (values.shape[0], 2 * values.shape[1]) if values.ndim == 2 else (0, 0)
     held = arrays.pop(f"{name}_global_scale", None)
     if held is None and scale.dtype == jnp.float8_e4m3fn:
         raise ValueError(f"{name}_scale is float8_e4m3fn, as in NVFP4, but {name}_global_scale is missing; {_COPY}")
     scaling = Fp4("mxfp4") if held is None else Fp4("nvfp4", rule=rule)
     dtypes = (np.uint8, SCALE_DTYPE) if held is None else (jnp.float8_e4m3fn,)
-    if values.dtype != np.uint8 or scale.dtype not in dtypes or scale.shape != scaling.scale_shape((n, k)):
+    wanted = scaling.scale_shape((n, k))
+    if values.ndim != 2 or values.dtype != np.uint8 or scale.dtype not in dtypes or scale.shape != wanted:
         raise ValueError(
             f"{name} is {values.dtype}{list(values.shape)} with scales {scale.dtype}{list(scale.shape)}, but "
-            f"{scaling.format} has bytes with scales {np.dtype(dtypes[0])}{list(scaling.scale_shape((n, k)))}; save "
-            "the model in one of the formats that are read here"
+            f"{scaling.format} has bytes [n, k / 2] with scales {np.dtype(dtypes[0])}{list(wanted)}; save the model in "
+            "one of the formats that are read here"
         )
-    _check_bytes(name, scale)
-    outer = None if held is None else jnp.asarray(_outer(f"{name}_global_scale", held, divides))
+    _check_bytes(name, scale, values)
+    top = float(scale.astype(np.float32).max(initial=0)) if held is not None else 0
+    outer = None if held is None else jnp.asarray(_outer(f"{name}_global_scale", held, divides, top))
     operand = Operand(jnp.asarray(values), jnp.asarray(scale.view(scaling.scale_dtype)), scaling=scaling, outer=outer)
     check_rule(name, operand, f"save the weights again, or drop {_RULE} from the file's metadata")
     return operand
@@ -351,8 +347,8 @@ def _divisor_of(name: str, outer: np.float32) -> np.float32:
     return near
 
 
-def _outer(name: str, held: np.ndarray, divides: bool) -> np.float32:
-    """Return `outer` from the global scale that a file holds."""
+def _outer(name: str, held: np.ndarray, divides: bool, top: float) -> np.float32:
+    """Return `outer` from the global scale that a file holds for block scales up to `top`."""
     if held.dtype != np.float32 or held.size != 1:
         raise ValueError(
             f"{name} is {held.dtype}{list(held.shape)}, but a weight has one float32 number; store the quantizer's "
@@ -361,10 +357,11 @@ def _outer(name: str, held: np.ndarray, divides: bool) -> np.float32:
     number = np.float32(held.item())
     with np.errstate(divide="ignore", over="ignore"):
         outer = np.float32(1) / number if divides else number
-    if not (np.isfinite(outer) and outer > 0):
+    # Accelerators take subnormal numbers for 0, and products of bytes and scales beyond float32 would be infinite.
+    if not (outer >= _TINY and float(outer) * max(1, _LARGEST_CODE * top) <= _HUGE and number >= _TINY):
         raise ValueError(
-            f"{name} is {number}, but it and its reciprocal must be positive and finite; quantize the weight again, or "
-            "store 1 if it is all zeros"
+            f"{name} is {number} with block scales up to {top:g}, but it and its reciprocal must be positive and "
+            "finite, no subnormal float32, and so must all values; quantize the weight again, or store 1 for zeros"
         )
     return outer
 
@@ -373,13 +370,24 @@ def _float8(name: str, values: np.ndarray, scale: np.ndarray) -> Operand:
     """Return an FP8 weight with one scale, one for each row, or one for each square."""
     if values.dtype != jnp.float8_e4m3fn or values.ndim != 2:
         raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; only matrices of float8_e4m3fn are read")
-    if not (np.isfinite(scale) & (scale >= 0)).all():
-        raise ValueError(f"{name}_scale has numbers that are negative or not finite; quantize finite weights again")
+    if scale.dtype not in (np.float32, np.float16, jnp.bfloat16):
+        raise ValueError(f"{name}_scale is {scale.dtype}, but the scales of float8_e4m3fn are floats; save it so")
+    scale = scale.astype(np.float32)
+    rows = (values.shape[:1], (len(values), 1))
+    if scale.size == 1 or scale.shape in rows:
+        # Any scale serves zeros, and some quantizers store 0 for a row of them.
+        is_used = (values.view(np.uint8) & 0x7F).any(axis=None if scale.size == 1 else 1).reshape(scale.shape)
+        scale = np.where(is_used | ~np.isfinite(scale) | (scale < 0), scale, 1)
+    if not ((scale >= _TINY) & (scale <= _HUGE / 448)).all():
+        raise ValueError(
+            f"{name}_scale has numbers from {scale.min()} to {scale.max()}; all must be finite, and between {_TINY:g} "
+            f"and {_HUGE / 448:g}, so that float32 holds the values; quantize finite weights again"
+        )
     pow2 = bool((np.frexp(scale)[0] == 0.5).all())
     made = lambda scale, scaling: Operand(jnp.asarray(values), jnp.asarray(scale), scaling=scaling)
     if scale.size == 1:
         return made(scale.reshape(()), Tensor("pow2" if pow2 else "float32"))
-    if scale.shape in ((len(values),), (len(values), 1)):
+    if scale.shape in rows:
         return made(scale.reshape(-1), Row("pow2" if pow2 else "float32"))
     for size in (32, 64, 128):
         if pow2 and scale.shape == Block(size).scale_shape(values.shape):

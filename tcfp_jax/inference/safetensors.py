@@ -1,97 +1,188 @@
-"""Files of named tensors as other engines read them: eight bytes of length, a header in JSON, the tensors' bytes.
+"""Folders of other engines: `config.json`, and one safetensors file, or several and an index of their tensors.
 
-    write("model.safetensors", {"model.norm.weight": jnp.ones(4)})
-    tensors, metadata = read("model.safetensors")
-
-The format is small enough to be written here, and saves a dependency: the numpy interface of the `safetensors` package
-knows neither bfloat16 nor FP8. Source: the format's description in huggingface/safetensors.
+The `safetensors` package checks each header: offsets that overlap, leave holes or end outside of the file, sizes that
+are negative or overflow. Files come from others, so their index, and names that a file has twice, are checked here.
 """
 
+import collections
+import itertools
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
+FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+NVFP4, MXFP4, FLOAT8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "float-quantized"
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _LENGTH = 8  # bytes of the header's length, little endian
-_METADATA = "__metadata__"
+# Larger texts are no model's own: an index or a header has about 100 bytes for each tensor.
+_LARGEST_TEXT = 32 << 20
 
 
-def write(
-    path: str | os.PathLike, tensors: Mapping[str, jax.Array | np.ndarray], metadata: Mapping[str, str] | None = None
-) -> None:
+def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write arrays by name, whole or not at all: the file takes its name when it is complete.
 
-    Args:
-      path: the file.
-      tensors: JAX or NumPy arrays, which are fetched one by one.
-      metadata: strings by name.
-
     Raises:
+      ImportError: the `safetensors` package is missing.
       ValueError: the format does not have the dtype of an array.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write(f"{folder}/a.safetensors", {"a": np.arange(3, dtype=np.uint8)})
-    ...     read(f"{folder}/a.safetensors")[0]["a"].tolist()
-    [0, 1, 2]
     """
-    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    # Wide values first, so that each tensor starts at a multiple of its values' size.
-    order = sorted(tensors, key=lambda name: (-np.dtype(tensors[name].dtype).itemsize, name))
-    start = 0
-    for name in order:
-        dtype, shape = np.dtype(tensors[name].dtype), tuple(tensors[name].shape)
-        if dtype not in _NAMES:
-            raise ValueError(f"{name} is {dtype}, which safetensors files do not hold; use one of {list(_NAMES)}")
-        end = start + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _LENGTH)
-    partial = Path(f"{os.fspath(path)}.partial")
-    with partial.open("wb") as file:
-        file.write(len(header).to_bytes(_LENGTH, "little") + header)
-        for name in order:
-            array = np.ascontiguousarray(np.asarray(tensors[name]))
-            file.write(array.reshape(-1).view(np.uint8).data)
+    known = [np.dtype(dtype) for dtype in _DTYPES.values()]
+    if (name := next((name for name, array in tensors.items() if array.dtype not in known), None)) is not None:
+        raise ValueError(f"{name} is {tensors[name].dtype}, which files here do not hold; use one of {list(_DTYPES)}")
+    partial = path.with_name(f"{path.name}.partial")
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    _package().numpy.save_file(arrays, partial, dict(metadata))
     partial.replace(path)
 
 
-def read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return (arrays by name, metadata) of a file; the arrays are read from disk when they are used.
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, dict[str, str]]]:
+    """Return (config, arrays by name, metadata of its file by name) of a folder of the compressed-tensors format.
+
+    Arrays are read from disk when they are used.
 
     Raises:
-      ValueError: the file is not a safetensors file, is cut short, or has a dtype that is unknown here.
+      FileNotFoundError: a file is missing.
+      ImportError: the `safetensors` package is missing.
+      ValueError: a file, the index or the config is damaged, they contradict each other, a file lies outside of the
+        folder, or weights are stored in a way that is not read here.
     """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(_LENGTH), "little")
-        if not 2 <= length <= size - _LENGTH:
-            raise ValueError(f"{path} says that its header has {length} bytes, but it has {size}; copy the file again")
-        header = json.loads(file.read(length))
-    start = _LENGTH + length
-    metadata = header.pop(_METADATA, {})
-    ends = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if start + ends != size:
-        raise ValueError(f"{path} should have {start + ends} bytes, but it has {size}; copy the file again")
-    held = np.memmap(path, np.uint8, "r", start) if ends else np.zeros(0, np.uint8)
-    tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} of {path} is {entry['dtype']}, which is none of {list(_DTYPES)}")
-        first, last = entry["data_offsets"]
-        tensors[name] = np.asarray(held[first:last]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors, metadata
+    config, places = _read_json(folder, CONFIG), {}
+    _check_config(folder / CONFIG, config.get("quantization_config"))
+    if (folder / INDEX).exists():
+        places = _read_json(folder, INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(one, str) for one in places.values()):
+            raise ValueError(f"{folder / INDEX} has no weight_map of tensors and files; copy the model's own index")
+        if (folder / FILE).exists() and FILE not in places.values():
+            raise ValueError(f"{folder} has {FILE} and {INDEX} without it, which are two models; delete one of them")
+    arrays: dict[str, np.ndarray] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    for file in sorted(set(places.values())) or [FILE]:
+        held, noted = _of_file(_inside(folder, file))
+        if (twice := next((n for n in held if n in arrays or places.get(n, file) != file), None)) is not None:
+            raise ValueError(f"{twice!r} is in {file} and also in another file of {folder}; keep one of the two")
+        if (lost := next((n for n, place in places.items() if place == file and n not in held), None)) is not None:
+            raise ValueError(f"{folder / INDEX} says that {lost!r} is in {file}, which lacks it; copy all files again")
+        arrays |= held
+        metadata |= dict.fromkeys(held, noted)
+    return config, arrays, metadata
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    """Return the object of a JSON file of a folder."""
+    path = _inside(folder, name)
+    if path.stat().st_size > _LARGEST_TEXT:
+        raise ValueError(f"{path} has more than {_LARGEST_TEXT:,} bytes; copy the model's own")
+    try:
+        found = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; copy the file again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of an object; copy the model's own")
+    return found
+
+
+def _check_config(path: Path, found: object) -> None:
+    """Raise if the weights cannot be read here that a `quantization_config` describes."""
+    found = found if isinstance(found, dict) else {}
+    if (method := found.get("quant_method")) != "compressed-tensors":
+        raise ValueError(
+            f"{path} has quant_method={method!r}, and this reads 'compressed-tensors' alone; convert "
+            "the model with llm-compressor, or load its float weights"
+        )
+    groups, transform, sparsity = (
+        found.get(entry) or {} for entry in ("config_groups", "transform_config", "sparsity_config")
+    )
+    if not all(isinstance(one, dict) for one in (groups, transform, sparsity)) or not all(
+        isinstance(group, dict) for group in groups.values()
+    ):
+        raise ValueError(
+            f"{path} has config_groups, a transform_config or a sparsity_config that are not objects; "
+            "copy the model's own"
+        )
+    known = {NVFP4, MXFP4, FLOAT8, "naive-quantized"}
+    if unknown := {str(group.get("format") or found.get("format")) for group in groups.values()} - known:
+        raise ValueError(f"{path} has the format {min(unknown)!r}; use one of {sorted(known)}")
+    for entry, inner in (("transform_config", transform), ("sparsity_config", sparsity)):
+        if inner.get("config_groups") or inner.get("format", "dense") != "dense":
+            raise ValueError(f"{path} has a {entry}, weights that are rotated or sparse; save without")
+
+
+def _of_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return (arrays by name, metadata) of one file."""
+    package = _package()
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(_LENGTH), "little")
+        if length > _LARGEST_TEXT:
+            raise ValueError(f"{path} says that its header has {length:,} bytes; copy the file again")
+        header = raw.read(length)
+    try:
+        with package.safe_open(path, framework="np") as file:
+            noted, names = file.metadata() or {}, file.offset_keys()
+            slices = [file.get_slice(name) for name in names]
+            forms = [(part.get_dtype(), tuple(part.get_shape())) for part in slices]
+        json.loads(header, object_pairs_hook=_unique)  # the package takes the last of equal names
+    except (package.SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}; copy the file again") from error
+    if unknown := next(((name, form[0]) for name, form in zip(names, forms) if form[0] not in _DTYPES), None):
+        raise ValueError(f"{unknown[0]!r} of {path} is {unknown[1]}, which is none of {list(_DTYPES)}")
+    # The package's NumPy side lacks FP8. It has checked that tensors follow each other in this order, without holes.
+    dtypes = [np.dtype(_DTYPES[dtype]) for dtype, _ in forms]
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, (_, shape) in zip(dtypes, forms)]
+    ends = list(itertools.accumulate(sizes))
+    held = np.memmap(path, np.uint8, "r", _LENGTH + length) if any(sizes) else np.zeros(0, np.uint8)
+    parts = zip(names, ends, sizes, dtypes, forms, strict=True)
+    try:
+        return {
+            n: np.asarray(held[end - size : end]).view(d).reshape(form[1]) for n, end, size, d, form in parts
+        }, noted
+    except ValueError as error:  # more axes than NumPy has, or zero values of sizes beyond any
+        raise ValueError(f"{path} has a tensor that no array holds: {error}; copy the file again") from error
+
+
+def _package() -> ModuleType:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            'the folders of other engines need the safetensors package: pip install "tcfp_jax[export]"'
+        ) from error
+    return safetensors
+
+
+def _inside(folder: Path, file: str) -> Path:
+    """Return the path of a file of a folder.
+
+    An index could name any file of this machine, and so could a link in an archive. In the cache of Hugging Face
+    `models--x/snapshots/revision` holds links into `models--x/blobs`.
+    """
+    path, home = folder / file, folder.resolve()
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    try:
+        is_inside = file == path.name and path.resolve().parent in homes
+        is_there, is_file = path.exists(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
+        raise ValueError(f"{file[:80]!r} is no file of {folder}: {error}; copy the model's own files") from error
+    if not is_inside:
+        raise ValueError(f"{file[:80]!r} lies outside of {folder}, whose model it should be part of; copy it into it")
+    if not is_there:
+        raise FileNotFoundError(f"{path} is missing; copy all files of the model")
+    if not is_file:
+        raise ValueError(f"{path} is not a file; copy the model's own")
+    return path
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{collections.Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return found

@@ -135,7 +135,7 @@ def choose_codes(
     >>> chosen["tcfp"]["w"].shape
     (32, 4)
     """
-    stored = paths.entries(served["tcfp"])
+    stored = paths.entries(_part(served, "tcfp"))
     packed = {path: one for path, one in stored.items() if isinstance(one, Stored) and isinstance(one.scaling, Fp4)}
     if not packed:
         raise ValueError('no stored weight is FP4; make some by quantize_params(params, weights) with recipe("nvfp4")')
@@ -181,7 +181,7 @@ def unpack(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str, 
     'Stored'
     """
     packed = lambda node: isinstance(node, PackedTCFP12)
-    if not any(map(packed, jax.tree.leaves(variables["tcfp"], is_leaf=packed))):
+    if not any(map(packed, jax.tree.leaves(_part(variables, "tcfp"), is_leaf=packed))):
         raise ValueError('nothing is packed here; layers read storage="recipe" directly')
     floats = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.dequantize(), tree, is_leaf=packed))
     return {**variables, "tcfp": quantize_params(floats(variables["tcfp"]), recipe)["tcfp"]}
@@ -210,9 +210,18 @@ def restored(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str
     """
     is_weight = lambda node: not isinstance(node, Mapping) or bool({"forward", "backward", "codes"} & set(node))
     found: dict[str, PyTree] = {}
-    for path, node in paths.leaves(variables["tcfp"], is_weight).items():
+    for path, node in paths.leaves(_part(variables, "tcfp"), is_weight).items():
         paths.put(found, path.split("/"), _stored_of(path, node, recipe) if isinstance(node, Mapping) else node)
     return {**variables, "tcfp": found}
+
+
+def _part(variables: Mapping[str, PyTree], name: str) -> PyTree:
+    """Return the parameters or the stored weights of variables of `quantize_params`."""
+    if not isinstance(variables, Mapping) or not isinstance(variables.get(name), Mapping):
+        raise ValueError(
+            f'the variables have no dict "{name}"; pass the result of quantize_params, {{"params", "tcfp"}}'
+        )
+    return variables[name]
 
 
 def _stored_of(path: str, node: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> Stored:
@@ -225,6 +234,10 @@ def _stored_of(path: str, node: Mapping[str, Any], recipe: Recipe | str | Mappin
     if isinstance(recipe, Mapping) and path not in recipe:
         raise ValueError(f"{path} is stored, but the weights given have only {sorted(recipe)[:8]}; pass find_weights")
     scaling = (recipe[path].recipe if isinstance(recipe, Mapping) else named_recipe(recipe)).scaling
+    for entry in filter(None, (node.get("forward"), node.get("backward"))):
+        parts = set(entry) if isinstance(entry, Mapping) else set()
+        if not {"values", "scale"} <= parts <= {"values", "scale", "lo", "lo_scale", "outer"}:
+            raise ValueError(f"{path} has {sorted(map(str, parts))}, which is no stored weight; restore it again")
     operand = lambda entry: None if not entry else Operand(**entry, scaling=scaling)
     made = Stored(operand(node.get("forward")), operand(node.get("backward")))
     repair = "pass the recipe that the weights were quantized by"
@@ -271,7 +284,7 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
     if not isinstance(model, flax_nnx.Module):
         kind = "; a Linen model applies the variables itself" if isinstance(model, nn.Module) else ""
         raise TypeError(f"{type(model).__name__} is not a flax.nnx.Module{kind}")
-    stored, params = (paths.entries(variables[name]) for name in ("tcfp", "params"))
+    stored, params = (paths.entries(_part(variables, name)) for name in ("tcfp", "params"))
     if not all(isinstance(weight, Stored | PackedTCFP12) for weight in stored.values()):
         raise ValueError(
             "the weights are the plain dicts of a checkpoint that was loaded without a template; pass "

@@ -207,11 +207,15 @@ class Recipe(_Checked):
         """Return the recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
 
         Raises:
-          ValueError: flags contradict each other, or `scale_block_size` is none of 32, 64 and 128.
+          ValueError: flags contradict each other or are no bools, or `scale_block_size` is none of 32, 64 and 128.
 
         >>> Recipe.from_flags(abd=True).weight.dgrad
         'hi'
         """
+        for name, flag in list(locals().items()):
+            if name not in ("cls", "scale_block_size") and not isinstance(flag, bool):
+                # "false" of a file of settings would be true.
+                raise ValueError(f"{name}={flag!r} is a {type(flag).__name__}; use True or False")
         if srr and error_feedback:
             raise ValueError(
                 "srr=True with error_feedback=True: stochastic rounding is unbiased and keeps no error buffer; set "

@@ -76,7 +76,7 @@ def recipe(name: Name | str | Recipe, **overrides: Any) -> Recipe:
     >>> recipe("tcfp12", wgrad="full", block=64).scaling
     Block(size=64, tile='square')
     """
-    if not isinstance(name, Recipe) and name not in _NAMED:
+    if not isinstance(name, Recipe | str) or (isinstance(name, str) and name not in _NAMED):
         raise ValueError(f"recipe {name!r} is unknown; use one of {list(_NAMED)} or build a Recipe")
     base = name if isinstance(name, Recipe) else _NAMED[name]
     if not overrides:

@@ -108,6 +108,7 @@ def test_a_search_does_not_square_what_float32_cannot(largest):
     np.testing.assert_allclose(error(searched(w), w) / largest**2, error(searched(W)), rtol=1e-3)
 
 
+@pytest.mark.slow_except("search")
 @pytest.mark.parametrize("scales", ["rule", "search"])
 def test_fold_exact_scales_are_of_that_rule_whatever_the_weight(scales):
     """Zeros, tiny values, an outlier: operands that name the rule keep to it, because FP8 products rely on it."""
@@ -209,10 +210,12 @@ def test_the_smallest_weights_are_no_zeros(choose):
     assert error(choose(tiny, Fp4()), tiny) < 0.03 * np.sum(np.square(tiny, dtype=np.float64))
 
 
-RULES = [Fp4(), Fp4("mxfp4"), Fp4(tile="square"), Fp4(rule="four_over_six"), Fp4(rule="fold_exact")]
+RULES = {"amax": Fp4(), "mxfp4": Fp4("mxfp4"), "squares": Fp4(tile="square"), "four": Fp4(rule="four_over_six"),
+         "folds": Fp4(rule="fold_exact")}  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling", RULES, ids=str)
+@pytest.mark.slow_except("mxfp4", "squares", "folds")
+@pytest.mark.parametrize("scaling", RULES.values(), ids=RULES)
 def test_without_correlations_gptq_is_nearest(scaling):
     w = W.at[0, :16].set(0).at[0, 3].set(0.0625)  # a power of two, at the border of MX's scales
     made, expected = compensated(w, 7 * jnp.eye(K), scaling), nearest(w, scaling)

@@ -270,6 +270,21 @@ def test_bad_input():
     assert not isinstance(model.kernel, Absent)  # nothing changed
 
 
+@pytest.mark.parametrize(
+    "use", [restored, unpack, lambda given, _: load_quantized(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), given)]
+)
+@pytest.mark.parametrize("given", [{}, [], {"params": {}, "tcfp": 3}, {"params": {}}])
+def test_what_quantize_params_did_not_make_is_refused(use, given):
+    with pytest.raises(ValueError, match='have no dict "tcfp"; pass the result of quantize_params'):
+        use(given, "tensorwise")
+
+
+@pytest.mark.parametrize("entry", [{"values": 1}, {"scale": 1}, {"values": 1, "scale": 1, "more": 1}, [1]], ids=str)
+def test_a_checkpoint_with_other_parts_is_no_stored_weight(entry):
+    with pytest.raises(ValueError, match=r"kernel has .* which is no stored weight"):
+        restored({"params": {}, "tcfp": {"kernel": {"forward": entry, "backward": None}}}, "tensorwise")
+
+
 @pytest.mark.parametrize("change", [{"remainder": "stochastic"}, {"amax": "delayed"}], ids=str)
 def test_what_only_training_needs_is_left_out(change):
     """Recipes may draw random bits or carry an amax; here weights are rounded to nearest, by their own amax."""
@@ -280,6 +295,7 @@ def test_what_only_training_needs_is_left_out(change):
         assert same_bits(served, quantize_params(params, tcfp_recipe("tcfp12", remainder="dropped"))["tcfp"])
 
 
+@pytest.mark.slow_except("tensorwise", "mxfp8", "nvfp4")
 @pytest.mark.parametrize("other", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "mxfp4"])
 def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
     """Dicts without classes would stand for other numbers: a scale that is spread otherwise fits most values."""

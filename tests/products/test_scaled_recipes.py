@@ -125,6 +125,7 @@ def test_stored_weights_and_leading_axes_give_the_same(name):
     assert_close(jax.jit(lambda x: tcfp_jax.matmul(x, stored, recipe=recipe))(X), fresh[0])
 
 
+@pytest.mark.slow_except("tcfp12_blockwise-auto", "rowwise-explicit")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["tcfp12_blockwise", "rowwise"])
 def test_meshes_give_the_result_of_one_device(name, axis_type):
@@ -140,6 +141,7 @@ def test_meshes_give_the_result_of_one_device(name, axis_type):
         assert_close(a, b)
 
 
+@pytest.mark.slow_except("tcfp12_blockwise")
 @pytest.mark.parametrize("name", ["tcfp12_blockwise", "mxfp8", "rowwise"])
 def test_optimizer_steps_of_a_layer(name):
     recipe = RECIPES[name]
