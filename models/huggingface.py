@@ -33,6 +33,13 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 # Engines multiply these as one matrix, so they share scales, as in `quantize_params(..., fused=FUSED)`.
 FUSED = (("query", "key", "value"), ("gate", "up"))
 _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "max_position_embeddings", "vocab_size"), int
+    ),
+    "rms_norm_eps": int | float, "rope_theta": int | float,
+}  # fmt: skip
 # Scales of activations and cache that an engine may round; both stay bfloat16 here.
 _OF_ACTIVATIONS = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
@@ -58,29 +65,38 @@ def llama_config(found: Mapping[str, Any]) -> LlamaConfig:
     """Return the size that a `config.json` describes.
 
     Raises:
-      ValueError: it describes another model, or a Llama with an option that `models.llama` does not have.
+      ValueError: it describes another model, no whole Llama, or one with an option that `models.llama` does not have.
 
     >>> from models.llama import LLAMAS
     >>> llama_config(llama_dict(LLAMAS["llama-tiny"])) == LLAMAS["llama-tiny"]
     True
     """
-    if found.get("model_type") != "llama":
-        raise ValueError(f"model_type={found.get('model_type')!r} is not 'llama', the one model that is known here")
-    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-    heads, width = found["num_attention_heads"], found["hidden_size"]
+    if not isinstance(found, Mapping) or found.get("model_type") != "llama":
+        kind = found.get("model_type") if isinstance(found, Mapping) else type(found).__name__
+        raise ValueError(f"model_type={kind!r} is not 'llama', the one model that is known here")
+    ropes = [found.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(one, Mapping) for one in ropes):
+        raise ValueError(f"rope_scaling and rope_parameters are {ropes}, not objects; copy the model's config.json")
+    rope = {**ropes[0], **ropes[1]}
+    held = {**dict.fromkeys(_NUMBERS), **found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    held["num_key_value_heads"] = held["num_key_value_heads"] or held["num_attention_heads"]
+    held["rope_theta"] = rope.get("rope_theta") or held["rope_theta"] or 10_000.0
+    for name, kind in _NUMBERS.items():  # the file may be someone else's
+        if not isinstance(held[name], kind) or held[name] <= 0:
+            raise ValueError(f"{name}={held[name]!r} is not a positive number; copy the model's config.json")
+    heads, width = held["num_attention_heads"], held["hidden_size"]
     expected = {
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": width // heads,
         "rope_type": "default",
     }  # fmt: skip
-    held = {**found, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
     for name, value in expected.items():
         if held.get(name, value) not in (value, None):
             raise ValueError(f"{name}={held[name]!r}, but models.llama computes {value!r} alone; take another model")
     return LlamaConfig(
-        layers=found["num_hidden_layers"], width=width, heads=heads, hidden=found["intermediate_size"],
-        kv_heads=found.get("num_key_value_heads") or heads, context=found["max_position_embeddings"],
-        vocabulary=found["vocab_size"], head="tied" if found.get("tie_word_embeddings") else "untied",
-        rope_theta=float(rope.get("rope_theta") or found.get("rope_theta") or 10_000.0), norm_eps=found["rms_norm_eps"],
+        layers=held["num_hidden_layers"], width=width, heads=heads, hidden=held["intermediate_size"],
+        kv_heads=held["num_key_value_heads"], context=held["max_position_embeddings"], vocabulary=held["vocab_size"],
+        head="tied" if found.get("tie_word_embeddings") else "untied", rope_theta=float(held["rope_theta"]),
+        norm_eps=held["rms_norm_eps"],
     )  # fmt: skip
 
 

@@ -591,3 +591,19 @@ def test_what_is_no_llama_is_refused(llama):
     for changes in (dict(model_type="gpt2"), dict(attention_bias=True), dict(rope_scaling=dict(rope_type="llama3"))):
         with pytest.raises(ValueError, match=r"is not 'llama'|computes"):
             llama_config(llama_dict(CONFIG) | changes)
+    for name in (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+        "rope_theta",
+    ):
+        for value in ([1], "64", -1):
+            with pytest.raises(ValueError, match=f"{name}=.*is not a positive number"):
+                llama_config(llama_dict(CONFIG) | {name: value})
+    with pytest.raises(ValueError, match="hidden_size=None is not a positive number"):
+        llama_config({name: value for name, value in llama_dict(CONFIG).items() if name != "hidden_size"})
+    for found, words in ([], "'list' is not 'llama'"), (llama_dict(CONFIG) | {"rope_scaling": [1]}, "not objects"):
+        with pytest.raises(ValueError, match=words):
+            llama_config(found)

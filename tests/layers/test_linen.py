@@ -42,13 +42,6 @@ def test_layer_is_matmul_plus_bias(recipe):
     assert jnp.array_equal(layer.apply(variables, X), expected)
 
 
-def test_layer_approximates_dense():
-    variables = nn.Dense(16).init(jax.random.key(1), X)
-    exact = nn.Dense(16).apply(variables, X)
-    error = TCFPDense(16).apply(variables, X) - exact
-    assert 10 * np.log10(float(jnp.sum(exact**2) / jnp.sum(error**2))) > 30  # dB; E4M3 activations give 31.5
-
-
 def test_dtype_is_that_of_the_result_and_never_of_the_kernel():
     variables = nn.Dense(16).init(jax.random.key(1), X)
     layer = TCFPDense(16, dtype=jnp.bfloat16)

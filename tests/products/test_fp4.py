@@ -341,11 +341,7 @@ def test_recipes():
         ("nvfp4", dict(activation="float4_e2m1fn", wgrad="full"), "in the forward product alone"),
         ("nvfp4", dict(activation="float4_e2m1fn", forward="bf16"), "in the forward product alone"),
         ("tcfp12", dict(activation="float4_e2m1fn"), "in the forward product alone"),
-        (
-            "nvfp4",
-            dict(activation="float4_e2m1fn", dgrad="full", gradient="float8_e5m2"),
-            'use gradient="float8_e4m3fn"',
-        ),
+        ("nvfp4", dict(dgrad="full", gradient="float8_e5m2"), 'use gradient="float8_e4m3fn"'),
         ("nvfp4", dict(block=32), "blocks of nvfp4 hold 16"),
         ("nvfp4", dict(scale="pow2"), "its scales are its own"),
         ("nvfp4", dict(rule="best"), "rule='best' is not a rule of nvfp4"),
