@@ -2,11 +2,14 @@
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
     DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor"
-    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept
+    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept. Each has a
+                         digest of every file, which is compared before it is read
+    DIR/damaged/         checkpoints whose files changed after they were written; the run continued from an older one
+    DIR/lock             locked while a process writes the folder; a dead process holds no lock
 
 A run may be killed between any two instructions. The order of writes makes that harmless: metrics up to step s are on
-disk before checkpoint s starts. On resuming, the file is cut back to the newest complete checkpoint, and the run
-repeats the lost steps bit for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted run
+disk before checkpoint s starts. On resuming, the file is cut back to the newest whole checkpoint, and the run repeats
+the lost steps bit for bit. `metrics.jsonl` holds no times, so the files of a killed and an uninterrupted run
 are equal.
 
 A checkpoint does not depend on the mesh that wrote it: each process writes its part, and any mesh of any number of
@@ -17,8 +20,10 @@ import dataclasses
 import json
 import math
 import os
+import shutil
+import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import jax
 import numpy as np
@@ -26,6 +31,7 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.families import FAMILIES, family_of
+from models.intact import check_digests, lock, replace_file, write_digests, write_json
 from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
@@ -35,7 +41,7 @@ from tcfp_jax.recipes import Dual, Fp4Training, Recipe, Single
 
 Resume = Literal["never", "allowed"]
 
-CONFIG_FILE, METRICS_FILE, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+CONFIG_FILE, METRICS_FILE, CHECKPOINTS, DAMAGED = "config.json", "metrics.jsonl", "checkpoints", "damaged"
 KEPT_CHECKPOINTS = 2
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dual, Single, Tensor, Row, Block, Fp4, Fp4Training)}
 
@@ -52,7 +58,8 @@ class RunDirectory:
 
     Raises:
       FileExistsError: the folder holds a run and `resume` is "never", or it holds parts of a run without its config.
-      ValueError: the run in it differs from `config` or its text; the message names every difference.
+      ValueError: the run in it differs from `config` or its text, and the message names every difference; another
+        process writes the folder; or it cannot be written.
     """
 
     def __init__(
@@ -60,9 +67,10 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path).absolute()
         wanted = describe(config, corpus_digest)
+        self._lock: TextIO | None = None
         # All processes look before the first one writes, and wait until it has written.
         together(lambda: self._look(wanted, resume, option))
-        together(lambda: self._begin(wanted, option))
+        together(lambda: self._begin(wanted, resume, option))
         self._manager = ocp.CheckpointManager(
             self.path / CHECKPOINTS,
             options=ocp.CheckpointManagerOptions(
@@ -81,26 +89,33 @@ class RunDirectory:
         else:
             _check_same(self.path, _stored(self.path), wanted, option)
 
-    def _begin(self, wanted: dict[str, Any], option: str) -> None:
-        if is_first() and not holds_run(self.path):
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
+    def _begin(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
+        if not is_first():
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path)
+            self._look(wanted, resume, option)  # again: another process may have begun a run in between
+            if not holds_run(self.path):
                 write_json(self.path / CONFIG_FILE, wanted)
-            except OSError as error:
-                raise ValueError(
-                    f"{self.path} cannot hold a run, as nothing can be written there ({error}); choose another {option}"
-                ) from error
+        except BaseException as error:
+            self._unlock()
+            if not isinstance(error, OSError) or isinstance(error, FileExistsError):
+                raise
+            raise ValueError(
+                f"{self.path} cannot hold a run, as nothing can be written there ({error}); choose another {option}"
+            ) from error
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._manager.close()
-
-    @property
-    def newest_step(self) -> int:
-        """Number of steps before the newest complete checkpoint; 0 if there is none."""
-        return self._manager.latest_step() or 0
+        self._unlock()
 
     @property
     def holds_state(self) -> bool:
@@ -108,22 +123,58 @@ class RunDirectory:
         return self._manager.latest_step() is not None
 
     def restore(self, initial: TrainState) -> tuple[TrainState, list[float]]:
-        """Return the newest complete state and the losses before it, or `initial` and `[]` if there is none.
+        """Return the newest whole state and the losses before it, or `initial` and `[]` if there is no checkpoint.
 
         The arrays are placed as in `initial`, whatever mesh wrote the checkpoint. If there is a checkpoint, the
-        shapes of a state are enough (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step.
+        shapes of a state are enough (`models.training.state_shapes`). This cuts `metrics.jsonl` back to that step, and
+        moves newer checkpoints that are damaged out of the way; both are said on standard error.
 
         Raises:
-          ValueError: the checkpoint cannot be read, or the metrics of a step before it are missing.
+          ValueError: no checkpoint is whole, or one is that this run cannot read.
         """
-        newest = self._manager.latest_step()
-        state = initial
-        if newest is not None:
+        damaged: dict[int, str] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            verified = False
             try:
-                state = self._manager.restore(newest, args=ocp.args.StandardRestore(initial))
-            except (ValueError, OSError, KeyError) as error:
-                raise ValueError(self._damaged(newest, error)) from error
-        return state, together(lambda: self._cut_metrics(0 if newest is None else newest))
+                verified = check_digests(self._checkpoint(step))
+                state = self._manager.restore(step, args=ocp.args.StandardRestore(initial))
+                break
+            except Exception as error:  # tensorstore raises bare exceptions for files that it cannot read
+                # Only the first line, because tensorstore appends pages of its own settings.
+                damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
+                if verified:
+                    raise ValueError(
+                        f"{self._checkpoint(step)} is as it was written, but is no state of this run "
+                        f"({damaged[step]}); resume with the versions that wrote it, or start in another folder"
+                    ) from error
+        else:
+            if damaged:
+                raise ValueError(
+                    f"{self.path / CHECKPOINTS} has no whole checkpoint: "
+                    f"{', '.join(f'{step} ({cause})' for step, cause in damaged.items())}; copy one back, remove that "
+                    "folder to begin at step 0, or start in another folder"
+                )
+            state, step = initial, 0
+        together(lambda: self._set_aside(damaged, step))
+        if damaged:
+            self._manager.reload()
+        return state, together(lambda: self._repair_metrics(step))
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.path / CHECKPOINTS / str(step)
+
+    def _set_aside(self, damaged: dict[int, str], step: int) -> None:
+        if not is_first():
+            return
+        for other, cause in damaged.items():
+            target = self.path / DAMAGED / str(other)
+            try:
+                target.parent.mkdir(exist_ok=True)
+                shutil.rmtree(target, ignore_errors=True)
+                self._checkpoint(other).rename(target)
+            except OSError as error:
+                raise ValueError(f"{self._checkpoint(other)} is damaged ({cause}) and cannot be moved away") from error
+            print(f"checkpoint {other} is damaged ({cause}): moved to {target}, going on from {step}", file=sys.stderr)
 
     def append(self, first_step: int, losses: np.ndarray, report: Any = None) -> None:
         """Append the losses of steps `first_step`, `first_step + 1`, ... (counted from 1) to the metrics.
@@ -143,33 +194,38 @@ class RunDirectory:
         """Write the checkpoint after `step` steps unless it exists; return when it is complete."""
         if self._manager.latest_step() != step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
+            write_digests(self._checkpoint(step))
 
-    def _damaged(self, step: int, error: Exception) -> str:
-        """Return the message on a checkpoint that has a name but lost files on disk."""
-        before = [other for other in self._manager.all_steps() if other < step]
-        repair = f"remove that folder to continue from step {max(before)}" if before else "start in another folder"
-        # Only the first line, because tensorstore appends pages of its own settings.
-        cause = str(error).partition(" [")[0].partition("\n")[0]
-        return f"{self.path / CHECKPOINTS / str(step)} is not a readable checkpoint of this run ({cause}); {repair}"
-
-    def _cut_metrics(self, steps: int) -> list[float]:
+    def _repair_metrics(self, steps: int) -> list[float]:
+        """Cut the metrics to one line a step; a step without a sound line gets the loss null."""
         path = self.path / METRICS_FILE
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        kept = lines[:steps]
         try:
-            entries = [json.loads(line) for line in kept]
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path} has a line that is not JSON ({error}); restore the file or start in another folder"
-            ) from error
-        if [entry["step"] for entry in entries] != list(range(1, steps + 1)):
-            raise ValueError(
-                f"{path} does not hold steps 1 to {steps} of the checkpoint, one line each; restore the file or start "
-                "in another folder"
-            )
-        if is_first():  # the other processes read the same steps before and after
-            replace_file(path, "".join(kept))
-        return [math.nan if entry["loss"] is None else entry["loss"] for entry in entries]
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            lines = text.splitlines(keepends=True)
+            sound = {entry["step"]: (line, entry["loss"]) for line in lines if (entry := _entry(line)) is not None}
+            kept = [sound.get(step, (_metrics_line(step, math.nan), None)) for step in range(1, steps + 1)]
+            repaired = "".join(line for line, _ in kept)
+            if is_first():  # the other processes read the same steps before and after
+                if repaired != "".join(lines[:steps]):
+                    lost = sum(step not in sound for step in range(1, steps + 1))
+                    print(f"{path} is repaired: one line for each of {steps} steps, {lost} unknown", file=sys.stderr)
+                replace_file(path, repaired)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read and written ({error}); repair that, or copy the folder") from error
+        return [math.nan if loss is None else float(loss) for _, loss in kept]
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """Return the entry of a line of metrics; None if it is not one."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
+    if not line.endswith("\n") or not isinstance(entry, dict) or not isinstance(entry.get("monitor", {}), dict):
+        return None
+    sound = isinstance(entry.get("step"), int) and "loss" in entry
+    return entry if sound and (entry["loss"] is None or number(entry["loss"])) else None
 
 
 def holds_run(path: Path) -> bool:
@@ -178,13 +234,20 @@ def holds_run(path: Path) -> bool:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Return the configuration of the run in `path`."""
+    """Return the configuration of the run in `path`.
+
+    Raises:
+      ValueError: `config.json` describes no run of this version.
+    """
     content = _stored(path)
-    fields = {**content["config"], "data": tuple(content["config"]["data"])}
-    if isinstance(fields["model"], dict):
-        fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
-    fields["recipe"] = _read_recipe(fields["recipe"])
-    return TrainConfig(**fields)
+    try:
+        fields = {**content["config"], "data": tuple(content["config"]["data"])}
+        if isinstance(fields["model"], dict):
+            fields["model"] = FAMILIES[content["family"]].config(**fields["model"])
+        fields["recipe"] = _read_recipe(fields["recipe"])
+        return TrainConfig(**fields)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _no_run(path, f"{type(error).__name__}: {error}") from error
 
 
 def _read_recipe(described: Any) -> Any:
@@ -193,21 +256,6 @@ def _read_recipe(described: Any) -> Any:
         return described
     parts = {name: _KINDS[part.pop("kind")](**part) for name, part in _nested(described)}
     return Recipe(**{**described, **parts})
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` so that a reader sees the old file or the new one, never a part."""
-    replace_file(path, json.dumps(content, indent=2) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replace a text file in one step."""
-    temporary = path.with_name(path.name + ".partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _metrics_line(step: int, loss: float, report: Any = None) -> str:
@@ -249,14 +297,23 @@ def _stored(path: Path) -> dict[str, Any]:
     """Return the description of the run in a folder.
 
     Raises:
-      ValueError: it is not JSON.
+      ValueError: it is not JSON, or not of a run.
     """
     try:
-        return json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path / CONFIG_FILE} describes no run, as it is not JSON ({error}); restore it or start in another folder"
-        ) from error
+        content = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_run(path, f"it is not JSON: {error}") from error
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("config"), dict)
+        or "recipe" not in content["config"]
+    ):
+        raise _no_run(path, "it has no settings of a run")
+    return content
+
+
+def _no_run(path: Path, cause: str) -> ValueError:
+    return ValueError(f"{path / CONFIG_FILE} describes no run ({cause}); restore it or start in another folder")
 
 
 def describe(config: TrainConfig, corpus_digest: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Files are in the order of a hash of their names, and the last twentieth of the t
 the end of one. If a limit is reached, the files that stay are a sample of all. Ids keep their order.
 """
 
+import codecs
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,17 +47,19 @@ def load_data(data: Sequence[str], *, vocabulary: int | None = None, byte_limit:
       data: Files and folders of UTF-8 text, without hidden files and files that are not text; or one `.npy` of
         integers, which is mapped and not read at once.
       vocabulary: Number of token ids of an `.npy`.
-      byte_limit: Largest size in bytes of the text or of the array, about.
+      byte_limit: Largest size in bytes of the text or of the array, about; nothing behind it is read.
 
     Raises:
       FileNotFoundError: a path does not exist, or a folder holds no text.
-      ValueError: names do not fit together, a named file is not text, an array is not a row of integers, an id is out
-        of range, or there are more tokens than an int32 can count.
+      ValueError: names do not fit together, a path is a device or a pipe, a named file is not text, an array is not a
+        row of integers, an id is out of range, or there are more tokens than an int32 can count.
     """
     check_names(data, vocabulary)
     for path in map(Path, data):
         if not path.exists():
             raise FileNotFoundError(f"data {path} does not exist (looked from {Path.cwd()}); correct the path")
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"data {path} is a device or a pipe, which may have no end; give files and folders")
     if vocabulary is not None:
         tokens = _ids(Path(data[0]), vocabulary, byte_limit)
         names, ends = [Path(data[0]).name], np.array([len(tokens)])
@@ -112,14 +115,14 @@ def _texts(data: Sequence[str], byte_limit: int) -> tuple[list[str], list[bytes]
             break
         if path.resolve() in texts:
             continue
-        text = path.read_bytes()
-        if not _is_text(text):
+        text = _read_text(path, byte_limit - total)
+        if text is None:
             if path.resolve() in named:
                 raise ValueError(
                     f"{path} is not text: not UTF-8, or with zero bytes; give text, or {IDS_SUFFIX} of ids"
                 )
             continue
-        texts[path.resolve()] = text[: byte_limit - total] + SEPARATOR
+        texts[path.resolve()] = text + SEPARATOR
         total += len(text) + 1
     if not texts:
         raise FileNotFoundError(
@@ -136,11 +139,19 @@ def _visible_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _is_text(content: bytes) -> bool:
-    if not content or SEPARATOR in content:
-        return False
+def _read_text(path: Path, most: int) -> bytes | None:
+    """Return at most so many bytes of a file; None if it is not text as far as it was read."""
+    parts: list[bytes] = []
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        content.decode()
+        with path.open("rb") as file:
+            while most and (part := file.read(min(most, 2**20))):
+                if SEPARATOR in part:
+                    return None
+                decoder.decode(part)
+                parts.append(part)
+                most -= len(part)
+            decoder.decode(b"", final=most > 0)  # the limit may cut a character
     except UnicodeDecodeError:
-        return False
-    return True
+        return None
+    return b"".join(parts) or None

@@ -24,6 +24,7 @@ from models.training import (
     TrainState,
     batch_key,
     check_corpus,
+    check_placement,
     evaluate,
     init,
     make_train_step,
@@ -32,6 +33,7 @@ from models.training import (
 )
 
 Progress = Literal["none", "bar"]
+BAD_STEPS = 20
 BOARD = "tensorboard"  # name of its folder within the folder of a run
 
 
@@ -66,6 +68,7 @@ def run(
     progress: Progress = "none",
     mesh: Mesh | None = None,
     tensorboard: Literal["off", "on"] = "off",
+    bad_steps: int = BAD_STEPS,
 ) -> RunResult:
     """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
 
@@ -77,36 +80,46 @@ def run(
       progress: "bar" draws a progress bar on standard error, in the first process.
       mesh: Mesh of `models.meshes.make_mesh`. None is one device, or `fsdp` over all devices of several processes. The
         mesh is not part of the run: a run continues from the same bits on another mesh.
+      bad_steps: Steps in a row without a finite loss after which the run stops. No checkpoint is written after such a
+        step, so the last good one stays.
       tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which needs tensorboardX.
 
     Raises:
       ValueError: `checkpoint_every` does not fit; TensorBoard has no folder or no tensorboardX; the text is too short
-        or not readable; `out` holds another run; the mesh does not divide what it splits; processes have different
-        settings; or `config.start` is a checkpoint of another model.
+        or not readable; `out` holds another run, or another process writes it; the mesh does not divide what it
+        splits; processes have different settings; or `config.start` is a checkpoint of another model.
+      FloatingPointError: the loss was not finite in `bad_steps` steps in a row, or at the end.
       FileExistsError: `out` holds a run and `resume` is "never".
       FileNotFoundError: `config.data` or `config.start` does not exist, or the data holds no text.
     """
     every = _checkpoint_interval(config, checkpoint_every)
+    if bad_steps < 1:
+        raise ValueError(f"bad_steps={bad_steps} must be at least 1; a large number never stops a run")
     if mesh is None and jax.process_count() > 1:
         mesh = make_mesh({"fsdp": jax.device_count()})
     if mesh is not None:
         heads = {name: getattr(config.size, name) for name in ("heads", "kv_heads") if hasattr(config.size, name)}
         check_mesh(mesh, batch=config.batch, heads=heads)
+    # Before the folder exists, so that a refusal leaves none.
+    check_placement(config, mesh)
     corpus = together(lambda: checked_corpus(config))
     if config.start is not None and not (out is not None and holds_run(out)):
         # Checked before the folder exists: with the right checkpoint it would be the folder of another run.
         together(lambda: read_start(config))
-    settings = dict(out=out, resume=resume, checkpoint_every=every, mesh=mesh and dict(mesh.shape), jax=jax.__version__)
+    settings = dict(
+        out=out, resume=resume, checkpoint_every=every, bad_steps=bad_steps, mesh=mesh and dict(mesh.shape),
+        jax=jax.__version__,
+    )  # fmt: skip
     check_same({**settings, **flatten(describe(config, corpus.digest))})
     if tensorboard == "on":
         if out is None:
             raise ValueError('tensorboard="on" without out: its files lie in the folder of the run; name one')
         check_board()
     if out is None:
-        return _train(config, corpus, None, every, progress, mesh)
+        return _train(config, corpus, None, every, bad_steps, progress, mesh)
     board = out / BOARD if tensorboard == "on" and is_first() else None
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(config, corpus, directory, every, progress, mesh, board)
+        return _train(config, corpus, directory, every, bad_steps, progress, mesh, board)
 
 
 def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
@@ -150,8 +163,8 @@ def _restored(directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | 
 
 
 def _train(
-    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, progress: Progress,
-    mesh: Mesh | None, board_folder: Path | None = None,
+    config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, bad_steps: int,
+    progress: Progress, mesh: Mesh | None, board_folder: Path | None = None,
 ) -> RunResult:  # fmt: skip
     state, losses = _restored(directory, config, mesh)
     reports: dict[int, Any] = {}
@@ -173,6 +186,7 @@ def _train(
             losses.extend(values.tolist())
             bar.set_postfix_str(f"step {len(losses)}, loss {values[-1]:.3f}", refresh=False)
             bar.update(len(values) * config.tokens_per_step)
+            _check_losses(losses, begin, bad_steps, config, directory)
 
         # One dispatch ahead: the host writes the metrics of a call while the device runs the next one.
         pending = None
@@ -188,15 +202,32 @@ def _train(
             if directory is not None and ((step + count) % every == 0 or step + count == config.steps):
                 record(pending)
                 pending = None
-                directory.save(state, step + count)
+                if math.isfinite(losses[-1]):  # else it would replace one from before the run diverged
+                    directory.save(state, step + count)
         if pending is not None:
             record(pending)
+        _check_losses(losses, begin, 1, config, directory)
     board.close()
     seconds = time.perf_counter() - started
     heldout_text = everywhere(corpus.heldout, mesh)
     heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
     return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, reports)
+
+
+def _check_losses(
+    losses: list[float], begin: int, bad_steps: int, config: TrainConfig, directory: RunDirectory | None
+) -> None:
+    """Raise `FloatingPointError` if so many of the last losses, of those after step `begin`, are not finite."""
+    last = losses[max(begin, len(losses) - bad_steps) :]
+    if len(last) < bad_steps or any(map(math.isfinite, last)):
+        return
+    kept = directory is not None and directory.holds_state
+    raise FloatingPointError(
+        f"the run has diverged: the losses of steps {len(losses) - bad_steps + 1} to {len(losses)} are not finite"
+        f"{'; the checkpoints before them are kept' if kept else ''}; start anew with a learning rate below "
+        f"{config.learning_rate:g}, or find the first bad step with --monitor"
+    )
 
 
 def _checkpoint_interval(config: TrainConfig, every: int | None) -> int:

@@ -14,7 +14,7 @@
 A mesh has the axes of `models.meshes`: `data` splits batches, `fsdp` batches and weights, `tensor` heads and
 hidden values. Several processes run the same command, started by SLURM or Open MPI, or anywhere with `--coordinator
 host:port --processes N --process I`. All of them see the folder of the run; the first one writes and prints. A run may
-be resumed on any mesh of any number of processes.
+be resumed on any mesh of any number of processes. One process at a time writes the folder; a second one is refused.
 
 Without `--data` the text is the source of Python's standard library, as bytes. The command writes `config.json`,
 `metrics.jsonl`, `checkpoints/`, `loss.png` and `summary.json` into the folder of the run, and with --monitor
@@ -34,13 +34,14 @@ from typing import Any, get_args
 import jax
 from jax.sharding import Mesh
 
-from models.checkpoint import METRICS_FILE, check_export, holds_run, read_config, write_json
+from models.checkpoint import METRICS_FILE, check_export, holds_run, read_config
 from models.families import model_names
+from models.intact import write_json
 from models.meshes import AXES, make_mesh, parse_mesh
 from models.monitoring import read_reports
 from models.plotting import plot_losses, plot_reports
 from models.processes import HEARTBEAT_TIMEOUT, end_after, is_first, of_first, start, together
-from models.running import RunResult, corpus_of, export_run, keep_programs, run
+from models.running import BAD_STEPS, RunResult, corpus_of, export_run, keep_programs, run
 from models.settings import Included, Moments, TrainConfig, Weights, preset
 from models.training import (
     TrainState,
@@ -90,7 +91,9 @@ _OVERRIDES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 2 for a request that cannot be met, 130 after an interruption."""
+    """Run the command; return its exit status: 0, 1 if the loss stays infinite or NaN, 2 for a request that cannot
+    be met, 130 after an interruption.
+    """
     options = _parser().parse_args(arguments)
     out: Path | None = None
     # Options that are not settings of the run, such as --mesh, are in no folder, so the user must repeat them.
@@ -107,6 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FileExistsError, FileNotFoundError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:  # in all processes, because all have the same losses
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (Exception, KeyboardInterrupt) as error:
         if jax.process_count() > 1:
             end_after(error, f"the last whole checkpoint is kept; {again()}, in every process")
@@ -167,6 +173,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
+    parser.add_argument(
+        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
+        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--resume", action="store_true", default=False,
@@ -217,7 +227,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
         keep_programs(out)
     train = functools.partial(
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every,
-        progress="bar", mesh=mesh, tensorboard=options.tensorboard,
+        progress="bar", mesh=mesh, tensorboard=options.tensorboard, bad_steps=options.bad_steps,
     )  # fmt: skip
     if is_first():
         print(_heading(config, out, mesh), flush=True)

@@ -238,6 +238,14 @@ def state_places(config: TrainConfig, mesh: Mesh) -> Any:
     return TrainState(params_places, opt_places, counter)
 
 
+def check_placement(config: TrainConfig, mesh: Mesh | None) -> None:
+    """Raise `ValueError` if no layer takes the recipe, or if the mesh does not divide an array of the state."""
+    own = program(config)
+    _learner(own)
+    if mesh is not None:
+        state_places(own, mesh)
+
+
 @functools.lru_cache(maxsize=16)
 def _init_function(config: TrainConfig, mesh: Mesh | None) -> Callable[..., TrainState]:
     places = None if mesh is None else state_places(config, mesh)

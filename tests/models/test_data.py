@@ -1,5 +1,7 @@
 """Your own text and token ids: which files are read, held out, and refused."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,21 @@ def test_paths_that_are_refused(folder, tmp_path):
         load_data([str(tmp_path / "binary")])
     with pytest.raises(ValueError, match=r"image\.png is not text: not UTF-8"):
         load_data([str(folder), str(tmp_path / "binary" / "image.png")])
+
+
+def test_devices_and_pipes_are_refused_and_nothing_behind_the_limit_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npy")
+    for path, vocabulary in (("/dev/zero", None), (str(tmp_path / "pipe.npy"), 10)):
+        with pytest.raises(ValueError, match=f"data {path} is a device or a pipe"):
+            load_data([path], vocabulary=vocabulary)
+    page = tmp_path / "page.txt"
+    page.write_bytes("é".encode() * 100 + b"\xff\0")  # no text at its end, and a limit within a character
+    corpus = load_data([str(page)], byte_limit=101)
+    assert corpus.train.tobytes() + corpus.heldout.tobytes() == page.read_bytes()[:101] + b"\0"
+    os.truncate(page, 3 * 10**9)
+    assert len(load_data([str(page)], byte_limit=101).train) == 97
+    with pytest.raises(ValueError, match=r"page\.txt is not text"):
+        load_data([str(page)], byte_limit=10**6)
 
 
 def test_text_shorter_than_a_window(tmp_path):

@@ -340,9 +340,10 @@ def test_meshes_that_are_none(text, message):
         ("fsdp=4,tensor=2", {"recipe": "tcfp12_single", "weights": "stored", "moments": "8bit"}, "blocks of 128"),
     ],
 )  # fmt: skip
-def test_a_mesh_that_does_not_divide_a_run_is_refused_before_the_first_step(sizes, change, message):
+def test_a_mesh_that_does_not_divide_a_run_is_refused_and_leaves_no_folder(tmp_path, sizes, change, message):
     with pytest.raises(ValueError, match=message):
-        run(dataclasses.replace(FLOAT, **change), mesh=make_mesh(parse_mesh(sizes)))
+        run(dataclasses.replace(FLOAT, **change), mesh=make_mesh(parse_mesh(sizes)), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mesh_without_an_axis_is_refused():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import types
+import zipfile
 
 import jax
 import numpy as np
@@ -96,6 +97,15 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
     with pytest.raises(ValueError, match=r"not an \.npz of arrays by name"):
         run(dataclasses.replace(STORED, start=str(written)), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()  # the folder stays free for a run with the right file
+    # Shapes are compared before arrays are read: this one is of another shape, and its data is not there.
+    with zipfile.ZipFile(base) as sound, zipfile.ZipFile(tmp_path / "bomb.npz", "w") as bomb:
+        for member in sound.namelist()[1:]:
+            bomb.writestr(member, sound.read(member))
+        with bomb.open(sound.namelist()[0], "w") as file:
+            header = dict(descr="<f4", fortran_order=False, shape=(2**40,))
+            np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ValueError, match=r"another model: .* shape \[1099511627776\] in the file"):
+        init(dataclasses.replace(STORED, start=str(tmp_path / "bomb.npz")))
     np.save(tmp_path / "one.npy", np.ones(3))
     (tmp_path / "empty.npz").touch()
     (tmp_path / "cut.npz").write_bytes(base.read_bytes()[:-100])

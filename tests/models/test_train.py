@@ -20,8 +20,9 @@ import pytest
 
 import tcfp_jax
 from models import running, train
-from models.checkpoint import RunDirectory, describe, read_config, write_json
+from models.checkpoint import RunDirectory, describe, read_config
 from models.gpt import MODELS, GPTConfig
+from models.intact import write_json
 from models.llama import LLAMAS, LlamaConfig
 from models.text import Corpus
 from models.train import TrainConfig, preset, run
@@ -240,40 +241,43 @@ def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_ru
             train.export_run(out, unwritable)
 
 
-def test_missing_metrics_are_an_error(tmp_path, uninterrupted):
-    out = tmp_path / "copy"
-    shutil.copytree(uninterrupted[0], out)
-    (out / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="does not hold steps 1 to 60"):
-        run(CONFIG, out=out, resume="allowed")
-    (out / "config.json").unlink()
+def test_parts_of_a_run_without_its_config_are_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(FileExistsError, match="belongs to no run"):
-        run(CONFIG, out=out)
+        run(CONFIG, out=tmp_path)
 
 
-def test_a_checkpoint_that_lost_a_file_is_named(tmp_path, uninterrupted):
+def test_a_damaged_checkpoint_costs_steps_and_no_bit(tmp_path, uninterrupted, capsys):
     out, result = tmp_path / "copy", uninterrupted[1]
     shutil.copytree(uninterrupted[0], out)
-    for step, repair in ((60, "remove that folder to continue from step 30"), (30, "start in another folder")):
-        (out / f"checkpoints/{step}/default/manifest.ocdbt").unlink()
-        with pytest.raises(ValueError, match=rf"checkpoints/{step} is not a readable checkpoint .*; {repair}$"):
-            run(CONFIG, out=out, resume="allowed")
-        if step == 60:
-            kept = tmp_path / "kept"
-            shutil.copytree(out, kept)
-            shutil.rmtree(out / "checkpoints/60")
-    shutil.rmtree(kept / "checkpoints/60")
-    resumed = run(CONFIG, out=kept, resume="allowed", checkpoint_every=30)
+    (out / "checkpoints/60/default/manifest.ocdbt").unlink()
+    resumed = run(CONFIG, out=out, resume="allowed", checkpoint_every=30)
+    assert "checkpoint 60 is damaged" in capsys.readouterr().err
     assert np.array_equal(resumed.train_loss, result.train_loss) and resumed.heldout_loss == result.heldout_loss
-    (out / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json describes no run"):
-        run(CONFIG, out=out, resume="allowed")
+    assert same_bits(final_state(out), final_state(uninterrupted[0]))
 
 
-def test_a_diverged_run_is_loud_and_valid_json(tmp_path):
-    with RunDirectory(tmp_path, CONFIG, "digest", resume="never") as directory:
-        directory.append(1, np.array([np.nan]))
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
+def test_a_diverged_run_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    """Steps without arithmetic, whose loss is not finite from step 23 on."""
+
+    def make_train_step(config, count, mesh):
+        def steps(state, text, key):
+            after = int(state.step) + 1 + np.arange(count)
+            return state._replace(step=state.step + count), np.where(after < 23, 2.0, np.nan)
+
+        return steps
+
+    monkeypatch.setattr(running, "make_train_step", make_train_step)
+    with pytest.raises(
+        FloatingPointError, match=r"steps 24 to 35 are not finite; the checkpoints before .* below 0\.01"
+    ):
+        run(CONFIG, out=tmp_path, checkpoint_every=5, bad_steps=12)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["15", "20"]
+    assert [json.loads(line)["loss"] for line in _lines(tmp_path)] == [2.0] * 22 + [None] * 13
+    with pytest.raises(FloatingPointError, match="steps 60 to 60 are not finite; start anew"):
+        run(CONFIG, bad_steps=1000)
+    with pytest.raises(ValueError, match="bad_steps=0 must be at least 1"):
+        run(CONFIG, bad_steps=0)
 
 
 @pytest.mark.parametrize(
@@ -434,6 +438,15 @@ class TestCommand:
         options, out = seen[0]
         assert options.resume and options.compare == "none"
         assert out == Path(*given[1:] or ["runs/micro-tcfp12-0"])
+
+    def test_a_run_that_diverges_ends_with_status_1(self, monkeypatch, capsys):
+        def diverged(*arguments, **options):
+            assert options["bad_steps"] == 7
+            raise FloatingPointError("the run has diverged")
+
+        monkeypatch.setattr(train, "run", diverged)
+        assert train.main([*self.ARGUMENTS, "--bad-steps=7"]) == 1
+        assert capsys.readouterr().err == "error: the run has diverged\n"
 
     def test_a_folder_that_cannot_be_written(self, capsys):
         Path("file").write_text("no folder")
