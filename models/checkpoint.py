@@ -144,7 +144,7 @@ class RunDirectory:
                 damaged[step] = str(error).partition(" [")[0].partition("\n")[0]
                 if verified:
                     raise ValueError(
-                        f"{self._checkpoint(step)} is as it was written, but is no state of this run "
+                        f"{self._checkpoint(step)} has not changed, but does not hold a state of this run "
                         f"({damaged[step]}); resume with the versions that wrote it, or start in another folder"
                     ) from error
         else:

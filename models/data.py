@@ -140,7 +140,7 @@ def _visible_files(root: Path) -> Iterator[Path]:
 
 
 def _read_text(path: Path, most: int) -> bytes | None:
-    """Return at most so many bytes of a file; None if it is not text as far as it was read."""
+    """Return the first `most` bytes of a file; None if they are not text."""
     parts: list[bytes] = []
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:

@@ -1,4 +1,4 @@
-"""A folder that one run writes at a time, and files that are read only as they were written."""
+"""A folder that one run writes at a time, and files that are read only if they have not changed."""
 
 import fcntl
 import hashlib

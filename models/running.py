@@ -218,7 +218,7 @@ def _train(
 def _check_losses(
     losses: list[float], begin: int, bad_steps: int, config: TrainConfig, directory: RunDirectory | None
 ) -> None:
-    """Raise `FloatingPointError` if so many of the last losses, of those after step `begin`, are not finite."""
+    """Raise `FloatingPointError` if the last `bad_steps` losses, all after step `begin`, are not finite."""
     last = losses[max(begin, len(losses) - bad_steps) :]
     if len(last) < bad_steps or any(map(math.isfinite, last)):
         return

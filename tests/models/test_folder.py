@@ -133,7 +133,7 @@ def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run):
 
 def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
     other = state_of(0)._replace(params={"kernel": jnp.ones((3, 3)), "more": jnp.ones(2)})
-    with opened(run) as directory, pytest.raises(ValueError, match="is as it was written, but is no state of this run"):
+    with opened(run) as directory, pytest.raises(ValueError, match="has not changed, but does not hold a state"):
         directory.restore(other)
 
 
@@ -143,7 +143,7 @@ LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)
 @pytest.mark.parametrize(
     ("lines", "losses"),
     [
-        ([*LINES[:3], *LINES[1:]], [1, 2, 3, 4, 5]),  # of two processes
+        ([*LINES[:3], *LINES[1:]], [1, 2, 3, 4, 5]),  # two processes wrote them
         ([*LINES, *LINES], [1, 2, 3, 4, 5]),
         ([LINES[0], "[]", '"step"', "7", '{"step": "2", "loss": 1}', *LINES[2:]], [1, None, 3, 4, 5]),
         ([LINES[0], '{"step": 2}', '{"loss": 2}', '{"step": 3, "loss": "x"}', *LINES[3:]], [1, None, None, 4, 5]),
