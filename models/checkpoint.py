@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.families import FAMILIES, family_of
-from models.intact import check_digests, lock, replace_file, write_digests, write_json
+from models.intact import DIGESTS_FILE, check_digests, lock, replace_file, write_digests, write_json
 from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
@@ -71,12 +71,10 @@ class RunDirectory:
         # All processes look before the first one writes, and wait until it has written.
         together(lambda: self._look(wanted, resume, option))
         together(lambda: self._begin(wanted, resume, option))
-        self._manager = ocp.CheckpointManager(
-            self.path / CHECKPOINTS,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=KEPT_CHECKPOINTS, cleanup_tmp_directories=True, enable_async_checkpointing=False
-            ),
+        kept = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT_CHECKPOINTS, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
+        self._manager = ocp.CheckpointManager(self.path / CHECKPOINTS, options=kept)
 
     def _look(self, wanted: dict[str, Any], resume: Resume, option: str) -> None:
         if not holds_run(self.path):
@@ -155,6 +153,8 @@ class RunDirectory:
                     "folder to begin at step 0, or start in another folder"
                 )
             state, step = initial, 0
+        if state is not initial and not verified and is_first():
+            print(f"checkpoint {step} has no {DIGESTS_FILE}, so damage to it may go unseen", file=sys.stderr)
         together(lambda: self._set_aside(damaged, step))
         if damaged:
             self._manager.reload()

@@ -47,7 +47,7 @@ def write_digests(folder: Path) -> None:
     """
     found = _digests(folder, json.loads(of_first(lambda: json.dumps(_names(folder)))))
     if is_first():
-        (folder / DIGESTS_FILE).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        write_json(folder / DIGESTS_FILE, found)
 
 
 def check_digests(folder: Path) -> bool:
