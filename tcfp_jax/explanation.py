@@ -5,7 +5,6 @@
 `include="measured"` chooses by them.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Call, Verdict, recording
-from pallas_kernels.specs import has_explicit_axes
-from pallas_kernels.tuning import estimate, is_timed, load, timed_device
+from pallas_kernels.tuning import estimate, is_timed, timed_device
 from tcfp_jax.optim.feedback import error_feedback, layer_state
 from tcfp_jax.paths import PyTree
 from tcfp_jax.products.matmul import matmul
@@ -58,12 +56,12 @@ class Explanation:
     @property
     def milliseconds(self) -> float:
         """Sum over all operations that were timed."""
-        return sum(time for time in self.times if time is not None)
+        return sum(filter(None, self.times))
 
     @property
     def bf16_milliseconds(self) -> float:
         """Sum over all operations of BF16 that were timed."""
-        return sum(time for time in self.bf16_times if time is not None)
+        return sum(filter(None, self.bf16_times))
 
     @property
     def summary(self) -> str:
@@ -165,20 +163,6 @@ def _emulated(recipe: Recipe) -> str:
         f"{which} are NVFP4 values, which BF16 holds exactly and multiplies: no FP4 tensor core runs; quantizing them "
         "is not shown"
     )
-
-
-def weigh(rows: int, k: int, n: int, recipe: Recipe) -> Explanation:
-    """Return `explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`, from a cache.
-
-    >>> weigh(8, 32, 64, named_recipe("bf16")).device == dispatch.device_kind()
-    True
-    """
-    return _weighed(rows, k, n, recipe, (dispatch.surroundings(), load(), has_explicit_axes()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: object) -> Explanation:
-    return explain((rows, k), (k, n), recipe)
 
 
 def _time(call: Call) -> float | None:

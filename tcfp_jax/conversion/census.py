@@ -15,19 +15,8 @@ from typing import Any
 
 from jax.extend import core
 
-from tcfp_jax.conversion.report import Product
-from tcfp_jax.conversion.trace import (
-    CALLS,
-    PRODUCTS,
-    Body,
-    bodies_of,
-    body_of,
-    eval_jaxpr,
-    opened,
-    product_by_hand,
-    product_of,
-    scan_counts,
-)  # fmt: skip
+from tcfp_jax.conversion.evaluate import CALLS, PRODUCTS, Body, bodies_of, eval_jaxpr, opened, scan_counts
+from tcfp_jax.conversion.factors import Product, product_by_hand, product_of
 from tcfp_jax.conversion.views import Equation, View, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
@@ -226,7 +215,7 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     if eqn.params.get("differentiated"):  # a checkpoint inside a derivative: its body is not evaluated again
         return _opaque(found, eqn, bodies_of(eqn), inputs, place)
-    return found.walk(body_of(eqn), inputs, place)
+    return found.walk(bodies_of(eqn)[0], inputs, place)
 
 
 def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact], place: Place) -> list[Fact]:
@@ -244,7 +233,7 @@ def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact]
 
 def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     """Each device multiplies its part of a weight, or all parts gathered: no stored form fits either of them."""
-    body, local = body_of(eqn), []
+    body, local = bodies_of(eqn)[0], []
     variables: list[Any] = body[0].invars
     for fact, var in zip(inputs, variables, strict=True):
         view = None if fact.view is None else fact.view.local(var.aval.shape)

@@ -15,8 +15,8 @@ from flax import nnx as flax_nnx
 from tcfp_jax import linen, nnx, paths
 from tcfp_jax.conversion import linen_models, nnx_models
 from tcfp_jax.conversion.linen_models import Conversion
-from tcfp_jax.conversion.policy import Examined, Include, Policy, Rules, by_hand, check_pattern, finds, policy
-from tcfp_jax.conversion.report import Report, check_strict, not_a_model, not_converted, nothing_converted
+from tcfp_jax.conversion.policy import BY_HAND, Include, Policy, Rules, finds, policy
+from tcfp_jax.conversion.report import Examined, Report
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.optim.feedback import layer_state
 from tcfp_jax.paths import PyTree
@@ -98,13 +98,13 @@ def convert_to_tcfp(
         # Without sample inputs, the recipes that rules will choose are unknown.
         draws = rngs is not None or named_recipe(recipe).draws
         if sampled:
-            found, sample = nnx_models.examine(model, chosen, inputs, options), nnx_models.Sample(inputs, options)
+            found, sample = nnx_models.examine(model, chosen, inputs, options), (inputs, options)
             chosen, found = _settled(name, found, chosen, strict=strict)
             held = [record.weight_path for record in found.report.converted]
             draws = any(record.recipe is not None and record.recipe.draws for record in found.report.converted)
         nnx_models.convert(model, chosen, held, sample, nnx.stream_of(model, rngs, draws=draws))
         return model
-    raise not_a_model(model)
+    raise _not_a_model(model)
 
 
 def survey(model: object, *inputs: PyTree, options: Mapping[str, PyTree] | None = None) -> Report:
@@ -213,9 +213,7 @@ def export(model: Any) -> Any:
     if isinstance(model, nn.Module):
         conversion, own = linen_models.conversion_of(model), linen.OWN.get(type(model))
         if own is not None:
-            fields = linen_models.fields_of(model)
-            fields.pop("recipe", None)
-            return own(**fields, parent=None)
+            return linen_models.plain(model, own)
         if conversion is None or conversion.policy.recipe is None:
             raise ValueError(
                 f"{type(model).__name__} was not converted; if it has low-precision layers, write Flax's own instead "
@@ -223,7 +221,7 @@ def export(model: Any) -> Any:
             )
         return linen_models.plain(model)
     if not isinstance(model, flax_nnx.Module):
-        raise not_a_model(model)
+        raise _not_a_model(model)
     if nnx_models.absent_of(model):
         raise ValueError("the model holds quantized kernels only; export a model with the float parameters")
     by_hand_layers = [module for module in nnx_models.modules_of(model).values() if isinstance(module, nnx.OWN)]
@@ -281,9 +279,9 @@ def _switch(model: Any, patterns: tuple[str, ...], how: Literal["off", "on"]) ->
     if not patterns:
         raise ValueError('name layers by patterns over their paths, such as "block_0/.*"; "" is all of them')
     for pattern in patterns:
-        check_pattern(pattern)
+        finds(pattern, "")
     if isinstance(model, Transformed):
-        return model.with_policy(_switched(model.policy, patterns, how, None))
+        return dataclasses.replace(model, policy=_switched(model.policy, patterns, how, None))
     if not isinstance(model, flax_nnx.Module):
         base, conversion = _linen_conversion(model)
         chosen = _switched(conversion.policy, patterns, how, conversion.found)
@@ -313,20 +311,20 @@ def _switched(chosen: Policy, patterns: tuple[str, ...], how: Literal["off", "on
         for pattern in patterns:
             if records is not None and not any(finds(pattern, record.weight_path) for record in records):
                 raise ValueError(f"{pattern!r} finds no low-precision product; survey(model) lists them")
-        return chosen.switched((*chosen.off, *(pattern for pattern in patterns if pattern not in chosen.off)))
+        return dataclasses.replace(chosen, off=tuple(dict.fromkeys((*chosen.off, *patterns))))
     unknown = [pattern for pattern in patterns if pattern not in chosen.off]
     if unknown:
         raise ValueError(f"{unknown[0]!r} was not switched off; to_bf16 was given {list(chosen.off)}")
-    return chosen.switched(tuple(pattern for pattern in chosen.off if pattern not in patterns))
+    return dataclasses.replace(chosen, off=tuple(pattern for pattern in chosen.off if pattern not in patterns))
 
 
 def _settled(name: str, found: Examined, chosen: Policy, *, strict: bool) -> tuple[Policy, Examined]:
     """Return the policy with its choices by measured times settled, and its decisions; raise if these are nothing."""
-    chosen, found = found.settled(chosen)
-    if not (found.report.converted or found.report.rounded or found.report.weighed):
-        raise nothing_converted(name, found.report, found.leaves)
+    chosen = chosen.settle(found.census.products.values())
+    found = found.by(chosen)
+    found.check_converted(name)
     if strict:
-        check_strict(found.report)
+        found.report.check_strict()
     return chosen, found
 
 
@@ -344,8 +342,8 @@ def _examined(
         if not sampled and sample is not None:
             inputs, options, sampled = sample.args, sample.options, True
         if not sampled:
-            raise not_converted(model) if chosen is None and not _own_layers(model) else needs
-        found = nnx_models.examine(model, chosen or by_hand(), inputs, options)
+            raise _not_converted(model) if chosen is None and not _own_layers(model) else needs
+        found = nnx_models.examine(model, chosen or BY_HAND, inputs, options)
     else:
         base, conversion = _linen_conversion(model)
         chosen, known = conversion.policy, conversion.found
@@ -355,15 +353,15 @@ def _examined(
             raise needs
         found = known
     if not found.report.converted and (chosen is None or chosen.recipe is None) and not found.weights:
-        raise not_converted(model)
-    return found, chosen or by_hand()
+        raise _not_converted(model)
+    return found, chosen or BY_HAND
 
 
 def _linen_conversion(model: object) -> tuple[nn.Module, Conversion]:
     """Return the unconverted model, and its conversion; a model that is not converted may have layers of ours."""
     if not isinstance(model, nn.Module):
-        raise not_a_model(model)
-    return linen_models.plain(model), linen_models.conversion_of(model) or Conversion(type(model), by_hand())
+        raise _not_a_model(model)
+    return linen_models.plain(model), linen_models.conversion_of(model) or Conversion(type(model), BY_HAND)
 
 
 def hand_out(model: flax_nnx.Module, weights: Mapping[str, PyTree]) -> int:
@@ -383,15 +381,27 @@ def _own_layers(model: flax_nnx.Module) -> dict[str, Any]:
 
 def _devices_of(tree: PyTree) -> int:
     """Return the largest number of shards of any array in the tree; an array without a sharding counts as one."""
-    shards = [1]
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            shards.append(math.prod(leaf.shape) // max(1, math.prod(sharding.shard_shape(leaf.shape))))
-    return max(shards)
+    is_placed = lambda leaf: isinstance(getattr(leaf, "sharding", None), jax.sharding.Sharding)
+    shards = lambda leaf: math.prod(leaf.shape) // max(1, math.prod(leaf.sharding.shard_shape(leaf.shape)))
+    return max(map(shards, filter(is_placed, jax.tree.leaves(tree))), default=1)
 
 
 def _check_inputs(inputs: tuple[PyTree, ...]) -> None:
     for value in jax.tree.leaves(inputs):
         if isinstance(value, str):
             raise TypeError(f"the input {value[:40]!r} is a string; pass arrays, such as the tokens that it stands for")
+
+
+def _not_converted(model: object) -> ValueError:
+    """Return the error of a question about a model that is not converted."""
+    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+
+
+def _not_a_model(model: object) -> TypeError:
+    """Return the error of an object that is not a Flax module."""
+    kind, repair = f"{type(model).__module__}.{type(model).__qualname__}", "pass the model itself"
+    if isinstance(getattr(model, "module", None), nn.Module):
+        repair = "pass its .module, which is one"
+    elif callable(model) or hasattr(model, "apply"):
+        repair = "for any other function of parameters and inputs use tcfp_jax.transform(fn, recipe)"
+    return TypeError(f"the model is a {kind}, which is neither a flax.linen.Module nor a flax.nnx.Module; {repair}")

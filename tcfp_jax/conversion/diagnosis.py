@@ -6,18 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
 from pallas_kernels.operands import Fp4
 from tcfp_jax import paths
 from tcfp_jax.conversion import linen_models, nnx_models
-from tcfp_jax.conversion.policy import Policy, policy
-from tcfp_jax.conversion.report import Record
+from tcfp_jax.conversion.policy import Policy, Record, policy
 from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import exact_share
 from tcfp_jax.optim.feedback import error_feedback
@@ -151,30 +150,24 @@ def diagnose(
     values = {} if params is None else paths.leaves(params)
     kernels = {path: leaf for path, leaf in values.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
     usual = policy(recipe, include="measured")
-    lines = [_line(record, usual, kernels.get(record.weight_path)) for record in found.report.converted]
-    lines += [_refused(record) for record in found.report.skipped]
-    named = named_recipe(recipe)
-    break_even = next((size for size, speed in _points(named) if speed > 1), None)
-    diagnosis = Diagnosis(named, tuple(lines), break_even)
+    records, named = (*found.report.converted, *found.report.skipped), named_recipe(recipe)
+    lines = tuple(_line(record, usual, kernels.get(record.weight_path)) for record in records)
+    diagnosis = Diagnosis(named, lines, next((size for size, speed in _points(named) if speed > 1), None))
     print(diagnosis)
     return diagnosis
 
 
 def _measured_speed(recipe: Recipe, at: float | None) -> str:
     """Return the size from which a recipe was measured to be faster than BF16, in words."""
-    if not _points(recipe):
+    points = _points(recipe)
+    if not points:
         return f"{describe(recipe)} was not measured against BF16 on an {_DEVICE}"
     if at is None:
         return f"{describe(recipe)} is faster than BF16 on an {_DEVICE} at none of the sizes that were measured"
-    smallest = ", the smallest that was measured" if at == _smallest(recipe) else ""
+    smallest = ", the smallest that was measured" if at == points[0][0] else ""
     return (
         f"{describe(recipe)} is faster than BF16 on an {_DEVICE} from {at:.1e} operations a product (2 m k n){smallest}"
     )
-
-
-def _smallest(recipe: Recipe) -> float:
-    """Return the operations of the smallest product that was measured, or 0."""
-    return min((size for size, _ in _points(recipe)), default=0.0)
 
 
 def predict(recipe: Recipe, operations: float) -> float | None:
@@ -188,36 +181,28 @@ def predict(recipe: Recipe, operations: float) -> float | None:
         return 1.0
     if not points or operations <= 0:
         return None
-    sizes = [math.log(size) for size, _ in points]
-    speeds = [speed for _, speed in points]
-    at = min(max(math.log(operations), sizes[0]), sizes[-1])
-    for (x, y), (x2, y2) in zip(zip(sizes, speeds), zip(sizes[1:], speeds[1:])):
-        if at <= x2:
-            return y + (y2 - y) * (at - x) / (x2 - x)
-    return speeds[-1]
+    sizes, speeds = zip(*points)
+    return float(np.interp(math.log(operations), np.log(sizes), speeds))
 
 
 @functools.cache
-def _measured() -> dict[str, Any]:
-    return json.loads(MEASURED.read_text(encoding="utf-8"))[_DEVICE]
-
-
 def _points(recipe: Recipe) -> list[tuple[float, float]]:
     """Return the measured operations of a product and its speed over BF16, by size; none for other recipes."""
-    rows = _measured().get(describe(recipe), [])
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))[_DEVICE].get(describe(recipe), [])
     return sorted((2.0 * math.prod(row["shape"]), row["speed_over_bf16"]) for row in rows)
 
 
 def _line(record: Record, usual: Policy, kernel: jax.Array | None) -> Line:
-    product, recipe = record.product, record.recipe
-    assert recipe is not None
-    choice, size = usual.choose(product), math.prod(product.shape)
-    stored, error = _state_bytes(record, recipe)
-    operations = 2.0 * product.rows * product.k * product.n
+    product, recipe, size = record.product, record.recipe, math.prod(record.product.shape)
+    of = (product.path, product.equation, product.shape)
+    if recipe is None:
+        return Line(*of, False, record.reason, size, 2 * size, 4 * size, 0, 0, None, None)
+    choice, (stored, error) = usual.choose(product), _state_bytes(record, recipe)
+    operations, points = 2.0 * product.rows * product.k * product.n, _points(recipe)
     snr, exact = (None, None) if kernel is None or recipe.fp4 is not None else _rounded(kernel, record, recipe)
     return Line(
-        product.path, product.equation, product.shape, choice.recipe is not None, choice.reason, size, 2 * size,
-        4 * size, stored, stored + error, snr, predict(recipe, operations), operations < _smallest(recipe), exact,
+        *of, choice.recipe is not None, choice.reason, size, 2 * size, 4 * size, stored, stored + error, snr,
+        predict(recipe, operations), bool(points) and operations < points[0][0], exact,
     )  # fmt: skip
 
 
@@ -233,13 +218,6 @@ def _state_bytes(record: Record, recipe: Recipe) -> tuple[int, int]:
         for tree in (state.weights, state.errors)
     )
     return weight, error
-
-
-def _refused(record: Record) -> Line:
-    size = math.prod(record.product.shape)
-    numbers = (size, 2 * size, 4 * size, 0, 0)
-    return Line(record.weight_path, record.product.equation, record.product.shape, False, record.reason, *numbers,
-                None, None)  # fmt: skip
 
 
 def _rounded(kernel: jax.Array, record: Record, recipe: Recipe) -> tuple[float, float | None]:

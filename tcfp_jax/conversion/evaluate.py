@@ -6,55 +6,98 @@ parameter itself, and any other equation is bound unchanged. JAX's own functions
 `jax.checkpoint`) rebuild control flow, so that stored weights travel through it.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, Sharding
 
 from pallas_kernels.operands import Fp4, Quantized, Row
-from pallas_kernels.specs import entries, has_explicit_axes, regrouped, split_entries, ungrouped, with_entries
-from tcfp_jax.conversion.shown import Shown, gathered
-from tcfp_jax.conversion.trace import (
-    CALLS,
-    CHECKPOINTS,
-    PRODUCTS,
-    Body,
-    bind,
-    bodies_of,
-    body_of,
-    eval_jaxpr,
-    opened,
-    scan_counts,
-    scan_options,
-)
-from tcfp_jax.conversion.views import Equation, Factors, View, factors, move, operand_number
-from tcfp_jax.products.einsum import contract, matrix_product
+from pallas_kernels.specs import has_explicit_axes
+from tcfp_jax.conversion.shown import Shown, multiply
+from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.tcfp12 import fake_quantize
 
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+# Calls whose body runs once, with the operands of the call as its inputs.
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+CHECKPOINTS = ("remat2", "checkpoint", "remat")
+
+# A program and its constants.
+Body = tuple[core.Jaxpr, Sequence[Any]]
 # The step of each equation, by its number: the recipe of a product, "packed" for a table whose rows are rounded when
 # they are looked up, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
 Plan = tuple[tuple[int, Any], ...]
 # Values of variables: a `Shown`, or an array (or another value of JAX's, such as a token).
 Values = list[Any]
 Key = jax.Array | None
+_Value = TypeVar("_Value")
 
 
-def plan_of(steps: Mapping[tuple[int, ...], Recipe | str]) -> Plan:
-    """Return the plan for steps by place.
+def eval_jaxpr(
+    jaxpr: core.Jaxpr,
+    inputs: Sequence[_Value],
+    rule: Callable[[int, Equation, list[_Value]], Sequence[_Value]],
+    literal: Callable[[Any], _Value] = lambda value: value,
+) -> list[_Value]:
+    """Return the values of a jaxpr's outputs.
 
-    >>> plan_of({(3,): "packed", (1, 0): "packed"})
-    ((1, ((0, 'packed'),)), (3, 'packed'))
+    Args:
+      jaxpr: the program.
+      inputs: a value of any kind for each constant and each input.
+      rule: `(number, equation, values of its operands)` to the values of its outputs.
+      literal: value of a number that is written in the program.
+
+    >>> program = jax.make_jaxpr(lambda x, y: (x + y) * 2.0)(1.0, 1.0)
+    >>> count = lambda number, eqn, values: [sum(values)]
+    >>> eval_jaxpr(program.jaxpr, [1, 1], count, literal=lambda _: 0)  # how many inputs each output depends on
+    [2]
     """
-    numbers = sorted({place[0] for place in steps})
-    inner = lambda number: {place[1:]: step for place, step in steps.items() if place[0] == number}
-    return tuple((n, steps[n,] if (n,) in steps else plan_of(inner(n))) for n in numbers)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    read = lambda var: literal(var.val) if isinstance(var, core.Literal) else known[var]
+    for number, eqn in enumerate(jaxpr.eqns):
+        # The operations of a rule keep the equation's named scope, source line and context (mesh, compute type).
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+            known.update(zip(eqn.outvars, rule(number, eqn, [read(var) for var in eqn.invars]), strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def bind(eqn: Equation, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the outputs of an equation, unchanged."""
+    found = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = found if isinstance(found, tuple) else ((), found)  # jax 0.11 returns the parameters alone
+    out = eqn.primitive.bind(*functions, *arrays, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def opened(body: Any) -> Body:
+    """Return the jaxpr and the constants of a body, which may be closed or not."""
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+
+
+def bodies_of(eqn: Equation) -> list[Body]:
+    """Return the programs that an equation holds, each with its constants."""
+    values = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [(body, consts) for body, consts in map(opened, values) if hasattr(body, "eqns") and hasattr(body, "invars")]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.11 keeps flat trees instead of numbers
+    return len(list(consts)), len(list(carry))
+
+
+def scan_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that `lax.scan` needs to make the same loop again."""
+    return {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
 
 
 class Machine:
@@ -63,7 +106,7 @@ class Machine:
     def __init__(self, product: Callable[..., jax.Array] | None = None) -> None:
         """Use `product(eqn, inputs, recipe, drawn=key)` for planned products instead of the recipe's own."""
         self.traced: dict[Any, Any] = {}
-        self._product = _product if product is None else product
+        self._product = multiply if product is None else product
 
     def run(self, body: Body, inputs: Values, plan: Plan, key: Key = None) -> Values:
         """Return the outputs of a program, some of which may be `Shown`.
@@ -71,7 +114,7 @@ class Machine:
         Each product draws its random bits from the key and from its place in the program.
         """
         (jaxpr, consts), steps = body, dict(plan)
-        shares_x = self._product is _product and not has_explicit_axes()
+        shares_x = self._product is multiply and not has_explicit_axes()
         readers = _readers_of_one_x(jaxpr, steps) if shares_x else {}
         x_quantized: dict[int, Quantized] = {}
 
@@ -124,7 +167,7 @@ def _moved(eqn: Equation, inputs: Values, step: object) -> Values:
 
 
 def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key) -> Values:
-    params, body = eqn.params, body_of(eqn)
+    params, body = eqn.params, bodies_of(eqn)[0]
     run = lambda inputs, own=own: machine.run(body, inputs, plan, own)
     if eqn.primitive.name in CHECKPOINTS:
         # The key is an argument, so recomputation in the backward pass draws the same bits.
@@ -177,7 +220,7 @@ def _shard_map(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own:
 
     def run(*parts: jax.Array) -> tuple[jax.Array, ...]:
         given = [
-            part if view is None else dataclasses.replace(Shown.of(part, None, None), view=view)
+            part if view is None else Shown.of(part, None, None).seen_as(view)
             for part, view in zip(parts, views, strict=True)
         ]
         return tuple(bare(machine.run(body, given, plan, own), body[0].outvars))
@@ -282,41 +325,3 @@ def _readers_of_one_x(jaxpr: core.Jaxpr, steps: Mapping[int, object]) -> dict[in
             how = (recipe.activation, recipe.scaling.along_rows, recipe.quantize_backend)
             groups.setdefault((eqn.invars[0], how), []).append(number)
     return {number: tuple(group) for group in groups.values() if len(group) > 1 for number in group}
-
-
-def _product(
-    eqn: Equation, inputs: Values, recipe: Recipe, *, x_quantized: Quantized | None = None, drawn: Key = None
-) -> jax.Array:  # fmt: skip
-    """Return the product of an equation, computed as the recipe says."""
-    side = 0 if isinstance(inputs[0], Shown) else 1
-    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
-    view: View = weight.view
-    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
-    assert isinstance(found, Factors), "the census plans no other product"
-    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
-    how = weight.weight
-    fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
-    stored = weight.stored if fits else None
-    kernel = weight.root if stored is not None else weight.numbers()
-    if stored is None and weight.local is not None:
-        stored = gathered(weight, found, recipe)
-    if stored is None and recipe.stochastic:
-        key: Key = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
-    else:
-        key = drawn if recipe.draws else None
-    if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
-        layout = found.contraction.layout
-        return contract(
-            matrix_product(x.ndim, transposed=layout.transposed), x,
-            None if kernel is None else layout.matrix(kernel), recipe=recipe, quantized=stored, key=key,
-            shape=None if stored is None else stored.shape, x_quantized=x_quantized,
-        )  # fmt: skip
-    # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
-    x = ungrouped(x.astype(jnp.promote_types(x.dtype, out.dtype)), found.x_groups)
-    asked = eqn.params.get("out_sharding")
-    if asked is not None:
-        asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
-    y = contract(
-        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
-    )  # fmt: skip
-    return regrouped(y, found.out_groups).astype(out.dtype)

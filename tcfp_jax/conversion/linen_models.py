@@ -21,9 +21,9 @@ from flax.core import Scope
 from flax.linen import module as linen_module
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.policy import Examined, Policy
-from tcfp_jax.conversion.trace import trace
-from tcfp_jax.conversion.transform import Transformed
+from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.report import Examined
+from tcfp_jax.conversion.transform import Transformed, trace
 from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
@@ -58,16 +58,18 @@ def converted(model: nn.Module, conversion: Conversion) -> Any:
     # Set after the class is made: Linen would take these functions for methods of a layer and wrap them.
     kind.tcfp_conversion, kind._call_wrapped_method, kind.__reduce__ = conversion, _call, _reduce
     kind.apply = _apply
-    return kind(**fields_of(model), parent=None)
+    return kind(**_fields_of(model), parent=None)
 
 
-def plain(model: nn.Module) -> nn.Module:
-    """Return the model, unbound, as an instance of the class that it had before."""
-    conversion = conversion_of(model)
-    return model if conversion is None else conversion.base(**fields_of(model), parent=None)
+def plain(model: nn.Module, base: type[nn.Module] | None = None) -> nn.Module:
+    """Return the model, unbound, as an instance of the class that it had before, or of Flax's class of a layer."""
+    conversion, fields = conversion_of(model), _fields_of(model)
+    if base is not None:
+        return base(**{name: fields[name] for name in fields if name != "recipe"}, parent=None)
+    return model if conversion is None else conversion.base(**fields, parent=None)
 
 
-def fields_of(model: nn.Module) -> dict[str, Any]:
+def _fields_of(model: nn.Module) -> dict[str, Any]:
     """Return the arguments that make the same model again."""
     return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
 
@@ -128,7 +130,10 @@ def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwarg
     rngs, params = _rngs(scope), variables.pop("params", {})
     absent = {path: weight for path, weight in state.items() if path not in paths.leaves(params)}
     if absent:
-        shapes = _known_shapes(conversion, absent)
+        # The sample inputs gave shapes, unless a stored weight has another size there.
+        size, known = lambda leaf: math.prod(leaf.shape), paths.leaves(conversion.shapes or {})
+        fits = all(path in known and size(known[path]) == size(weight) for path, weight in absent.items())
+        shapes = conversion.shapes if fits else None
         if shapes is None:
             shapes = _shapes_of_call(model, fun, rngs, args, kwargs)
         _check_parameters(type(self).__name__, absent, params, shapes)
@@ -143,12 +148,10 @@ def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwarg
         with off:
             return pure({**rest, "params": params}, *args, rngs=rngs, **kwargs)
 
-    run = Transformed(call, conversion.policy, 0, name=type(self).__name__, stateful=True)
     # A helper method may multiply nothing, and sample inputs have shown already that the call itself does.
-    judged = conversion.found is not None or name != "__call__"
-    result = (run.evaluate if judged else run)(
-        params, variables, rngs, args, kwargs, stored=state, product_key=rngs.get(RNG)
-    )
+    must = conversion.found is None and name == "__call__"
+    run = Transformed(call, conversion.policy, 0, name=type(self).__name__, stateful=True, must=must)
+    result = run(params, variables, rngs, args, kwargs, stored=state, product_key=rngs.get(RNG))
     _check_result(type(self).__name__, name, result)
     if not (mutable or (stack and stack[-1])):
         return result
@@ -161,11 +164,7 @@ def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwarg
 
 
 def _check_result(model: str, method: str, result: object) -> None:
-    """Raise if a method returns a part of the model: the scope of the part ended with the method.
-
-    Raises:
-      TypeError: it does.
-    """
+    """Raise a TypeError if a method returns a part of the model: the scope of the part ended with the method."""
     part = next((leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, nn.Module)), None)
     if part is not None:
         raise TypeError(
@@ -181,14 +180,6 @@ def _rngs(scope: Scope) -> dict[str, jax.Array]:
         found[name] = scope.make_rng(name) if scope.rng_counters[name] else lazy.as_jax_rng()
         scope.rng_counters[name] += 1
     return found
-
-
-def _known_shapes(conversion: Conversion, absent: Mapping[str, Stored]) -> _Tree | None:
-    """Return the parameters' shapes from the sample inputs, or None if a stored weight has another size there."""
-    known = paths.leaves(conversion.shapes or {})
-    sizes = {path: math.prod(weight.shape) for path, weight in absent.items()}
-    fits = all(path in known and math.prod(known[path].shape) == size for path, size in sizes.items())
-    return conversion.shapes if fits else None
 
 
 def _shapes_of_call(
@@ -217,14 +208,9 @@ def _shapes(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: _
 
 
 def _check_parameters(name: str, absent: Mapping[str, Stored], params: _Tree, shapes: _Tree) -> None:
-    """Raise if the state holds a weight that is not a parameter of the model.
-
-    A layer that lost its parameters to the state keeps its place among them, even if this method does not reach it.
-
-    Raises:
-      ValueError: it does.
-    """
+    """Raise a ValueError if the state holds a weight that is not a parameter of the model."""
     leaves = paths.leaves(shapes)
+    # A layer that lost its parameters to the state keeps its place among them, even if this method does not reach it.
     has_place = lambda path: paths.find(params, path.split("/")[:-1]) is not None
     unknown = [path for path in absent if path not in leaves and not has_place(path)]
     if unknown:
@@ -245,8 +231,7 @@ def _completed(params: PyTree, shapes: PyTree, cast: Mapping[jnp.dtype, jnp.dtyp
 def _cast(held: _Tree, shapes: _Tree) -> dict[jnp.dtype, jnp.dtype]:
     """Map each dtype of `init` to the dtype that all remaining parameters of it have now.
 
-    A stored weight does not know the dtype that its parameter had, and the layer's result has that dtype. A model whose
-    parameters were cast to bfloat16 answers in bfloat16, and must still do so when its kernels are gone.
+    A model whose parameters were cast to bfloat16 answers in bfloat16, and must still do so without its kernels.
     """
     became: dict[jnp.dtype, set[jnp.dtype]] = {}
     for path in set(held) & set(shapes):
@@ -257,8 +242,4 @@ def _cast(held: _Tree, shapes: _Tree) -> dict[jnp.dtype, jnp.dtype]:
 def _reduce(self: Any) -> tuple[object, ...]:
     """Pickle a converted model without its class, which no module holds."""
     conversion = type(self).tcfp_conversion
-    return _again, (conversion.base, fields_of(self), conversion.policy)
-
-
-def _again(base: type[nn.Module], fields: dict[str, Any], policy: Policy) -> nn.Module:
-    return converted(base(**fields, parent=None), Conversion(base, policy))
+    return converted, (plain(self), Conversion(conversion.base, conversion.policy))

@@ -16,7 +16,8 @@ import jax
 from flax import nnx
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.policy import Examined, Policy
+from tcfp_jax.conversion.policy import Policy
+from tcfp_jax.conversion.report import Examined
 from tcfp_jax.conversion.transform import Transformed
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
@@ -32,7 +33,7 @@ AWAITED: set[Policy | None] = set()
 Path = tuple[Any, ...]
 
 
-class Sample:
+class _Sample:
     """The sample arguments of a conversion as shapes, equal if these are equal: it is part of a model's graph."""
 
     def __init__(self, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> None:
@@ -44,7 +45,7 @@ class Sample:
         return treedef, tuple(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else repr(leaf) for leaf in leaves)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sample) and self._key() == other._key()
+        return isinstance(other, _Sample) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -65,11 +66,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def conversion_of(module: object) -> Policy | None:
-    """Return the policy of a converted module, or None.
-
-    Raises:
-      ValueError: another package made its own class of the converted one.
-    """
+    """Return the policy of a converted module, or None; raise if another package made its own class of that one."""
     chosen = getattr(type(module), "tcfp_policy", None)
     if chosen is not None and "tcfp_policy" not in vars(type(module)):
         raise ValueError(
@@ -80,9 +77,12 @@ def conversion_of(module: object) -> Policy | None:
 
 
 def convert(
-    model: nnx.Module, chosen: Policy, weights: list[str] | None, sample: Sample | None, keys: nnx.RngStream | None
+    model: nnx.Module, chosen: Policy, weights: list[str] | None, sample: Any, keys: nnx.RngStream | None
 ) -> None:
-    """Give converted classes to the modules that hold these weights, or any parameter if the weights are unknown."""
+    """Give converted classes to the modules that hold these weights, or any parameter if the weights are unknown.
+
+    `sample` is the arguments and the options of the conversion, if it had some.
+    """
     if weights is None:
         weights = ["/".join(map(str, path)) for path in _nodes_of(model, nnx.Param)]
     above = {"/".join(path.split("/")[:i]) for path in weights for i in range(len(path.split("/")))}
@@ -99,7 +99,7 @@ def convert(
         if keys is not None:
             setattr(module, _KEYS, keys.fork())  # as Flax's Dropout does
     if sample is not None:
-        setattr(model, _SAMPLE, nnx.static(sample))
+        setattr(model, _SAMPLE, nnx.static(_Sample(*sample)))
 
 
 def export(model: nnx.Module) -> int:
@@ -115,7 +115,7 @@ def _own_class(module: object) -> type:
     return type(module).__mro__[1] if conversion_of(module) is not None else type(module)
 
 
-def sample_of(model: object) -> Sample | None:
+def sample_of(model: object) -> _Sample | None:
     """Return the sample inputs of a converted model, if it had some."""
     return getattr(model, _SAMPLE, None)
 
@@ -253,7 +253,8 @@ class _Call:
     def transformed(self, chosen: Policy) -> Transformed:
         """Return the method as a function of `arguments`."""
         prefix = getattr(self.model, _PATH, "")
-        return Transformed(self._pure, chosen, 0, name=_own_class(self.model).__name__, prefix=prefix, stateful=True)
+        name = _own_class(self.model).__name__
+        return Transformed(self._pure, chosen, 0, name=name, prefix=prefix, stateful=True, must=False)
 
     def run(self, chosen: Policy) -> PyTree:
         """Return the method's result, and write its changes back to the model."""
@@ -268,7 +269,7 @@ class _Call:
                 stacklevel=3,
             )
         keys = getattr(self.model, _KEYS, None)
-        out, (values, attributes) = self.transformed(chosen).evaluate(
+        out, (values, attributes) = self.transformed(chosen)(
             *self.arguments, stored=stored, product_key=None if keys is None else keys()
         )
         nodes = dict(nnx.iter_graph(self._nodes))

@@ -2,32 +2,26 @@
 
 A product of a small matrix loses to BF16. With "measured", times decide if they are known: the three products of a
 layer and the quantization around them, at the layer's own shape on this chip, against the three products of BF16
-(`tcfp_jax.explanation.weigh`). `judge` applies a policy to a census.
+(`tcfp_jax.explain`). `judge` applies a policy to a census.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import jax
-
-from pallas_kernels.dispatch import device_kind
-from pallas_kernels.tuning import is_timed
-from tcfp_jax import paths
-from tcfp_jax.conversion.census import Census, Place
-from tcfp_jax.conversion.evaluate import Plan, plan_of
-from tcfp_jax.conversion.report import Choice, Product, Record, Report
-from tcfp_jax.conversion.trace import Program
-from tcfp_jax.explanation import weigh
-from tcfp_jax.recipes import Recipe
+from pallas_kernels.dispatch import device_kind, surroundings
+from pallas_kernels.specs import has_explicit_axes
+from pallas_kernels.tuning import is_timed, load
+from tcfp_jax.conversion.factors import Product
+from tcfp_jax.explanation import Explanation, explain
+from tcfp_jax.recipes import Recipe, describe
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.layout import Weight
 
 Include = Literal["linear", "head", "small", "measured", "layer_norm", "embed"]
 Rule = tuple[str, Recipe | str | None] | Callable[[str, Product], Recipe | str | None]
-Leaves = Mapping[str, jax.Array | jax.ShapeDtypeStruct]  # parameters by path
 Rules = Mapping[str, Recipe | str | None] | Iterable[Rule] | None
 
 # The traffic of its operands bounds a matrix with a side below this, whatever its other side is. Products of 4096 and a
@@ -37,6 +31,46 @@ _SMALL = 1024
 # Least measured gain for which a product is converted: interpolation between measured times may be wrong by as much.
 _WORTHWHILE = 1.02
 _SWITCHED_OFF = "switched off by to_bf16"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The decision about one product.
+
+    Attributes:
+      product: the product; its `path` is the path of the parameter.
+      recipe: the recipe, or None to leave the product alone.
+      reason: why the product was left alone, the rule that chose, or the measured speed.
+      rule: number of the rule that decided.
+      speed: measured speed over BF16, if it decided.
+      stored: whether the product reads the stored weight. A second product of the same weight may need another form.
+    """
+
+    product: Product
+    recipe: Recipe | None
+    reason: str = ""
+    rule: int | None = None
+    speed: float | None = None
+    stored: bool = True
+
+    @property
+    def weight_path(self) -> str:
+        """Path of the parameter."""
+        return self.product.path
+
+    @property
+    def path(self) -> str:
+        """Path of the layer: the path of the parameter without the parameter's own name."""
+        return self.product.path.rpartition("/")[0]
+
+    def __str__(self) -> str:
+        """One line of a report."""
+        if self.recipe is None:
+            return f"{self.product} {self.reason}"
+        notes = [self.reason] if self.reason else []
+        if self.recipe.stored is not None and not self.stored:
+            notes.append("quantized at each use: the stored form of its weight is another one")
+        return f"{self.product} {describe(self.recipe)}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 @dataclass(frozen=True)
@@ -58,9 +92,9 @@ class Policy:
     include: frozenset[str] = frozenset({"linear"})
     off: tuple[str, ...] = ()
     devices: int = 1
-    settled: tuple[tuple[str, Choice], ...] = ()
+    settled: tuple[tuple[str, Record], ...] = ()
 
-    def choose(self, product: Product) -> Choice:
+    def choose(self, product: Product) -> Record:
         """Return the choice for one product.
 
         >>> big = Product("block/mlp/kernel", (4096, 4096), "dot_general", k=4096, n=4096)
@@ -70,23 +104,23 @@ class Policy:
         'output head; include "head" or name it in rules'
         """
         if product.recipe is not None:  # a layer that the model's author gave a recipe
-            by_hand = Choice(product.recipe, "low-precision by hand")
-            return Choice(None, _SWITCHED_OFF) if self.is_off(product.path) else by_hand
+            by_hand = Record(product, product.recipe, "low-precision by hand")
+            return Record(product, None, _SWITCHED_OFF) if self.is_off(product.path) else by_hand
         if self.recipe is None:
-            return Choice(None, "float, in a model that is not converted")
+            return Record(product, None, "float, in a model that is not converted")
         number, chosen = self._rule(product)
         if product.reason:
-            return Choice(None, product.reason, number)
+            return Record(product, None, product.reason, number)
         if self.is_off(product.path):
-            return Choice(None, _SWITCHED_OFF)
+            return Record(product, None, _SWITCHED_OFF)
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
-            return Choice(recipe, f"rule {_rule_name(self.rules[number])}", number)
+            return Record(product, recipe, f"rule {_rule_name(self.rules[number])}", number)
         if reason := self._left(product):
-            return Choice(None, reason)
+            return Record(product, None, reason)
         settled = dict(self.settled).get(product.path)
         if settled is not None:
-            return settled
+            return dataclasses.replace(settled, product=product)
         measured = "measured" in self.include and is_timed(device_kind())
         return self._weighed(product) if measured else self._sized(product)
 
@@ -106,25 +140,26 @@ class Policy:
         group, kind = ("head", "output head") if product.head else ("linear", "linear")
         return "" if group in self.include else f'{kind}; include "{group}" or name it in rules'
 
-    def _sized(self, product: Product) -> Choice:
+    def _sized(self, product: Product) -> Record:
         """Choose by the sides of the matrix."""
         side = min(product.k, product.n)
         if "small" in self.include or side >= _SMALL:
-            return Choice(self.recipe, "")
+            return Record(product, self.recipe)
         small = f"too small to win: a side of {side}, below {_SMALL}"
-        return Choice(None, f'{small}; include "small" or name it in rules')
+        return Record(product, None, f'{small}; include "small" or name it in rules')
 
-    def _weighed(self, product: Product) -> Choice:
+    def _weighed(self, product: Product) -> Record:
         """Choose by measured times of the layer at its own shape; the reason says so if size decides instead."""
         assert self.recipe is not None, "a model that is converted has one"
         rows = max(1, product.rows // self.devices)
-        found = weigh(rows, product.k, product.n, self.recipe)
+        around = (surroundings(), load(), has_explicit_axes())
+        found = _weighed(rows, product.k, product.n, self.recipe, around)
         speed = found.speed_over_bf16
         if speed is None:
             sized = self._sized(product)
-            return sized if sized.recipe is None else Choice(self.recipe, f"{found.summary}: its size decided")
+            return sized if sized.recipe is None else Record(product, self.recipe, f"{found.summary}: its size decided")
         why = f"{found.summary} at {rows}x{product.k}x{product.n}"
-        return Choice(self.recipe if speed >= _WORTHWHILE else None, why, speed=speed)
+        return Record(product, self.recipe if speed >= _WORTHWHILE else None, why, speed=speed)
 
     def settle(self, products: Iterable[Product]) -> "Policy":
         """Return the policy with its choices by measured times settled; a path's first product decides.
@@ -137,22 +172,33 @@ class Policy:
         found = {product.path: self._weighed(product) for product in reversed(weighed)}
         return dataclasses.replace(self, settled=tuple(found.items()))
 
+    def unmatched(self, choices: Iterable[Record]) -> tuple[str, ...]:
+        """Return the rules, as reports show them, that decided none of these choices."""
+        matched = {choice.rule for choice in choices}
+        return tuple(_rule_name(rule) for number, rule in enumerate(self.rules) if number not in matched)
+
     def is_off(self, path: str) -> bool:
         """Return whether `to_bf16` switched off the layer."""
         return any(finds(pattern, path) for pattern in self.off)
 
-    def switched(self, off: tuple[str, ...]) -> "Policy":
-        """Return the policy with other layers off."""
-        return dataclasses.replace(self, off=off)
+
+# The policy of a model whose author wrote low-precision layers: nothing else takes a recipe.
+BY_HAND = Policy(None, (), frozenset())
 
 
 def finds(pattern: str, path: str) -> bool:
     """Return whether a pattern finds a parameter, by its path or its layer's path.
 
+    Raises:
+      ValueError: the pattern is not a regular expression.
+
     >>> finds("mlp$", "block/mlp/kernel"), finds("mlp/kernel", "block/mlp/kernel"), finds("norm", "block/mlp/kernel")
     (True, True, False)
     """
-    return bool(re.search(pattern, path) or re.search(pattern, path.rpartition("/")[0]))
+    try:
+        return bool(re.search(pattern, path) or re.search(pattern, path.rpartition("/")[0]))
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression over paths like 'block_0/mlp': {error}") from error
 
 
 def policy(recipe: Recipe | str, rules: Rules = None, include: Iterable[str] = ("linear",)) -> Policy:
@@ -203,35 +249,15 @@ def last_blocks(count: int, blocks: int, recipe: Recipe | str | None = "bf16") -
     return last
 
 
-def by_hand() -> Policy:
-    """Return the policy of a model whose author wrote low-precision layers: nothing else takes a recipe.
-
-    >>> by_hand().choose(Product("mlp", (2, 2), "dot_general")).recipe is None
-    True
-    """
-    return Policy(None, (), frozenset())
+@functools.lru_cache(maxsize=1024)
+def _weighed(rows: int, k: int, n: int, recipe: Recipe, around: object) -> Explanation:
+    """Return `explain` of a layer with bfloat16 activations and a float32 weight `[k, n]`."""
+    return explain((rows, k), (k, n), recipe)
 
 
 def _rule_name(rule: Rule) -> str:
-    """Return a rule as reports show it.
-
-    >>> _rule_name(("mlp", "tensorwise"))
-    "'mlp'"
-    """
+    """Return a rule as reports show it."""
     return getattr(rule, "__name__", repr(rule)) if callable(rule) else repr(rule[0])
-
-
-def check_pattern(pattern: str) -> str:
-    """Return the pattern, if it is a regular expression.
-
-    Raises:
-      ValueError: it is not.
-    """
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{pattern!r} is not a regular expression over paths like 'block_0/mlp': {error}") from error
-    return pattern
 
 
 def _checked(rule: object) -> Rule:
@@ -244,83 +270,5 @@ def _checked(rule: object) -> Rule:
         named_recipe(chosen)
     if callable(pattern):
         raise ValueError(f"rule {rule!r}: a function returns the recipe itself; pass it without a second value")
-    return (check_pattern(pattern), chosen)
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A traced function and the decisions about it.
-
-    Attributes:
-      program: the trace.
-      census: the products of the program.
-      leaves: the parameters by path.
-      prefix: path of the function's part of a model, if a part is called by itself.
-      plan: the plan of the evaluation.
-      report: the report of the products.
-      weights: the weights that `error_feedback` can store, by path.
-      rounded: paths of parameters that are rounded to the packed format as they come in.
-    """
-
-    program: Program
-    census: Census
-    leaves: Leaves
-    prefix: str
-    plan: Plan
-    report: Report
-    weights: dict[str, Weight]
-    rounded: frozenset[str]
-
-    def by(self, chosen: Policy) -> "Examined":
-        """Return the decisions of another policy about the same program."""
-        return judge(self.program, self.census, self.leaves, chosen, self.prefix)
-
-    def settled(self, chosen: Policy) -> tuple[Policy, "Examined"]:
-        """Return the policy with its choices by measured times settled, and the decisions of that policy."""
-        settled = chosen.settle(self.census.products.values())
-        return settled, self.by(settled)
-
-
-def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = "") -> Examined:
-    """Return the decisions of a policy about a program, from the census of the program."""
-    # Rules know a parameter by its path in the whole model, also if a part of the model is called by itself.
-    named = found.products
-    if prefix:
-        named = {place: dataclasses.replace(p, path=paths.join(prefix, p.path)) for place, p in named.items()}
-    choices = {place: chosen.choose(product) for place, product in named.items()}
-    on = chosen.switched(()) if chosen.off else chosen  # a layer that is switched off keeps its state
-    recipes = {place: (on.choose(product) if chosen.off else choices[place]).recipe for place, product in named.items()}
-    weights: dict[str, Weight] = {}
-    # A weight is stored as its first converted product reads it. Products that stay float read the float weight, too.
-    float_reads = {path for path, primitives in found.reads.items() if primitives}
-    float_reads |= {product.path for place, product in found.products.items() if recipes[place] is None}
-    for place, product in found.products.items():
-        recipe = recipes[place]
-        if recipe is not None and recipe.stored is not None and product.layout is not None:
-            reads: Literal["lookup", "none"] = "lookup" if product.path in float_reads else "none"
-            weights.setdefault(product.path, Weight(recipe, product.layout, reads))
-
-    steps: dict[Place, Recipe | str] = {}
-    converted: list[Record] = []
-    skipped: list[Record] = []
-    for place, product in found.products.items():
-        choice, weight = choices[place], weights.get(product.path)
-        stored = weight is not None and (weight.recipe, weight.layout) == (choice.recipe, product.layout)
-        (skipped if choice.recipe is None else converted).append(Record(product, choice, stored))
-        if choice.recipe is not None and product.recipe is None:
-            steps[place] = choice.recipe
-    lookups = found.lookups if "embed" in chosen.include else {}
-    steps |= dict.fromkeys(lookups, "packed")
-    gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
-    matched = {choice.rule for choice in choices.values()}
-    unmatched = tuple(_rule_name(rule) for number, rule in enumerate(chosen.rules) if number not in matched)
-    report = Report(tuple(converted), tuple(skipped), unmatched, tuple(sorted({*lookups.values(), *gains})))
-    return Examined(program, found, leaves, prefix, plan_of(steps), report, weights, gains)
-
-
-def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
-    """Return vectors that multiply an input, and the other vectors of their layers, which are added to one."""
-    vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
-    gains = {path for path in vectors if "mul" in found.reads.get(path, ())}
-    layers = {path.rpartition("/")[0] for path in gains}
-    return frozenset(gains | {path for path in vectors if path.rpartition("/")[0] in layers and "/" in path})
+    finds(pattern, "")
+    return pattern, chosen

@@ -1,113 +1,22 @@
-"""`Report`: every product of a parameter, the recipe that it was given, and the reason where it was given none."""
+"""`judge` applies a policy to a census: the plan of the evaluation, the weights to store, and the `Report`."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import jax
-from flax import linen as nn
+from jax.extend import core
 
-from tcfp_jax.recipes import Recipe, describe
-from tcfp_jax.weights.layout import Layout
+from tcfp_jax import paths
+from tcfp_jax.conversion.census import Census, Place
+from tcfp_jax.conversion.evaluate import Plan
+from tcfp_jax.conversion.policy import Policy, Record
+from tcfp_jax.paths import PyTree
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.weights.layout import Weight
 
-
-@dataclass(frozen=True)
-class Product:
-    """One product of a parameter.
-
-    Attributes:
-      path: path of the parameter; several paths are joined by " + ".
-      shape: shape of the parameter, or of the operand that was computed from it.
-      primitive: the operation, such as "dot_general".
-      equation: the product as an einsum of x and the parameter, over the parameter's own axes.
-      k, n: sizes of the matrix that multiplies each row of x; 0 if there is no matrix.
-      rows: number of rows of x that each matrix multiplies.
-      scope: the named scopes around the product.
-      reason: why the product cannot be converted; "" if it can.
-      layout: layout of the whole parameter; None if the parameter cannot be stored for this product.
-      head: whether the product makes the model's output. No product follows a head. Its result has as many features as
-        a table that is looked up has rows (or the head multiplies that table), or as no other product contracts.
-      recipe: recipe of a layer that computes the product in low precision by itself.
-      precision: precision that the author asked for beyond the default.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    primitive: str
-    equation: str = ""
-    k: int = 0
-    n: int = 0
-    rows: int = 0
-    scope: str = ""
-    reason: str = ""
-    layout: Layout | None = None
-    head: bool = False
-    recipe: Recipe | None = None
-    precision: str = ""
-
-    def __str__(self) -> str:
-        """One line of a report."""
-        return f"{self.path:40} {list(self.shape)!s:20} {self.equation or self.primitive:24}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The decision about one product.
-
-    Attributes:
-      recipe: the recipe, or None to leave the product alone.
-      reason: why.
-      rule: number of the rule that decided.
-      speed: measured speed over BF16, if it decided.
-    """
-
-    recipe: Recipe | None
-    reason: str
-    rule: int | None = None
-    speed: float | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """One product and the decision about it.
-
-    Attributes:
-      product: the product; its `path` is the path of the parameter.
-      choice: the decision.
-      stored: whether the product reads the stored weight. A second product of the same weight may need another form.
-    """
-
-    product: Product
-    choice: Choice
-    stored: bool = True
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """Recipe of the product, or None."""
-        return self.choice.recipe
-
-    @property
-    def reason(self) -> str:
-        """Reason why the product was left alone, the rule that chose, or the measured speed."""
-        return self.choice.reason
-
-    @property
-    def weight_path(self) -> str:
-        """Path of the parameter."""
-        return self.product.path
-
-    @property
-    def path(self) -> str:
-        """Path of the layer: the path of the parameter without the parameter's own name."""
-        return self.product.path.rpartition("/")[0]
-
-    def __str__(self) -> str:
-        """One line of a report."""
-        if self.recipe is None:
-            return f"{self.product} {self.reason}"
-        notes = [self.reason] if self.reason else []
-        if self.recipe.stored is not None and not self.stored:
-            notes.append("quantized at each use: the stored form of its weight is another one")
-        return f"{self.product} {describe(self.recipe)}" + (f" ({'; '.join(notes)})" if notes else "")
+Leaves = Mapping[str, jax.Array | jax.ShapeDtypeStruct]  # parameters by path
 
 
 @dataclass(frozen=True)
@@ -128,73 +37,84 @@ class Report:
     @property
     def impossible(self) -> tuple[Record, ...]:
         """Skipped products that have no low-precision form, and that no rule names."""
-        return tuple(r for r in self.skipped if r.product.reason and r.choice.rule is None)
+        return tuple(r for r in self.skipped if r.product.reason and r.rule is None)
 
     @property
     def weighed(self) -> bool:
         """True if measured times decided about a product: a model in which nothing pays runs unchanged."""
-        return any(record.choice.speed is not None for record in (*self.converted, *self.skipped))
+        return any(record.speed is not None for record in (*self.converted, *self.skipped))
 
     def __str__(self) -> str:
-        """The table: converted products, skipped products, rounded parameters, and rules that matched nothing."""
+        """The table."""
         lines = [f"{len(self.converted)} products converted, {len(self.skipped)} skipped"]
         lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
         return "\n".join(lines)
 
-
-def check_strict(report: Report) -> None:
-    """Raise if a product was left alone that no rule names.
-
-    Raises:
-      ValueError: lists the products, or names a rule that matches nothing.
-    """
-    if report.impossible:
-        lines = "; ".join(f"{record.product}: {record.reason}" for record in report.impossible[:5])
-        raise ValueError(
-            f"strict=True: {len(report.impossible)} products of parameters have no low-precision form: {lines}; leave "
-            'them alone by rules, such as {"patch": None}'
-        )
-    if report.unmatched_rules:
-        raise ValueError(f"strict=True: no product matches the rule {report.unmatched_rules[0]}; survey lists them")
+    def check_strict(self) -> None:
+        """Raise a ValueError if a product was left alone that no rule names, or if a rule matches nothing."""
+        if self.impossible:
+            lines = "; ".join(f"{record.product}: {record.reason}" for record in self.impossible[:5])
+            raise ValueError(
+                f"strict=True: {len(self.impossible)} products of parameters have no low-precision form: {lines}; "
+                'leave them alone by rules, such as {"patch": None}'
+            )
+        if self.unmatched_rules:
+            raise ValueError(f"strict=True: no product matches the rule {self.unmatched_rules[0]}; survey lists them")
 
 
-def nothing_converted(name: str, report: Report, leaves: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> ValueError:
-    """Return the error of a conversion that would change nothing."""
-    if report.skipped:
-        seen = [f"{r.product.path or '(root)'} {list(r.product.shape)}: {r.reason}" for r in report.skipped]
-        return ValueError(f"no product of {name} was converted: {_some(seen, 5, '; ')}; name them in rules or widen "
-                          "include")  # fmt: skip
-    found = [f"{path} {list(leaf.shape)}" for path, leaf in leaves.items()]
-    return ValueError(
-        f"no product of {name} was converted: its program multiplies none of its parameters by an input; the "
-        f"parameters are {_some(found, 8) or 'none'}; pass the parameters that are multiplied, and inputs that reach "
-        "them"
-    )
+class Program(NamedTuple):
+    """A traced function: `rebuild` makes its result from arrays like `outputs` and the Python values of the trace."""
+
+    jaxpr: core.ClosedJaxpr
+    outputs: list[jax.ShapeDtypeStruct]
+    rebuild: Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]
 
 
-def check_state(stored: Mapping[str, object], leaves: Mapping[str, object], absent: list[str]) -> None:
-    """Raise unless a state belongs to these parameters, and holds all parameters that have no values of their own.
+@dataclass(frozen=True)
+class Examined:
+    """A traced function and the decisions about it.
 
-    Args:
-      stored: the state by path.
+    Attributes:
+      program: the trace.
+      census: the products of the program.
       leaves: the parameters by path.
-      absent: paths of parameters without values.
-
-    Raises:
-      ValueError: a stored weight without a parameter, or a parameter without values that is not stored.
+      prefix: path of the function's part of a model, if a part is called by itself.
+      plan: the plan of the evaluation.
+      report: the report of the products.
+      weights: the weights that `error_feedback` can store, by path.
+      rounded: paths of parameters that are rounded to the packed format as they come in.
     """
-    unknown = sorted(set(stored) - set(leaves))
-    if unknown:
+
+    program: Program
+    census: Census
+    leaves: Leaves
+    prefix: str
+    plan: Plan
+    report: Report
+    weights: dict[str, Weight]
+    rounded: frozenset[str]
+
+    def by(self, chosen: Policy) -> "Examined":
+        """Return the decisions of another policy about the same program."""
+        return judge(self.program, self.census, self.leaves, chosen, self.prefix)
+
+    def check_converted(self, name: str) -> None:
+        """Raise a ValueError if nothing is converted, although no measured time advised against it."""
+        report = self.report
+        if report.converted or report.rounded or report.weighed:
+            return
+        if report.skipped:
+            seen = [f"{r.product.path or '(root)'} {list(r.product.shape)}: {r.reason}" for r in report.skipped]
+            raise ValueError(
+                f"no product of {name} was converted: {_some(seen, 5, '; ')}; name them in rules or widen include"
+            )
+        found = [f"{path} {list(leaf.shape)}" for path, leaf in self.leaves.items()]
         raise ValueError(
-            f"the state holds {unknown[0]!r}, but the parameters have only {_some(sorted(leaves), 8)}; pass the state "
-            "of these parameters"
-        )
-    missing = [path for path in absent if path not in stored]
-    if missing:
-        raise ValueError(
-            f"{missing[0]!r} is a shape without values, and the state does not hold it; pass the parameter"
+            f"no product of {name} was converted: its program multiplies none of its parameters by an input; the "
+            f"parameters are {_some(found, 8) or 'none'}; pass the parameters that are multiplied, and inputs that "
+            "reach them"
         )
 
 
@@ -204,16 +124,57 @@ def _some(items: list[str], most: int, separator: str = ", ") -> str:
     return separator.join(items[:most]) + others
 
 
-def not_converted(model: object) -> ValueError:
-    """Return the error of a question about a model that is not converted."""
-    return ValueError(f"{type(model).__name__} is not converted; use convert_to_tcfp(model, recipe)")
+def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = "") -> Examined:
+    """Return the decisions of a policy about a program, from the census of the program."""
+    # Rules know a parameter by its path in the whole model, also if a part of the model is called by itself.
+    named = found.products
+    if prefix:
+        named = {place: dataclasses.replace(p, path=paths.join(prefix, p.path)) for place, p in named.items()}
+    choices = {place: chosen.choose(product) for place, product in named.items()}
+    on = dataclasses.replace(chosen, off=())  # a layer that is switched off keeps its state
+    recipes = {place: (on.choose(product) if chosen.off else choices[place]).recipe for place, product in named.items()}
+    weights: dict[str, Weight] = {}
+    # A weight is stored as its first converted product reads it. Products that stay float read the float weight, too.
+    float_reads = {path for path, primitives in found.reads.items() if primitives}
+    float_reads |= {product.path for place, product in found.products.items() if recipes[place] is None}
+    for place, product in found.products.items():
+        recipe = recipes[place]
+        if recipe is not None and recipe.stored is not None and product.layout is not None:
+            reads: Literal["lookup", "none"] = "lookup" if product.path in float_reads else "none"
+            weights.setdefault(product.path, Weight(recipe, product.layout, reads))
+
+    steps: dict[Place, Recipe | str] = {}
+    converted: list[Record] = []
+    skipped: list[Record] = []
+    for place, product in found.products.items():
+        choice, weight = choices[place], weights.get(product.path)
+        stored = weight is not None and (weight.recipe, weight.layout) == (choice.recipe, product.layout)
+        record = dataclasses.replace(choice, product=product, stored=stored)
+        (skipped if choice.recipe is None else converted).append(record)
+        if choice.recipe is not None and product.recipe is None:
+            steps[place] = choice.recipe
+    lookups = found.lookups if "embed" in chosen.include else {}
+    steps |= dict.fromkeys(lookups, "packed")
+    gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
+    rounded = tuple(sorted({*lookups.values(), *gains}))
+    report = Report(tuple(converted), tuple(skipped), chosen.unmatched(choices.values()), rounded)
+    return Examined(program, found, leaves, prefix, _plan_of(steps), report, weights, gains)
 
 
-def not_a_model(model: object) -> TypeError:
-    """Return the error of an object that is not a Flax module."""
-    kind, repair = f"{type(model).__module__}.{type(model).__qualname__}", "pass the model itself"
-    if isinstance(getattr(model, "module", None), nn.Module):
-        repair = "pass its .module, which is one"
-    elif callable(model) or hasattr(model, "apply"):
-        repair = "for any other function of parameters and inputs use tcfp_jax.transform(fn, recipe)"
-    return TypeError(f"the model is a {kind}, which is neither a flax.linen.Module nor a flax.nnx.Module; {repair}")
+def _gains(found: Census, leaves: Leaves) -> frozenset[str]:
+    """Return vectors that multiply an input, and the other vectors of their layers, which are added to one."""
+    vectors = {path for path, leaf in leaves.items() if len(leaf.shape) == 1}
+    gains = {path for path in vectors if "mul" in found.reads.get(path, ())}
+    layers = {path.rpartition("/")[0] for path in gains}
+    return frozenset(gains | {path for path in vectors if path.rpartition("/")[0] in layers and "/" in path})
+
+
+def _plan_of(steps: Mapping[tuple[int, ...], Recipe | str]) -> Plan:
+    """Return the plan for steps by place.
+
+    >>> _plan_of({(3,): "packed", (1, 0): "packed"})
+    ((1, ((0, 'packed'),)), (3, 'packed'))
+    """
+    numbers = sorted({place[0] for place in steps})
+    inner = lambda number: {place[1:]: step for place, step in steps.items() if place[0] == number}
+    return tuple((n, steps[n,] if (n,) in steps else _plan_of(inner(n))) for n in numbers)

@@ -14,14 +14,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
-from pallas_kernels.operands import Operand, Tensor
-from pallas_kernels.specs import entries, regrouped, ungrouped
-from tcfp_jax.conversion.trace import SHAPES
-from tcfp_jax.conversion.views import Axes, Equation, Factors, Shape, Start, View
+from pallas_kernels.operands import Operand, Quantized, Tensor
+from pallas_kernels.specs import entries, regrouped, split_entries, ungrouped, with_entries
+from tcfp_jax.conversion.factors import Factors, factors
+from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
+from tcfp_jax.layers import Absent
+from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored, quantize_weight
 
+# Shapes that stand for arrays without values.
+SHAPES = (jax.ShapeDtypeStruct, Absent)
 _static: Any = functools.partial(field, metadata=dict(static=True))
 
 
@@ -52,13 +56,9 @@ class Shown:
 
     @staticmethod
     def of(leaf: Any, stored: Any, weight: Weight | None, gradient_dtype: DTypeLike | None = None) -> "Shown":
-        """Return a parameter as it comes into the program.
+        """Return a parameter as it comes into the program; the leaf is a shape if only the stored form exists.
 
-        Args:
-          leaf: an array, or a shape if only the stored form exists.
-          stored: the stored form, or None.
-          weight: recipe and layout of the stored form.
-          gradient_dtype: dtype of the gradient, if it is not the dtype of the parameter.
+        `gradient_dtype` is the dtype of the gradient, if it is not the dtype of the parameter.
         """
         view, dtype = View.of(leaf.shape), jnp.dtype(leaf.dtype).name
         stack = () if stored is None or weight is None else weight.layout.stack
@@ -90,11 +90,7 @@ class Shown:
         return out
 
     def numbers(self) -> jax.Array:
-        """Return the root; of a weight that exists in its stored form alone, the dequantized weight.
-
-        Raises:
-          ValueError: the weight exists in its stored form alone, and this part of it has no stored form.
-        """
+        """Return the root; of a weight that exists in its stored form alone, the dequantized weight."""
         if self.root is not None:
             return self.root.astype(self.dtype)
         if self.stored is None or self.weight is None:
@@ -111,16 +107,17 @@ class Shown:
         whole = matrix.reshape([view.shape[axis] for axis in order])
         return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
 
-    def _with(self, view: View | None, **changes: Any) -> Any:
+    def seen_as(self, view: View | None, **changes: Any) -> Any:
+        """Return the arrays, or changed ones, under another view; None without one."""
         return None if view is None else dataclasses.replace(self, view=view, **changes)
 
     def arrange(self, axes: Sequence[int | None]) -> "Shown":
         """Return the array with other axes, see `View.arrange`."""
-        return self._with(self.view.arrange(axes))
+        return self.seen_as(self.view.arrange(axes))
 
     def cast(self, dtype: DTypeLike) -> "Shown":
         """Return the array in another dtype; the cast itself waits until something reads the numbers."""
-        return self._with(self.view.cast(dtype))
+        return self.seen_as(self.view.cast(dtype))
 
     def reshape(self, old: Shape, new: Shape) -> "Shown | None":
         """Return the array in another shape, or None if the shape cuts across axes."""
@@ -129,7 +126,7 @@ class Shown:
             return None
         kept = self.local is not None and view.sizes == self.view.sizes
         root = None if self.root is None else _split(self.root, view.sizes)
-        return self._with(view, root=root, local=self.local if kept else None)
+        return self.seen_as(view, root=root, local=self.local if kept else None)
 
     def at(self, axis: int, index: Start) -> "Shown":
         """Return one entry of an axis, which stays with size 1."""
@@ -137,14 +134,14 @@ class Shown:
             return self
         arrays, one = self.leading(axis)
         entry = one(jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), arrays))
-        return entry._with(self.view.at(axis, index))
+        return entry.seen_as(self.view.at(axis, index))
 
     def part(self, axis: int, start: Start, size: int) -> "Shown":
         """Return some neighbouring entries of an axis; no stored form serves them."""
         if not self.axes[axis]:
             return self
         root = lax.dynamic_slice_in_dim(self.numbers(), start, size, self.axes[axis][0])
-        return self._with(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
+        return self.seen_as(self.view.part(axis, start, size), root=root, stored=None, stacked=(), local=None)
 
     def gather(self, axis: int, name: Hashable, devices: int) -> "Shown | None":
         """Return all devices' parts of an axis; XLA gathers the float numbers only if something reads them."""
@@ -154,16 +151,16 @@ class Shown:
         (atom,) = self.axes[axis]
         root = lax.all_gather(self.numbers(), name, axis=atom, tiled=True)
         local = self.root if self.local is None else self.local
-        return self._with(view, root=root, local=local, gathers=(*self.gathers, (atom, name)))
+        return self.seen_as(view, root=root, local=local, gathers=(*self.gathers, (atom, name)))
 
     def same(self, eqn: Equation) -> "Shown":
         """Apply an equation that does not move the numbers: it may stop their gradient, place them or change a type."""
         name = eqn.primitive.name
         if name == "stop_gradient":
-            return self._with(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
+            return self.seen_as(self.view, root=None if self.root is None else lax.stop_gradient(self.root))
         if name in ("pvary", "pcast"):
             bind = lambda array: None if array is None else eqn.primitive.bind(array, **eqn.params)
-            return self._with(self.view, root=bind(self.root), local=bind(self.local))
+            return self.seen_as(self.view, root=bind(self.root), local=bind(self.local))
         if name in ("sharding_constraint", "reshard"):
             wanted = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
             return self.constrain(wanted) if isinstance(wanted, NamedSharding) else self
@@ -176,7 +173,7 @@ class Shown:
         spec = entries(sharding, len(self.axes))
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
-        return self._with(self.view, root=lax.with_sharding_constraint(self.root, own))
+        return self.seen_as(self.view, root=lax.with_sharding_constraint(self.root, own))
 
     def leading(self, axis: int) -> tuple[Any, Callable[[Any], "Shown"]]:
         """Return the arrays with an axis of one atom in front, and the function that makes a `Shown` of an entry."""
@@ -189,21 +186,19 @@ class Shown:
         root = self.numbers() if self.root is None and stored is None else self.root
         stacked = () if stored is None else tuple(axis for axis in self.stacked if axis != lost)
         view = self.view.drop(axis)
-        entry = lambda arrays: self._with(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
+        entry = lambda arrays: self.seen_as(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
         return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
 
 
 def _split(x: jax.Array, sizes: Shape) -> jax.Array:
     """Split the axes of an array into these sizes, in order."""
-    if x.shape == tuple(sizes):
-        return x
     rest, groups = list(sizes), []
     for size in x.shape:
         group = [rest.pop(0)]
         while math.prod(group) < size:
             group.append(rest.pop(0))
         groups.append(group)
-    return ungrouped(x, groups)
+    return x if x.shape == tuple(sizes) else ungrouped(x, groups)
 
 
 def _without_ones(shape: Shape) -> list[list[int]]:
@@ -217,7 +212,7 @@ def _without_ones(shape: Shape) -> list[list[int]]:
     return groups if max(shape, default=1) > 1 else []
 
 
-def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
+def _gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
     """Quantize a weight whose parts were gathered inside `shard_map` before it travels: its FP8 values are gathered.
 
     All devices share the scale of the whole weight, from one reduction of their amaxes. Returns None if the float
@@ -250,3 +245,47 @@ def gathered(weight: Shown, found: Factors, recipe: Recipe) -> Stored | None:
 
     axes = "nk" if layout.transposed else "kn"
     return Stored(operand(stored.forward, axes[::-1]), operand(stored.backward, axes))
+
+
+def multiply(
+    eqn: Equation,
+    inputs: Sequence[Any],
+    recipe: Recipe,
+    *,
+    x_quantized: Quantized | None = None,
+    drawn: jax.Array | None = None,
+) -> jax.Array:
+    """Return the product of an equation, computed as the recipe says."""
+    side = 0 if isinstance(inputs[0], Shown) else 1
+    weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
+    view: View = weight.view
+    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
+    assert isinstance(found, Factors), "the census plans no other product"
+    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
+    how = weight.weight
+    fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
+    stored = weight.stored if fits else None
+    kernel = weight.root if stored is not None else weight.numbers()
+    if stored is None and weight.local is not None:
+        stored = _gathered(weight, found, recipe)
+    if stored is None and recipe.stochastic:
+        key: jax.Array | None = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
+    else:
+        key = drawn if recipe.draws else None
+    if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
+        layout = found.contraction.layout
+        return contract(
+            matrix_product(x.ndim, transposed=layout.transposed), x,
+            None if kernel is None else layout.matrix(kernel), recipe=recipe, quantized=stored, key=key,
+            shape=None if stored is None else stored.shape, x_quantized=x_quantized,
+        )  # fmt: skip
+    # A product rounds its result to the dtype of x, so x is cast to a dtype that the program asks for beyond it.
+    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
+    x = ungrouped(x, found.x_groups) if found.x_groups else x
+    asked = eqn.params.get("out_sharding")
+    if asked is not None and found.out_groups:
+        asked = with_entries(asked, split_entries(asked, entries(asked, out.ndim), found.out_groups))
+    y = contract(
+        found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
+    )  # fmt: skip
+    return (regrouped(y, found.out_groups) if found.out_groups else y).astype(out.dtype)

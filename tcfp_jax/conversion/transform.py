@@ -10,8 +10,8 @@ program, so it cannot meet the cache of another function.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,41 +22,98 @@ from jax.typing import DTypeLike
 from tcfp_jax import paths
 from tcfp_jax.conversion.census import Fact, census
 from tcfp_jax.conversion.evaluate import Machine, bare
-from tcfp_jax.conversion.policy import Examined, Include, Policy, Rules, judge, policy
-from tcfp_jax.conversion.report import check_state, check_strict, nothing_converted
-from tcfp_jax.conversion.shown import Shown
-from tcfp_jax.conversion.trace import SHAPES, arrays_in, is_array, trace
+from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
+from tcfp_jax.conversion.report import Examined, Program, judge
+from tcfp_jax.conversion.shown import SHAPES, Shown
 from tcfp_jax.conversion.views import View
+from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.freshness import current
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.stored import Stored, quantize_weight
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
-from tcfp_jax.weights.training import is_stored, kernel_of, training_of
+from tcfp_jax.weights.training import kernel_of, training_of
 
 _Tree = Mapping[str, PyTree]  # weights by path, or nested mappings
 _Args = tuple[PyTree, ...]
 
 
+def trace(function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> Program:
+    """Trace a function whose arguments and result may hold strings, modules and other values besides arrays.
+
+    >>> program = trace(lambda x, how: (x + 1, how), (jax.numpy.ones(2), "up"), {})
+    >>> program.rebuild(["the sum"])
+    ('the sum', 'up')
+    """
+    arrays, rebuild_arguments = _split((args, dict(kwargs)))
+    rebuild: Any = None
+
+    # A new function for every call: no cache holds a trace of it, so none can be stale.
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        nonlocal rebuild
+        args, kwargs = rebuild_arguments(arrays)
+        outputs, rebuild = _split(function(*args, **kwargs))
+        return outputs
+
+    jaxpr, outputs = jax.make_jaxpr(run, return_shape=True)(arrays)
+    return Program(jaxpr, outputs, rebuild)
+
+
+def _split(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array | jax.ShapeDtypeStruct]], PyTree]]:
+    """Return the arrays of a tree, and the function that puts other arrays in their places."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    others = [None if _is_array(leaf) else leaf for leaf in leaves]
+    places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def rebuild(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> PyTree:
+        filled = list(others)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return treedef.unflatten(filled)
+
+    # make_jaxpr knows shapes by JAX's own class only.
+    known = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
+    return [known(leaves[place]) for place in places], rebuild
+
+
+def arrays_in(tree: PyTree) -> list[jax.Array]:
+    """Return the arrays of a tree, in the order of the inputs of a `Program`."""
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
+
+
+def _is_array(leaf: object) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+@dataclass(eq=False, repr=False)
 class Transformed:
     """A function from `transform`. Call it as the function itself.
 
     Attributes:
       function: the function that was transformed.
       policy: the request.
+      params: number of the argument that holds the parameters.
+      strict: whether a call raises if a product has no low-precision form.
       name: name of the function in messages.
+      prefix: path of the function's part of a model.
+      stateful: whether the next argument is other state, such as running averages.
+      must: whether a call raises if nothing is converted; a method of a model may multiply nothing.
     """
 
-    def __init__(
-        self, function: Callable[..., PyTree], chosen: Policy, params: int, *, strict: bool = False, name: str = "",
-        prefix: str = "", stateful: bool = False,
-    ) -> None:  # fmt: skip
-        """Take the argument with the parameters; that after it may be other state, such as running averages."""
-        functools.update_wrapper(self, function, updated=())
-        self.name = name or getattr(function, "__name__", type(function).__name__)
-        self.function, self.policy, self._params, self._strict = function, chosen, params, strict
-        self._prefix, self._stateful = prefix, stateful
+    function: Callable[..., PyTree]
+    policy: Policy
+    params: int
+    strict: bool = False
+    name: str = ""
+    prefix: str = ""
+    stateful: bool = False
+    must: bool = True
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.function, updated=())
+        self.name = self.name or getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(
         self, *args: PyTree, stored: _Tree | None = None, product_key: jax.Array | None = None, **kwargs: PyTree
@@ -74,98 +131,86 @@ class Transformed:
           ValueError: nothing can be converted, with `strict` something cannot, or `stored` belongs to other parameters.
         """
         found = self.examine(*args, **kwargs)
-        left = not found.report.converted and not found.report.weighed
-        if left and self.policy.recipe is not None and not self.policy.off:
-            raise nothing_converted(self.name, found.report, found.leaves)
-        if self._strict:
-            check_strict(found.report)
+        if self.must and self.policy.recipe is not None and not self.policy.off:
+            found.check_converted(self.name)
+        if self.strict:
+            found.report.check_strict()
         return self._run(found, args, kwargs, stored, product_key)
 
-    def evaluate(
-        self, *args: PyTree, stored: _Tree | None = None, product_key: jax.Array | None = None, **kwargs: PyTree
-    ) -> PyTree:
-        """Return the function's result even if nothing is converted: a method of a model may multiply nothing."""
-        return self._run(self.examine(*args, **kwargs), args, kwargs, stored, product_key)
-
     def examine(self, *args: PyTree, **kwargs: PyTree) -> Examined:
-        """Return the function's program and the decisions about it; nothing is computed.
-
-        Raises:
-          TypeError: the function has no such argument.
-        """
+        """Return the function's program and the decisions about it; nothing is computed."""
         args = self._floats(args)
         program = trace(self.function, args, kwargs)
-        leaves = {path: leaf for path, leaf in paths.leaves(args[self._params]).items() if is_array(leaf)}
+        leaves = {path: leaf for path, leaf in paths.leaves(args[self.params]).items() if _is_array(leaf)}
         before, after = self._others(args, kwargs)
         # State that a model keeps next to its parameters, such as a running average, is not an input: its product with
         # a parameter makes another weight.
-        state = len(arrays_in(args[self._params + 1])) if self._stateful else 0
+        state = len(arrays_in(args[self.params + 1])) if self.stateful else 0
         facts = [
             *(Fact(input=True) for _ in before),
             *(Fact(frozenset({path}), path, View.of(leaf.shape)) for path, leaf in leaves.items()),
             *(Fact(input=number >= state) for number in range(len(after))),
         ]
-        return judge(program, census(program.jaxpr, facts), leaves, self.policy, self._prefix)
+        return judge(program, census(program.jaxpr, facts), leaves, self.policy, self.prefix)
 
     def run_on(self, machine: Machine, found: Examined, args: _Args, probes: _Tree) -> list[jax.Array]:
         """Return the arrays of the result from another machine, whose products find `probes` as stored weights."""
         own = [Shown.of(leaf, probes.get(path), found.weights.get(path)) for path, leaf in found.leaves.items()]
-        return self._outputs(machine, found, own, self._others(args, {}))
-
-    def with_policy(self, chosen: Policy) -> "Transformed":
-        """Return the same function with another policy."""
-        return Transformed(
-            self.function, chosen, self._params, strict=self._strict, name=self.name, prefix=self._prefix,
-            stateful=self._stateful,
-        )  # fmt: skip
+        return self._outputs(machine, found, own, args, {})
 
     def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
-        trained = self._trained(args)
+        leaves = paths.leaves(args[self.params], lambda node: isinstance(node, Stored))
+        trained = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
         kept = {path: replace(leaf, training=None) for path, leaf in trained.items()} | paths.entries(stored or {})
         absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
-        if kept or absent:
-            check_state(kept, found.leaves, absent)
+        _check_state(kept, found.leaves, absent)
         own = []
         for path, leaf in found.leaves.items():
             dtype = training_of(trained[path]).gradient_dtype if path in trained else None
             rounded = path in found.rounded
             own.append(_parameter(leaf, kept.get(path), found.weights.get(path), dtype, rounded=rounded))
-        outputs = self._outputs(Machine(), found, own, self._others(args, kwargs), key)
-        return found.program.rebuild(outputs)
+        return found.program.rebuild(self._outputs(Machine(), found, own, args, kwargs, key))
 
     def _outputs(
-        self, machine: Machine, found: Examined, own: list[Shown], others: tuple[list[jax.Array], list[jax.Array]],
+        self, machine: Machine, found: Examined, own: list[Shown], args: _Args, kwargs: _Tree,
         key: jax.Array | None = None,
     ) -> list[jax.Array]:  # fmt: skip
-        jaxpr, (before, after) = found.program.jaxpr, others
+        jaxpr, (before, after) = found.program.jaxpr, self._others(args, kwargs)
         outputs = machine.run((jaxpr.jaxpr, jaxpr.consts), [*before, *own, *after], found.plan, key)
         return bare(outputs, jaxpr.jaxpr.outvars)
 
     def _others(self, args: _Args, kwargs: _Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the arrays of the arguments before and after the parameters, in the order of the program's inputs."""
-        before = arrays_in(args[: self._params]) if self._params else []
-        return before, arrays_in((args[self._params + 1 :], dict(kwargs)))
-
-    def _trained(self, args: _Args) -> dict[str, Stored]:
-        """Return the parameters that are stored weights themselves, by path."""
-        leaves = paths.leaves(args[self._params], lambda node: isinstance(node, Stored))
-        return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
+        return arrays_in(args[: self.params]), arrays_in((args[self.params + 1 :], dict(kwargs)))
 
     def _floats(self, args: _Args) -> _Args:
         """Return the arguments with float parameters instead of stored ones.
 
         Code that is not a product reads the floats. A program without such code never computes them.
         """
-        if self._params >= len(args):
+        if self.params >= len(args):
             raise TypeError(
-                f"params={self._params}, but the function was called with {len(args)} positional arguments; pass the "
+                f"params={self.params}, but the function was called with {len(args)} positional arguments; pass the "
                 "parameters by position"
             )
-        if not self._trained(args):
-            return args
-        params = args[self._params]
-        floats = jax.tree.map(lambda leaf: kernel_of(leaf) if is_stored(leaf) else leaf, params, is_leaf=is_stored)
-        return (*args[: self._params], floats, *args[self._params + 1 :])
+        stored = lambda leaf: isinstance(leaf, Stored)
+        floats = jax.tree.map(lambda leaf: kernel_of(leaf) if stored(leaf) else leaf, args[self.params], is_leaf=stored)
+        return (*args[: self.params], floats, *args[self.params + 1 :])
+
+
+def _check_state(stored: Mapping[str, object], leaves: Mapping[str, object], absent: list[str]) -> None:
+    """Raise unless a state belongs to these parameters, and holds all `absent` ones, which have no values."""
+    unknown = sorted(set(stored) - set(leaves))
+    if unknown:
+        raise ValueError(
+            f"the state holds {unknown[0]!r}, but the parameters have only {', '.join(sorted(leaves)[:8])}; pass the "
+            "state of these parameters"
+        )
+    missing = [path for path in absent if path not in stored]
+    if missing:
+        raise ValueError(
+            f"{missing[0]!r} is a shape without values, and the state does not hold it; pass the parameter"
+        )
 
 
 def _parameter(

@@ -13,7 +13,6 @@ views hold arrays, therefore moves by the same rules as the census.
 """
 
 import dataclasses
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -23,9 +22,6 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from tcfp_jax.products.einsum import Contraction
-from tcfp_jax.weights.layout import Layout
-
 # Primitives that hand numbers on. They may round (a cast), but the numbers are still the parameter's.
 _SAME = {
     "convert_element_type", "copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard", "name",
@@ -33,7 +29,6 @@ _SAME = {
 }  # fmt: skip
 # The ones of these primitives with an output for each operand.
 _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
 Start = jax.Array | int  # where a slice begins
@@ -261,113 +256,3 @@ def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
         return None
     moved = view.at(axis, starts[0])
     return moved.arrange([i for i in range(len(old)) if i != axis])
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A product with a view, written over the parameter's own axes.
-
-    Attributes:
-      contraction: product of x, reshaped by `x_groups`, and the parameter in atoms.
-      x_groups: sizes into which each axis of x is split, as the atoms are; none for an axis of size 1.
-      out_groups: sizes of the product's axes that make each axis of the result.
-      roles: role of each atom: "i" is contracted, "o" is in the result alone, "b" is in all three arrays.
-      rows: number of rows of x that each matrix multiplies.
-      layout: layout of the whole parameter, from `layout_of`.
-      equation: the product as an einsum equation, with the parameter's letters first in the alphabet.
-    """
-
-    contraction: Contraction
-    x_groups: Axes
-    out_groups: Axes
-    roles: tuple[str, ...]
-    rows: int
-    layout: Layout | None
-    equation: str
-
-
-def factors(numbers: Any, shapes: Sequence[Shape], side: int, view: View) -> "Factors | str":
-    """Return the product of `lax.dot_general` with a view as operand `side`, or why the view's axes cannot express it.
-
-    Args:
-      numbers: the `dimension_numbers` of the product.
-      shapes: shapes of its two operands.
-      side: 0 or 1, the operand that the view is.
-      view: the view.
-
-    >>> factors((((1,), (0,)), ((), ())), [(2, 8), (8, 4)], 1, View.of((8, 4))).equation
-    'ca,ab->cb'
-    """
-    w, x = side, 1 - side
-    contracted, batch = numbers
-    atoms = len(view.sizes)
-    copied = lambda axis: shapes[w][axis] > 1 and not view.axes[axis]  # a broadcast axis, which has no atoms
-    roles = ["o"] * atoms
-    # Each axis of x becomes a list of labels: numbers of atoms, or a new number for an axis that x alone has.
-    groups: list[Any] = [None] * len(shapes[x])
-    own = iter(range(atoms, atoms + 2 * len(shapes[x]) + 2))
-    size = dict(enumerate(view.sizes))
-    for kind, pairs in (("i", contracted), ("b", batch)):
-        for mine, other in zip(pairs[w], pairs[x], strict=True):
-            if kind == "i" and copied(mine):
-                return "its weight is broadcast along a contracted axis"
-            groups[other] = [next(own)] if copied(mine) else list(view.axes[mine])
-            size |= {label: shapes[x][other] for label in groups[other] if label >= atoms}
-            for atom in view.axes[mine]:
-                roles[atom] = kind
-    w_rest = [axis for axis in range(len(shapes[w])) if axis not in (*contracted[w], *batch[w])]
-    if any(map(copied, w_rest)):
-        return "its weight is broadcast along an axis of the result"
-    if not {"i", "o"} <= set(roles):
-        return "it is not a matrix product: nothing is contracted, or nothing is left of the weight"
-    x_rest = [axis for axis, group in enumerate(groups) if group is None]
-    for axis in x_rest:
-        groups[axis] = [next(own)] if shapes[x][axis] != 1 else []
-        size |= {label: shapes[x][axis] for label in groups[axis]}
-    # The result of dot_general: batch axes, then the rest of its first operand, then of its second.
-    rest = {w: [view.axes[axis] for axis in w_rest], x: [groups[axis] for axis in x_rest]}
-    return _factors(view, groups, roles, [*(groups[axis] for axis in batch[x]), *rest[0], *rest[1]], size)
-
-
-def _factors(view: View, x_groups: list[Any], roles: list[str], out_groups: list[Any], size: dict[int, int]) -> Factors:
-    x, result = ([label for group in groups for label in group] for groups in (x_groups, out_groups))
-    sizes = lambda groups: tuple(tuple(size[label] for label in group) for group in groups)
-    pick = lambda kind: tuple(atom for atom, role in enumerate(roles) if role == kind)
-    inputs, outputs, stack = pick("i"), pick("o"), pick("b")
-    own = [label for label in x if label >= len(roles)]
-    natural = [*stack, *own, *outputs]
-    order = None if natural == result else tuple(natural.index(label) for label in result)
-    contraction = Contraction(
-        Layout(inputs, outputs, stack), len(x), tuple(map(x.index, inputs)), tuple(map(x.index, stack)), order
-    )
-    kernel = range(len(roles))
-    letter = dict(zip([*kernel, *own], _LETTERS, strict=False))
-    written = lambda labels: "".join(letter[label] for label in labels)
-    return Factors(
-        contraction, sizes(x_groups), sizes(out_groups), tuple(roles), math.prod(size[label] for label in own),
-        layout_of(view, tuple(roles)), f"{written(x)},{written(kernel)}->{written(result)}",
-    )  # fmt: skip
-
-
-def layout_of(view: View, roles: tuple[str, ...]) -> Layout | None:
-    """Return the layout of the whole parameter, with the axes that loops and indices removed as its stack.
-
-    Returns None if the parameter cannot be stored for this product: two parts of the product share one of its axes, or
-    only a part of it is multiplied.
-    """
-    if not view.whole:
-        return None
-    found: list[str | None] = []
-    for axis in range(len(view.shape)):
-        parts = {role for origin, role in zip(view.origin, roles, strict=True) if origin == axis}
-        parts |= {"b" for taken in view.taken if taken == axis}
-        if len(parts) > 1:
-            return None
-        found.append(parts.pop() if parts else None)
-    # An axis of size 1 has no role. With the role of its neighbour it keeps the matrix's orientation.
-    for axis in [*reversed(range(len(found))), *range(len(found))]:
-        near = [role for role in (*found[axis + 1 : axis + 2], *found[max(axis - 1, 0) : axis]) if role in ("i", "o")]
-        found[axis] = found[axis] or (near[0] if near else None)
-    pick = lambda kind: tuple(axis for axis, role in enumerate(found) if role == kind)
-    rest = tuple(axis for axis in pick("b") if axis not in view.taken)
-    return None if None in found else Layout(pick("i"), pick("o"), view.taken + rest)

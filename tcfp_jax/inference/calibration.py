@@ -22,11 +22,11 @@ from jax import lax
 
 from pallas_kernels.specs import ungrouped
 from tcfp_jax.conversion import linen_models
-from tcfp_jax.conversion.evaluate import Machine, bare
+from tcfp_jax.conversion.evaluate import Machine, bare, bind
+from tcfp_jax.conversion.factors import Factors, factors
 from tcfp_jax.conversion.shown import Shown
-from tcfp_jax.conversion.trace import bind
 from tcfp_jax.conversion.transform import Transformed
-from tcfp_jax.conversion.views import Equation, Factors, factors
+from tcfp_jax.conversion.views import Equation
 from tcfp_jax.linen import switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
@@ -135,7 +135,8 @@ def _observed(
         return y  # it reads the weight in another form than the stored one
     seen.add(probe.path)
     contraction = found.contraction
-    x = ungrouped(lax.stop_gradient(inputs[1 - side]), found.x_groups)
+    x = lax.stop_gradient(inputs[1 - side])
+    x = ungrouped(x, found.x_groups) if found.x_groups else x
     x = x.transpose(contraction.stack + contraction.rest + contraction.inputs)
     k = math.prod(x.shape[x.ndim - len(contraction.inputs) :])
     return _observe(y, x.reshape(*x.shape[: len(contraction.stack)], -1, k), probe.zeros)

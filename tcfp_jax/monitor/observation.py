@@ -22,8 +22,8 @@ from jax import lax
 from jax.sharding import Sharding
 
 from tcfp_jax import paths
-from tcfp_jax.conversion import trace as programs
-from tcfp_jax.conversion.evaluate import placed
+from tcfp_jax.conversion import evaluate as programs
+from tcfp_jax.conversion.transform import arrays_in, trace
 from tcfp_jax.conversion.views import Equation
 from tcfp_jax.monitor.readings import OPERANDS, Reading, operands, read_gradients, read_product
 from tcfp_jax.optim.gradients import with_slots
@@ -99,14 +99,14 @@ def value_and_grad(
     @functools.wraps(fun)
     def observed(*args: Any, **kwargs: Any) -> Any:
         chosen, slots, given = with_slots(argnums, args)
-        program = programs.trace(fun, given(slots), kwargs)
+        program = trace(fun, given(slots), kwargs)
         body = program.jaxpr.jaxpr, program.jaxpr.consts
         _, plan = _find(body, _origins(given(slots), kwargs, chosen), ())
         found = [product for product, _ in _products_of(plan)]
         _check_read(getattr(fun, "__name__", "the function"), plan)
 
         def of(slots: Sequence[PyTree], probes: PyTree) -> PyTree:
-            return program.rebuild(_run(body, programs.arrays_in((given(slots), kwargs)), plan, probes))
+            return program.rebuild(_run(body, arrays_in((given(slots), kwargs)), plan, probes))
 
         result, (gradients, probes) = jax.value_and_grad(of, (0, 1), has_aux)(slots, _probes(plan))
         gradients = gradients[0] if isinstance(argnums, int) else gradients
@@ -122,7 +122,7 @@ def _origins(args: Sequence[PyTree], kwargs: PyTree, chosen: Sequence[int]) -> l
         kind = int(i not in chosen)
         for path, leaf in paths.leaves(tree, is_stored).items():
             # A leaf that is an argument itself has no path.
-            found += [frozenset({(kind, path or f"argument {i}")}) for _ in programs.arrays_in(leaf)]
+            found += [frozenset({(kind, path or f"argument {i}")}) for _ in arrays_in(leaf)]
     return found
 
 
@@ -159,7 +159,7 @@ def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[
         found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
         return [frozenset().union(*inputs)] * len(eqn.outvars), found
     if name in programs.CALLS and not params.get("differentiated"):
-        return _find(programs.body_of(eqn), inputs, axes)
+        return _find(programs.bodies_of(eqn)[0], inputs, axes)
     if name == "scan":
         return _look_into_scan(eqn, inputs, axes)
     if name == "cond":
@@ -323,13 +323,13 @@ def _evaluate(eqn: Equation, inputs: list[jax.Array], step: _Step, probes: PyTre
 
         branches = [functools.partial(branch, number) for number in range(len(params["branches"]))]
         return lax.switch(inputs[0], branches, inputs[1:], probes)
-    run = lambda inputs, probes: _run(programs.body_of(eqn), inputs, step, probes)
+    run = lambda inputs, probes: _run(programs.bodies_of(eqn)[0], inputs, step, probes)
     if name in programs.CHECKPOINTS:
         return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(inputs, probes)
     shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
     if any(isinstance(sharding, Sharding) for sharding in shardings):
-        outputs = run(list(map(placed, inputs, params["in_shardings"])), probes)
-        return list(map(placed, outputs, params["out_shardings"]))
+        outputs = run(list(map(programs.placed, inputs, params["in_shardings"])), probes)
+        return list(map(programs.placed, outputs, params["out_shardings"]))
     return run(inputs, probes)
 
 

@@ -19,7 +19,7 @@ from tcfp_jax.conversion.convert import (
     to_bf16,
 )
 from tcfp_jax.inference import quantize_params
-from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPEmbed, TCFPLayerNorm
+from tcfp_jax.linen import TCFPDense, TCFPDenseGeneral, TCFPEinsum, TCFPLayerNorm
 from tcfp_jax.recipes import NAMES
 from tcfp_jax.recipes import recipe as named_recipe
 from tests.helpers import same_bits, variables_of
@@ -402,7 +402,7 @@ def test_rules_first_match_wins_and_unmatched_are_listed():
     rules = [("up", "bf16"), by_product, ("down", None), ("never", "tcfp12")]
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules[1:]))
     assert [(r.path, r.recipe) for r in report.converted] == [("up", tcfp_jax.recipe("tensorwise"))]
-    assert [(r.path, r.choice.reason) for r in report.skipped] == [("down", "rule 'down'")]
+    assert [(r.path, r.reason) for r in report.skipped] == [("down", "rule 'down'")]
     assert report.unmatched_rules == ("'never'",)
     report = survey(convert_to_tcfp(MLP(), "tcfp12", X, rules=rules))
     assert report.converted[0].recipe == tcfp_jax.recipe("bf16") and "<lambda>" in report.unmatched_rules
@@ -410,9 +410,9 @@ def test_rules_first_match_wins_and_unmatched_are_listed():
 
 def test_default_leaves_head_and_small_layers_and_says_so():
     report = survey(convert_to_tcfp(GPT(), "tcfp12", TOKENS, rules={"up": "tcfp12"}))
-    reasons = {record.path: record.choice.reason for record in report.skipped}
+    reasons = {record.path: record.reason for record in report.skipped}
     assert "too small" in reasons["blocks/down"] and [record.path for record in report.converted] == ["blocks/up"]
-    assert any("output head" in record.choice.reason for record in report.skipped)
+    assert any("output head" in record.reason for record in report.skipped)
 
 
 def test_layers_that_are_switched_off_are_flax_bit_for_bit():
@@ -447,37 +447,6 @@ def test_models_written_by_hand_are_switched_and_surveyed_too():
         survey(MLP(), X)
 
 
-@pytest.mark.slow_except("DenseGeneral-TCFPDenseGeneral0", "Einsum-TCFPEinsum2")
-@pytest.mark.parametrize(
-    "theirs, mine",
-    [
-        (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
-        (nn.DenseGeneral(8, axis=(1, -1), use_bias=False), TCFPDenseGeneral(8, axis=(1, -1), use_bias=False)),
-        (nn.DenseGeneral(8, batch_dims=(0,)), TCFPDenseGeneral(8, batch_dims=(0,))),
-        (nn.Einsum((16, 2, 8), "btk,khd->bthd"), TCFPEinsum((16, 2, 8), "btk,khd->bthd")),
-        (nn.Einsum((8, 16), "...k,nk->...n"), TCFPEinsum((8, 16), "...k,nk->...n")),
-        (nn.Einsum((4, 16, 8), "btk,tkn->btn"), TCFPEinsum((4, 16, 8), "btk,tkn->btn")),
-        (nn.LayerNorm(), TCFPLayerNorm()),
-    ],
-    ids=lambda layer: str(type(layer).__name__),
-)
-def test_layers_have_flax_parameters_and_nearly_its_results(theirs, mine):
-    variables = variables_of(theirs, X)
-    shapes = jax.eval_shape(mine.init, jax.random.key(1), X)
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, variables)
-    models = [mine] if isinstance(mine, nn.LayerNorm) else [mine, convert(theirs, "tcfp12")]
-
-    @jax.jit
-    def results(variables):
-        gradients = jax.grad(lambda v: jnp.sum(mine.apply(v, X) ** 2))(variables)
-        return theirs.apply(variables, X), [model.apply(variables, X) for model in models], gradients
-
-    exact, (y, *converted), gradients = results(variables)
-    assert y.shape == exact.shape and float(jnp.sum((y - exact) ** 2) / jnp.sum(exact**2)) < 1e-2
-    assert all(same_bits(other, y) for other in converted)
-    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradients))
-
-
 def test_parameters_of_layers_are_initialized_as_flax_does():
     pairs = [
         (nn.DenseGeneral((4, 8)), TCFPDenseGeneral((4, 8))),
@@ -485,21 +454,6 @@ def test_parameters_of_layers_are_initialized_as_flax_does():
     ]
     made = jax.jit(lambda key: [[layer.init(key, X) for layer in pair] for pair in pairs])(jax.random.key(1))
     assert all(same_bits(*pair) for pair in made)
-
-
-def test_embed_rounds_rows_and_attends():
-    theirs, mine = nn.Embed(32, 16), TCFPEmbed(32, 16)
-    variables = variables_of(theirs, TOKENS)
-
-    @jax.jit
-    def results(variables):
-        table = variables["params"]["embedding"]
-        expected = tcfp_jax.fake_quantize(table)[TOKENS], tcfp_jax.matmul(X, table.T, recipe="tcfp12")
-        gradient = jax.grad(lambda v: mine.apply(v, TOKENS).sum())(variables)["params"]["embedding"]
-        return expected, (mine.apply(variables, TOKENS), mine.apply(variables, X, method="attend")), gradient
-
-    expected, found, gradient = results(variables)
-    assert same_bits(expected, found) and same_bits(gradient[:8], jnp.ones((8, 16)))  # straight-through
 
 
 def test_layer_norm_keeps_gains_and_is_converted_only_when_asked():

@@ -25,6 +25,13 @@ def decoder(name: str, config: Any, dtype: Any = jnp.float32) -> Made:
     return linen_made(made.module, tokens(), jnp.ones((BATCH, LENGTH), jnp.int32), POSITIONS, select=first)
 
 
+@subject("transformers llama", "linen", (15, 15), "transformers", rate=1e-3)
+def llama() -> Made:
+    from transformers import LlamaConfig
+
+    return decoder("Llama", LlamaConfig(**TEXT))
+
+
 def mistral(dtype: Any = jnp.float32) -> Made:
     from transformers import MistralConfig
 

@@ -1,5 +1,6 @@
 """A subject that the library converts, and its training in float32 and converted."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +29,19 @@ class Low:
     Attributes:
       call: `call(params, stored, *inputs)` with options last, as in `pure`; stored is `layer_state`, or {}.
       report: Report of the library.
-      weights: Argument of `error_feedback`.
+      find: Function that returns the argument of `error_feedback`; it may trace the model once more.
       model: The converted function, module or model.
     """
 
     call: Callable[..., Any]
     report: Any
-    weights: Any
+    find: Callable[[], Any]
     model: Any
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """Argument of `error_feedback`."""
+        return self.find()
 
 
 def convert(subject: Subject, made: Made) -> Low:
@@ -47,18 +53,19 @@ def convert(subject: Subject, made: Made) -> Low:
         def of_function(params: Any, stored: Any, *inputs: Any) -> Any:
             return made.select(low(params, *inputs[:-1], **({"stored": stored} if stored else {})))
 
-        return Low(of_function, survey(*arguments), find_weights(*arguments), low)
+        return Low(of_function, survey(*arguments), lambda: find_weights(*arguments), low)
     model = convert_to_tcfp(made.model, RECIPE, *made.inputs, include=ALL, options=dict(made.options))
     if subject.kind == "nnx":
         call, *_ = pure(Made(model, made.inputs, options=made.options, select=made.select), "nnx")
-        return Low(lambda params, stored, *inputs: call(params, *inputs), survey(model), find_weights(model), model)
+        of_nnx = lambda params, stored, *inputs: call(params, *inputs)
+        return Low(of_nnx, survey(model), lambda: find_weights(model), model)
 
     def of_linen(params: Any, stored: Any, *inputs: Any) -> Any:
         *given, options = inputs
         variables = {"params": params, **made.rest, **({"tcfp": stored} if stored else {})}
         return made.select(model.apply(variables, *given, **made.apply_options, **options))
 
-    return Low(of_linen, survey(model), find_weights(model), model)
+    return Low(of_linen, survey(model), lambda: find_weights(model), model)
 
 
 _FLOAT: dict[str, list[float]] = {}
