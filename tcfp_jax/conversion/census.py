@@ -17,6 +17,7 @@ from jax.extend import core
 
 from tcfp_jax.conversion.evaluate import CALLS, PRODUCTS, Body, bodies_of, eval_jaxpr, opened, scan_counts
 from tcfp_jax.conversion.factors import Product, product_by_hand, product_of
+from tcfp_jax.conversion.unfold import is_inlined, linearity
 from tcfp_jax.conversion.views import Equation, View, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
@@ -39,6 +40,9 @@ class Fact:
       closed: whether the value is an array that the function closes over. It counts as an input, and may be a parameter
         that was forgotten.
       why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
+      linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,
+        "dot" of two matrices; "" if it is not, or not known here.
+      uniform: "zero" or "number" if the value is one number, which may be spread over an array.
       follows: places of the products that the value was computed from, with no other product of a parameter between.
     """
 
@@ -48,6 +52,8 @@ class Fact:
     input: bool = False
     closed: bool = False
     why: str = ""
+    linear: str = ""
+    uniform: str = ""
     follows: frozenset[Place] = frozenset()
 
     @property
@@ -62,7 +68,7 @@ class Fact:
 
     def opaque(self, why: str = "") -> "Fact":
         """Return the same fact without its view."""
-        return dataclasses.replace(self, path=None, view=None, why=why or self.why)
+        return dataclasses.replace(self, path=None, view=None, why=why or self.why, linear="")
 
     def computed(self) -> "Fact":
         """Return the fact of a value that leaves a body: a weight is not a view any more."""
@@ -81,6 +87,8 @@ class Census:
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a table.
       inside: why nothing in the current body can be converted; "" if something can.
+      marks: by place, the operand that is a weight, of equations that `unfold` may rewrite.
+      linear: places of products of weights that are linear in parameters: the reason to rewrite the program.
     """
 
     products: dict[Place, Product] = field(default_factory=dict)
@@ -89,17 +97,32 @@ class Census:
     consumed: set[Place] = field(default_factory=set)
     hidden: set[Place] = field(default_factory=set)
     inside: str = ""
+    marks: dict[Place, int] = field(default_factory=dict)
+    linear: set[Place] = field(default_factory=set)
 
-    def walk(self, body: Body, facts: Sequence[Fact], place: Place) -> list[Fact]:
+    def walk(self, body: Body, facts: Sequence[Fact], place: Place, *, inline: bool = False) -> list[Fact]:
         """Walk a body, and return the facts of its outputs."""
-        jaxpr, consts = body
+        (jaxpr, consts), number = body, Fact(uniform="number")
         # Nobody can tell whether an array that the function closes over is an input or a parameter that was forgotten.
-        closed = [Fact(input=True, closed=True) if getattr(const, "ndim", 0) else Fact() for const in consts]
+        closed = [Fact(input=True, closed=True) if getattr(const, "ndim", 0) else number for const in consts]
 
-        def rule(number: int, eqn: Equation, inputs: list[Fact]) -> list[Fact]:
-            return _RULES.get(eqn.primitive.name, _ordinary)(self, eqn, inputs, (*place, number))
+        def rule(at: int, eqn: Equation, inputs: list[Fact]) -> list[Fact]:
+            self.forget((*place, at))  # an earlier walk of the same body may have known less
+            return _RULES.get(eqn.primitive.name, _ordinary)(self, eqn, inputs, (*place, at))
 
-        return eval_jaxpr(jaxpr, [*closed, *facts], rule, literal=lambda _: Fact())
+        # A body takes and returns weights as arrays, unless it is read as part of the program.
+        plain = lambda fact: fact if inline or not fact.linear else dataclasses.replace(fact, linear="")
+        whole = lambda facts: list(map(plain, facts))
+        return whole(
+            eval_jaxpr(
+                jaxpr, [*closed, *whole(facts)], rule, literal=lambda value: Fact(uniform="number" if value else "zero")
+            )
+        )
+
+    def forget(self, place: Place) -> None:
+        """Forget the marks at a place."""
+        self.marks.pop(place, None)
+        self.linear.discard(place)
 
     def read(self, eqn: Equation, facts: Sequence[Fact]) -> None:
         """Note that an equation reads the numbers of parameters: inference has to keep their floats."""
@@ -162,7 +185,15 @@ def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place
     found.read(eqn, inputs)
     joined = _join(inputs)
     if joined.is_weight:
-        return dataclasses.replace(joined, why=joined.why or _COMPUTED)
+        levels = ["scaled" if fact.view is not None else fact.linear for fact in inputs]
+        alone = not found.inside and len(eqn.outvars) == 1 and any(levels)
+        linear, side = linearity(eqn, levels, [fact.uniform for fact in inputs]) if alone else ("", 0)
+        if linear:
+            found.marks[place] = side
+        return dataclasses.replace(joined, why=joined.why or _COMPUTED, linear=linear)
+    if not joined.input:
+        spread = inputs[0].uniform if name in ("broadcast_in_dim", "reshape", "convert_element_type") else ""
+        return dataclasses.replace(joined, uniform=spread or ("number" if _size(eqn.outvars[number]) == 1 else ""))
     if name == "gather" and inputs[0].is_weight:
         joined = dataclasses.replace(joined, follows=joined.follows | {_LOOKUP})
         if inputs[0].path is not None:
@@ -215,7 +246,7 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     if eqn.params.get("differentiated"):  # a checkpoint inside a derivative: its body is not evaluated again
         return _opaque(found, eqn, bodies_of(eqn), inputs, place)
-    return found.walk(bodies_of(eqn)[0], inputs, place)
+    return found.walk(bodies_of(eqn)[0], inputs, place, inline=is_inlined(eqn))
 
 
 def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact], place: Place) -> list[Fact]:
@@ -239,7 +270,10 @@ def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -
         view = None if fact.view is None else fact.view.local(var.aval.shape)
         opaque = view is None and fact.is_weight
         local.append(fact.opaque(_COMPUTED) if opaque else dataclasses.replace(fact, view=view))
-    return [fact.computed() for fact in found.walk(body, local, place)]
+    outputs = [fact.computed() for fact in found.walk(body, local, place)]
+    for inner in [inner for inner in found.marks if inner[: len(place)] == place]:
+        found.forget(inner)  # a body of one device's parts cannot be traced alone
+    return outputs
 
 
 def _scan(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
@@ -274,12 +308,8 @@ def _while(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 def _settled(
     run: Callable[[list[Fact]], list[Fact]], carry: list[Fact], still: list[bool]
 ) -> tuple[list[Fact], list[Fact]]:
-    """Walk a loop's body until its facts rest, and return the facts of the carry and of the outputs.
-
-    A carried value may come from more in the second round than in the first. Facts only grow, and there are finitely
-    many of them, so this ends.
-    """
-    while True:
+    """Walk a loop's body until its facts rest, and return the facts of the carry and of the outputs."""
+    while True:  # a carried value may come from more in the second round; facts only grow, so this ends
         outputs = run(carry)
         grown = [a if same else _grow(a, b) for a, b, same in zip(carry, outputs, still, strict=False)]
         if grown == carry:
@@ -327,10 +357,14 @@ def _cond(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> lis
 def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     joined = _join(inputs)
     found.products.pop(place, None)  # an earlier walk of the same body may have known less
+    contracted, batch = eqn.params["dimension_numbers"] if eqn.primitive.name == "dot_general" else ((), ())
     if not joined.input:  # a weight that is computed, such as A B of LoRA
         found.read(eqn, inputs)
+        matrices = all(fact.params for fact in inputs) and [var.aval.ndim for var in eqn.invars] == [2, 2]
+        if matrices and (contracted, batch) == (((1,), (0,)), ((), ())) and not found.inside:
+            found.marks[place] = 0
+            joined = dataclasses.replace(joined, linear="dot")
         return [dataclasses.replace(joined, why=_COMPUTED) if joined.params else joined]
-    contracted, batch = eqn.params["dimension_numbers"] if eqn.primitive.name == "dot_general" else ((), ())
     # A sum of x times one-hot labels, in which an operand has no axis of its own, is a loss: a head may precede it.
     if all(var.aval.ndim > len(c) + len(b) for var, c, b in zip(eqn.invars, contracted, batch, strict=False)):
         found.consumed |= joined.follows
@@ -350,6 +384,9 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
     if not other.input:
         found.products[place] = product_of(eqn, side, weight.source, _NO_INPUT)
         return [result]
+    if weight.linear in ("scaled", "joined") and contracted and not found.inside:
+        found.marks[place] = side
+        found.linear.add(place)
     no_view = "" if weight.view is not None else weight.why or _COMPUTED
     found.products[place] = product_of(eqn, side, weight.source, found.inside, weight.view, no_view)
     if other.follows:

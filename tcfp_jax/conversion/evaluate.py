@@ -179,7 +179,7 @@ def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key)
         return list(map(placed, outputs, params["out_shardings"]))
     # Equal blocks of a model share one trace. Outside of a trace there is none to share: each would be compiled.
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inputs))
-    if not traced or "name" not in params or not _multiplies(body[0]):
+    if not traced or "name" not in params or not multiplies(body[0]):
         return run(inputs)
     key = (id(body[0]), plan, own is None)
     if key not in machine.traced:
@@ -188,10 +188,10 @@ def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key)
     return _passed_on(body[0], inputs, machine.traced[key][1](inputs, own))
 
 
-def _multiplies(jaxpr: core.Jaxpr) -> bool:
+def multiplies(jaxpr: core.Jaxpr) -> bool:
     """Return whether a program, or a body in it, has a product."""
     bodies = (body for eqn in jaxpr.eqns for body, _ in bodies_of(eqn))
-    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(_multiplies, bodies))
+    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(multiplies, bodies))
 
 
 def _passed_on(jaxpr: core.Jaxpr, inputs: Values, outputs: Values) -> Values:

@@ -104,7 +104,7 @@ def convert(
 
 def export(model: nnx.Module) -> int:
     """Give modules Flax's own classes again, and remove all that was added; return how many changed."""
-    converted = [module for module in modules_of(model).values() if conversion_of(module) is not None]
+    converted = list(filter(conversion_of, modules_of(model).values()))
     for module in converted:
         _strip(module)
     return len(converted)
@@ -157,9 +157,8 @@ def stored_weights(model: nnx.Module) -> dict[str, PyTree]:
 
 def rename(model: nnx.Module, chosen: Policy) -> None:
     """Give the converted modules of a model another policy; the stored weights that they hold stay."""
-    for module in modules_of(model).values():
-        if conversion_of(module) is not None:
-            object.__setattr__(module, "__class__", _class_of(_own_class(module), chosen))
+    for module in filter(conversion_of, modules_of(model).values()):
+        object.__setattr__(module, "__class__", _class_of(_own_class(module), chosen))
 
 
 def examine(model: nnx.Module, chosen: Policy, args: tuple[PyTree, ...], options: Mapping[str, PyTree]) -> Examined:
@@ -290,9 +289,8 @@ class _Call:
         nodes = nnx.merge(self._graphdef, nnx.from_flat_state(state))
         modules = _nodes_of(nodes, nnx.Module)
         absent = self._materialize(nodes, params)
-        for module in modules.values():
-            if conversion_of(module) is not None:
-                _strip(module)  # a call of it inside runs its own class
+        for module in filter(conversion_of, modules.values()):
+            _strip(module)  # a call of it inside runs its own class
         before = {path: dict(vars(module)) for path, module in modules.items()}
         # A variable may hold a tree that changes in place, so its leaves tell whether it changed.
         values = {path: jax.tree.flatten(_raw(node)) for path, node in _nodes_of(nodes, nnx.Variable).items()}
@@ -332,11 +330,8 @@ class _Gone:
 def _changes(nodes: PyTree, before: dict[Path, PyTree], values: dict[Path, PyTree], absent: set[Path]) -> PyTree:
     """Return `[(path, value)]` of changed variables and `[(path, name, value)]` of changed attributes of modules.
 
-    `before` holds the attributes of the modules, and `values` the flattened values of the variables, before the method
-    ran. Parameters at `absent` were put there for the call and are not changes.
-
-    Raises:
-      NotImplementedError: the method made a module.
+    `before` and `values` are the attributes and the flattened values from before the method ran. Parameters at `absent`
+    were put there for the call and are not changes.
     """
     changed = {}
     for path, node in _nodes_of(nodes, nnx.Variable).items():

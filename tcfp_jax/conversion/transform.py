@@ -25,6 +25,7 @@ from tcfp_jax.conversion.evaluate import Machine, bare
 from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Program, judge
 from tcfp_jax.conversion.shown import SHAPES, Shown
+from tcfp_jax.conversion.unfold import unfolded
 from tcfp_jax.conversion.views import View
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
@@ -151,7 +152,11 @@ class Transformed:
             *(Fact(frozenset({path}), path, View.of(leaf.shape)) for path, leaf in leaves.items()),
             *(Fact(input=number >= state) for number in range(len(after))),
         ]
-        return judge(program, census(program.jaxpr, facts), leaves, self.policy, self.prefix)
+        found = census(program.jaxpr, facts)
+        if found.linear:
+            program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
+            found = census(program.jaxpr, facts)
+        return judge(program, found, leaves, self.policy, self.prefix)
 
     def run_on(self, machine: Machine, found: Examined, args: _Args, probes: _Tree) -> list[jax.Array]:
         """Return the arrays of the result from another machine, whose products find `probes` as stored weights."""
