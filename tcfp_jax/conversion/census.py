@@ -15,64 +15,25 @@ from typing import Any
 
 from jax.extend import core
 
-from tcfp_jax.conversion.evaluate import CALLS, PRODUCTS, Body, bodies_of, eval_jaxpr, opened, scan_counts
+from tcfp_jax.conversion.evaluate import (
+    CALLS,
+    CUSTOM,
+    PRODUCTS,
+    Body,
+    bodies_of,
+    eval_jaxpr,
+    is_inlined,
+    opened,
+    scan_counts,
+)
 from tcfp_jax.conversion.factors import Product, product_by_hand, product_of
-from tcfp_jax.conversion.unfold import is_inlined, linearity
-from tcfp_jax.conversion.views import Equation, View, move, operand_number
+from tcfp_jax.conversion.unfold import linearity
+from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Place, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
 
-# The numbers of the equations around an equation, outermost first, and its own.
-Place = tuple[int, ...]
-_COMPUTED = "its weight is computed from parameters, and is not a view of one"
-_CLOSED = "the function closes over its weight; pass it in params"
+CLOSED = "the function closes over its weight; pass it in params"
 _NO_INPUT = "no input takes part: its other operand comes from parameters or constants alone"
 _LOOKUP: Place = (-1,)  # among the products that a value follows: rows of a table, which the model has learned, too
-
-
-@dataclass(frozen=True)
-class Fact:
-    """The knowledge of one value.
-
-    Attributes:
-      params: paths of the parameters that the value was computed from.
-      path, view: the one parameter that the value shows, or None.
-      input: whether an input took part.
-      closed: whether the value is an array that the function closes over. It counts as an input, and may be a parameter
-        that was forgotten.
-      why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
-      linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,
-        "dot" of two matrices; "" if it is not, or not known here.
-      uniform: "zero" or "number" if the value is one number, which may be spread over an array.
-      follows: places of the products that the value was computed from, with no other product of a parameter between.
-    """
-
-    params: frozenset[str] = frozenset()
-    path: str | None = None
-    view: View | None = None
-    input: bool = False
-    closed: bool = False
-    why: str = ""
-    linear: str = ""
-    uniform: str = ""
-    follows: frozenset[Place] = frozenset()
-
-    @property
-    def is_weight(self) -> bool:
-        """True if the value was computed from parameters alone."""
-        return bool(self.params) and not self.input
-
-    @property
-    def source(self) -> str:
-        """Path of the parameter, or paths of all parameters in the value."""
-        return self.path or " + ".join(sorted(self.params))
-
-    def opaque(self, why: str = "") -> "Fact":
-        """Return the same fact without its view."""
-        return dataclasses.replace(self, path=None, view=None, why=why or self.why, linear="")
-
-    def computed(self) -> "Fact":
-        """Return the fact of a value that leaves a body: a weight is not a view any more."""
-        return self.opaque(_COMPUTED if self.is_weight else "")
 
 
 @dataclass
@@ -89,6 +50,8 @@ class Census:
       inside: why nothing in the current body can be converted; "" if something can.
       marks: by place, the operand that is a weight, of equations that `unfold` may rewrite.
       linear: places of products of weights that are linear in parameters: the reason to rewrite the program.
+      inline: function of a weight's path and a scope to the rule that opens a custom derivative there, or None.
+      opened: the rules that opened one.
     """
 
     products: dict[Place, Product] = field(default_factory=dict)
@@ -99,6 +62,8 @@ class Census:
     inside: str = ""
     marks: dict[Place, int] = field(default_factory=dict)
     linear: set[Place] = field(default_factory=set)
+    inline: Callable[[str, str], str | None] = lambda path, scope: None
+    opened: set[str] = field(default_factory=set)
 
     def walk(self, body: Body, facts: Sequence[Fact], place: Place, *, inline: bool = False) -> list[Fact]:
         """Walk a body, and return the facts of its outputs."""
@@ -131,8 +96,10 @@ class Census:
                 self.reads.setdefault(fact.path, set()).add(eqn.primitive.name)
 
 
-def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact]) -> Census:
-    """Return the products of parameters in a closed jaxpr, from the facts of its inputs.
+def census(
+    jaxpr: core.ClosedJaxpr, facts: Sequence[Fact], inline: Callable[[str, str], str | None] = lambda path, scope: None
+) -> Census:
+    """Return the products of parameters in a closed jaxpr, from the facts of its inputs; for `inline` see `Census`.
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2)))
@@ -140,7 +107,7 @@ def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact]) -> Census:
     >>> [(product.path, product.equation) for product in census(jaxpr, facts).products.values()]
     [('w', 'cb,ab->ca')]
     """
-    found = Census()
+    found = Census(inline=inline)
     outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
     last = frozenset().union(*(fact.follows for fact in outputs)) - found.consumed
     contracted = {product.k for product in found.products.values() if not product.reason}
@@ -157,6 +124,11 @@ def census(jaxpr: core.ClosedJaxpr, facts: Sequence[Fact]) -> Census:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
+def _is_weight(fact: Fact) -> bool:
+    """Return whether a value was computed from parameters alone."""
+    return bool(fact.params) and not fact.input
+
+
 def _join(facts: Sequence[Fact]) -> Fact:
     """Return the fact of a value that was computed from all of these."""
     used = [fact for fact in facts if fact.input]
@@ -170,6 +142,12 @@ def _join(facts: Sequence[Fact]) -> Fact:
 def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     """Return the facts of an ordinary equation: views of its operand, or mixtures of all of its operands."""
     bodies = bodies_of(eqn)
+    if bodies and eqn.primitive.name in CUSTOM:
+        scope = str(eqn.source_info.name_stack)
+        rules = {found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)} - {None}
+        if rules:
+            found.opened |= rules
+            return found.walk(bodies[0], inputs, place)
     if bodies:
         return _opaque(found, eqn, bodies, inputs, place)
     return [_output(found, eqn, inputs, number, place) for number in range(len(eqn.outvars))]
@@ -184,21 +162,23 @@ def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place
             return dataclasses.replace(source, view=view)
     found.read(eqn, inputs)
     joined = _join(inputs)
-    if joined.is_weight:
+    if _is_weight(joined):
         levels = ["scaled" if fact.view is not None else fact.linear for fact in inputs]
         alone = not found.inside and len(eqn.outvars) == 1 and any(levels)
         linear, side = linearity(eqn, levels, [fact.uniform for fact in inputs]) if alone else ("", 0)
         if linear:
             found.marks[place] = side
-        return dataclasses.replace(joined, why=joined.why or _COMPUTED, linear=linear)
+        return dataclasses.replace(joined, why=joined.why or COMPUTED, linear=linear)
     if not joined.input:
         spread = inputs[0].uniform if name in ("broadcast_in_dim", "reshape", "convert_element_type") else ""
         return dataclasses.replace(joined, uniform=spread or ("number" if _size(eqn.outvars[number]) == 1 else ""))
-    if name == "gather" and inputs[0].is_weight:
+    if name == "gather" and _is_weight(inputs[0]):
         joined = dataclasses.replace(joined, follows=joined.follows | {_LOOKUP})
         if inputs[0].path is not None:
             found.lookups[place] = inputs[0].path
     why = _mixed(eqn, number, inputs)
+    if why and joined.closed:
+        why = "its weight is computed from parameters and constants"
     if not why and any(fact.why and fact.params and _size(var) == _size(eqn.outvars[number])
                        for fact, var in zip(inputs, eqn.invars, strict=True)):  # fmt: skip
         why = joined.why  # a weight that an input changed keeps its size: it is that weight still
@@ -211,11 +191,11 @@ def _mixed(eqn: Equation, number: int, inputs: list[Fact]) -> str:
     Rows that are looked up in a table are activations, and so is x plus a bias. A value of the size of a weight with
     two axes or more is still a weight: it was gathered by an array of indices, or an input changed it.
     """
-    if eqn.primitive.name in ("gather", "dynamic_slice") and inputs[0].is_weight:
+    if eqn.primitive.name in ("gather", "dynamic_slice") and _is_weight(inputs[0]):
         matrix = sum(size > 1 for size in eqn.params["slice_sizes"]) >= 2
         return "its weight is gathered by an array of indices" if matrix else ""
     for fact, var in zip(inputs, eqn.invars, strict=True):
-        if fact.is_weight and _size(var) == _size(eqn.outvars[number]):
+        if _is_weight(fact) and _size(var) == _size(eqn.outvars[number]):
             wide = sum(size > 1 for size in var.aval.shape) >= 2
             # A bias or a gain that was broadcast to two axes has one axis of its own.
             if wide and (fact.view is None or sum(len(axes) > 0 for axes in fact.view.axes) >= 2):
@@ -235,7 +215,7 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
     if mark is None:
         return _ordinary(found, eqn, inputs, place)
     fact = inputs[0]
-    if fact.is_weight and fact.view is not None:
+    if _is_weight(fact) and fact.view is not None:
         found.products[place] = product_by_hand(eqn, mark, fact.source, fact.view)
     return [Fact(input=fact.input)]
 
@@ -259,7 +239,7 @@ def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact]
             outputs = facts if outputs is None and len(facts) == len(eqn.outvars) else outputs
     found.inside = before
     found.read(eqn, inputs)
-    return [fact.computed() if fact.is_weight else fact for fact in outputs or [_join(inputs)] * len(eqn.outvars)]
+    return [fact.computed() if _is_weight(fact) else fact for fact in outputs or [_join(inputs)] * len(eqn.outvars)]
 
 
 def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
@@ -268,8 +248,8 @@ def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -
     variables: list[Any] = body[0].invars
     for fact, var in zip(inputs, variables, strict=True):
         view = None if fact.view is None else fact.view.local(var.aval.shape)
-        opaque = view is None and fact.is_weight
-        local.append(fact.opaque(_COMPUTED) if opaque else dataclasses.replace(fact, view=view))
+        opaque = view is None and _is_weight(fact)
+        local.append(fact.opaque(COMPUTED) if opaque else dataclasses.replace(fact, view=view))
     outputs = [fact.computed() for fact in found.walk(body, local, place)]
     for inner in [inner for inner in found.marks if inner[: len(place)] == place]:
         found.forget(inner)  # a body of one device's parts cannot be traced alone
@@ -325,19 +305,19 @@ def _entry(fact: Fact) -> Fact:
     if len(view.axes[0]) == 1:
         return dataclasses.replace(fact, view=view.drop(0))
     if view.axes[0]:  # several atoms: the layers of two stacks in one axis
-        return fact.opaque(_COMPUTED)
+        return fact.opaque(COMPUTED)
     return dataclasses.replace(fact, view=view.arrange(range(1, len(view.axes))))
 
 
 def _carried(fact: Fact) -> Fact:
-    return fact.opaque("its weight is carried, and changed, by a loop" if fact.is_weight else fact.why)
+    return fact.opaque("its weight is carried, and changed, by a loop" if _is_weight(fact) else fact.why)
 
 
 def _grow(fact: Fact, other: Fact) -> Fact:
     """Return the fact of a carried value after one more round."""
     joined = _join([fact, other])
     why = fact.why or other.why
-    if fact.is_weight and joined.input and fact.view is None:
+    if _is_weight(fact) and joined.input and fact.view is None:
         why = "its weight is carried by a loop, which mixes it with an input"
     return dataclasses.replace(joined, why=why)
 
@@ -348,7 +328,7 @@ def _cond(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> lis
     chosen = Fact(input=inputs[0].input)
     # A choice between two weights is not a view, even if both are the same weight: branches hand over numbers.
     merged = [_join([chosen, *facts]) for facts in zip(*branches, strict=True)]
-    return [dataclasses.replace(fact, why=_COMPUTED if fact.is_weight else fact.why) for fact in merged]
+    return [dataclasses.replace(fact, why=COMPUTED if _is_weight(fact) else fact.why) for fact in merged]
 
 
 # Products ------------------------------------------------------------------------------------------------------------
@@ -364,12 +344,12 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
         if matrices and (contracted, batch) == (((1,), (0,)), ((), ())) and not found.inside:
             found.marks[place] = 0
             joined = dataclasses.replace(joined, linear="dot")
-        return [dataclasses.replace(joined, why=_COMPUTED) if joined.params else joined]
+        return [dataclasses.replace(joined, why=COMPUTED) if joined.params else joined]
     # A sum of x times one-hot labels, in which an operand has no axis of its own, is a loss: a head may precede it.
     if all(var.aval.ndim > len(c) + len(b) for var, c, b in zip(eqn.invars, contracted, batch, strict=False)):
         found.consumed |= joined.follows
     result = Fact(input=True, follows=joined.follows)
-    side = next((i for i in (0, 1) if inputs[i].is_weight), None)
+    side = next((i for i in (0, 1) if _is_weight(inputs[i])), None)
     if side is None:
         hidden = next((i for i in (0, 1) if inputs[i].why and inputs[i].params), None)
         # A constant that sums nothing, such as a table of rotations, is not a weight that was forgotten.
@@ -378,7 +358,7 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
         if hidden is not None:
             found.products[place] = product_of(eqn, hidden, inputs[hidden].source, inputs[hidden].why)
         elif closed is not None and not all(fact.closed for fact in inputs[:2]):
-            found.products[place] = product_of(eqn, closed, inputs[closed].source or "(closed over)", _CLOSED)
+            found.products[place] = product_of(eqn, closed, inputs[closed].source or "(closed over)", CLOSED)
         return [result]
     weight, other = inputs[side], inputs[1 - side]
     if not other.input:
@@ -387,7 +367,7 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
     if weight.linear in ("scaled", "joined") and contracted and not found.inside:
         found.marks[place] = side
         found.linear.add(place)
-    no_view = "" if weight.view is not None else weight.why or _COMPUTED
+    no_view = "" if weight.view is not None else weight.why or COMPUTED
     found.products[place] = product_of(eqn, side, weight.source, found.inside, weight.view, no_view)
     if other.follows:
         found.hidden.add(place)

@@ -27,6 +27,8 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gen
 # Calls whose body runs once, with the operands of the call as its inputs.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
 CHECKPOINTS = ("remat2", "checkpoint", "remat")
+# Functions with a derivative of their own, which a rule may open.
+CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call")
 
 # A program and its constants.
 Body = tuple[core.Jaxpr, Sequence[Any]]
@@ -179,7 +181,7 @@ def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key)
         return list(map(placed, outputs, params["out_shardings"]))
     # Equal blocks of a model share one trace. Outside of a trace there is none to share: each would be compiled.
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(inputs))
-    if not traced or "name" not in params or not multiplies(body[0]):
+    if not traced or "name" not in params or not _multiplies(body[0]):
         return run(inputs)
     key = (id(body[0]), plan, own is None)
     if key not in machine.traced:
@@ -188,10 +190,15 @@ def _call(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, own: Key)
     return _passed_on(body[0], inputs, machine.traced[key][1](inputs, own))
 
 
-def multiplies(jaxpr: core.Jaxpr) -> bool:
+def _multiplies(jaxpr: core.Jaxpr) -> bool:
     """Return whether a program, or a body in it, has a product."""
     bodies = (body for eqn in jaxpr.eqns for body, _ in bodies_of(eqn))
-    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(multiplies, bodies))
+    return any(eqn.primitive.name in PRODUCTS for eqn in jaxpr.eqns) or any(map(_multiplies, bodies))
+
+
+def is_inlined(eqn: Equation) -> bool:
+    """Return whether a call multiplies nothing, such as `jnp.pad`, so that its body is read as part of the program."""
+    return eqn.primitive.name in ("jit", "pjit") and not _multiplies(bodies_of(eqn)[0][0])
 
 
 def _passed_on(jaxpr: core.Jaxpr, inputs: Values, outputs: Values) -> Values:
@@ -300,7 +307,7 @@ def _cond(machine: Machine, eqn: Equation, inputs: Values, plan: Plan, key: Key)
 
 
 _RULES: dict[str, Callable[..., Values]] = {
-    **dict.fromkeys(CALLS, _call), "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
+    **dict.fromkeys((*CALLS, *CUSTOM), _call), "scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map,
 }  # fmt: skip
 
 

@@ -59,6 +59,11 @@ class Record:
         return self.product.path
 
     @property
+    def is_off(self) -> bool:
+        """True if `to_bf16` switched off the layer."""
+        return self.reason == _SWITCHED_OFF
+
+    @property
     def path(self) -> str:
         """Path of the layer: the path of the parameter without the parameter's own name."""
         return self.product.path.rpartition("/")[0]
@@ -69,7 +74,10 @@ class Record:
             return f"{self.product} {self.reason}"
         notes = [self.reason] if self.reason else []
         if self.recipe.stored is not None and not self.stored:
-            notes.append("quantized at each use: the stored form of its weight is another one")
+            why = "the stored form of its weight is another one"
+            if self.product.layout is None:
+                why = "its weight is a part of a parameter (a slice, or a device's in shard_map) without a stored form"
+            notes.append(f"quantized at each use: {why}")
         return f"{self.product} {describe(self.recipe)}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -84,6 +92,7 @@ class Policy:
       include: groups of products that take `recipe` without a rule.
       off: patterns of layers that run as they were written for now (`to_bf16`).
       devices: number of devices that share the rows of x; measured times are those of one device.
+      inline: patterns of weights or scopes whose functions with a derivative of their own are opened.
       settled: choices by measured times for the sample inputs, by path; they hold for every number of rows.
     """
 
@@ -92,6 +101,7 @@ class Policy:
     include: frozenset[str] = frozenset({"linear"})
     off: tuple[str, ...] = ()
     devices: int = 1
+    inline: tuple[str, ...] = ()
     settled: tuple[tuple[str, Record], ...] = ()
 
     def choose(self, product: Product) -> Record:
@@ -101,7 +111,7 @@ class Policy:
         >>> policy("tcfp12").choose(big).recipe == Recipe()
         True
         >>> policy("tcfp12").choose(dataclasses.replace(big, head=True)).reason
-        'output head; include "head" or name it in rules'
+        'output head; include=("linear", "head"), or name it in rules'
         """
         if product.recipe is not None:  # a layer that the model's author gave a recipe
             by_hand = Record(product, product.recipe, "low-precision by hand")
@@ -138,15 +148,19 @@ class Policy:
         if product.precision:
             return f"precision={product.precision!r}, which a recipe would override; name it in rules"
         group, kind = ("head", "output head") if product.head else ("linear", "linear")
-        return "" if group in self.include else f'{kind}; include "{group}" or name it in rules'
+        return "" if group in self.include else f"{kind}; {self._with(group)}"
+
+    def _with(self, group: str) -> str:
+        """Return the repair of a product that is left alone: the whole `include` that converts it."""
+        groups = tuple(name for name in get_args(Include) if name in self.include or name == group)
+        return f"include={groups!r}, or name it in rules".replace("'", '"')
 
     def _sized(self, product: Product) -> Record:
         """Choose by the sides of the matrix."""
         side = min(product.k, product.n)
         if "small" in self.include or side >= _SMALL:
             return Record(product, self.recipe)
-        small = f"too small to win: a side of {side}, below {_SMALL}"
-        return Record(product, None, f'{small}; include "small" or name it in rules')
+        return Record(product, None, f"too small to win: a side of {side}, below {_SMALL}; {self._with('small')}")
 
     def _weighed(self, product: Product) -> Record:
         """Choose by measured times of the layer at its own shape; the reason says so if size decides instead."""
@@ -171,6 +185,10 @@ class Policy:
         weighed = [p for p in products if p.recipe is None and not p.reason and not self._left(p)]
         found = {product.path: self._weighed(product) for product in reversed(weighed)}
         return dataclasses.replace(self, settled=tuple(found.items()))
+
+    def opens(self, path: str, scope: str) -> str | None:
+        """Return the first pattern of `inline` that finds a weight or a scope, or None."""
+        return next((pattern for pattern in self.inline if finds(pattern, path) or re.search(pattern, scope)), None)
 
     def unmatched(self, choices: Iterable[Record]) -> tuple[str, ...]:
         """Return the rules, as reports show them, that decided none of these choices."""
@@ -218,7 +236,10 @@ def policy(recipe: Recipe | str, rules: Rules = None, include: Iterable[str] = (
     if unknown:
         raise ValueError(f"include={unknown[0]!r} is unknown; use some of {list(get_args(Include))}")
     groups = frozenset(wanted) | ({"linear"} if "measured" in wanted else set())
-    return Policy(named_recipe(recipe), tuple(_checked(rule) for rule in pairs), groups)
+    checked = [_checked(rule) for rule in pairs]
+    inline = tuple(str(rule[0]) for rule in checked if not callable(rule) and rule[1] == "inline")
+    rules = tuple(rule for rule in checked if callable(rule) or rule[1] != "inline")
+    return Policy(named_recipe(recipe), rules, groups, inline=inline)
 
 
 def last_blocks(count: int, blocks: int, recipe: Recipe | str | None = "bf16") -> Callable[..., Recipe | str | None]:
@@ -266,7 +287,7 @@ def _checked(rule: object) -> Rule:
     if not isinstance(rule, tuple | list) or len(rule) != 2:
         raise ValueError(f"rule {rule!r} is neither a (regex, recipe) pair nor a function (path, product) -> recipe")
     pattern, chosen = rule
-    if chosen is not None:
+    if chosen not in (None, "inline"):
         named_recipe(chosen)
     if callable(pattern):
         raise ValueError(f"rule {rule!r}: a function returns the recipe itself; pass it without a second value")

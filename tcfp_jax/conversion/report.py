@@ -9,9 +9,10 @@ import jax
 from jax.extend import core
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import Census, Place
+from tcfp_jax.conversion.census import CLOSED, Census
 from tcfp_jax.conversion.evaluate import Plan
 from tcfp_jax.conversion.policy import Policy, Record
+from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
@@ -37,7 +38,8 @@ class Report:
     @property
     def impossible(self) -> tuple[Record, ...]:
         """Skipped products that have no low-precision form, and that no rule names."""
-        return tuple(r for r in self.skipped if r.product.reason and r.rule is None)
+        # An array that the function closes over may be a constant, such as a table of rotations.
+        return tuple(r for r in self.skipped if r.product.reason not in ("", CLOSED) and r.rule is None)
 
     @property
     def weighed(self) -> bool:
@@ -47,6 +49,8 @@ class Report:
     def __str__(self) -> str:
         """The table."""
         lines = [f"{len(self.converted)} products converted, {len(self.skipped)} skipped"]
+        if not (self.converted or self.rounded or self.weighed or any(r.is_off for r in self.skipped)):
+            lines[0] += ": nothing is converted, and a call raises"
         lines += [*map(str, self.converted), *(f"skipped: {record}" for record in self.skipped)]
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]
@@ -55,10 +59,9 @@ class Report:
     def check_strict(self) -> None:
         """Raise a ValueError if a product was left alone that no rule names, or if a rule matches nothing."""
         if self.impossible:
-            lines = "; ".join(f"{record.product}: {record.reason}" for record in self.impossible[:5])
             raise ValueError(
-                f"strict=True: {len(self.impossible)} products of parameters have no low-precision form: {lines}; "
-                'leave them alone by rules, such as {"patch": None}'
+                f"strict=True: {len(self.impossible)} products of parameters have no low-precision form; leave them "
+                f'alone by rules, such as {{"patch": None}}:{_by_reason(self.impossible)}'
             )
         if self.unmatched_rules:
             raise ValueError(f"strict=True: no product matches the rule {self.unmatched_rules[0]}; survey lists them")
@@ -106,22 +109,25 @@ class Examined:
         if report.converted or report.rounded or report.weighed:
             return
         if report.skipped:
-            seen = [f"{r.product.path or '(root)'} {list(r.product.shape)}: {r.reason}" for r in report.skipped]
             raise ValueError(
-                f"no product of {name} was converted: {_some(seen, 5, '; ')}; name them in rules or widen include"
+                f"no product of {name} was converted; name them in rules or widen include:{_by_reason(report.skipped)}"
             )
         found = [f"{path} {list(leaf.shape)}" for path, leaf in self.leaves.items()]
         raise ValueError(
             f"no product of {name} was converted: its program multiplies none of its parameters by an input; the "
-            f"parameters are {_some(found, 8) or 'none'}; pass the parameters that are multiplied, and inputs that "
-            "reach them"
+            f"parameters are {', '.join(found[:8]) or 'none'}; pass the parameters that are multiplied, and inputs "
+            "that reach them"
         )
 
 
-def _some(items: list[str], most: int, separator: str = ", ") -> str:
-    """Return the first items and the number of the others, for a message."""
-    others = f" and {len(items) - most} more" if len(items) > most else ""
-    return separator.join(items[:most]) + others
+def _by_reason(records: Sequence[Record]) -> str:
+    """Return lines for a message: each reason, and below it a product a line."""
+    text = ""
+    for reason in dict.fromkeys(record.reason for record in records):
+        of = [f"{r.product.path or '(root)'} {list(r.product.shape)}" for r in records if r.reason == reason]
+        text += f"\n  {reason}" + "".join(f"\n    {one}" for one in of[:8])
+        text += f"\n    and {len(of) - 8} more" if len(of) > 8 else ""
+    return text
 
 
 def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = "") -> Examined:
@@ -157,7 +163,8 @@ def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefi
     steps |= dict.fromkeys(lookups, "packed")
     gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
     rounded = tuple(sorted({*lookups.values(), *gains}))
-    report = Report(tuple(converted), tuple(skipped), chosen.unmatched(choices.values()), rounded)
+    unused = tuple(repr(pattern) for pattern in chosen.inline if pattern not in found.opened)
+    report = Report(tuple(converted), tuple(skipped), chosen.unmatched(choices.values()) + unused, rounded)
     return Examined(program, found, leaves, prefix, _plan_of(steps), report, weights, gains)
 
 

@@ -20,13 +20,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tcfp_jax import paths
-from tcfp_jax.conversion.census import Fact, census
+from tcfp_jax.conversion.census import census
 from tcfp_jax.conversion.evaluate import Machine, bare
 from tcfp_jax.conversion.policy import Include, Policy, Rules, policy
 from tcfp_jax.conversion.report import Examined, Program, judge
 from tcfp_jax.conversion.shown import SHAPES, Shown
 from tcfp_jax.conversion.unfold import unfolded
-from tcfp_jax.conversion.views import View
+from tcfp_jax.conversion.views import Fact, View
 from tcfp_jax.layers import Absent
 from tcfp_jax.paths import PyTree
 from tcfp_jax.recipes import Recipe
@@ -152,10 +152,11 @@ class Transformed:
             *(Fact(frozenset({path}), path, View.of(leaf.shape)) for path, leaf in leaves.items()),
             *(Fact(input=number >= state) for number in range(len(after))),
         ]
-        found = census(program.jaxpr, facts)
+        inline = lambda path, scope: self.policy.opens(paths.join(self.prefix, path), scope)
+        found = census(program.jaxpr, facts, inline)
         if found.linear:
             program = program._replace(jaxpr=unfolded(program.jaxpr, found.marks))
-            found = census(program.jaxpr, facts)
+            found = census(program.jaxpr, facts, inline)
         return judge(program, found, leaves, self.policy, self.prefix)
 
     def run_on(self, machine: Machine, found: Examined, args: _Args, probes: _Tree) -> list[jax.Array]:
@@ -274,7 +275,9 @@ def transform(
       params: the positional argument that holds the parameters.
       rules: pairs of a regex and a recipe (None: leave it alone), as a mapping or a sequence; the regex is searched in
         the parameter's path ("block_0/mlp/kernel"), its layer's path and the named scope of the product. Or functions
-        `(path, product)` to a recipe, or None for no opinion. The first match wins, also over `include`.
+        `(path, product)` to a recipe, or None for no opinion. The first match wins, also over `include`. The pair
+        `(regex, "inline")` opens functions with a `jax.custom_vjp` that read such a weight: their products convert,
+        and the gradient is ours instead of theirs.
       include: products that take `recipe` without a rule: "linear"; "head", the product that makes the model's output;
         "small", matrices with a side below 1024, which are slower than in BF16; "measured", products of "linear" (and
         of "head", if named) that measured times on this device say to be faster than BF16, at each call's own rows and

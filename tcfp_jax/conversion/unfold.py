@@ -16,11 +16,11 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from tcfp_jax.conversion.evaluate import Body, bind, bodies_of, eval_jaxpr, multiplies, opened
-from tcfp_jax.conversion.views import Equation
+from tcfp_jax.conversion.evaluate import Body, bind, bodies_of, eval_jaxpr, is_inlined, opened
+from tcfp_jax.conversion.views import Equation, Place
 
 # For each marked equation, by the numbers of the equations around it and its own, which operand is the weight.
-Marks = Mapping[tuple[int, ...], int]
+Marks = Mapping[Place, int]
 # The equations that act on a weight as on its parts.
 _MOVES = {"dot": ("convert_element_type", "transpose"), "joined": ("convert_element_type", "copy", "transpose"),
           "scaled": ("convert_element_type", "copy", "transpose", "reshape", "squeeze", "broadcast_in_dim", "slice",
@@ -101,11 +101,6 @@ def _evaluated(body: Body, inputs: Sequence[Any], marks: Marks) -> list[Any]:
         return [_moved(eqn, given[0])]
 
     return eval_jaxpr(body[0], [*body[1], *inputs], rule)
-
-
-def is_inlined(eqn: Equation) -> bool:
-    """Return whether a call multiplies nothing, such as `jnp.pad`, so that its body is read as part of the program."""
-    return eqn.primitive.name in ("jit", "pjit") and not multiplies(bodies_of(eqn)[0][0])
 
 
 def _with_bodies(eqn: Equation, inner: Marks) -> Equation:

@@ -31,6 +31,9 @@ _SAME = {
 _SEVERAL = ("optimization_barrier", "device_put", "mesh_cast")
 Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
+# The numbers of the equations around an equation, outermost first, and its own.
+Place = tuple[int, ...]
+COMPUTED = "its weight is computed from parameters, and is not a view of one"
 Start = jax.Array | int  # where a slice begins
 
 
@@ -256,3 +259,44 @@ def _gathered(view: _V, eqn: Equation, starts: Sequence[Start]) -> _V | None:
         return None
     moved = view.at(axis, starts[0])
     return moved.arrange([i for i in range(len(old)) if i != axis])
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The knowledge of one value.
+
+    Attributes:
+      params: paths of the parameters that the value was computed from.
+      path, view: the one parameter that the value shows, or None.
+      input: whether an input took part.
+      closed: whether the value is an array that the function closes over. It counts as an input, and may be a parameter
+        that was forgotten.
+      why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
+      linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,
+        "dot" of two matrices; "" if it is not, or not known here.
+      uniform: "zero" or "number" if the value is one number, which may be spread over an array.
+      follows: places of the products that the value was computed from, with no other product of a parameter between.
+    """
+
+    params: frozenset[str] = frozenset()
+    path: str | None = None
+    view: View | None = None
+    input: bool = False
+    closed: bool = False
+    why: str = ""
+    linear: str = ""
+    uniform: str = ""
+    follows: frozenset[Place] = frozenset()
+
+    @property
+    def source(self) -> str:
+        """Path of the parameter, or paths of all parameters in the value."""
+        return self.path or " + ".join(sorted(self.params))
+
+    def opaque(self, why: str = "") -> "Fact":
+        """Return the same fact without its view."""
+        return dataclasses.replace(self, path=None, view=None, why=why or self.why, linear="")
+
+    def computed(self) -> "Fact":
+        """Return the fact of a value that leaves a body: a weight is not a view any more."""
+        return self.opaque(COMPUTED if self.params and not self.input else "")
