@@ -272,10 +272,10 @@ class Fact:
       closed: whether the value is an array that the function closes over. It counts as an input, and may be a parameter
         that was forgotten.
       why: why a weight is not a view, if that is known, or how a weight was mixed into an input.
+      follows: places of the products that the value was computed from, with no other product of a parameter between.
       linear: how a weight without a view is linear in parameters: "scaled" by a constant, "joined" of views or padded,
         "dot" of two matrices; "" if it is not, or not known here.
       uniform: "zero" or "number" if the value is one number, which may be spread over an array.
-      follows: places of the products that the value was computed from, with no other product of a parameter between.
     """
 
     params: frozenset[str] = frozenset()
@@ -284,9 +284,9 @@ class Fact:
     input: bool = False
     closed: bool = False
     why: str = ""
+    follows: frozenset[Place] = frozenset()
     linear: str = ""
     uniform: str = ""
-    follows: frozenset[Place] = frozenset()
 
     @property
     def source(self) -> str:
