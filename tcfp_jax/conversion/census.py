@@ -197,8 +197,9 @@ def _mixed(eqn: Equation, number: int, inputs: list[Fact]) -> str:
     for fact, var in zip(inputs, eqn.invars, strict=True):
         if _is_weight(fact) and _size(var) == _size(eqn.outvars[number]):
             wide = sum(size > 1 for size in var.aval.shape) >= 2
-            # A bias or a gain that was broadcast to two axes has one axis of its own.
-            if wide and (fact.view is None or sum(len(axes) > 0 for axes in fact.view.axes) >= 2):
+            # A bias or a gain that was broadcast has fewer values, or one axis of its own.
+            of, axes = (fact.view.sizes, fact.view.axes) if fact.view else ((), ())
+            if wide and (not fact.view or (math.prod(of) == _size(var) and sum(map(bool, axes)) >= 2)):
                 return "its weight is mixed with an input before the product"
     return ""
 

@@ -93,6 +93,11 @@ def examine(model: nn.Module, policy: Policy, inputs: tuple[PyTree, ...], option
     return Transformed(call, policy, 0, stateful=True).examine(params, rest, *inputs, **options), params
 
 
+def _own(self: Any) -> type:
+    """Return the converted class of a module; `nn.map_variables` and others make classes of it."""
+    return next(kind for kind in type(self).__mro__ if "tcfp_conversion" in vars(kind))
+
+
 def _apply(self: Any, variables: _Tree, *args: PyTree, method: Any = None, **kwargs: PyTree) -> PyTree:
     """Run `nn.Module.apply`, with a function that is not a method of the module converted as if it were one.
 
@@ -108,12 +113,12 @@ def _apply(self: Any, variables: _Tree, *args: PyTree, method: Any = None, **kwa
         def method(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return _call(module, given, args, kwargs)
 
-    return super(type(self), self).apply(variables, *args, method=method, **kwargs)
+    return super(_own(self), self).apply(variables, *args, method=method, **kwargs)
 
 
 def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
     """Run any method of a converted module; it overrides `nn.Module._call_wrapped_method`."""
-    original, name = super(type(self), self)._call_wrapped_method, getattr(fun, "__name__", "function")
+    original, name = super(_own(self), self)._call_wrapped_method, getattr(fun, "__name__", "function")
     if self.scope is None or self.is_initializing() or name == "setup":
         return original(fun, args, kwargs)  # `init` runs Flax's own code, so that it makes the float model's parameters
     conversion, scope = type(self).tcfp_conversion, self.scope

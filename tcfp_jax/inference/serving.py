@@ -299,7 +299,10 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             f"no parameter of the model is {min(set(stored) - kinds)}; convert the model by the recipe and rules of "
             "the weights"
         )
-    wrong = (kinds - set(stored)) - set(params) or set(params) - set(held)
+    # An attribute may be an array without a variable, such as a table of rotations. It is a part of the state as well.
+    arrays = {"/".join(map(str, path)): path for path, node in nodes.items()
+              if hasattr(node, "dtype") and not isinstance(node, flax_nnx.Variable | Absent)}  # fmt: skip
+    wrong = (kinds - set(stored)) - set(params) or set(params) - set(held) - set(arrays)
     if wrong:
         has, lacks = ("model", "variables") if min(wrong) in kinds else ("variables", "model")
         raise ValueError(f"the {has} has {min(wrong)}, which the {lacks} lacks; pass the weights of this very model")
@@ -324,7 +327,11 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
         fixed = jax.random.key(0) if isinstance(held[path], flax_nnx.RngKey) else jax.numpy.uint32(0)
         held[path].set_raw_value(fixed)
     for path, value in params.items():
-        held[path].set_raw_value(value)
+        if path in held:
+            held[path].set_raw_value(value)
+        else:
+            owner = nodes[arrays[path][:-1]]
+            nnx_models.put(owner, arrays[path][-1], flax_nnx.data(value))
 
 
 def _plain(recipe: Recipe) -> Recipe:

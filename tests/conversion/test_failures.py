@@ -565,3 +565,18 @@ def test_bridges_of_flax_carry_converted_models():
     y, exact = jax.jit(model.apply)(variables, X), jax.jit(linen.apply)(variables, X)
     assert len(survey(model).converted) == 2 and not same_bits(y, exact)
     close(y, exact, 0.1 * float(jnp.abs(exact).max()))
+
+
+@pytest.mark.parametrize("make", [nn.jit, lambda kind: nn.map_variables(kind, "params", lambda tree: tree)])
+def test_classes_that_flax_makes_of_a_converted_one_run(make):
+    variables, model = variables_of(nn.Dense(16), X), convert(nn.Dense(16), "tcfp12", X)
+    again = make(type(model))(16)
+    close(jax.jit(again.apply)(variables, X), jax.jit(model.apply)(variables, X))
+
+
+def test_a_bias_of_several_axes_is_no_weight():
+    fn = lambda p, x: jnp.einsum("bthd,bshd->bths", jnp.einsum("btk,khd->bthd", x, p["w"]) + p["b"][None, None], p["k"])
+    params = {"w": jnp.ones((16, 2, 8)), "b": jnp.ones((2, 8)), "k": jnp.ones((2, 3, 2, 8))}
+    low = tcfp_jax.transform(lambda p, x, k: fn({**p, "k": k}, x), "tcfp12", include=ALL)
+    report = survey(low, {name: params[name] for name in "wb"}, jnp.ones((2, 3, 16)), params["k"])
+    assert [record.weight_path for record in report.converted] == ["w"] and not report.skipped

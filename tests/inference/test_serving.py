@@ -310,3 +310,25 @@ def test_a_checkpoint_is_not_given_the_scales_of_another_recipe(other):
             continue
         with pytest.raises(ValueError, match=r"kernel is .*; pass the recipe that the weights were quantized by"):
             restored(plain, other)
+
+
+class Rotated(flax_nnx.Module):
+    """A table that is an array and no variable."""
+
+    def __init__(self, rngs):
+        self.linear, self.angle = flax_nnx.Linear(32, 32, rngs=rngs), flax_nnx.data(jnp.zeros(32))
+
+    def __call__(self, x):
+        return self.linear(x) * jnp.cos(self.angle)
+
+
+def test_arrays_that_are_no_variables_load_with_the_weights():
+    models = [convert(nnx_model(Rotated, seed), "tcfp12") for seed in (0, 1)]
+    models[0].angle = jnp.arange(32.0)
+    served = quantize_params(flax_nnx.state(models[0]), find_weights(models[0], X))
+    load_quantized(models[1], served)
+    assert same_bits(models[1].angle, models[0].angle)
+    run = flax_nnx.jit(lambda model, x: model(x))
+    np.testing.assert_allclose(run(models[1], X), run(models[0], X), atol=1e-5)
+    with pytest.raises(ValueError, match="the variables has table, which the model lacks"):
+        load_quantized(models[1], {**served, "params": {**served["params"], "table": jnp.ones(2)}})

@@ -170,6 +170,10 @@ def _through(equation: Any, taints: list[Taint], inside: tuple[str, ...], note: 
         # Indices are not part of the values. But an input chooses a looked-up row, which therefore depends on it.
         source = taints[0] if name == "dynamic_slice" else _union(taints)
         return [source] * len(equation.outvars)
+    if name in ("mul", "div", "neg") and all(
+        variable.aval.shape == () and taint == Taint() for variable, taint in zip(equation.invars[1:], taints[1:])
+    ):  # a scale moves to the product
+        return taints[:1]
     if name in SHOWS:
         return [_union(taints[:1], computed=False)] * len(equation.outvars)
     bodies = _bodies(equation)

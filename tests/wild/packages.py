@@ -1,4 +1,4 @@
-"""Subjects that other packages define: tunix, DeepMind's gemma, MaxText, Equinox and Haiku."""
+"""Subjects that other packages define: tunix, DeepMind's gemma, MaxText, Equinox, Haiku, Haliax and Levanter."""
 
 import contextlib
 import functools
@@ -284,3 +284,57 @@ def haiku_lstm() -> Made:
         return hk.Linear(VOCABULARY)(y)
 
     return haiku_made(forward, tokens())
+
+
+def haliax_made(model: Any, call: Any, *inputs: Any) -> Made:
+    import equinox as eqx
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    return Made(lambda params, *inputs: call(eqx.combine(params, static), *inputs).array, inputs, params)
+
+
+# Haliax multiplies each weight by a scale of 1.
+@subject("haliax mlp", "function", (3, 3), "haliax", target="square")
+def haliax_mlp() -> Made:
+    import haliax as hax
+    from haliax import nn
+
+    rows, wide, out = hax.make_axes(rows=16, wide=WIDTH, out=8)
+    model = nn.MLP.init(wide, out, width=64, depth=2, key=jax.random.key(0))
+    return haliax_made(model, lambda model, x: model(hax.named(x, (rows, wide))), floats(16, WIDTH))
+
+
+@subject("haliax attention", "function", (4, 4), "haliax", target="square")
+def haliax_attention() -> Made:
+    import haliax as hax
+    from haliax import nn
+
+    batch, position, heads, size, wide = hax.make_axes(batch=BATCH, position=LENGTH, heads=2, size=16, wide=WIDTH)
+    keys = position.alias("keys")
+    layers = [nn.Linear.init(wide, (heads, size), key=jax.random.key(i)) for i in range(3)]
+    out = nn.Linear.init((heads, size), wide, key=jax.random.key(3))
+
+    def call(model: Any, x: Any) -> Any:
+        (q, k, v), out = [layer(hax.named(x, (batch, position, wide))) for layer in model[:3]], model[3]
+        k, v = (values.rename({"position": "keys"}) for values in (k, v))
+        return out(nn.attention.dot_product_attention(keys, size, q, k, v)).rearrange((batch, position, wide))
+
+    return haliax_made([*layers, out], call, floats(BATCH, LENGTH, WIDTH))
+
+
+@subject("levanter llama", "function", (8, 8), "levanter", rate=1e-3)
+def levanter_llama() -> Made:
+    import haliax as hax
+    from levanter.layers.attention import AttentionMask
+    from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
+
+    batch, vocabulary = hax.make_axes(batch=BATCH, vocab=VOCABULARY)
+    config = LlamaConfig(
+        seq_len=LENGTH, hidden_dim=WIDTH, intermediate_dim=64, num_layers=2, num_heads=2, num_kv_heads=1,
+    )  # fmt: skip
+    model = LlamaLMHeadModel.init(vocabulary, config, key=jax.random.key(0))
+
+    def call(model: Any, ids: Any) -> Any:
+        return model(hax.named(ids, (batch, config.Pos)), AttentionMask.causal())
+
+    return haliax_made(model, call, tokens())
