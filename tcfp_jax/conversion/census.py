@@ -144,9 +144,9 @@ def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) ->
     bodies = bodies_of(eqn)
     if bodies and eqn.primitive.name in CUSTOM:
         scope = str(eqn.source_info.name_stack)
-        rules = {found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)} - {None}
-        if rules:
-            found.opened |= rules
+        rules = {found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)}
+        if rules - {None}:
+            found.opened.update(filter(None, rules))
             return found.walk(bodies[0], inputs, place)
     if bodies:
         return _opaque(found, eqn, bodies, inputs, place)

@@ -93,7 +93,7 @@ def examine(model: nn.Module, policy: Policy, inputs: tuple[PyTree, ...], option
     return Transformed(call, policy, 0, stateful=True).examine(params, rest, *inputs, **options), params
 
 
-def _own(self: Any) -> type:
+def _own(self: Any) -> Any:
     """Return the converted class of a module; `nn.map_variables` and others make classes of it."""
     return next(kind for kind in type(self).__mro__ if "tcfp_conversion" in vars(kind))
 

@@ -75,7 +75,7 @@ def _split(tree: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array 
         return treedef.unflatten(filled)
 
     # make_jaxpr knows shapes by JAX's own class only.
-    known = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
+    known: Any = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Absent) else leaf
     return [known(leaves[place]) for place in places], rebuild
 
 

@@ -47,6 +47,8 @@ class Equation(Protocol):
     source_info: Any
     ctx: Any
 
+    def replace(self, *, params: dict[str, Any]) -> "Equation": ...
+
 
 class _Movable(Protocol):
     """The methods that `move` needs; each returns the moved view, or None if there is none."""

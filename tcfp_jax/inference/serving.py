@@ -300,7 +300,7 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             "the weights"
         )
     # An attribute may be an array without a variable, such as a table of rotations. It is a part of the state as well.
-    arrays = {"/".join(map(str, path)): path for path, node in nodes.items()
+    arrays: dict[str, tuple[Any, ...]] = {"/".join(map(str, path)): path for path, node in nodes.items()
               if hasattr(node, "dtype") and not isinstance(node, flax_nnx.Variable | Absent)}  # fmt: skip
     wrong = (kinds - set(stored)) - set(params) or set(params) - set(held) - set(arrays)
     if wrong:
@@ -330,8 +330,8 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
         if path in held:
             held[path].set_raw_value(value)
         else:
-            owner = nodes[arrays[path][:-1]]
-            nnx_models.put(owner, arrays[path][-1], flax_nnx.data(value))
+            *above, name = arrays[path]
+            nnx_models.put(nodes[tuple(above)], name, flax_nnx.data(value))
 
 
 def _plain(recipe: Recipe) -> Recipe:
