@@ -47,7 +47,7 @@ class Equation(Protocol):
     source_info: Any
     ctx: Any
 
-    def replace(self, *, params: dict[str, Any]) -> "Equation": ...
+    def replace(self, *, params: dict[str, Any]) -> "Equation": ...  # noqa: D102
 
 
 class _Movable(Protocol):
