@@ -322,7 +322,7 @@ def haliax_attention() -> Made:
     return haliax_made([*layers, out], call, floats(BATCH, LENGTH, WIDTH))
 
 
-@subject("levanter llama", "function", (8, 8), "levanter", rate=1e-3)
+@subject("levanter llama", "function", (8, 8), "levanter", rate=3e-4)
 def levanter_llama() -> Made:
     import haliax as hax
     from levanter.layers.attention import AttentionMask
