@@ -102,6 +102,7 @@ def census(
     """Return the products of parameters in a closed jaxpr, from the facts of its inputs; for `inline` see `Census`.
 
     >>> import jax
+    >>> from tcfp_jax.conversion.views import View
     >>> jaxpr = jax.make_jaxpr(lambda w, x: x @ w.T)(jax.numpy.ones((3, 2)), jax.numpy.ones((4, 2)))
     >>> facts = [Fact(frozenset({"w"}), "w", View.of((3, 2))), Fact(input=True)]
     >>> [(product.path, product.equation) for product in census(jaxpr, facts).products.values()]

@@ -134,10 +134,7 @@ def find_weights(model: object, *inputs: PyTree, options: Mapping[str, PyTree] |
     Each weight has its own recipe, and the axes that its first converted product contracts; layers of a loop are a
     stack. A product that reads the weight in another form quantizes it at each use, and `survey` says so.
 
-    Args:
-      model: from `convert_to_tcfp` or `transform`, or a model written with this library's layers.
-      inputs: sample arguments, as in `survey`.
-      options: keyword arguments for the call with `inputs`.
+    `inputs` and `options` are as in `survey`.
 
     Raises:
       TypeError: neither a Flax module nor from `transform`.
@@ -227,18 +224,12 @@ def export(model: Any) -> Any:
     by_hand_layers = [module for module in nnx_models.modules_of(model).values() if isinstance(module, nnx.OWN)]
     if not nnx_models.export(model) + len(by_hand_layers):
         raise ValueError(f"{type(model).__name__} has no low-precision layer to export")
-    for module in by_hand_layers:
-        _restore_class(module)
-    return model
-
-
-def _restore_class(layer: object) -> None:
-    """Give a layer written by hand Flax's own class again, without the attributes of this project."""
-    base = next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("flax."))
-    for name in ("recipe", "products", "stored", "keys"):
-        if name in vars(layer):
+    for layer in by_hand_layers:
+        base = next(kind for kind in type(layer).__mro__ if kind.__module__.startswith("flax."))
+        for name in {"recipe", "products", "stored", "keys"} & set(vars(layer)):
             delattr(layer, name)
-    object.__setattr__(layer, "__class__", base)
+        object.__setattr__(layer, "__class__", base)
+    return model
 
 
 def to_bf16(model: _Model, *patterns: str) -> _Model:

@@ -70,7 +70,7 @@ def unfolded(program: core.ClosedJaxpr, marks: Marks) -> core.ClosedJaxpr:
 
     >>> program = jax.make_jaxpr(lambda w, x: x @ (2 * w))(jax.numpy.ones((4, 2)), jax.numpy.ones((3, 4)))
     >>> [eqn.primitive.name for eqn in unfolded(program, {(0,): 1, (1,): 1}).jaxpr.eqns]
-    ['dot_general', 'mul']
+    ['dot_general', 'broadcast_in_dim', 'mul']
     """
     run = lambda *inputs: list(map(_array, _evaluated((program.jaxpr, program.consts), inputs, marks)))
     return jax.make_jaxpr(run)(*(var.aval for var in program.jaxpr.invars))
