@@ -565,6 +565,12 @@ def test_a_weight_that_is_not_finite_stays_visible(bad):
     assert np.isnan(kernel_of(after["kernel"])).all()
 
 
+def test_kernels_of_a_tree_have_seeds_of_their_own():
+    params = stored_of({name: {"kernel": jnp.ones((16, 32))} for name in ("first", "second")})
+    first, second = (np.asarray(leaf["kernel"].training.rounding) for leaf in params.values())
+    assert not np.any(first[:2] == second[:2]) and first[2] == second[2] == 0
+
+
 def test_filled_kernels_of_stacks_have_seeds_of_their_own():
     params = stored_of(filled({"kernel": jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)}))
     seeds = np.asarray(params["kernel"].training.rounding)

@@ -191,6 +191,20 @@ def test_lo_keeps_the_mean_of_the_weight():
     assert abs(np.mean(z)) * np.sqrt(z.size) < 4 and abs(np.std(z) - 1) < 0.2
 
 
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_lo_and_both_moments_are_rounded_by_bits_of_their_own(backend):
+    """Each value lies between two codes, for lo and v right in the middle, and no two of the three go up together."""
+    ones, zeros = jnp.ones(SHAPE), jnp.zeros(SHAPE, E4M3)
+    given = rates(lr=1.0625, t=1, b1=0.9, b2=0.95, eps=0.0, decay=0.0, scale=1.0, new_scale=1.0)
+    g = ones * jnp.sqrt(jnp.float32(1.0625 / 0.05))
+    new = step(g, ones.astype(E4M3) * 64, zeros, Moments.zeros(SHAPE), given, KEY, backend=backend)
+    stored = (-new.lo.astype(jnp.float32), moments.decode_m(*new.moments[:2]), moments.decode_v(*new.moments[2:]))
+    signs = [np.where(np.asarray(x) > np.mean(x), 1.0, -1.0).ravel() for x in stored]
+    assert all(len(np.unique(x)) == 2 and abs(np.mean(sign)) < 0.8 for x, sign in zip(stored, signs))
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(signs[a], signs[b])[0, 1]) < 5 / np.sqrt(ones.size)
+
+
 # The kernel -----------------------------------------------------------------------------------------------------------
 
 
