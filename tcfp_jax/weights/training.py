@@ -9,7 +9,8 @@ rounding leaves `amax`, and the next one scales by it. Scales change by whole bi
 when `amax / scale` leaves (14, 112]; the new scale brings it into (28, 56]. So a weight may wander over three binades
 before its scale moves. It may grow fourfold in one step without loss, and eightfold before it is clipped, because
 `W_hi` and `W_lo` together reach twice as far as E4M3's 448. Normal values have 60 dB everywhere there. A weight of
-zeros has no amax and starts with the scale 2**-16, which fits a first step between 1e-8 and 1e-2.
+zeros has no amax and starts with the scale 2**-16, which fits a first step between 1e-8 and 1e-2. The pass of `adamw`
+takes a larger scale if its learning rate allows a larger step (`optim.steps`).
 """
 
 import dataclasses
