@@ -27,7 +27,7 @@ def trained(start, moments, steps, **options):
     ("value", "steps", "options"),
     [
         (1e-4, 1, dict(learning_rate=1e-2)),
-        (1e-4, 1, dict(learning_rate=1.0, nesterov=True)),
+        (1e-4, 1, dict(learning_rate=1.0, nesterov=True, b1=0.5)),
         (0.0, 2, dict(learning_rate=0.5)),
         (1e-3, 1, dict(learning_rate=10.0, weight_decay=50.0)),
         (1e-4, 2, dict(learning_rate=lambda count: jnp.where(count == 0, 1e-7, 30.0), b1=0.9, b2=0.81)),
@@ -52,3 +52,15 @@ def test_a_weight_without_updates_keeps_its_values_under_a_large_learning_rate()
     updates, _ = tx.update({"kernel": jnp.zeros((32, 128))}, tx.init(params), params)
     after = optim.dequantize(optim.apply_updates(params, updates))["kernel"]
     assert float(jnp.linalg.norm(after - start)) < 2.0**-8 * float(jnp.linalg.norm(start))
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "float"])
+def test_every_step_rounds_moments_by_bits_of_its_own(stored):
+    params = {"kernel": jnp.ones((32, 128))}
+    params = optim.store(params, "tcfp12_single", key=KEY) if stored else params
+    tx = optim.adamw(1e-3, key=KEY)
+    state, grads = tx.init(params), {"kernel": jax.random.normal(KEY, (32, 128))}
+    first, later = (tx.update(grads, state._replace(count=jnp.int32(count)), params)[1] for count in (0, 5))
+    for name in ("mu", "nu"):
+        a, b = (np.asarray(getattr(state, name)["kernel"], np.float32) for state in (first, later))
+        assert 0.1 < np.mean(a != b) < 0.9
