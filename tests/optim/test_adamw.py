@@ -315,7 +315,7 @@ def _grown(moments):
 
     @jax.jit
     def run(params, decay, steps):
-        tx = adamw(1.0, weight_decay=decay, moments=moments)
+        tx = adamw(1e-3, weight_decay=1e3 * decay, moments=moments)  # a larger rate would ask for larger scales
 
         def one(_, carry):
             params, state, least = carry
