@@ -167,16 +167,18 @@ def _inside(folder: Path, file: str) -> Path:
     """
     path, home = folder / file, folder.resolve()
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    outside = ValueError(f"{file[:80]!r} lies outside of {folder}, whose model it should be part of; copy it into it")
+    if file != path.name:
+        raise outside
     try:
-        is_inside = file == path.name and path.resolve().parent in homes
-        is_there, is_file = path.exists(), path.is_file()
+        found = path.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; copy all files of the model") from error
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
         raise ValueError(f"{file[:80]!r} is no file of {folder}: {error}; copy the model's own files") from error
-    if not is_inside:
-        raise ValueError(f"{file[:80]!r} lies outside of {folder}, whose model it should be part of; copy it into it")
-    if not is_there:
-        raise FileNotFoundError(f"{path} is missing; copy all files of the model")
-    if not is_file:
+    if found.parent not in homes:
+        raise outside
+    if not found.is_file():
         raise ValueError(f"{path} is not a file; copy the model's own")
     return path
 

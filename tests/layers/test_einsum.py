@@ -62,11 +62,6 @@ def test_the_product_is_the_einsum(equation, x_shape, shape):
     assert np.prod([result[i] for i, size in enumerate(sizes) if size is None]) == contraction.tokens(x.shape)
 
 
-def test_layers_describe_what_an_equation_would():
-    assert matrix_product(4) == parse("...k,kn->...n", 4)
-    assert matrix_product(1, transposed=True) == parse("k,nk->n", 1)
-
-
 @pytest.mark.slow_except("(2, 48, 80)-tcfp12_blockwise", "(2, 48, 80)-tensorwise")
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("shape", [(48, 80), (2, 48, 80)], ids=str)

@@ -163,35 +163,6 @@ def test_stacked_layers_read_their_own_state():
     assert float(jnp.max(jnp.abs(forward(model, X) - fresh))) > 0.05
 
 
-class Conv1D(flax_nnx.Module):
-    def __init__(self, rngs):
-        self.kernel = flax_nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
-
-    def __call__(self, x):
-        return x @ self.kernel[...].T
-
-
-def test_a_layer_that_nobody_taught_is_converted():
-    model = convert_to_tcfp(nnx_model(Conv1D), "tcfp12", X, include=ALL, strict=True)
-    by_hand = flax_nnx.jit(lambda model, x: tcfp_jax.matmul(x, model.kernel[...].T, recipe="tcfp12"))
-    assert same_bits(forward(model, X), by_hand(model, X))
-    assert find_weights(model)["kernel"].layout.transposed and type(export(model)) is Conv1D
-
-
-class TiedByHand(flax_nnx.Module):
-    def __init__(self, rngs):
-        self.embedding = flax_nnx.Embed(32, 16, rngs=rngs)
-        self.dense = flax_nnx.Linear(16, 16, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.dense(self.embedding(tokens)) @ self.embedding.embedding[...].T
-
-
-def test_a_head_that_is_tied_by_hand_is_a_head():
-    model = convert_to_tcfp(nnx_model(TiedByHand), "tcfp12", TOKENS, include=("linear", "small"), strict=True)
-    assert [(r.weight_path, r.product.head) for r in survey(model).skipped] == [("embedding/embedding", True)]
-
-
 class MLP(flax_nnx.Module):
     def __init__(self, rngs, linear=flax_nnx.Linear):
         self.up, self.down = linear(16, 32, rngs=rngs), linear(32, 16, rngs=rngs)

@@ -493,21 +493,6 @@ def test_types_say_the_mesh_where_none_is_set(name):
     np.testing.assert_allclose(y, rounded(x) @ float64_of(codes).T, rtol=0, atol=2e-5)
 
 
-@pytest.mark.slow_except("squares")
-@pytest.mark.parametrize("name", ["nvfp4", "squares"])
-def test_a_replicated_float_weight_in_shard_map(name):
-    gradients = jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(fp4_matmul(x, w, recipe=RECIPES[name]))), (0, 1))
-
-    def inside(x, w):
-        loss, gradient = gradients(x, w)
-        return jax.lax.psum(loss, "a"), gradient
-
-    x, w = normal(8, K), normal(K, N, seed=1)
-    parts = jax.shard_map(inside, mesh=mesh_of(2), in_specs=(P("a"), P()), out_specs=(P(), (P("a"), P())))
-    for a, b in zip(jax.tree.leaves(quick(parts)(x, w)), jax.tree.leaves(quick(gradients)(x, w)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"tile": "square"}, {"rule": "four_over_six"}, {"rule": "one_level"}], ids=str)
 def test_zeros_have_an_outer_scale_of_one(options):
     """Files hold its reciprocal."""

@@ -192,17 +192,6 @@ def test_remat_policy_by_name_keeps_the_quantized_operands(data):
     assert kept.count("round[") < dropped.count("round[")
 
 
-@pytest.mark.slow_except("tcfp12_fast", "float32_scale")
-@every_kind
-def test_vmap_quantizes_each_example_by_itself(recipe, data):
-    x, w, g = data
-    xs, gs = x.reshape(3, 8, K), g.reshape(3, 8, N)
-    together = jax.jit(jax.vmap(jitted(recipe), in_axes=(0, None, 0)))(xs, w, gs)
-    alone = [jitted(recipe)(a, w, b) for a, b in zip(xs, gs, strict=True)]
-    for got, expected in zip(together, zip(*alone, strict=True), strict=True):
-        np.testing.assert_allclose(got, jnp.stack(expected), rtol=0, atol=1e-5)
-
-
 @every_kind
 def test_export_roundtrip(recipe, data):
     x, w, _ = data
