@@ -236,13 +236,6 @@ def check(config: Config) -> None:
             )
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    common.print_rows(
-        rows, "name", "gradient", "shape", "median_ms", "terabytes_per_second", "over_copy", "over_optax", "timer"
-    )
-
-
 def table(result: Result) -> str:
     """Return the page's table, one line per way."""
     rows = result.by("name", "gradient")

@@ -113,12 +113,6 @@ def configure(options: argparse.Namespace) -> Config:
     return SMOKE if options.smoke else Config()
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("name", "shape", "dtype", "median_ms", "min_ms", "max_ms", "terabytes_per_second", "over_copy", "timer")
-    common.print_rows(rows, *columns)
-
-
 def table(result: Result) -> str:
     """Return the page's table, one line per cast."""
     lines = [

@@ -7,7 +7,7 @@ A benchmark is a module of this package with
     add_options(parser)        adds its own options of the command line, if it has any
     configure(options)         returns the Config of a command line
     measure(config)            returns rows, each verified before it is timed
-    show(rows)                 prints them
+    show(rows)                 prints them, if all their fields as columns do not serve
     table(result)              returns the Markdown of docs/measurements.md, from the JSON
     plot(figure, result)       draws the same, if there is a picture
     json_name(options)         returns the name of its JSON, if options choose one, and
@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,7 +156,7 @@ def _run(benchmark: Any, header: Header, config: Any, path: Path | None) -> list
     for row in benchmark.measure(config):
         rows.append(row)
         write_result(path, benchmark.NAME, header, config, rows)
-    benchmark.show(rows)
+    getattr(benchmark, "show", print_rows)(rows)
     if path is not None:
         print(f"written: {path}")
     return rows
@@ -334,7 +334,12 @@ def _finite(tree: Any) -> Any:
 
 
 def print_rows(rows: Sequence[Any], *columns: str) -> None:
-    """Print fields of dataclasses as columns; floats have four digits."""
+    """Print fields of dataclasses as columns, without a choice all that have a value; floats have four digits."""
+    if not columns and rows:
+        own = type(rows[0]).__annotations__  # before the fields of a timing, which it inherits
+        plain = lambda value: value is not None and not isinstance(value, list | tuple | dict)
+        names = sorted((field.name for field in fields(rows[0])), key=lambda name: name not in own)
+        columns = tuple(name for name in names if any(plain(getattr(row, name)) for row in rows))
     cells: Iterator[list[str]] = ([_cell(getattr(row, column)) for column in columns] for row in rows)
     print_table(columns, list(cells))
 

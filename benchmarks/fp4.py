@@ -232,12 +232,6 @@ def configure(options: argparse.Namespace) -> Config:
     return Config(cases, cold_bytes=10_000, rounds=1, calls=2)
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("part", "m", "k", "n", "kind", "backend", "median_ms", "speed_over_bf16", "terabytes_per_second")
-    common.print_rows(rows, *columns, "weight_bits", "snr_db", "copies")
-
-
 def table(result: Result) -> str:
     """Return a table with a line for each product."""
     lines = [

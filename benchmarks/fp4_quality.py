@@ -305,12 +305,6 @@ def configure(options: argparse.Namespace) -> Config:
     return dataclasses.replace(config, text_read=len(corpus.train) + len(corpus.heldout))
 
 
-def show(rows: list[Row]) -> None:
-    """Print means over the models."""
-    columns = [item.name for item in dataclasses.fields(Row)]
-    common.print_rows(rows, *columns)
-
-
 def table(result: Result) -> str:
     """Return the page's table: one line per method, means over the models."""
     number = lambda value, text: "–" if value is None else format(value, text)

@@ -195,14 +195,6 @@ def configure(options: argparse.Namespace) -> Config:
     return Config(GemmShape(64, 32, 64), tiny, (2, 32), recipes, parts, devices, rounds=1, calls=2)
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("part", "devices", "recipe", "median_ms", "min_ms", "max_ms", "speed_over_bf16", "over_one_gpu")
-    common.print_rows(
-        rows, *columns, "tokens_per_second", "worst_snr_db", "compile_seconds", "arena_bytes", "state_bytes"
-    )
-
-
 def table(result: Result) -> str:
     """Return the page's tables: one per part, one line per candidate."""
     texts = []

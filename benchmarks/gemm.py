@@ -153,12 +153,6 @@ def _peak(kind: str) -> float | None:
     return None if rates is None else rates["bf16" if kind == "bf16" else "fp8"]
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("shape", "kind", "accumulation", "backend", "median_ms", "min_ms", "max_ms", "tflops", "speed_over_bf16")
-    common.print_rows(rows, *columns, "bound_used", "timer")
-
-
 def describe(row: dict[str, Any]) -> str:
     """Return the name of a row in tables."""
     if row["kind"] == "bf16":

@@ -240,12 +240,6 @@ def configure(options: argparse.Namespace) -> Config:
     return Config("tiny", preset("tiny").batch, preset("tiny").sequence)
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("name", "parameters", *(f"{part}_bytes" for part in PARTS), "state_bytes", "bytes_per_weight")
-    common.print_rows(rows, *columns, "peak_bytes")
-
-
 def table(result: Result) -> str:
     """Return the page's table, one line per setting."""
     rows = [row for row in result.rows if row.get("kind") != "arithmetic"]  # rows of an older version

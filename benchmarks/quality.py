@@ -279,11 +279,6 @@ def configure(options: argparse.Namespace) -> Config:
     return Config(size=options.size, moving_size=moving_size)
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    common.print_rows(rows, "name", "question", "distribution", "snr_db", "mse", "bits", "ratio")
-
-
 def table(result: Result) -> str:
     """Return the page's tables: formats on every distribution, products, an outlier channel, and error feedback."""
     snr_db = {key: row["snr_db"] for key, row in result.by("question", "name", "distribution").items()}

@@ -174,13 +174,6 @@ def check(name: str, got: Any, expected: Any) -> None:
         raise ArithmeticError(f"{name}: differs from the reference; it is wrong, so it is not timed")
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    common.print_rows(
-        rows, "name", "shape", "amax", "backend", "median_ms", "terabytes_per_second", "over_copy", "timer"
-    )
-
-
 def table(result: Result) -> str:
     """Return the page's table: one line per quantizer and backend, one column per size."""
     shapes = result.distinct("shape")

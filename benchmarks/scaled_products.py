@@ -15,13 +15,13 @@ from typing import Literal
 
 from benchmarks import common, gemm, products
 from benchmarks.common import Result
-from benchmarks.gemm import Config, Row, show
+from benchmarks.gemm import Config, Row
 from benchmarks.products import Form, Product
 from benchmarks.shapes import H200_SHAPES, MIDDLE, GemmShape, random_operands
 from pallas_kernels.operands import BLOCK_SIZES, Block
 from pallas_kernels.operands import Row as RowScaling
 
-__all__ = ["NAME", "Config", "Row", "add_options", "configure", "measure", "show", "table"]
+__all__ = ["NAME", "Config", "Row", "add_options", "configure", "measure", "table"]
 
 NAME = "scaled_products"
 _NAMES: dict[Literal[1, 2], str] = {1: "single", 2: "dual"}

@@ -149,12 +149,6 @@ def find_products(config: Config, exact_part: float) -> tuple[list[Product], flo
     return found, float(jnp.mean(jnp.all(blocks == 0, axis=(1, 3))))
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("kind", "shape", "backend", "skipped", "median_ms", "min_ms", "max_ms", "speed_over_all")
-    common.print_rows(rows, *columns, "speed_over_bf16", "bound_used", "config", "timer")
-
-
 def table(result: Result) -> str:
     """Return the page's table, one line per product."""
     first = result.rows[0]

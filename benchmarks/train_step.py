@@ -320,12 +320,6 @@ def configure(options: argparse.Namespace) -> Config:
     return dataclasses.replace(config, rounds=2, calls=2) if options.smoke else config
 
 
-def show(rows: list[Row]) -> None:
-    """Print the rows."""
-    columns = ("part", "shape", "recipe", "median_ms", "min_ms", "max_ms", "speed_over_bf16", "worst_snr_db")
-    common.print_rows(rows, *columns, "compile_seconds", "peak_bytes", "timer")
-
-
 def table(result: Result) -> str:
     """Return the page's table: one line per part and shape, or per recipe if there is one shape."""
     if len(result.distinct("shape")) == 1:
