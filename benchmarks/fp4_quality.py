@@ -60,46 +60,33 @@ def _compensated(scaling: Fp4, scales: Any = "rule") -> Method:
     return lambda w, hessian: gptq(w, hessian, scaling, scales=scales)
 
 
-METHODS: dict[str, Method] = {
-    "nearest": _nearest(Fp4()),
-    "four_over_six": _nearest(Fp4(rule="four_over_six")),
-    "fold_exact": _nearest(Fp4(rule="fold_exact")),
-    "search": _searched(Fp4()),
-    "search_fold_exact": _searched(Fp4(rule="fold_exact")),
-    "search_by_inputs": lambda w, hessian: search_scales(w, importance=jnp.diagonal(hessian)),
-    "gptq": _compensated(Fp4()),
-    "gptq_four_over_six": _compensated(Fp4(rule="four_over_six")),
-    "gptq_fold_exact": _compensated(Fp4(rule="fold_exact")),
-    "gptq_search": _compensated(Fp4(), "search"),
-    "squares": _nearest(Fp4(tile="square")),
-    "gptq_squares_search": _compensated(Fp4(tile="square"), "search"),
-    "mxfp4": _nearest(Fp4("mxfp4")),
-    "mxfp4_search": _searched(Fp4("mxfp4")),
-    "mxfp4_gptq_search": _compensated(Fp4("mxfp4"), "search"),
+_FOUR_OVER_SIX, _FOLD_EXACT, _SQUARES = Fp4(rule="four_over_six"), Fp4(rule="fold_exact"), Fp4(tile="square")
+# name: (name in the table, method)
+METHODS: dict[str, tuple[str, Method]] = {
+    "nearest": ("NVFP4, nearest, amax / 6", _nearest(Fp4())),
+    "four_over_six": ("NVFP4, amax / 6 or amax / 4", _nearest(_FOUR_OVER_SIX)),
+    "fold_exact": ("NVFP4, scales whose products are E4M3 numbers", _nearest(_FOLD_EXACT)),
+    "search": ("**NVFP4, exhaustive search of the scales**", _searched(Fp4())),
+    "search_fold_exact": ("the same, scales whose products are E4M3 numbers", _searched(_FOLD_EXACT)),
+    "search_by_inputs": (
+        "the same as the search, weighted by the inputs' squares",
+        lambda w, hessian: search_scales(w, importance=jnp.diagonal(hessian)),
+    ),
+    "gptq": ("GPTQ, amax / 6", _compensated(Fp4())),
+    "gptq_four_over_six": ("**GPTQ, amax / 6 or amax / 4**", _compensated(_FOUR_OVER_SIX)),
+    "gptq_fold_exact": ("GPTQ, scales whose products are E4M3 numbers", _compensated(_FOLD_EXACT)),
+    "gptq_search": ("**GPTQ, exhaustive search of the scales**", _compensated(Fp4(), "search")),
+    "squares": ("NVFP4 of 16 x 16 squares, nearest", _nearest(_SQUARES)),
+    "gptq_squares_search": ("the same, GPTQ with a search", _compensated(_SQUARES, "search")),
+    "mxfp4": ("MXFP4, nearest, OCP's rule", _nearest(Fp4("mxfp4"))),
+    "mxfp4_search": ("MXFP4, exhaustive search of the scales", _searched(Fp4("mxfp4"))),
+    "mxfp4_gptq_search": ("MXFP4, GPTQ with a search", _compensated(Fp4("mxfp4"), "search")),
 }
 # Each other method takes a minute of compilation.
 DEFAULT = (
     "nearest", "four_over_six", "fold_exact", "search", "gptq", "gptq_four_over_six", "gptq_search", "mxfp4",
     "mxfp4_search",
 )  # fmt: skip
-MEANINGS = {
-    BASELINE: "BF16",
-    "nearest": "NVFP4, nearest, amax / 6",
-    "four_over_six": "NVFP4, amax / 6 or amax / 4",
-    "fold_exact": "NVFP4, scales whose products are E4M3 numbers",
-    "search": "**NVFP4, exhaustive search of the scales**",
-    "search_fold_exact": "the same, scales whose products are E4M3 numbers",
-    "search_by_inputs": "the same as the search, weighted by the inputs' squares",
-    "gptq": "GPTQ, amax / 6",
-    "gptq_four_over_six": "**GPTQ, amax / 6 or amax / 4**",
-    "gptq_fold_exact": "GPTQ, scales whose products are E4M3 numbers",
-    "gptq_search": "**GPTQ, exhaustive search of the scales**",
-    "squares": "NVFP4 of 16 x 16 squares, nearest",
-    "gptq_squares_search": "the same, GPTQ with a search",
-    "mxfp4": "MXFP4, nearest, OCP's rule",
-    "mxfp4_search": "MXFP4, exhaustive search of the scales",
-    "mxfp4_gptq_search": "MXFP4, GPTQ with a search",
-}
 
 
 @dataclass(frozen=True)
@@ -244,7 +231,7 @@ def _measure_methods(
     curved: dict[str, float] = {}
     for name in config.methods:
         started = time.perf_counter()
-        params, bits, (weight_db, output_db) = quantized(METHODS[name], state.params, moments)
+        params, bits, (weight_db, output_db) = quantized(METHODS[name][1], state.params, moments)
         seconds, found = time.perf_counter() - started, loss(params)
         mirrored = loss(jax.tree.map(lambda w, stood_for: 2 * w - stood_for, state.params, params))
         gaps[name] = math.exp(found) - math.exp(base)
@@ -318,9 +305,10 @@ def table(result: Result) -> str:
     }
     noise = lambda name, column: "–" if name == BASELINE else f"{mean(name, column):.1f}"
     closed = lambda name, gaps: number(_closed(name, gaps), ".0%") if name in gaps else "–"
+    names = {BASELINE: "BF16"} | {name: meaning for name, (meaning, _) in METHODS.items()}
     lines = [
         [
-            MEANINGS[name], f"{mean(name, 'bits'):.2f}", noise(name, "weight_db"), noise(name, "output_db"),
+            names[name], f"{mean(name, 'bits'):.2f}", noise(name, "weight_db"), noise(name, "output_db"),
             f"{mean(name, 'heldout_loss'):.5f}", f"{mean(name, 'perplexity'):.4f}", closed(name, gaps),
             closed(name, both),
         ] for name in found

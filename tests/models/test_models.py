@@ -29,22 +29,15 @@ def library(tmp_path):
     return tmp_path
 
 
-def test_corpus_is_split_by_file_and_deterministic():
+def test_corpus_is_split_by_file_deterministic_and_within_its_limit():
     corpus = load_corpus(byte_limit=500_000)
     assert set(corpus.train_files).isdisjoint(corpus.heldout_files)
-    assert all(is_heldout(name) for name in corpus.heldout_files)
-    assert not any(is_heldout(name) for name in corpus.train_files)
-    assert corpus.train.dtype == np.uint8
-    assert len(corpus.train) > len(corpus.heldout) > 0
-    again = load_corpus(byte_limit=500_000)
-    assert corpus.digest == again.digest
-    assert corpus.train_files == again.train_files
-
-
-def test_corpus_respects_its_limit():
-    corpus = load_corpus(byte_limit=300_000)
+    assert all(map(is_heldout, corpus.heldout_files)) and not any(map(is_heldout, corpus.train_files))
+    assert corpus.train.dtype == np.uint8 and len(corpus.train) > len(corpus.heldout) > 0
     files = len(corpus.train_files) + len(corpus.heldout_files)
-    assert len(corpus.train) + len(corpus.heldout) <= 300_000 + files
+    assert len(corpus.train) + len(corpus.heldout) <= 500_000 + files
+    again = load_corpus(byte_limit=500_000)
+    assert corpus.digest == again.digest and corpus.train_files == again.train_files
 
 
 def test_corpus_takes_library_sources_only(library):
