@@ -344,7 +344,7 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
         found.read(eqn, inputs)
         matrices = all(fact.params for fact in inputs) and [var.aval.ndim for var in eqn.invars] == [2, 2]
         if matrices and (contracted, batch) == (((1,), (0,)), ((), ())) and not found.inside:
-            found.marks[place] = 0
+            found.marks[place] = -1
             joined = dataclasses.replace(joined, linear="dot")
         return [dataclasses.replace(joined, why=COMPUTED) if joined.params else joined]
     # A sum of x times one-hot labels, in which an operand has no axis of its own, is a loss: a head may precede it.

@@ -19,7 +19,8 @@ from jax.extend import core
 from tcfp_jax.conversion.evaluate import Body, bind, bodies_of, eval_jaxpr, is_inlined, opened
 from tcfp_jax.conversion.views import Equation, Place
 
-# For each marked equation, by the numbers of the equations around it and its own, which operand is the weight.
+# For each marked equation, by the numbers of the equations around it and its own, which operand is the weight; -1 for a
+# product of two weights.
 Marks = Mapping[Place, int]
 # The equations that act on a weight as on its parts.
 _MOVES = {"dot": ("convert_element_type", "transpose"), "joined": ("convert_element_type", "copy", "transpose"),
@@ -88,7 +89,7 @@ def _evaluated(body: Body, inputs: Sequence[Any], marks: Marks) -> list[Any]:
         if name in ("mul", "div"):
             factor = given[1 - side]
             return [_Linear(name, (given[side],), factor.ravel()[0] if getattr(factor, "shape", ()) else factor)]
-        if name == "dot_general" and isinstance(given[side], _Linear):
+        if name == "dot_general" and side >= 0:
             return [_product(eqn, given[1 - side], given[side], side, eqn.params["dimension_numbers"])]
         if name in ("neg", "add", "add_any", "dot_general"):
             return [_Linear(name, tuple(given), eqn)]
@@ -153,6 +154,8 @@ def _moved(eqn: Equation, value: Any) -> Any:
     """Apply an equation that moves or casts a weight to the weight's parts."""
     if not isinstance(value, _Linear):
         return bind(eqn, [value])[0]
+    if value.kind == "dot_general" and eqn.primitive.name not in _MOVES["dot"]:
+        return bind(eqn, [_array(value)])[0]
     of, parts = value.of, [_moved(eqn, part) for part in value.parts]
     if eqn.primitive.name == "transpose" and value.kind in ("concatenate", "pad"):
         order = eqn.params["permutation"]
@@ -166,21 +169,19 @@ def _moved(eqn: Equation, value: Any) -> Any:
 
 def _product(eqn: Equation, x: Any, weight: Any, side: int, numbers: Any) -> Any:
     """Return the product of x and a weight, which is operand `side`, over the parts of the weight."""
-
-    def dot(x: Any, w: Any, numbers: Any = numbers) -> Any:
-        return eqn.primitive.bind(*((x, w) if side else (w, x)), **{**eqn.params, "dimension_numbers": numbers})
-
-    if not isinstance(weight, _Linear):
-        return dot(x, weight)
     contracted, batch = numbers
+    matrix = len(contracted[side]) == 1 and not batch[side]
+    if not isinstance(weight, _Linear) or (weight.kind == "dot_general" and not matrix):
+        operands = (x, _array(weight)) if side else (_array(weight), x)
+        return eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": numbers})
     if weight.kind == "dot_general":
         # x (A B) is (x A) B, or (x B) A if x contracts B's own axis. The axis that x gets is its last or its first one.
         first = contracted[side][0]
         a, b = weight.parts if first == 0 else weight.parts[::-1]
-        inner = dot(_array(x), _array(a))
+        inner = _product(eqn, x, a, side, numbers)
         at = inner.ndim - 1 if side else 0
         pairs = ((at,), (first,)) if side else ((first,), (at,))
-        return dot(lax.convert_element_type(inner, x.dtype), _array(b), (pairs, ((), ())))
+        return _product(eqn, lax.convert_element_type(inner, x.dtype), b, side, (pairs, ((), ())))
     again = lambda part, x=x: _product(eqn, x, part, side, numbers)
     if weight.kind not in ("concatenate", "pad"):
         return _scaled(weight, [again(part) for part in weight.parts])

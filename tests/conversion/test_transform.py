@@ -219,6 +219,17 @@ def test_what_is_left_alone_is_listed_with_its_reason(name):
         transform(fn, RECIPE, include=ALL)(params, X)
 
 
+def test_of_merged_lora_that_is_read_as_heads_the_base_converts():
+    fn = lambda p, x: jnp.einsum("td,dnh->tnh", x, (p["w"] + p["a"] @ p["b"]).reshape(32, 4, 8))
+    params = {"w": W, "a": W[:, :4], "b": W[:4]}
+    low = transform(fn, RECIPE, include=ALL)
+    report = survey(low, params, X)
+    assert [record.product.equation for record in report.converted] == ["da,abc->dbc"]
+    assert [record.weight_path for record in report.skipped] == ["a + b"] and "computed" in report.skipped[0].reason
+    loss = lambda f: jax.jit(jax.value_and_grad(lambda p: jnp.sum(f(p, X) ** 2)))
+    close(loss(low)(params), loss(fn)(params), 0.2)
+
+
 def test_a_rule_opens_a_custom_derivative():
     fn, params, _ = LEFT["custom rule"]
     low = transform(fn, RECIPE, include=ALL, rules={"w": "inline"}, strict=True)
