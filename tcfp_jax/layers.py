@@ -8,7 +8,7 @@ conversion runs them instead of Flax's own, so all of them give the same bits. N
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ def product(
                     "tcfp_jax.store or with error_feedback, not with both"
                 )
             # The slot takes the gradient; outside value_and_grad there is none.
-            stored, floats = replace(parameter, training=None), training_of(parameter).slot
+            stored, floats = parameter.read(), training_of(parameter).slot
     else:
         floats = kernel
     if isinstance(stored, PackedTCFP12):

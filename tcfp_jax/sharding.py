@@ -243,6 +243,7 @@ def _of_stored(stored: Stored, matrix: Placement, parameter: _Parameter) -> Stor
             amax=matrix.taken(stack, sizes).sharding,
             error=None if training.error is None else matrix.sharding,
             slot=None if training.slot is None else parameter.kernel.sharding,
+            sample=beside(training.sample),
         )
     return Stored(
         operand(stored.forward, matrix.turned()), operand(stored.backward, matrix), beside(stored.sample), training

@@ -147,6 +147,8 @@ def find_weights(model: object, *inputs: PyTree, options: Mapping[str, PyTree] |
     found, chosen = _examined(model, inputs, options, "find_weights")
     if found.weights and isinstance(model, flax_nnx.Module) and nnx_models.conversion_of(model) is not None:
         nnx_models.AWAITED.add(chosen)
+    if found.weights and (conversion := linen_models.conversion_of(model)) is not None:
+        conversion.awaited = True
     return found.weights
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from tcfp_jax.conversion.transform import Transformed, trace
 from tcfp_jax.linen import COLLECTION, OFF, RNG, switched_off
 from tcfp_jax.paths import PyTree
 from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.training import is_stored
 
 # Nested mappings, of arrays or of shapes.
 _Tree = Mapping[str, PyTree]
@@ -41,12 +43,14 @@ class Conversion:
       policy: the request.
       found: the decisions for the sample inputs, if some were given.
       shapes: shapes of the parameters for these inputs.
+      awaited: whether `find_weights` gave out the weights, and no call has had their stored form since.
     """
 
     base: type[nn.Module]
     policy: Policy
     found: Examined | None = None
     shapes: _Tree | None = None
+    awaited: bool = False
 
 
 def converted(model: nn.Module, conversion: Conversion) -> Any:
@@ -133,6 +137,7 @@ def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwarg
     variables = dict(self.variables)
     state, mutable = paths.entries(variables.pop(COLLECTION, {})), scope.mutable is not False
     rngs, params = _rngs(scope), variables.pop("params", {})
+    _warn_if_forgotten(conversion, params, state)
     absent = {path: weight for path, weight in state.items() if path not in paths.leaves(params)}
     if absent:
         # The sample inputs gave shapes, unless a stored weight has another size there.
@@ -166,6 +171,25 @@ def _call(self: Any, fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwarg
             if scope.is_mutable_collection(collection):
                 scope.put_variable(collection, name, value)
     return result
+
+
+def _warn_if_forgotten(conversion: Conversion, params: _Tree, state: Mapping[str, Stored]) -> None:
+    """Say once that a model is trained without the stored weights that its optimizer keeps."""
+    if not conversion.awaited:
+        return
+    leaves = jax.tree.leaves(params, is_leaf=is_stored)
+    # A tracer of a derivative is the one sign of training that a call can see.
+    trains = any(type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") for leaf in leaves)
+    if state or any(map(is_stored, leaves)):
+        conversion.awaited = False
+    elif trains:
+        conversion.awaited = False
+        warnings.warn(
+            "a converted Linen model is trained without its optimizer's stored weights: find_weights was called, and "
+            'apply got no "tcfp" collection; weights are quantized at each use, without error feedback. Use '
+            'model.apply({"params": params, "tcfp": layer_state(opt_state)}, x)',
+            stacklevel=2,
+        )
 
 
 def _check_result(model: str, method: str, result: object) -> None:

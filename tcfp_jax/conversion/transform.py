@@ -11,7 +11,7 @@ program, so it cannot meet the cache of another function.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -167,7 +167,7 @@ class Transformed:
     def _run(self, found: Examined, args: _Args, kwargs: _Tree, stored: _Tree | None, key: jax.Array | None) -> PyTree:
         leaves = paths.leaves(args[self.params], lambda node: isinstance(node, Stored))
         trained = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Stored)}
-        kept = {path: replace(leaf, training=None) for path, leaf in trained.items()} | paths.entries(stored or {})
+        kept = {path: leaf.read() for path, leaf in trained.items()} | paths.entries(stored or {})
         absent = [path for path, leaf in found.leaves.items() if isinstance(leaf, SHAPES)]
         _check_state(kept, found.leaves, absent)
         own = []

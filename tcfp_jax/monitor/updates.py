@@ -59,7 +59,7 @@ def update_quality(
                 f"the update of {path!r} is {list(wanted[path].shape)}, but it is stored as {list(weight.shape)}; pass "
                 "weights=find_weights(model, *inputs)"
             )
-        qualities[path] = Quality.of(weight, new[path], change)
+        qualities[path] = Quality.of(weight.read(), new[path].read(), change)
     return qualities
 
 

@@ -5,9 +5,10 @@ from tcfp_jax.optim.feedback import ErrorFeedbackState, error_feedback, layer_st
 from tcfp_jax.optim.gradients import grad, value_and_grad
 from tcfp_jax.optim.moments import LowPrecisionState, low_precision_moments
 from tcfp_jax.optim.steps import Quality
-from tcfp_jax.optim.stored import apply_updates, dequantize, on_stored, store
+from tcfp_jax.optim.stored import apply_updates, dequantize, incremental_update, on_stored, store
 
 __all__ = [
     "AdamWState", "ErrorFeedbackState", "LowPrecisionState", "Quality", "adamw", "apply_updates", "dequantize",
-    "error_feedback", "grad", "layer_state", "low_precision_moments", "on_stored", "store", "value_and_grad",
+    "error_feedback", "grad", "incremental_update", "layer_state", "low_precision_moments", "on_stored", "store",
+    "value_and_grad",
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 `pallas_kernels.adamw` updates a stored weight of 4096 values or more in place: it reads and writes the gradient,
 `W_hi`, `W_lo` and both moments once, 4.03 bytes of state a weight, and makes no float copy. XLA updates everything else
 with the same arithmetic: float parameters, small weights, rows of fewer than 128 values, other formats of moments,
-scales of blocks. A step with any gradient that is not finite changes nothing but the count of such steps.
+scales of blocks. A step with any gradient that is not finite, or whose square is not, changes nothing but the count of
+such steps.
 
 Over stored parameters it works inside `chain`, `masked`, `partition` and `inject_hyperparams`. `MultiSteps` and
 `apply_if_finite` expect updates of the parameters' own structure: accumulate gradients before it instead, or use
@@ -46,8 +47,6 @@ _FORMATS: dict[str, tuple[Format, Format]] = {
     "bfloat16": ("bfloat16", "bfloat16"),
     "float32": ("float32", "float32"),
 }
-# A constant, not an array: `Rewritten.onto` then knows its value and compares nothing in the compiled program.
-_APPLIES: Any = np.float32(1)
 
 
 class AdamWState(NamedTuple):
@@ -55,7 +54,7 @@ class AdamWState(NamedTuple):
 
     Attributes:
       count: number of steps that were taken, int32.
-      skipped: number of steps that were skipped because of a NaN or inf, int32.
+      skipped: number of steps that were skipped because of a NaN, an inf or a gradient of 2**63 or more, int32.
       mu: first moments, a tree that mirrors the parameters; a stored weight's has the shape of its matrix.
       nu: second moments, likewise.
       mu_scale: scales of the 8-bit first moments, in nested dicts by the names of their parameters.
@@ -143,7 +142,8 @@ def adamw(
     def update(grads: PyTree, state: AdamWState, params: PyTree = None) -> tuple[PyTree, AdamWState]:
         if params is None:
             raise ValueError("adamw decays and rewrites the parameters; call tx.update(grads, opt_state, params)")
-        tree = _Tree(params, moments, mask, quality == "on")
+        intact = lambda leaf: training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
+        tree = _Tree(jax.tree.map(intact, params, is_leaf=is_stored), moments, mask, quality == "on")
         gradients = list(map(_Leaf.gradient, tree.leaves, tree.treedef.flatten_up_to(grads)))
         keep, factor = _finite(gradients, max_norm)
         count = optax.safe_increment(state.count)
@@ -265,7 +265,7 @@ class _Tree:
             how = Step(leaf.forms, nesterov, leaf.decays, self.quality, leaf.is_fused)
             keys = leaf.keys(state.key, step[0], i)
             made, m, v, quality = how.run(leaf.parameter, gradient, m, v, scalars, keys, step[1])
-            updates.append(Rewritten(made, _APPLIES) if leaf.is_stored else made)
+            updates.append(Rewritten.of(made) if leaf.is_stored else made)
             first.append(m)
             second.append(v)
             qualities.append(quality)

@@ -26,9 +26,9 @@ from pallas_kernels.operands import Contracts, Fp4, Tensor
 from tcfp_jax.paths import PyTree, entries, find, named_leaves, put
 from tcfp_jax.recipes import Recipe, TCFPMode
 from tcfp_jax.recipes import recipe as named_recipe
-from tcfp_jax.weights.freshness import sample_of
 from tcfp_jax.weights.layout import Weight
 from tcfp_jax.weights.placement import check_blocks
+from tcfp_jax.weights.sampling import sample_of
 from tcfp_jax.weights.stored import Stored, quantize_weight
 
 _AMAX_DECAY = 0.999

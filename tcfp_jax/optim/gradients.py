@@ -8,7 +8,7 @@ gradient to the slot. Nothing reads the zeros, so the compiled program has none.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ def value_and_grad(
       A function of the same arguments with the results of JAX's. It composes with jit, vmap, scan and remat.
 
     Raises:
-      ValueError: the call lacks an argument that `argnums` names.
+      TypeError: the result depends on codes or scales as numbers, such as by a sum over `jax.tree.leaves(params)`.
+      ValueError: the call lacks an argument that `argnums` names, or codes changed after they were written.
 
     >>> from tcfp_jax.optim.stored import store
     >>> from tcfp_jax.products.matmul import matmul
@@ -83,15 +84,17 @@ def with_slots(
     >>> places, slots, given((5.0, 6.0))
     ([0, 2], (1.0, 3.0), (5.0, 2.0, 6.0))
     """
+    intact = lambda leaf: training_of(leaf).intact(leaf) if is_stored(leaf) else leaf
     wanted = (argnums,) if isinstance(argnums, int) else argnums
     if not all(-len(args) <= place < len(args) for place in wanted):
         raise ValueError(f"argnums={argnums}, but the function was called with {len(args)} arguments")
     places = [place % len(args) for place in wanted]
+    own = [jax.tree.map(intact, args[place], is_leaf=is_stored) for place in places]
 
     def given(slots: Sequence[PyTree]) -> tuple[PyTree, ...]:
         arguments = list(args)
-        for place, slot in zip(places, slots, strict=True):
-            arguments[place] = jax.tree.map(_filled, args[place], slot, is_leaf=is_stored)
+        for place, tree, slot in zip(places, own, slots, strict=True):
+            arguments[place] = jax.tree.map(_filled, tree, slot, is_leaf=is_stored)
         return tuple(arguments)
 
     slots = tuple(jax.tree.map(_slot, args[place], is_leaf=is_stored) for place in places)
@@ -105,7 +108,31 @@ def _slot(leaf: Any) -> Any:
 
 
 def _filled(leaf: Any, slot: Any) -> Any:
-    return replace(leaf, training=replace(training_of(leaf), slot=slot)) if is_stored(leaf) else slot
+    if not is_stored(leaf):
+        return slot
+    codes = _codes(leaf, slot)
+    return replace(codes, training=replace(codes.training, slot=slot))
+
+
+@jax.custom_vjp
+def _codes(leaf: Stored, slot: jax.Array) -> Stored:
+    """Return a stored weight whose arrays depend on its slot, so that a gradient that reaches the arrays is seen."""
+    return leaf
+
+
+def _codes_forward(leaf: Stored, slot: jax.Array) -> tuple[Stored, None]:
+    return jax.tree.map(lambda given: given.value, leaf), None
+
+
+def _codes_backward(saved: None, cotangents: object) -> NoReturn:
+    raise TypeError(
+        "the function reads FP8 codes and scales of a stored weight as numbers, such as by a sum over "
+        "jax.tree.leaves(params), and a gradient with respect to them is asked for; read the float parameters, "
+        "jax.tree.leaves(tcfp_jax.dequantize(params)), whose gradients are those of the weights"
+    )
+
+
+_codes.defvjp(_codes_forward, _codes_backward, symbolic_zeros=True)
 
 
 def _sharding_of_kernel(stored: Stored) -> Sharding:

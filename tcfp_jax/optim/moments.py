@@ -95,8 +95,8 @@ def low_precision_moments(
     A step decodes, runs `tx.update` in float32, and encodes. The fields of optax's own states are known, also inside
     `chain`, `masked`, `partition`, `MultiSteps` and `inject_hyperparams`. An unknown field is an error.
 
-    For stored parameters write `on_stored(low_precision_moments(tx))`, which skips a step whose gradients are not
-    finite. Without it, or in `optax.apply_if_finite`, a NaN in a moment makes its whole block NaN.
+    Write `on_stored(low_precision_moments(tx))`, for stored parameters and for others: it skips a step whose gradients
+    or their squares are not finite. Without it, or in `optax.apply_if_finite`, such a moment makes its whole block NaN.
 
     These stay float32: leaves with fewer than 4096 values or two axes, embeddings (a name of the path has "embed"),
     gradients that `MultiSteps` accumulates, copies of parameters, and other shapes, such as factored moments.

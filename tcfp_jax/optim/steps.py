@@ -38,7 +38,8 @@ class Quality(NamedTuple):
     @staticmethod
     def of(before: Stored, after: Stored, wanted: jax.Array) -> "Quality":
         """Return the effect of an update of a stored weight; `wanted` is float32, in the matrix's shape."""
-        applied = after.dequantize() - before.dequantize()
+        values = lambda stored: dataclasses.replace(stored, training=None).dequantize()
+        applied = values(after) - values(before)
         moved = jnp.mean((applied != 0).astype(jnp.float32))
         energy = jnp.sum(wanted * wanted)
         return Quality(moved, jnp.sum(applied * wanted) / jnp.where(energy == 0, 1.0, energy))
@@ -101,7 +102,7 @@ class Step(NamedTuple):
 def _float_step(
     step: Step, w: Any, g: jax.Array, m: Moment, v: Moment, s: Scalars, keys: Keys | None, keep: jax.Array
 ) -> tuple[Any, Moment, Moment, Quality | None]:
-    values = w.dequantize() if is_stored(w) else w
+    values = dataclasses.replace(w, training=None).dequantize() if is_stored(w) else w  # the caller has looked
     old = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
     change, *new = _wanted(step, values, g, old[0], old[1], s)
     moments = []
@@ -145,13 +146,15 @@ def _fused_step(
         training,
         amax=jnp.where(keep, done.amax, training.amax),
         rounding=_either(keep, training.next_rounding(), training.rounding),
+        sample=training.sampled(rows),
     )
     written = dataclasses.replace(w, forward=columns, backward=rows, training=training)
     moments = Blocks(done.moments.m, done.moments.m_scale), Blocks(done.moments.v, done.moments.v_scale)
     if not step.quality:
         return written, *moments, None
     before = [decode(form, moment) for form, moment in zip(step.forms, (m, v), strict=True)]
-    wanted, *_ = _wanted(step, w.dequantize(), g, before[0], before[1], s)
+    values = dataclasses.replace(w, training=None).dequantize()
+    wanted, *_ = _wanted(step, values, g, before[0], before[1], s)
     return written, *moments, Quality.of(w, written, jnp.where(keep, wanted, jnp.zeros_like(wanted)))
 
 

@@ -7,6 +7,7 @@ params = apply_updates(params, updates)                            # rounded int
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.scaling import Block
 from tcfp_jax.paths import PyTree, named_leaves
@@ -162,6 +163,21 @@ class _OnStoredState(NamedTuple):
     skipped: jax.Array
 
 
+def incremental_update(new: PyTree, old: PyTree, step_size: ArrayLike) -> PyTree:
+    """Return `step_size * new + (1 - step_size) * old`, as `optax.incremental_update`, of trees with stored weights.
+
+    Use it for averages of parameters (EMA). Stored weights are averaged as floats and rounded as `old` rounds; with
+    `remainder="stochastic"` the mean follows steps far below the grid. For an exact average keep floats instead:
+    `optax.incremental_update(dequantize(params), average, step_size)`.
+
+    >>> old, new = (store({"kernel": jnp.full((2, 2), x)}, "tcfp12_single", remainder="dropped") for x in (1.0, 2.0))
+    >>> dequantize(incremental_update(new, old, 0.5))["kernel"].tolist()
+    [[1.5, 1.5], [1.5, 1.5]]
+    """
+    towards = lambda a, b: jnp.asarray(step_size, jnp.float32) * (a.astype(jnp.float32) - b.astype(jnp.float32))
+    return apply_updates(old, jax.tree.map(towards, dequantize(new), dequantize(old)))
+
+
 def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Let any optax transformation train stored parameters: it sees their floats and makes float updates.
 
@@ -169,8 +185,8 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     the weight. Use `tcfp_jax.optim.adamw` or `low_precision_moments` for smaller ones. A transformation that keeps a
     copy of the parameters keeps a float copy. Call `init` inside `jit`, so that the floats it is shown are never made.
 
-    A step with a NaN or inf in any gradient changes no state, returns updates of zero, and is counted. No number of
-    such steps in a row is ever accepted.
+    A step with a NaN, an inf or a magnitude of 2**63 in any gradient changes no state, returns updates of zero, and is
+    counted. No number of such steps in a row is ever accepted.
 
     Raises:
       ValueError: `update` without params.
@@ -205,8 +221,12 @@ def on_stored(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Return whether every value of every array of a tree is finite."""
-    found = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    """Return whether every value of every array of a tree is finite, and its square too: smaller than 2**63.
+
+    Optimizers square gradients. The square of a larger one is inf in float32: optax's second moment keeps it for ever,
+    and in eight bits it would make a whole block NaN.
+    """
+    found = [jnp.all(jnp.abs(leaf) < jnp.asarray(2.0**63).astype(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
 
 
@@ -287,4 +307,6 @@ def _updated(path: str, leaf: Any, update: Any) -> Any:
             "updates of these very parameters"
         )
     change = training_of(leaf).weight.layout.stacked(update.ndim).matrix(update).astype(jnp.float32)
-    return lax.cond(jnp.any(change != 0), lambda: rewrite(leaf, leaf.dequantize() + change), lambda: leaf)
+    leaf = training_of(leaf).intact(leaf)
+    values = replace(leaf, training=None)
+    return lax.cond(jnp.any(change != 0), lambda: rewrite(leaf, values.dequantize() + change), lambda: leaf)

@@ -17,7 +17,7 @@ The gradient is the straight-through one: the gradient of the products above as 
 
 import dataclasses
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -102,7 +102,7 @@ def _opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
     """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its gradient, or None)."""
     if stored.training is None:
         return stored, None
-    layout, slot, values = stored.training.weight.layout, stored.training.slot, replace(stored, training=None)
+    layout, slot, values = stored.training.weight.layout, stored.training.slot, stored.read()
     matrix = None if slot is None else layout.stacked(slot.ndim).matrix(slot)
     if not layout.transposed:
         return values, matrix

@@ -49,7 +49,7 @@ class Stored:
     Attributes:
       forward: `[..., n, k]`, or None if it is the transpose of `backward`.
       backward: `[..., k, n]`, or None if it is the transpose of `forward`.
-      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`freshness.sample_of`). None if
+      sample: float32 `[..., 16]`, values of the parameter that the weight was made of (`sampling.sample_of`). None if
         no parameter exists to compare with, as in inference.
       training: state of a weight that is the parameter (`training.Training`), or None.
       padding: the number of zero codes behind k in packed codes: one if k is odd, because a byte holds two.
@@ -154,28 +154,38 @@ class Stored:
         The places of one half of the sample are the transposes of the other half's, so the halves change places. If the
         weight is the parameter, its gradient goes through the transposed matrix to the parameter.
         """
-        sample = None if self.sample is None else jnp.roll(self.sample, self.sample.shape[-1] // 2, axis=-1)
+        rolled = lambda sample: None if sample is None else jnp.roll(sample, sample.shape[-1] // 2, axis=-1)
         training = self.training
         if training is not None:
             slot, layout = self._slot, dataclasses.replace(training.weight.layout, inputs=(0,), outputs=(1,), stack=())
             training = dataclasses.replace(
                 training,
                 slot=None if slot is None else slot.swapaxes(-1, -2),
+                sample=rolled(training.sample),
                 error=None if training.error is None else training.error.swapaxes(-1, -2),
                 weight=dataclasses.replace(training.weight, layout=layout),
                 shape=(self.shape[-1], self.shape[-2]),
             )
-        return dataclasses.replace(self, forward=self.backward, backward=self.forward, sample=sample, training=training)
+        sides: Any = dict(forward=self.backward, backward=self.forward)
+        return dataclasses.replace(self, **sides, sample=rolled(self.sample), training=training)
 
     def drop_residual(self) -> "Stored":
-        """Return W_hi alone."""
+        """Return W_hi alone, which is not a parameter."""
         only = lambda operand: None if operand is None else operand.drop_residual()
-        return dataclasses.replace(self, forward=only(self.forward), backward=only(self.backward))
+        one = self.read()
+        return dataclasses.replace(one, forward=only(one.forward), backward=only(one.backward))
 
     def poisoned_unless(self, sound: jax.Array) -> "Stored":
         """Return the weight with NaN scales for matrices that are not `sound`, bool `[]` or `[*stack]`."""
         poisoned = lambda operand: None if operand is None else _poisoned_unless(operand, sound)
         return dataclasses.replace(self, forward=poisoned(self.forward), backward=poisoned(self.backward))
+
+    def read(self) -> "Stored":
+        """Return the weight as products read it: without its training state, and as it was written.
+
+        Codes of a parameter that other code changed raise, or become NaN in a traced program (`Training.intact`).
+        """
+        return self if self.training is None else dataclasses.replace(self.training.intact(self), training=None)
 
     def scale_of_values(self) -> jax.Array:
         """Return float32 scales shaped to multiply `[..., k, n]`; for rows and vectors dgrad's."""
@@ -195,7 +205,7 @@ class Stored:
         >>> quantize_weight(jnp.full((2, 2), 0.5), recipe("tcfp12"))[0].dequantize().tolist()
         [[0.5, 0.5], [0.5, 0.5]]
         """
-        values, slot = self._unpadded(constant(self)._one.dequantize(dtype)), self._slot
+        values, slot = self._unpadded(constant(self.read())._one.dequantize(dtype)), self._slot
         return values if slot is None else values + slot.astype(dtype)
 
     @property

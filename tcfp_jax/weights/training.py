@@ -20,6 +20,8 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import counter, numerics
@@ -27,6 +29,7 @@ from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.sampling import SIZE, agree, is_part, sample_of_codes
 from tcfp_jax.weights.stored import NO_GRADIENT, Stored
 
 Remainder = Literal["stochastic", "feedback", "dropped"]
@@ -35,6 +38,13 @@ Remainder = Literal["stochastic", "feedback", "dropped"]
 ERROR_DTYPE = jnp.float8_e3m4
 _ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
 _WORD_BITS = 24  # float32 holds integers of 24 bits exactly
+_WHOLE = 2048  # kernels of at most so many values are compared whole instead of by a sample
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # some backends flush smaller values to zero
+_REPAIR = (
+    "codes and scales are not numbers to average, scale, clip or cast. For averages use "
+    "tcfp_jax.optim.incremental_update, for other changes tcfp_jax.apply_updates(params, floats), and read "
+    "tcfp_jax.dequantize(params)"
+)
 _HIGH, _LOW, _TARGET = 112.0, 14.0, 56.0
 _SCALE_OF_ZERO = 2.0**-16
 _static: Any = functools.partial(field, metadata=dict(static=True))
@@ -52,6 +62,8 @@ class Training:
       error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step between neighbours
         of each `W_lo`.
       slot: zeros of the kernel's shape whose gradient is the weight's; only inside `value_and_grad`.
+      sample: float32 `[*stack, 16]`, values that the last rounding wrote (`sampling`); None for a kernel of at
+        most 2048 values.
       weight: recipe and layout of the kernel.
       shape: shape of the kernel, without the axes of a stack of layers.
       dtype: dtype of the float parameter.
@@ -64,6 +76,7 @@ class Training:
     amax: jax.Array
     error: jax.Array | None
     slot: jax.Array | None
+    sample: jax.Array | None
     weight: Weight = _static()
     shape: tuple[int, ...] = _static()
     dtype: DTypeLike = _static()
@@ -78,6 +91,44 @@ class Training:
         following = jnp.where(count >= 2.0**_WORD_BITS - 1, 0.0, count + 1)
         return jnp.concatenate([self.rounding[..., :2], following[..., None]], axis=-1)
 
+    def sampled(self, rows: Operand) -> jax.Array | None:
+        """Return the sample of new codes, or None for a kernel without one."""
+        return None if self.sample is None else sample_of_codes(rows)
+
+    def intact(self, stored: Stored) -> Stored:
+        """Return the weight of this state, if its codes are those that the last rounding wrote.
+
+        Codes and scales in a tree can be averaged, scaled and clipped by any code, and the result is another weight
+        than the average. A dtype that changed raises. A value that changed shows in the sample; a kernel without one is
+        compared with its amax. With concrete arrays that raises, too; a traced program makes the scales NaN.
+        Inside `value_and_grad`, which has looked, the codes are constants. Inside `shard_map` nothing is compared.
+        """
+        if self.slot is not None:
+            values = lax.stop_gradient(dataclasses.replace(stored, training=None))
+            return dataclasses.replace(values, training=self)
+        rows, form = stored.backward, self.weight.recipe.stored
+        if rows is None or rows.lo is None:  # the transpose of a parameter
+            turned = stored.swap()
+            return turned.training.intact(turned).swap()
+        assert rows.lo is not None and form is not None, "a stored parameter has two halves"
+        name = f"the stored weight {list(stored.shape)}"
+        state = (self.amax, self.rounding, self.sample)
+        for array, dtype in [(rows.values, form.dtype), (rows.lo, form.dtype), *((x, jnp.float32) for x in state)]:
+            if array is not None and array.dtype != dtype:
+                raise ValueError(f"{name} holds {array.dtype} where {jnp.dtype(dtype)} was written: {_REPAIR}")
+        if is_part(rows.values):
+            return stored
+        sound = _is_sound(self, rows)
+        if isinstance(sound, jax.core.Tracer):
+            return stored.poisoned_unless(sound)
+        if not bool(jnp.all(sound)):
+            raise ValueError(f"{name} has other codes than its last rounding wrote: {_REPAIR}")
+        return stored
+
+
+# Values that any transformation of an update changes: of both signs, far apart, fractions, and rows of other means.
+_WITNESS: Any = np.array([[1e30, -1e30], [0.3, -3e-7], [17.0, 0.0]], np.float32)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -87,22 +138,50 @@ class Rewritten:
     It is another class than `Stored`, so `optax.apply_updates`, which would add FP8 codes, raises on unequal trees.
 
     Attributes:
-      stored: the new weight.
-      applies: float32 1. Transformations after the optimizer scale the arrays of an update, but cannot scale this
-        weight, and the factor shows it. With 0, as from `optax.MultiSteps` between its steps, the old weight stays;
-        with any other factor the new weight is NaN.
+      arrays: arrays of the new weight, with codes of one byte as uint8. Arithmetic with floats promotes integers, and
+        `onto` sees that by the dtype, also while a program is traced.
+      witness: known numbers, which a transformation after the optimizer changes as it changes the codes. Zeros, as from
+        `optax.MultiSteps` between its steps, keep the old weight.
     """
 
-    stored: Stored
-    applies: jax.Array
+    arrays: list[jax.Array]
+    witness: jax.Array
+
+    @staticmethod
+    def of(stored: Stored) -> "Rewritten":
+        """Return the update that replaces the old weight by this one."""
+        as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        # A constant instead of an array: `onto` then knows it, and compares nothing in the compiled program.
+        return Rewritten(list(map(as_bytes, jax.tree.leaves(stored))), _WITNESS)
 
     def onto(self, old: Stored) -> Stored:
-        """Return the weight after the update."""
-        if not isinstance(self.applies, jax.core.Tracer) and float(self.applies) == 1.0:
-            return self.stored
-        chosen = jax.tree.map(lambda new, before: jnp.where(self.applies == 0, before, new), self.stored, old)
-        whole = (self.applies == 0) | (self.applies == 1)
-        return chosen.poisoned_unless(whole)
+        """Return the weight after the update.
+
+        Raises:
+          ValueError: a transformation after the optimizer changed the update. A traced program cannot see values and
+            makes the weight NaN instead.
+        """
+        message = (
+            f"the update of a stored weight {list(old.shape)} was changed after tcfp_jax.optim.adamw wrote it, by a "
+            "later part of the chain; put that part before adamw, or use tcfp_jax.optim.on_stored(optax.chain(...))"
+        )
+        treedef: Any
+        before, treedef = jax.tree.flatten(old)
+        made = []
+        for new, known in zip(self.arrays, before, strict=True):
+            if new.shape != known.shape or new.dtype != (jnp.uint8 if known.dtype.itemsize == 1 else known.dtype):
+                raise ValueError(message)
+            made.append(lax.bitcast_convert_type(new, known.dtype) if new.dtype == jnp.uint8 else new)
+        weight = treedef.unflatten(made)
+        if self.witness is _WITNESS:
+            return weight
+        whole, zero = jnp.all(self.witness == _WITNESS), jnp.all(self.witness == 0)
+        if not isinstance(whole, jax.core.Tracer):
+            if not bool(whole | zero):
+                raise ValueError(message)
+            return weight if bool(whole) else old
+        chosen = jax.tree.map(lambda new, known: jnp.where(zero, known, new), weight, old)
+        return chosen.poisoned_unless(whole | zero)
 
 
 def is_stored(node: object) -> bool:
@@ -158,7 +237,8 @@ def train(
         rounding = jnp.concatenate([seed.astype(jnp.float32), jnp.zeros((*stack, 1), jnp.float32)], axis=-1)
     error = jnp.zeros(target.shape, ERROR_DTYPE) if remainder == "feedback" else None
     shape = kernel.shape[kernel.ndim - weight.layout.ndim :]
-    training = Training(rounding, amax, error, None, weight, shape, dtype, of_gradient, remainder)
+    sample = jnp.zeros((*stack, SIZE)) if target.size > _WHOLE else None  # `_written` fills it
+    training = Training(rounding, amax, error, None, sample, weight, shape, dtype, of_gradient, remainder)
     scale = next_scale(jnp.zeros(stack), amax) if weight.recipe.scaling == Tensor() else None
     return _written(Stored(None, None, training=training), target, scale)
 
@@ -166,7 +246,7 @@ def train(
 def kernel_of(stored: Stored, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the float kernel of a stored weight; inside `value_and_grad` it has a gradient like any parameter."""
     training = training_of(stored)
-    values = dataclasses.replace(stored, training=None).dequantize().astype(dtype or training.dtype)
+    values = stored.read().dequantize().astype(dtype or training.dtype)
     kernel = training.weight.layout.stacked(_ndim(stored)).kernel(values, kernel_shape(stored))
     return kernel if training.slot is None else kernel + training.slot.astype(kernel.dtype)
 
@@ -237,7 +317,24 @@ def _written(stored: Stored, target: jax.Array, scale: jax.Array | None, roundin
     if columns is not None and form.forward == "hi":
         columns = columns.drop_residual()
     error = None if left is None else _kept_error(left, rows)
-    return Stored(columns, rows, training=dataclasses.replace(training, error=error))
+    return Stored(columns, rows, training=dataclasses.replace(training, error=error, sample=training.sampled(rows)))
+
+
+@jax.jit
+def _is_sound(training: Training, rows: Operand) -> jax.Array:
+    """Return whether codes are those that a rounding wrote; bool `[*stack]`. NaN is sound, because it shows anyway."""
+    if training.sample is not None:
+        found = sample_of_codes(rows)
+        return agree(found, training.sample, jnp.float32(_TINY), rows.values) | jnp.any(jnp.isnan(found), axis=-1)
+    sound = jnp.bool_(True)
+    if training.rounding is not None:
+        sound = jnp.all(jnp.floor(training.rounding) == training.rounding, axis=-1)
+    assert rows.lo is not None
+    values = (rows.values.astype(jnp.float32) + rows.lo.astype(jnp.float32)) * rows.scale_of_values()
+    found = numerics.amax(values, axis=(-2, -1))
+    # Half a step of the smaller half, twice for stochastic rounding: a 128th of the largest value in E4M3.
+    tolerance = 2.0 ** -(2 * jnp.finfo(rows.dtype).nmant + 1) * training.amax + _TINY
+    return sound & ((jnp.abs(found - training.amax) <= tolerance) | jnp.isnan(found) | jnp.isnan(training.amax))
 
 
 def _kept_error(left: jax.Array, rows: Operand) -> jax.Array:

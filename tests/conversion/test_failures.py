@@ -552,6 +552,21 @@ def test_sync_that_was_forgotten_is_said_once():
         nnx.grad(loss)(model)
 
 
+def test_stored_weights_that_a_linen_model_was_not_given_are_said_once():
+    model = convert(Dense(), "tcfp12_fast", X)
+    params = variables_of(Dense(), X)["params"]
+    stored = tcfp_jax.layer_state(tcfp_jax.error_feedback(find_weights(model)).init(params))
+    loss = lambda params, **rest: jnp.mean(model.apply({"params": params, **rest}, X) ** 2)
+    loss(params)  # evaluation quantizes on the fly, and means to
+    with pytest.warns(UserWarning, match=r'"tcfp": layer_state\(opt_state\)'):
+        jax.jit(jax.grad(loss))(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(jax.grad(lambda params: loss(params)))(params)
+        find_weights(model)
+        jax.grad(loss)(params, tcfp=stored)
+
+
 def test_bridges_of_flax_carry_converted_models():
     variables = variables_of(Dense(), X)
     model = bridge.ToNNX(convert(Dense(), "tcfp12", X), rngs=nnx.Rngs(0)).lazy_init(X)

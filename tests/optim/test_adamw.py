@@ -405,11 +405,6 @@ def _optax_adamw(learning_rate, mask=None, key=None):
     return optax.adamw(learning_rate, mask=mask)
 
 
-def test_an_update_that_is_scaled_afterwards_is_loud():
-    after, _ = stepped(optax.chain(adamw(1e-2), optax.scale(0.5)), STORED, 1)
-    assert np.isnan(optim.dequantize(after)["up"]["kernel"]).all()
-
-
 def test_training_converges_as_with_floats():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32)

@@ -533,12 +533,15 @@ def test_what_scales_a_rewritten_weight_is_seen(factor, scaling):
     recipe = tcfp_jax.recipe(RECIPE, scaling=scaling)
     old = stored_of(recipe=recipe)["up"]["kernel"]
     new = stored_of({"kernel": 2 * PARAMS["up"]["kernel"]}, recipe)["kernel"]
-    scaled = jax.jit(lambda factor: Rewritten(new, factor).onto(old))(jnp.float32(factor))
+    made = Rewritten.of(new)
+    made = replace(made, witness=jnp.asarray(made.witness) * factor)
+    scaled = jax.jit(lambda made: made.onto(old))(made)
     if factor == 0.5:
-        assert np.isnan(kernel_of(scaled)).all()
+        assert np.isnan(scaled.backward.dequantize()).all()
+        with pytest.raises(ValueError, match="put that part before adamw"):
+            made.onto(old)
     else:
-        assert same_bits(scaled, new if factor else old)
-    assert same_bits(Rewritten(new, jnp.float32(factor)).onto(old), scaled)
+        assert same_bits(scaled, new if factor else old) and same_bits(made.onto(old), scaled)
 
 
 def test_a_copy_holds_the_halves_that_its_product_reads():
@@ -575,6 +578,12 @@ def test_filled_kernels_of_stacks_have_seeds_of_their_own():
     params = stored_of(filled({"kernel": jax.ShapeDtypeStruct((3, 16, 32), jnp.float32)}))
     seeds = np.asarray(params["kernel"].training.rounding)
     assert seeds.shape == (3, 3) and len({tuple(row) for row in seeds}) == 3
+
+
+def test_equal_kernels_are_stored_with_bits_of_their_own():
+    params = stored_of({name: PARAMS["up"] for name in ("a", "b")})
+    lows = [params[name]["kernel"].backward.lo.view(jnp.uint8) for name in ("a", "b")]
+    assert float((lows[0] != lows[1]).mean()) > 0.1
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (3, 16, 32)])

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import tcfp_jax
-from tcfp_jax.weights.freshness import SIZE, _places, current, sample_of
+from tcfp_jax.weights.freshness import current
+from tcfp_jax.weights.sampling import SIZE, _places, sample_of
 from tcfp_jax.weights.stored import quantize_weight
 from tests.helpers import mesh_of, same_bits
 

@@ -1,0 +1,202 @@
+"""Arithmetic on stored weights, losses over their leaves, updates that are changed: never wrong in silence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tcfp_jax
+from pallas_kernels.operands import Block
+from tcfp_jax import optim
+from tests.helpers import mesh_of, same_bits
+
+KEY = jax.random.key(7)
+RNG = np.random.default_rng(0)
+BLOCKS = tcfp_jax.recipe("tcfp12_single", scaling=Block(32, "square"))
+BOTH = tcfp_jax.recipe("tcfp12_single", copies="both")
+# A kernel with a sample of its codes, one that is compared whole, and a stack.
+SHAPES = {"sampled": (64, 64), "small": (16, 32), "stack": (2, 64, 64)}
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def floats(shape, seed=0):
+    return {"kernel": jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)}
+
+
+def stored(shape=(64, 64), seed=0, recipe="tcfp12_single", remainder="stochastic"):
+    key = jax.random.fold_in(KEY, seed) if remainder == "stochastic" else None
+    return tcfp_jax.store(floats(shape, seed), recipe, key=key, remainder=remainder)
+
+
+def kernel(params):
+    return tcfp_jax.dequantize(params)["kernel"]
+
+
+ARITHMETIC = {
+    "incremental_update": lambda old, new: optax.incremental_update(new, old, 0.01),
+    "mean": lambda old, new: jax.tree.map(lambda a, b: (a + b) / 2, old, new),
+    "factor": lambda old, new: jax.tree.map(lambda x: x * 0.5, old),
+    "sign": lambda old, new: jax.tree.map(jnp.negative, old),
+    "clip": lambda old, new: jax.tree.map(lambda x: jnp.clip(x, -1, 1), old),
+    "cast": lambda old, new: jax.tree.map(lambda x: x.astype(jnp.bfloat16), old),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_on_codes_raises_or_is_nan(name, shape):
+    old, new = (stored(SHAPES[shape], seed) for seed in (0, 1))
+    changed = ARITHMETIC[name](old, new)
+    with pytest.raises(ValueError, match=r"not numbers to average.*tcfp_jax.optim.incremental_update"):
+        tcfp_jax.dequantize(changed)
+    if name == "cast":  # a dtype is known while a program is traced
+        with pytest.raises(ValueError, match="bfloat16 where float8_e4m3fn was written"):
+            jax.jit(tcfp_jax.dequantize)(changed)
+    else:
+        assert np.isnan(jax.jit(kernel)(changed)).all()
+
+
+X = jnp.asarray(RNG.standard_normal((4, 64)), jnp.float32)
+SQUARE = lambda params: jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe="tcfp12_single") ** 2)
+ADAMW = optim.adamw(1e-2, key=KEY)
+USES = {
+    "product": SQUARE,
+    "gradient": tcfp_jax.grad(SQUARE),
+    "apply_updates": lambda params: kernel(tcfp_jax.apply_updates(params, floats((64, 64), 3))),
+    "read": lambda params: params["kernel"].dequantize(),
+    "adamw": lambda params: ADAMW.update(floats((64, 64), 3), ADAMW.init(params), params)[0]["kernel"].onto(
+        params["kernel"]
+    ).dequantize(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_every_use_of_changed_codes_says_so(name):
+    params = stored()
+    half = jax.tree.map(lambda x: x * 0.5, params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(USES[name])(params)))
+    with pytest.raises(ValueError, match="other codes than its last rounding wrote"):
+        USES[name](half)
+    assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(jax.jit(USES[name])(half)))
+
+
+@pytest.mark.parametrize("remainder", ["stochastic", "feedback"])
+@pytest.mark.parametrize("recipe", ["tcfp12_single", BLOCKS, BOTH], ids=["one scale", "blocks", "both orientations"])
+def test_codes_that_were_written_are_never_taken_for_changed_ones(recipe, remainder):
+    for shape in SHAPES.values():
+        params = stored(shape, recipe=recipe, remainder=remainder)
+        for scale in (1.0, 1e-20, 1e30):
+            change = jax.tree.map(lambda x, scale=scale: scale * x, floats(shape, 5))
+            params = jax.jit(tcfp_jax.apply_updates)(params, change)
+            for read in (kernel, lambda params: params["kernel"].swap().dequantize()):
+                assert np.isfinite(read(params)).all() and np.isfinite(jax.jit(read)(params)).all()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mesh_changes_nothing_of_it(kind):
+    mesh = mesh_of(2, 2, axis_type=kind)
+    with jax.set_mesh(mesh):
+        put = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, "a", "b")))
+        params = jax.jit(lambda p: tcfp_jax.store(p, "tcfp12_single", key=KEY))(jax.tree.map(put, floats((2, 64, 64))))
+        assert same_bits(kernel(params), jax.jit(kernel)(params)) and np.isfinite(kernel(params)).all()
+        half = jax.tree.map(lambda x: x * 0.5, params)
+        assert np.isnan(jax.jit(kernel)(half)).all()
+        text = jax.jit(lambda p: p["kernel"].read().backward.scale).lower(params).compile().as_text()
+        assert "all-gather" not in text
+
+
+def test_averages_of_stored_weights_follow_those_of_floats():
+    old, new = stored(seed=0), stored(seed=1)
+    average = jax.jit(lambda average: optim.incremental_update(new, average, 0.01))
+    found = old
+    for _ in range(100):
+        found = average(found)
+    wanted = 0.99**100 * kernel(old) + (1 - 0.99**100) * kernel(new)
+    assert np.linalg.norm(kernel(found) - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+LEAVES = {
+    "all": lambda params: jax.tree.leaves(params),
+    "codes": lambda params: [params["kernel"].backward.values],
+    "residual": lambda params: [params["kernel"].backward.lo],
+    "scale": lambda params: [params["kernel"].backward.scale],
+    "in a scan": lambda params: [
+        jax.lax.scan(lambda c, x: (c + jnp.sum(x.astype(jnp.float32)), None), 0.0, params["kernel"].backward.values)[0]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_loss_over_leaves_raises_while_it_is_traced(name):
+    params = stored()
+    loss = lambda params: sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in LEAVES[name](params))
+    for run in (
+        tcfp_jax.value_and_grad(loss),
+        jax.jit(tcfp_jax.grad(loss)),
+        lambda p: jax.eval_shape(tcfp_jax.grad(loss), p),
+    ):
+        with pytest.raises(TypeError, match=r"FP8 codes and scales.*jax.tree.leaves\(tcfp_jax.dequantize\(params\)\)"):
+            run(params)
+
+
+def test_a_loss_over_floats_and_reads_without_a_gradient_are_right():
+    params = stored()
+    square = lambda params: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tcfp_jax.dequantize(params)))
+    np.testing.assert_allclose(tcfp_jax.grad(square)(params)["kernel"], 2 * kernel(params), rtol=1e-6)
+    both = lambda params: SQUARE(params) + jax.lax.stop_gradient(jnp.sum(params["kernel"].training.amax))
+    assert same_bits(tcfp_jax.grad(both)(params), tcfp_jax.grad(SQUARE)(params))
+
+
+AFTER = {
+    "clip": (optax.clip(1.0), "raises"),
+    "centralize": (optax.centralize(), "raises"),
+    "scale": (optax.scale(0.5), "raises"),
+    "scale_by_sign": (optax.scale_by_sign(), "nan"),
+    "schedule": (optax.scale_by_schedule(lambda count: 0.5), "nan"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_transformation_after_adamw_is_never_silent(name):
+    after, traced = AFTER[name]
+    params, grads = stored((32, 128)), floats((32, 128), 3)
+    tx = optax.chain(ADAMW, after)
+
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return tcfp_jax.apply_updates(params, updates)
+
+    message = r"changed after tcfp_jax.optim.adamw.*put that part before adamw, or use tcfp_jax.optim.on_stored"
+    with pytest.raises(ValueError, match=message):
+        step(params, tx.init(params))
+    if traced == "raises":
+        with pytest.raises(ValueError, match=message):
+            jax.jit(step)(params, tx.init(params))
+    else:
+        assert np.isnan(kernel(jax.jit(step)(params, tx.init(params)))).all()
+
+
+@pytest.mark.parametrize("size", [1e20, 2.0**63, -3e38])
+@pytest.mark.parametrize("shape", [(32, 128), (16, 32)], ids=["one pass", "by XLA"])
+def test_a_gradient_whose_square_overflows_changes_nothing_and_is_counted(shape, size):
+    params, grads = stored(shape), floats(shape, 3)
+    large = {"kernel": grads["kernel"].at[1, 2].set(size)}
+    for tx in (
+        ADAMW,
+        optim.on_stored(optax.adamw(1e-2)),
+        optim.on_stored(optim.low_precision_moments(optax.adam(1e-2), key=KEY)),
+    ):
+        state = tx.init(params)
+        updates, after = jax.jit(tx.update)(large, state, params)
+        assert same_bits(tcfp_jax.apply_updates(params, updates), params) and int(after.skipped) == 1
+        # The largest one whose square is a number moves the weight as any other does.
+        updates, after = jax.jit(tx.update)({"kernel": grads["kernel"].at[1, 2].set(0.999 * 2.0**63)}, state, params)
+        assert np.isfinite(kernel(tcfp_jax.apply_updates(params, updates))).all() and int(after.skipped) == 0
