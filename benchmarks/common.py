@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import take_memory_as_needed
@@ -396,8 +395,3 @@ def compare(reference: Any, value: Any) -> tuple[float, float]:
     difference = np.asarray(value).astype(np.float64).reshape(-1) - wide
     noise, signal = float(np.vdot(difference, difference)), float(np.vdot(wide, wide))
     return math.inf if noise == 0 else 10 * math.log10(signal / noise), noise / wide.size
-
-
-def default_dtype() -> Any:
-    """Return bfloat16 on accelerators, and float32 on CPUs, which emulate BF16."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 import tcfp_jax
-from benchmarks.common import default_dtype
 from models.mlp import MLP
 from tcfp_jax.recipes import Recipe, recipe
 
@@ -74,7 +73,8 @@ def run(config: DigitsConfig) -> DigitsResult:
 
 @functools.lru_cache(maxsize=32)
 def _program(config: DigitsConfig) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
-    trained, in_bf16 = (MLP(FEATURES, recipe=r, dtype=default_dtype()) for r in (config.recipe, "bf16"))
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # CPUs emulate BF16
+    trained, in_bf16 = (MLP(FEATURES, recipe=r, dtype=dtype) for r in (config.recipe, "bf16"))
 
     def losses_of(
         params: Any, quantized: Any, images: jax.Array, labels: jax.Array, model: MLP = trained
