@@ -138,10 +138,10 @@ def test_there_are_few_doors():
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        # jaxlib has the MLIR dialects that jax's own inline_mgpu is written in.
-        ("pallas_kernels", {"jax", "jaxlib", "numpy", "pallas_kernels"}),
+        # jaxlib has the MLIR dialects that jax's own inline_mgpu is written in. jaxtyping is for type checkers alone.
+        ("pallas_kernels", {"jax", "jaxlib", "numpy", "pallas_kernels", "jaxtyping"}),
         ("tcfp_jax", {"jax", "numpy", "flax", "optax", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib",
-                      "safetensors"}),
+                      "safetensors", "jaxtyping"}),
         ("tcfp_jax/formats", {"jax", "numpy", "ml_dtypes", "pallas_kernels", "tcfp_jax", "matplotlib"}),
         ("models", {"jax", "numpy", "flax", "optax", "orbax", "etils", "tqdm", "matplotlib", "tensorboardX", "tcfp_jax",
                     "pallas_kernels", "models"}),
