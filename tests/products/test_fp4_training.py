@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
 from tcfp_jax.conversion import convert_to_tcfp, export
+from tcfp_jax.conversion.transform import transform
 from tcfp_jax.formats import nvfp4_arrays
 from tcfp_jax.formats.nvfp4_arrays import Nvfp4Values
 from tcfp_jax.linen import TCFPDense
@@ -219,6 +220,22 @@ def test_converted_models_draw_by_place_and_turn():
     assert (np.asarray(first) != np.asarray(other)).any(axis=(1, 2)).all()
     with pytest.raises(ValueError, match="got no key"):
         jax.grad(loss)(variables, None)
+
+
+def test_equal_products_of_a_converted_function_are_rounded_by_bits_of_their_own():
+    """Of two places in a program, and of two rounds of a loop: equal operands, other gradients."""
+    x, w, g = operands(32, 32, 32)
+
+    def loss(params, x):
+        y = sum(jnp.sum((x @ params[name]) * g) for name in ("first", "second"))
+        return y + jnp.sum(jax.lax.scan(lambda carry, w: (carry, (x @ w) * g), 0.0, params["stack"])[1])
+
+    params = {"first": w, "second": w, "stack": jnp.stack([w, w])}
+    converted = transform(loss, "nvfp4_training", include=("linear", "small", "head"))
+    gradient = jax.jit(lambda key: jax.grad(functools.partial(converted, product_key=key))(params, x))
+    found = jax.tree.leaves(gradient(jax.random.key(1)))
+    for a, b in ((found[0], found[1]), found[2]):
+        assert np.mean(np.asarray(a) != np.asarray(b)) > 0.1
 
 
 class Two(nnx.Module):
