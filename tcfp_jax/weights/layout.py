@@ -88,7 +88,7 @@ class Layout:
         """Return the kernel of this shape from its `matrix`.
 
         >>> import jax.numpy as jnp
-        >>> layout = Layout((1,), (2,), (0,))
+        >>> layout = Layout((0,), (1,), (2,))
         >>> kernel = jnp.arange(24.0).reshape(2, 3, 4)
         >>> bool((layout.kernel(layout.matrix(kernel), kernel.shape) == kernel).all())
         True

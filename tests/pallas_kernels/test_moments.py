@@ -64,7 +64,7 @@ def spread_values(low, high, count, seed):
 def means(kind, draws=1 << 14):
     """(values, the mean of what is stored of each over many draws, distance of its two neighbours)."""
     x = {
-        "m": np.append(448.0, spread_values(-14, 8.8, 127, 0)) * 2.0**-20,
+        "m": np.append(470.0, spread_values(-14, 8.8, 127, 0)) * 2.0**-20,  # the scale is the next power of two
         "v": np.append(1.9, spread_values(-30.5, 0.9, 127, 1)),
         "lo": spread_values(-14, 8.8, 128, 2),
     }[kind].astype(np.float32)
