@@ -228,7 +228,8 @@ def _named(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> li
 def _call(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     if eqn.params.get("differentiated"):  # a checkpoint inside a derivative: its body is not evaluated again
         return _opaque(found, eqn, bodies_of(eqn), inputs, place)
-    return found.walk(bodies_of(eqn)[0], inputs, place, inline=is_inlined(eqn))
+    inline = any(fact.params for fact in inputs) and is_inlined(eqn)
+    return found.walk(bodies_of(eqn)[0], inputs, place, inline=inline)
 
 
 def _opaque(found: Census, eqn: Equation, bodies: list[Body], inputs: list[Fact], place: Place) -> list[Fact]:
@@ -370,7 +371,8 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
         found.marks[place] = side
         found.linear.add(place)
     no_view = "" if weight.view is not None else weight.why or COMPUTED
-    found.products[place] = product_of(eqn, side, weight.source, found.inside, weight.view, no_view)
+    path = weight.path or weight.source
+    found.products[place] = product_of(eqn, side, path, found.inside, weight.view, no_view)
     if other.follows:
         found.hidden.add(place)
     if found.products[place].reason:
