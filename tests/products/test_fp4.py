@@ -433,6 +433,7 @@ def stepped():
     return tx, state, step, x, quick(step)({"kernel": W}, state, x)
 
 
+@pytest.mark.slow_except("explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 def test_a_step_on_fsdp_and_tensor_axes_has_the_bits_of_one_device(kind, stepped):
     mesh = mesh_of(2, 2, names=("fsdp", "tensor"), axis_type=kind)

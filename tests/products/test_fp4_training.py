@@ -151,6 +151,7 @@ def test_vmap_and_meshes_are_the_same_products():
         np.testing.assert_allclose(one, both, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_in_shard_map_each_device_has_the_products_of_its_tokens():
     (x, w, g), data, same = operands(64, 32, 32), PartitionSpec("a"), PartitionSpec()
 
@@ -290,6 +291,7 @@ def test_converted_nnx_models_without_keys():
         convert_two(nn.Dense(32), FORWARD_IN_BF16, x, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow_except("the model's own")
 @pytest.mark.parametrize("kept", [True, False], ids=["the model's own", "the default of what is given"])
 def test_where_converted_nnx_models_find_a_stream(kept):
     x, given = operands(32, 32, 32)[0], None if kept else nnx.Rngs(5)

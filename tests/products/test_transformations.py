@@ -21,7 +21,7 @@ def operands(dtype):
 
 @pytest.mark.slow_except(
     *(f"{name}-w-float32" for name in NAMES if name != "nvfp4_training"),
-    "tcfp12-x-float32", "nvfp4-g-float32", "nvfp4_training-w-bfloat16",
+    "tcfp12-x-float32", "nvfp4-g-float32",
 )  # fmt: skip
 @pytest.mark.parametrize(
     "recipe, mapped, dtype",
