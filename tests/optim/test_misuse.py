@@ -50,6 +50,9 @@ ARITHMETIC = {
 }
 
 
+@pytest.mark.slow_except(
+    *(f"incremental_update-{shape}" for shape in SHAPES), "mean-sampled", "factor-small", "clip-stack", "cast-sampled"
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_arithmetic_on_codes_raises_or_is_nan(name, shape):
@@ -184,7 +187,7 @@ def test_a_transformation_after_adamw_is_never_silent(name):
         assert np.isnan(kernel(jax.jit(step)(params, tx.init(params)))).all()
 
 
-@pytest.mark.parametrize("size", [1e20, 2.0**63, -3e38])
+@pytest.mark.parametrize("size", [2.0**63, -3e38])
 @pytest.mark.parametrize("shape", [(32, 128), (16, 32)], ids=["one pass", "by XLA"])
 def test_a_gradient_whose_square_overflows_changes_nothing_and_is_counted(shape, size):
     params, grads = stored(shape), floats(shape, 3)
