@@ -161,7 +161,10 @@ def _part_of(path: str) -> str:
     """Return the part of a train state that a key path belongs to, by the field names of its containers."""
     if path.startswith(".params"):
         return "parameters"
-    for field, part in ((".mu", "moments"), (".nu", "moments"), (".weights", "weights"), (".errors", "errors")):
+    fields = {
+        ".mu": "moments", ".nu": "moments", ".weights": "weights", ".errors": "errors", ".scaled_errors": "errors"
+    }  # fmt: skip
+    for field, part in fields.items():
         if field in path:
             return part
     return "other"

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import Sharding, entries_of
+from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.products.annotations import mark
 from tcfp_jax.products.einsum import Contraction, contract, matrix_product, parse
 from tcfp_jax.recipes import Recipe
@@ -29,6 +30,8 @@ from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.tcfp12 import PackedTCFP12, fake_quantize
 from tcfp_jax.weights.training import kernel_shape, training_of
+
+serialize_with_flax()  # classes that were defined before Flax was imported
 
 # Fields by which a Flax layer changes its own product. The recipe decides the product, so they must be unset.
 CHOICES = (

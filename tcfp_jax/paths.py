@@ -4,12 +4,14 @@ Parameters, states and collections are trees. People and checkpoints name a leaf
 "blocks/0/up/kernel". The box that Flax may put around a leaf (`nn.Partitioned`, `nnx.Param`) is not part of its name.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 PyTree: TypeAlias = Any  # parameters, gradients or states; the type says that a function takes any tree
+_SERIALIZED: list[type] = []
 
 
 def path_names(path: Iterable[object]) -> list[str]:
@@ -88,6 +90,39 @@ def put(tree: MutableMapping[str, Any], names: Sequence[str], value: object) -> 
     for name in names[:-1]:
         tree = tree.setdefault(name, {})
     tree[names[-1]] = value
+
+
+def serialize_with_flax(*kinds: type) -> None:
+    """Let `flax.serialization` save these classes, registered pytrees, by the names of their children.
+
+    Nothing here imports Flax. Classes that come before Flax are registered by the next call, and `tcfp_jax.layers`,
+    which needs Flax, makes one.
+    """
+    _SERIALIZED.extend(kinds)
+    flax = sys.modules.get("flax.serialization")
+    while flax is not None and _SERIALIZED:
+        flax.register_serialization_state(_SERIALIZED.pop(), _to_state, _from_state)
+
+
+def _children(node: PyTree) -> tuple[dict[str, Any], Any]:
+    entries, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return {_entry_name(path[0]): child for path, child in entries}, treedef
+
+
+def _to_state(node: PyTree) -> dict[str, Any]:
+    flax = sys.modules["flax.serialization"]
+    return {name: flax.to_state_dict(child) for name, child in _children(node)[0].items()}
+
+
+def _from_state(node: PyTree, state: Mapping[str, Any]) -> PyTree:
+    flax, (children, treedef) = sys.modules["flax.serialization"], _children(node)
+    absent = lambda tree: {name for name, child in tree.items() if child is None}
+    if set(children) != set(state) or absent(children) != absent(state):
+        raise ValueError(
+            f"the state of a {type(node).__name__} has {sorted(set(state) - absent(state))}, the target "
+            f"{sorted(set(children) - absent(children))}; restore into a target with the format that was saved"
+        )
+    return treedef.unflatten([flax.from_state_dict(child, state[name], name) for name, child in children.items()])
 
 
 def _entry_name(entry: object) -> str:

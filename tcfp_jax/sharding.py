@@ -26,14 +26,14 @@ from tcfp_jax.optim.encoding import block_parts
 from tcfp_jax.paths import PyTree, path_names
 from tcfp_jax.weights.layout import Layout
 from tcfp_jax.weights.placement import Placement, neighbours
-from tcfp_jax.weights.stored import Stored
+from tcfp_jax.weights.stored import Stored, is_e5m2
 from tcfp_jax.weights.training import is_stored, kernel_shape, training_of
 
 __all__ = ["state_shardings"]
 
 # Fields of our states and the fields next to them that they belong to. `_BESIDE_WEIGHTS` belong to `weights`.
 _SCALES = {"mu_scale": "mu", "nu_scale": "nu", "scales": "inner"}
-_BESIDE_WEIGHTS = ("amax", "errors")
+_BESIDE_WEIGHTS = ("amax", "errors", "scaled_errors")
 _Path = tuple[tuple[bool, str], ...]  # for each entry: whether it is a field of a state, and its name
 
 
@@ -245,9 +245,8 @@ def _of_stored(stored: Stored, matrix: Placement, parameter: _Parameter) -> Stor
             slot=None if training.slot is None else parameter.kernel.sharding,
             sample=beside(training.sample),
         )
-    return Stored(
-        operand(stored.forward, matrix.turned()), operand(stored.backward, matrix), beside(stored.sample), training
-    )
+    sides: Any = dict(forward=operand(stored.forward, matrix.turned()), backward=operand(stored.backward, matrix))
+    return replace(stored, **sides, sample=beside(stored.sample), training=training, e5m2=is_e5m2(stored))
 
 
 def _following(parameter: _Parameter, shape: tuple[int, ...]) -> Placement | None:

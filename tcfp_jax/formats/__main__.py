@@ -132,7 +132,7 @@ def _group(made: DataType) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit status: 2 for a name that is neither in the catalog nor a number's code."""
+    """Run the command, and return its exit status: 2 for a name without a meaning, or a file that cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m tcfp_jax.formats", description="List the catalog, or show one datatype."
     )
@@ -141,6 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="write a plot of SNR against bits to this file")
     options = parser.parse_args(arguments)
     if options.plot is not None:
+        try:
+            options.plot.touch()
+        except OSError as error:
+            print(f"--plot {options.plot}: {error.strerror}; name a file in a folder that exists", file=sys.stderr)
+            return 2
         _plot(options.plot)
     elif options.table:
         print(_table())

@@ -65,8 +65,9 @@ def cast(
 
     Raises:
       TypeError: `x` is not real floating point, or `datatype` is not a DataType.
-      ValueError: an unknown mode; a key without "stochastic", or the reverse; a `scalemode` for a datatype without a
-        scale of its kind, or whose exponent scales name their own; a tile that does not fit the shape of `x`.
+      ValueError: an unknown mode; a key without "stochastic", the reverse, or several keys; a `scalemode` for a
+        datatype without a scale of its kind, or whose exponent scales name their own; a tile that does not fit the
+        shape of `x`.
 
     Source: TensorCast (AMD); OCP Microscaling Formats 1.0, section 6.3.
 
@@ -116,6 +117,14 @@ def _define(x: jax.Array, datatype: DataType, modes: Modes, key: jax.Array | Non
     return float_bits.from_bits(assemble(parts, datatype, x.shape), x.dtype)
 
 
+def is_key(key: object) -> bool:
+    """Return whether this is one JAX random key, typed or as raw data."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if dtype is None or shape is None:
+        return False
+    return shape == () if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype == jnp.uint32 and len(shape) == 1
+
+
 def check_arguments(
     x: ArrayLike,
     datatype: DataType,
@@ -130,11 +139,14 @@ def check_arguments(
         raise TypeError(f"x is {array.dtype}, and casts take real floats; convert it first, such as x.astype(float32)")
     if not isinstance(datatype, DataType):
         raise TypeError(f"datatype is {type(datatype).__name__}; make a DataType with formats.datatype(number, scale)")
-    for name, value, kind in (("roundmode", roundmode, RoundMode), ("scalemode", scalemode or "max", ScaleMode)):
-        if value not in get_args(kind):
+    for name, value, kind in (
+        ("roundmode", roundmode, RoundMode),
+        ("scalemode", "max" if scalemode is None else scalemode, ScaleMode),
+    ):
+        if not isinstance(value, str) or value not in get_args(kind):
             raise ValueError(f"{name}={value!r} is unknown; use one of {list(get_args(kind))}")
     if not isinstance(saturate, bool):
-        raise ValueError(f"saturate={saturate!r} must be True or False")
+        raise ValueError(f"saturate={saturate!r} is not a bool; use True or False")
     scales = [part.scale for part in (datatype, datatype.residual) if part is not None and part.scale is not None]
     exponents = [scale for scale in scales if scale.number.kind == "exponent"]
     if scalemode in TWO_LEVEL_MODES[1:]:
@@ -155,5 +167,7 @@ def check_arguments(
     if (key is None) != (roundmode != "stochastic"):
         missing = 'roundmode="stochastic" needs key=jax.random.key(seed)' if key is None else "drop key="
         raise ValueError(f"roundmode={roundmode!r} and key={'none' if key is None else 'given'}: {missing}")
+    if key is not None and not is_key(key):
+        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
     mode: ScaleMode = "midmax" if scalemode == "auto" else scalemode or "max"
     return array, Modes(roundmode, mode, saturate)

@@ -114,6 +114,8 @@ def codebook(
     """
     if isinstance(tables, str):
         return _by_code(tables.lower())
+    if not isinstance(name, str | None):
+        raise ValueError(f"name= is a {type(name).__name__}; give text, such as name='mine'")
     values = _values(tables)
     size = len(values[0])
     if not 2 <= size <= 256 or size & (size - 1) or {len(table) for table in values} != {size}:
@@ -131,13 +133,15 @@ def _values(tables: object) -> tuple[tuple[float, ...], ...]:
     """Return the values of each table, from lists or arrays."""
     plain = lambda values: values.tolist() if hasattr(values, "tolist") else values
     try:
+        if not isinstance(plain(tables), Sequence):
+            raise TypeError
         rows = [plain(row) for row in plain(tables)]
         nested = rows if rows and isinstance(rows[0], Sequence) else [rows]
         return tuple(tuple(float(plain(value)) for value in table) for table in nested)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"tables={tables!r} are not the real numbers of one table or of several; give [values] or "
-            f"[tables, values], or a code: {CODEBOOK_GRAMMAR}"
+            f"tables= is a {type(tables).__name__} that does not hold the real numbers of one table or several; give "
+            f"[values] or [tables, values], or a code: {CODEBOOK_GRAMMAR}"
         ) from error
 
 
@@ -147,7 +151,7 @@ def _by_code(code: str) -> CodebookSpec:
         return CodebookSpec("nf4", (tuple(float(np.float32(v)) for v in _NF4),), 1.0)
     if code == "linear4":
         return CodebookSpec("linear4", (tuple(float(v) for v in range(-8, 8)),), 7.0)
-    found = re.fullmatch(r"icb4(\d)(f|i|fi)_(\w+)", code)
+    found = re.fullmatch(r"icb4([0-9])(f|i|fi)_(\w+)", code)
     if not found:
         raise ValueError(f"{code!r} is not a codebook; use {CODEBOOK_GRAMMAR}")
     compute = number(found[3])

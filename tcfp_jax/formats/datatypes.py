@@ -91,7 +91,7 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(size, numbers.Integral) and size >= 0 for size in sizes):
         raise ValueError(f"shape={shape!r} is not the shape of an array; give sizes of 0 or more, such as x.shape")
-    return sizes
+    return tuple(map(int, sizes))
 
 
 def datatype(
@@ -119,7 +119,12 @@ def datatype(
     spec = _number(number)
     shared = parse_scale(scale) if isinstance(scale, str) else scale
     if shared is not None and not isinstance(shared, ScaleSpec):
-        raise ValueError(f"scale={scale!r} is neither a scale's code nor a ScaleSpec")
+        raise ValueError(f"scale= is a {type(scale).__name__}, neither a scale's code nor a ScaleSpec; use e8m0_t32")
+    if not isinstance(name, str | None) or not isinstance(residual, DataType | None):
+        raise ValueError(
+            f"name= is a {type(name).__name__} and residual= a {type(residual).__name__}; give text, and a DataType "
+            'such as datatype("linear4", "e8m0_t32_mse")'
+        )
     made = DataType(spec, shared, residual, name or (spec.name if shared is None else f"{spec.name}_{shared.name}"))
     if residual is not None and residual.residual is not None:
         raise ValueError(f"{made.name}: its residual {residual.name} has a residual of its own; use one level")

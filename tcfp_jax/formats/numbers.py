@@ -229,27 +229,28 @@ def number(code: "str | DTypeLike | NumberSpec") -> NumberSpec:
         name = code.lower()
     else:
         try:
-            if code is None:  # np.dtype(None) is float64
+            # np.dtype(None) is float64, and np.dtype of an array is that of its values, such as those of a codebook.
+            if code is None or (hasattr(code, "shape") and not isinstance(code, type | np.dtype)):
                 raise TypeError
             name = np.dtype(code).name
         except TypeError as error:
-            raise ValueError(f"{code!r} is not a number code; use {GRAMMAR}") from error
+            raise ValueError(f"a {type(code).__name__} is not a number code; use {GRAMMAR}") from error
     return _parse(_DTYPE_CODES.get(name, name), name)
 
 
 @functools.cache
 def _parse(code: str, given: str) -> NumberSpec:
-    if found := re.fullmatch(r"e(\d+)m(\d+)(?:b(\d+))?(f|fn|fnuz|inuz)?", code):
+    if found := re.fullmatch(r"e([0-9]{1,3})m([0-9]{1,3})(?:b([0-9]{1,3}))?(f|fn|fnuz|inuz)?", code):
         ebits, mbits = int(found[1]), int(found[2])
         return _float(ebits, mbits, None if found[3] is None else int(found[3]), found[4] or "ieee", given)
-    if found := re.fullmatch(r"(u?)int(\d+)", code):
+    if found := re.fullmatch(r"(u?)int([0-9]{1,3})", code):
         bits = int(found[2])
         if not 2 <= bits <= 32:
             raise ValueError(f"{given!r}: integers have 2 to 32 bits, not {bits}; use {GRAMMAR}")
         if found[1]:
             return NumberSpec(f"uint{bits}", "uint", 0, bits, 0, "f")
         return NumberSpec(f"int{bits}", "int", 0, bits - 1, 0, "f")
-    if found := re.fullmatch(r"(b?)float(\d+)", code):
+    if found := re.fullmatch(r"(b?)float([0-9]{1,3})", code):
         bits = int(found[2])
         if not (10 if found[1] else 9) <= bits <= 32:
             raise ValueError(f"{given!r}: {found[1]}float{bits} leaves no mantissa or is too wide; use {GRAMMAR}")

@@ -23,7 +23,7 @@ from tcfp_jax.formats.encoding import encode
 from tcfp_jax.formats.numbers import number
 from tcfp_jax.formats.nvfp4_registers import SIDE, Key, Options, Place
 from tcfp_jax.formats.quantization import quantize
-from tcfp_jax.formats.rotation import rotate, rotate_arrays
+from tcfp_jax.formats.rotation import checked_signs, rotate, rotate_arrays
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
@@ -92,8 +92,8 @@ def quantize_nvfp4(
 
     Raises:
       TypeError: `x` is not real floating point, or the key is not two words.
-      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax with several numbers,
-        or signs for squares.
+      ValueError: an odd k, an axis that is shorter than a tile, an unknown rule or tile, an amax that is not one
+        magnitude, or signs that are not 16 of 1 and -1, or for squares.
 
     >>> made = quantize_nvfp4(jnp.array([[6.0, -3.0] + [0.0] * 14]))
     >>> made.codes[0, 0].item(), made.scales.tolist(), round(float(made.outer), 6)
@@ -103,7 +103,7 @@ def quantize_nvfp4(
     _check(array, rule, tile, signs, amax, key)
     run = functools.partial(_quantized, rule=rule, tile=tile, interpret=interpret)
     wide = None if amax is None else jnp.asarray(amax, jnp.float32)
-    flips = None if signs is None else jnp.asarray(signs, jnp.float32)
+    flips = None if signs is None else checked_signs(signs, SIDE)
     # Tiles are cut, which explicit axes refuse.
     return with_automatic_axes(run, lambda _: PartitionSpec(), array, wide, flips, key)
 
@@ -181,7 +181,7 @@ def _check(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}, and NVFP4 holds real floats; convert it first, such as x.astype(float32)")
     for name, value, known in (("rule", rule, _MODES), ("tile", tile, _DATATYPES)):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name}={value!r} is unknown; use one of {list(known)}")
     if x.ndim == 0 or x.shape[-1] % 2 or x.size == 0:
         raise ValueError(
@@ -194,8 +194,13 @@ def _check(
     side = x.shape[-2:] if tile == "square" else x.shape[-1:]
     if len(side) < (2 if tile == "square" else 1) or min(side) < SIDE:
         raise ValueError(f"x{list(x.shape)} is smaller than one tile of {SIDE} ({tile!r}); pad it with zeros")
-    if amax is not None and jnp.ndim(amax):
-        raise ValueError(f"amax has shape {list(jnp.shape(amax))}, but the tensor has one, []; pass a scalar")
+    if amax is not None:
+        top = jnp.asarray(amax)
+        if top.shape or jnp.issubdtype(top.dtype, jnp.complexfloating):
+            has = f"shape {list(top.shape)} and dtype {top.dtype}"
+            raise ValueError(f"amax has {has}, but the tensor has one real magnitude, []; pass a scalar")
+        if not isinstance(top, jax.core.Tracer) and float(top) < 0:
+            raise ValueError(f"amax={float(top)} is negative, and a magnitude is not; pass jnp.max(jnp.abs(x))")
     if key is not None and not (isinstance(key, tuple) and len(key) == 2):
         raise TypeError(
             f"key is a {type(key).__name__}, not two words; make them with pallas_kernels.counter.keys(seed)"

@@ -8,6 +8,7 @@ pack(x, datatype).nbytes * 8 == datatype.bits_per_value(x.shape) * x.size      i
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass, field
 
 import jax
@@ -25,6 +26,7 @@ from tcfp_jax.formats.datatypes import DataType
 from tcfp_jax.formats.encoding import decode, encode, from_bytes, to_bytes
 from tcfp_jax.formats.float_bits import RoundMode
 from tcfp_jax.formats.quantization import QuantizedArray, assemble, quantize
+from tcfp_jax.formats.rotation import check_axis
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
 
@@ -108,6 +110,7 @@ def unpack(packed: PackedArray) -> jax.Array:
 
     Raises:
       TypeError: `packed` is not a PackedArray.
+      ValueError: a part of it does not fit its datatype and shape, as in a damaged file.
 
     >>> from tcfp_jax import formats
     >>> unpack(pack(jnp.array([1.0, -0.3, 0.07]), formats.datatype("e2m1f", "e8m0"))).tolist()
@@ -115,6 +118,7 @@ def unpack(packed: PackedArray) -> jax.Array:
     """
     if not isinstance(packed, PackedArray):
         raise TypeError(f"unpack takes what pack returned, not {type(packed).__name__}; use formats.pack first")
+    _check_parts(packed)
     return with_automatic_axes(_unpack, lambda _: PartitionSpec(), packed)
 
 
@@ -194,6 +198,44 @@ def _unpack(packed: PackedArray) -> jax.Array:
     return float_bits.from_bits(assemble(_unpack_parts(packed), packed.datatype, packed.shape), packed.dtype)
 
 
+def _check_parts(packed: PackedArray) -> None:
+    """Raise a ValueError unless every part is uint8 of the length that datatype, shape and sparsity give it."""
+    if not isinstance(packed.datatype, DataType):
+        raise ValueError(f"the packed array has a {type(packed.datatype).__name__} as its datatype, not a DataType")
+    lengths = {
+        name: -(-bits * math.prod(codes) // 8) for name, (bits, codes) in packed.datatype.fields(packed.shape).items()
+    }
+    if packed.sparsity is not None:
+        if not (isinstance(packed.sparsity, tuple) and len(packed.sparsity) == 2 and packed.shape):
+            raise ValueError(f"the packed array has sparsity={packed.sparsity!r}, not a pair (n, m); pack it again")
+        n, m = packed.sparsity
+        if not 1 <= m < n or packed.shape[-1] % n:
+            raise ValueError(f"sparsity={packed.sparsity} does not fit the shape {packed.shape}; pack the array again")
+        size = math.prod(packed.shape)
+        lengths |= {"mask": -(-size // 8), "values": -(-packed.datatype.number.bits * (size // n * m) // 8)}
+    for name in (*_FIELDS, "mask"):
+        part = getattr(packed, name)
+        shape, wanted = getattr(part, "shape", None), (lengths[name],) if name in lengths else None
+        if shape != wanted or (part is not None and getattr(part, "dtype", None) != jnp.uint8):
+            found = "nothing" if part is None else f"{getattr(part, 'dtype', type(part).__name__)} of shape {shape}"
+            raise ValueError(
+                f"{name} of the packed array is {found}, and {packed.datatype.name} of shape {packed.shape} has "
+                f"{'none' if wanted is None else f'uint8 of shape {wanted}'}; pack the array again"
+            )
+    if not (isinstance(packed.dtype, np.dtype) and jnp.issubdtype(packed.dtype, jnp.floating)):
+        raise ValueError(
+            f"the packed array stands for {packed.dtype}, and casts make real floats; use np.dtype('float32')"
+        )
+    if (packed.residual is None) != (packed.datatype.residual is None):
+        raise ValueError(
+            f"the packed array has a residual, or {packed.datatype.name} has one, but not both; pack it again"
+        )
+    if packed.residual is not None:
+        if packed.residual.datatype != packed.datatype.residual or packed.residual.shape != packed.shape:
+            raise ValueError("the residual of the packed array has another datatype or shape than it; pack it again")
+        _check_parts(packed.residual)
+
+
 def _unpack_parts(packed: PackedArray) -> QuantizedArray:
     datatype, number, scale = packed.datatype, packed.datatype.number, packed.datatype.scale
     codes = {
@@ -263,10 +305,9 @@ def _largest_mask(x: jax.Array, n: int, m: int, dim: int) -> jax.Array:
     """Return where `sparse` keeps a value."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}; sparsity takes real floats, such as x.astype(float32)")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim={dim} is not an axis of shape {x.shape}; use one from {-x.ndim} to {x.ndim - 1}")
-    if not 1 <= m < n:
-        raise ValueError(f"m={m} of n={n}: keep at least one and fewer than all; use n=4, m=2")
+    check_axis(dim, x.shape)
+    if not (isinstance(n, numbers.Integral) and isinstance(m, numbers.Integral) and 1 <= m < n):
+        raise ValueError(f"m={m!r} of n={n!r}: keep at least one and fewer than all; use n=4, m=2")
     if x.shape[dim] % n:
         raise ValueError(f"n={n} does not divide axis {dim} of shape {x.shape}; pad it to a multiple")
     rows = jnp.moveaxis(jax.lax.stop_gradient(x), dim, -1)
@@ -297,6 +338,8 @@ def _expand(packed: PackedArray, n: int, m: int) -> jax.Array:
 
 def _check(array: jax.Array, datatype: DataType, sparsity: tuple[int, int] | None) -> None:
     number = datatype.number
+    if sparsity is not None and not (isinstance(sparsity, tuple) and len(sparsity) == 2):
+        raise ValueError(f"sparsity={sparsity!r} is not a pair (n, m), m of every n values; use (4, 2)")
     if (
         datatype.scale is None
         and not number.has_nan

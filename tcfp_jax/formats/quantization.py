@@ -293,7 +293,9 @@ def _look_up(parts: QuantizedArray, number: NumberSpec | CodebookSpec) -> jax.Ar
         tables = number.levels()
         if parts.selector is None:
             return tables[0][parts.value]
-        return tables.reshape(-1)[parts.value + parts.selector * tables.shape[1]]
+        # A damaged selector may name a table that does not exist.
+        index = parts.value + parts.selector * tables.shape[1]
+        return tables.reshape(-1).at[index].get(mode="fill", fill_value=jnp.nan)
     return parts.value
 
 

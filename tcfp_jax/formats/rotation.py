@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from tcfp_jax.formats.float_bits import TINY
@@ -52,24 +53,34 @@ def rotate(
     array = jnp.asarray(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"x is {array.dtype}; rotations take real floats, such as x.astype(float32)")
-    if direction not in ("forward", "inverse"):
+    if not isinstance(direction, str) or direction not in ("forward", "inverse"):
         raise ValueError(f'direction={direction!r} is unknown; use "forward" or "inverse"')
-    if size not in [1 << power for power in range(1, 11)]:
-        raise ValueError(f"size={size} is not a power of two from 2 to 1024; use 16")
-    if not -array.ndim <= dim < array.ndim:
-        raise ValueError(f"dim={dim} is not an axis of shape {array.shape}; use one from {-array.ndim}")
+    if not isinstance(size, int | np.integer) or size not in [1 << power for power in range(1, 11)]:
+        raise ValueError(f"size={size!r} is not a power of two from 2 to 1024; use 16")
+    check_axis(dim, array.shape)
     if array.shape[dim] % size:
         raise ValueError(f"size={size} does not divide axis {dim} of shape {array.shape}; use a smaller power of two")
     rows = jnp.moveaxis(array.astype(jnp.float32), dim, -1)
-    flips = jnp.ones(size, jnp.float32) if signs is None else jnp.asarray(signs)
+    flips = jnp.ones(size, jnp.float32) if signs is None else checked_signs(signs, size)
+    groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
+    groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
+    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
+
+
+def check_axis(dim: object, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError unless `dim` is an axis of an array of this shape, negative or not."""
+    if not isinstance(dim, int | np.integer) or not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim={dim!r} is not an axis of shape {shape}; use one from {-len(shape)} to {len(shape) - 1}")
+
+
+def checked_signs(signs: ArrayLike, size: int) -> jax.Array:
+    """Return `signs` in float32; a ValueError unless they are `size` of 1 and -1, as far as they are not traced."""
+    flips = jnp.asarray(signs)
     if flips.shape != (size,):
         raise ValueError(f"signs have shape {flips.shape}; give {size} of them, each 1 or -1")
     if not isinstance(flips, jax.core.Tracer) and not bool(jnp.all(jnp.abs(flips) == 1)):
         raise ValueError("signs hold something else than 1 and -1; use jax.random.rademacher(key, (size,))")
-    flips = flips.astype(jnp.float32)
-    groups = _flushed(rows.reshape(*rows.shape[:-1], -1, size))
-    groups = _hadamard(groups * flips, size) if direction == "forward" else _hadamard(groups, size) * flips
-    return jnp.moveaxis(_flushed(groups).reshape(rows.shape), -1, dim).astype(array.dtype)
+    return flips.astype(jnp.float32)
 
 
 def _flushed(x: jax.Array) -> jax.Array:

@@ -151,11 +151,16 @@ def exact_share(scales: jax.Array) -> jax.Array:
         2**e brings the largest scale into the binade of 32, so that six times any scale is at most 448
 
     FP8 tensor cores multiply such tiles without rounding. Every tile of the rule "fold_exact" is one. Zeros count as
-    such tiles, NaN does not. Scales are float8_e4m3fn of any shape, not empty.
+    such tiles, NaN does not.
+
+    Raises:
+      ValueError: scales are not a float8_e4m3fn array, or an empty one.
 
     >>> float(exact_share(jnp.array([384.0, 1.25, 1.125, 0.015625], jnp.float8_e4m3fn)))
     0.5
     """
+    if getattr(scales, "dtype", None) != jnp.float8_e4m3fn or scales.size == 0:
+        raise ValueError("scales are not a float8_e4m3fn array with values, as quantize_nvfp4(x).scales is")
     values = scales.astype(jnp.float32)
     largest = float_bits.to_bits(jnp.max(jnp.where(values > 0, values, 0)))
     exponent, _ = float_bits.normalize(largest)

@@ -171,7 +171,6 @@ class ScaleSpec:
         return Tiling(shape, tuple(padded), tuple(split), tuple(tile_axes), tuple(subtile_axes))
 
 
-@functools.cache
 def scale(code: str) -> ScaleSpec:
     """Return the scale that a code describes; the module's docstring has the grammar.
 
@@ -185,7 +184,12 @@ def scale(code: str) -> ScaleSpec:
     ('e8m0', (BlockAxis(size=32, dim=-1, subtile=0),))
     """
     if not isinstance(code, str):
-        raise ValueError(f"a scale code is text, not {code!r}; use {SCALE_GRAMMAR}")
+        raise ValueError(f"a scale code is text, not a {type(code).__name__}; use {SCALE_GRAMMAR}")
+    return _parse(code)
+
+
+@functools.cache
+def _parse(code: str) -> ScaleSpec:
     text = code.lower()
     for name in sorted((n for n in _DTYPE_CODES if "_" in n), key=len, reverse=True):
         text = text.replace(name, _DTYPE_CODES[name])
@@ -195,7 +199,7 @@ def scale(code: str) -> ScaleSpec:
     *segments, last = text.split("_")
     mode = next((mode for mode in _MODES if mode == last), None)
     for segment in segments if mode else [*segments, last]:
-        if found := re.fullmatch(r"t(\d+)(?:s(\d+))?(?:o(\d+))?(?:d(-?\d+))?", segment):
+        if found := re.fullmatch(r"t([0-9]{1,4})(?:s([0-9]{1,4}))?(?:o([0-9]))?(?:d(-?[0-9]{1,3}))?", segment):
             if outer is not None:
                 raise ValueError(f"{code!r}: tile {segment!r} follows the tensor's scale; use {SCALE_GRAMMAR}")
             found_tiles.append(found)

@@ -1,6 +1,7 @@
 """Weights for inference, without their float kernels; `tcfp_jax.inference` shows their use."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,10 +10,11 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx as flax_nnx
 
-from pallas_kernels.operands import SCALE_DTYPE, Block, Fp4, Operand
+from pallas_kernels.operands import Fp4, Operand
 from tcfp_jax import paths
 from tcfp_jax.conversion import nnx_models
 from tcfp_jax.conversion.convert import hand_out
+from tcfp_jax.inference.checks import check_operand, check_scales
 from tcfp_jax.inference.shared_scales import check_rule, store_together
 from tcfp_jax.layers import Absent
 from tcfp_jax.optim.feedback import error_feedback, layer_state
@@ -61,6 +63,9 @@ def quantize_params(
     """
     if storage not in ("recipe", "packed"):
         raise ValueError(f'storage={storage!r} is unknown; use "recipe" or "packed"')
+    _check_recipe(recipe)
+    if not isinstance(fused, Sequence) or any(isinstance(g, str) or not isinstance(g, Sequence) for g in fused):
+        raise ValueError(f'fused={fused!r} is not a sequence of groups of names; use [("query", "key", "value")]')
     chosen: Recipe | dict[str, Weight]
     if isinstance(recipe, Mapping):
         chosen = {path: dataclasses.replace(weight, recipe=_plain(weight.recipe)) for path, weight in recipe.items()}
@@ -198,8 +203,9 @@ def restored(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str
       recipe: the argument of `quantize_params`.
 
     Raises:
-      ValueError: the recipe does not name a weight, weights are packed (a dict does not hold their length), scales have
-        another scaling than the recipe, or they break its rule "fold_exact".
+      ValueError: the variables are not such dicts, the recipe does not name a weight, weights are packed (a dict does
+        not hold their length), arrays do not fit each other, scales have another scaling than the recipe, have values
+        that no quantizer makes, or break its rule "fold_exact".
 
     >>> import jax.numpy as jnp
     >>> served = quantize_params({"kernel": jnp.ones((32, 4))}, "tensorwise")
@@ -208,7 +214,10 @@ def restored(variables: Mapping[str, PyTree], recipe: Recipe | str | Mapping[str
     >>> restored({"params": {}, "tcfp": plain}, "tensorwise")["tcfp"]["kernel"].shape
     (32, 4)
     """
-    is_weight = lambda node: not isinstance(node, Mapping) or bool({"forward", "backward", "codes"} & set(node))
+    _check_recipe(recipe)
+    is_weight = lambda node: (
+        not isinstance(node, Mapping) or any(str(name).startswith(("forward", "backward", "codes")) for name in node)
+    )
     found: dict[str, PyTree] = {}
     for path, node in paths.leaves(_part(variables, "tcfp"), is_weight).items():
         paths.put(found, path.split("/"), _stored_of(path, node, recipe) if isinstance(node, Mapping) else node)
@@ -224,6 +233,14 @@ def _part(variables: Mapping[str, PyTree], name: str) -> PyTree:
     return variables[name]
 
 
+def _check_recipe(recipe: object) -> None:
+    """Raise a ValueError unless this is a recipe, a name, or a mapping from `find_weights`."""
+    if isinstance(recipe, Mapping) and not all(isinstance(weight, Weight) for weight in recipe.values()):
+        raise ValueError("recipe= is a mapping, but not from paths to Weight; pass find_weights(model)")
+    if not isinstance(recipe, Recipe | str | Mapping):
+        raise ValueError(f"recipe= is a {type(recipe).__name__}; pass a recipe, its name, or find_weights(model)")
+
+
 def _stored_of(path: str, node: Mapping[str, Any], recipe: Recipe | str | Mapping[str, Weight]) -> Stored:
     """Return a stored weight from the dict that a checkpointer made of it."""
     if "codes" in node:
@@ -234,31 +251,28 @@ def _stored_of(path: str, node: Mapping[str, Any], recipe: Recipe | str | Mappin
     if isinstance(recipe, Mapping) and path not in recipe:
         raise ValueError(f"{path} is stored, but the weights given have only {sorted(recipe)[:8]}; pass find_weights")
     scaling = (recipe[path].recipe if isinstance(recipe, Mapping) else named_recipe(recipe)).scaling
-    for entry in filter(None, (node.get("forward"), node.get("backward"))):
-        parts = set(entry) if isinstance(entry, Mapping) else set()
-        if not {"values", "scale"} <= parts <= {"values", "scale", "lo", "lo_scale", "outer"}:
-            raise ValueError(f"{path} has {sorted(map(str, parts))}, which is no stored weight; restore it again")
-    operand = lambda entry: None if not entry else Operand(**entry, scaling=scaling)
-    made = Stored(operand(node.get("forward")), operand(node.get("backward")))
     repair = "pass the recipe that the weights were quantized by"
-    for one in jax.tree.leaves(made, is_leaf=lambda node: isinstance(node, Operand)):
-        _check_scales(path, one, repair)
-        check_rule(path, one, repair)
-    return made
 
+    def operand(side: str) -> Operand | None:
+        # A format other than E4M3 is part of the name, see `Stored`.
+        entry: Any = next((node[name] for name in node if str(name).startswith(side) and node[name] is not None), {})
+        if isinstance(entry, Mapping) and not entry:
+            return None
+        arrays = {"values", "scale", "lo", "lo_scale", "outer"}
+        found = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+        whole = {"values", "scale"} <= set(found) <= arrays and all(hasattr(part, "dtype") for part in found.values())
+        if not whole or len(found["values"].shape) < 2:
+            has = sorted(map(str, found)) or type(entry).__name__
+            raise ValueError(f"{path} has {has} as {side}, which is no stored weight; restore the whole file again")
+        made = Operand(**found, scaling=scaling)
+        check_operand(path, made, repair)
+        check_rule(path, made, repair)
+        return made
 
-def _check_scales(path: str, weight: Operand, repair: str) -> None:
-    """Raise if values and scales do not fit the scaling, so that they would stand for another weight."""
-    scaling, four = weight.scaling, isinstance(weight.scaling, Fp4)
-    block = SCALE_DTYPE if isinstance(scaling, Block) else np.float32
-    wanted = (np.dtype(scaling.scale_dtype if isinstance(scaling, Fp4) else block), scaling.scale_shape(weight.shape))
-    found = (np.dtype(weight.scale.dtype), tuple(weight.scale.shape))
-    if found != wanted or four != (weight.values.dtype == np.uint8):
-        named = [f"{dtype}{list(shape)}" for dtype, shape in (wanted, found)]
-        raise ValueError(
-            f"{path} is {weight.values.dtype}{list(weight.values.shape)}, whose scales with {scaling} are {named[0]}, "
-            f"but these are {named[1]}; {repair}"
-        )
+    forward, backward = operand("forward"), operand("backward")
+    if forward is None and backward is None:
+        raise ValueError(f"{path} has neither the operand forward nor backward; restore the whole file")
+    return Stored(forward, backward)
 
 
 def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> None:
@@ -273,7 +287,8 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
 
     Raises:
       TypeError: the model is not an NNX model; a Linen model applies `variables` itself.
-      ValueError: the layer of a weight is not low-precision here, or the variables or the model lack a parameter.
+      ValueError: the layer of a weight is not low-precision here, the variables or the model lack a parameter, or
+        scales have values that no quantizer makes.
 
     >>> from tcfp_jax.nnx import TCFPLinear
     >>> model = TCFPLinear(4, 2, rngs=flax_nnx.Rngs(0))
@@ -290,6 +305,10 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             "the weights are the plain dicts of a checkpoint that was loaded without a template; pass "
             "restored(variables, find_weights(model))"
         )
+    for path, weight in stored.items():
+        for one in (weight.forward, weight.backward) if isinstance(weight, Stored) else ():
+            if one is not None:
+                check_scales(path, one)
     nodes = dict(flax_nnx.iter_graph(model))
     held = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, flax_nnx.Variable)}
     absent = nnx_models.absent_of(model)  # kernels that an earlier call replaced
@@ -313,6 +332,9 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
             f"the model has no value for {min(set(empty) - set(streams))}; quantize nnx.state(model), which holds all "
             "variables, instead of nnx.state(model, nnx.Param)"
         )
+    own: dict[str, Any] = {path: variable.get_raw_value() for path, variable in held.items()}
+    own |= {path: kernel for path, (kernel, _) in absent.items()}
+    _check_sizes({**stored, **params}, own)
     if hand_out(model, stored) < len(stored):
         raise ValueError(
             "a stored weight has no low-precision layer here; convert the model by the recipe and rules of the weights"
@@ -332,6 +354,16 @@ def load_quantized(model: flax_nnx.Module, variables: Mapping[str, PyTree]) -> N
         else:
             *above, name = arrays[path]
             nnx_models.put(nodes[tuple(above)], name, flax_nnx.data(value))
+
+
+def _check_sizes(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a weight or parameter is not of the size that the model has at its path."""
+    for path in given.keys() & own.keys():
+        size, wanted = (math.prod(getattr(tree[path], "shape", (-1,))) for tree in (given, own))
+        odd = isinstance(getattr(given[path], "scaling", None), Fp4)  # a zero code may follow an odd k
+        if size != wanted >= 0 and not (odd and wanted < size <= 2 * wanted):
+            has = getattr(given[path], "shape", type(given[path]).__name__)
+            raise ValueError(f"{path} is {has}, in the model {own[path].shape}; pass the weights of this very model")
 
 
 def _plain(recipe: Recipe) -> Recipe:

@@ -43,16 +43,19 @@ class ErrorFeedbackState(NamedTuple):
         holds a sample of its parameter. A checkpoint without samples does not fit, and orbax says so: restore it with
         `partial_restore=True` into a state whose `sample`s are None. It is then read without a comparison, and the
         next update fills the samples in.
-      errors: rounding errors in `error_dtype`, FP8 errors in units of the stored scale. The tree mirrors the
-        parameters, with `optax.MaskedNode()` for parameters without an error.
+      errors: rounding errors in float32 or bfloat16. The tree mirrors the parameters, with `optax.MaskedNode()` for
+        parameters without an error. None if errors are FP8.
       amax: float32 scalars for recipes with a delayed amax; the tree mirrors the parameters, too.
       key: raw key data (uint32) for stochastic rounding, otherwise None.
+      scaled_errors: FP8 errors, in units of the stored scale, otherwise None. They have a field of their own because
+        checkpoints know arrays by name: Orbax refuses FP8 errors for a state with float errors, and would cast them.
     """
 
     weights: dict[str, Any]
     errors: PyTree
     amax: PyTree
     key: jax.Array | None
+    scaled_errors: PyTree = None
 
 
 def error_feedback(
@@ -115,7 +118,7 @@ def error_feedback(
             turned = contracts == "first" if isinstance(r.scaling, Fp4) else r.copies == "both"
             check_blocks("/".join(weights.names[i]), w, r.scaling, turned=turned)
             made.append(_Step(r, error_type, contracts).first(w, key_of(i)))
-        return weights.state(made, following)
+        return weights.state(made, following, scaled=error_type == jnp.float8_e5m2)
 
     def update(updates: PyTree, state: ErrorFeedbackState, params: PyTree = None) -> tuple[PyTree, ErrorFeedbackState]:
         if params is None:
@@ -123,13 +126,19 @@ def error_feedback(
         # The weights that the caller is about to have: layers of the next step read the result.
         weights = _Weights(optax.apply_updates(params, updates), chosen, mask)
         key_of, following = _keys(state.key, implementation)
-        errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (state.errors, state.amax))
+        kept = state.scaled_errors if error_type == jnp.float8_e5m2 else state.errors
+        if kept is None:
+            raise ValueError(
+                f"this state has no errors in {error_type.name}, which error_dtype names; update it with the "
+                "error_dtype that made it, or begin with errors of zero: tx.init(params)"
+            )
+        errors, amax = (weights.treedef.flatten_up_to(tree) for tree in (kept, state.amax))
         made = []
         for i, w, r, contracts in weights.leaves:
             step = _Step(r, error_type, contracts)
             before = step.reads(find(state.weights, weights.names[i]), errors[i], amax[i])
             made.append(step.next(w, key_of(i), before))
-        return updates, weights.state(made, following)
+        return updates, weights.state(made, following, scaled=error_type == jnp.float8_e5m2)
 
     return optax.GradientTransformation(init, update)
 
@@ -218,7 +227,7 @@ class _Weights:
                 found.append((i, weight.layout.matrix(leaf), weight.recipe, contracts))
         return found
 
-    def state(self, made: list[_Entry], key_data: jax.Array | None) -> ErrorFeedbackState:
+    def state(self, made: list[_Entry], key_data: jax.Array | None, *, scaled: bool) -> ErrorFeedbackState:
         """Return the state with these entries, one for each weight."""
         stored: dict[str, Any] = {}
         errors, amax = ([optax.MaskedNode()] * len(self.names) for _ in range(2))
@@ -229,7 +238,9 @@ class _Weights:
             for column, value in ((errors, entry.error), (amax, entry.amax)):
                 if value is not None:
                     column[i] = value
-        return ErrorFeedbackState(stored, self.treedef.unflatten(errors), self.treedef.unflatten(amax), key_data)
+        kept = self.treedef.unflatten(errors)
+        after = (self.treedef.unflatten(amax), key_data)
+        return ErrorFeedbackState(stored, None if scaled else kept, *after, kept if scaled else None)
 
 
 class _Step(NamedTuple):

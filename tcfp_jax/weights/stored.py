@@ -14,8 +14,8 @@ see `tcfp_jax.weights.freshness`. A weight that is the parameter itself, without
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -26,22 +26,23 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.explicit import with_automatic_axes
-from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Scaling
+from pallas_kernels.operands import Contracts, Fp4, Operand, Orientation, Scaling, check_real
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from pallas_kernels.specs import device_count, entries_of, shards
+from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Copies, Dual, Halves, Recipe, Single
 from tcfp_jax.weights.fp4_packing import quantize_fp4
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
 
+_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 NO_GRADIENT = (
     "a gradient with respect to packed FP4 codes is asked for, which have none: train float adapters next to the "
     'frozen weight (LoRA, see docs/fp4.md), or float parameters that recipe("nvfp4") packs in every step'
 )
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stored:
     """A quantized weight `[..., k, n]`.
@@ -53,13 +54,18 @@ class Stored:
         no parameter exists to compare with, as in inference.
       training: state of a weight that is the parameter (`training.Training`), or None.
       padding: the number of zero codes behind k in packed codes: one if k is odd, because a byte holds two.
+
+      e5m2: whether the codes are E5M2. Arrays say so by their dtype; other leaves in the places of arrays, such as
+        shardings, need it here. The children of such a weight are `forward_float8_e5m2` and so on: checkpoints
+        know arrays by name, and Orbax would cast codes from one FP8 format to another.
     """
 
     forward: Operand | None
     backward: Operand | None
     sample: jax.Array | None = None
     training: Any = None
-    padding: int = field(default=0, metadata=dict(static=True))
+    padding: int = 0
+    e5m2: bool = False
 
     @staticmethod
     def of(operand: Operand) -> "Stored":
@@ -245,6 +251,34 @@ class Stored:
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = _operator
 
 
+def is_e5m2(stored: Stored) -> bool:
+    """Return whether the codes of a stored weight are E5M2; see `Stored.e5m2`."""
+    # A step flattens hundreds of weights, so this compares two objects instead of asking NumPy.
+    one = stored.forward if stored.backward is None else stored.backward
+    dtype = getattr(getattr(one, "values", None), "dtype", None)
+    return dtype is _E5M2 or (stored.e5m2 and dtype is not _E4M3)
+
+
+def _children(stored: Stored) -> tuple[tuple[Any, ...], tuple[int, bool]]:
+    return (stored.forward, stored.backward, stored.sample, stored.training), (stored.padding, is_e5m2(stored))
+
+
+def _named_children(stored: Stored) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, bool]]:
+    children, static = _children(stored)
+    format = "_float8_e5m2" if static[1] else ""
+    names = (f"forward{format}", f"backward{format}", "sample", "training")
+    return tuple(zip(map(jax.tree_util.GetAttrKey, names), children, strict=True)), static
+
+
+def _joined(static: tuple[int, bool], children: Iterable[Any]) -> Stored:
+    forward, backward, sample, training = children
+    return Stored(forward, backward, sample, training, *static)
+
+
+jax.tree_util.register_pytree_with_keys(Stored, _named_children, _joined, _children)
+serialize_with_flax(Stored, Operand)
+
+
 # A rule of its own instead of a check in the product's rule: once a rule of a shared trace has raised, that trace
 # cannot be differentiated again (jax 0.10 to 0.12: `fwd_jaxpr_from_zeros` empties the stores of a rule that it keeps).
 @jax.custom_jvp
@@ -315,6 +349,7 @@ def quantize_weight(
       contracts: the axis of `w` that the forward product contracts. Use "last" for the `[n, k]` of a transposed layout,
         whose layer multiplies by `Stored.swap()` of the result. FP4 packs along that axis.
     """
+    check_real("w", w)
     form = recipe.stored
     if form is None:
         raise ValueError('this recipe keeps weights in BF16; there is nothing to quantize, use recipe("tcfp12")')

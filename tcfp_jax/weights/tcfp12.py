@@ -22,6 +22,7 @@ Source of the NF4 table: Dettmers et al. 2023, "QLoRA", appendix E. Scales: OCP 
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,11 +37,13 @@ from pallas_kernels import numerics
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
 from pallas_kernels.specs import entries_of
+from tcfp_jax.formats.casting import is_key
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import datatype
 from tcfp_jax.formats.float_bits import to_bits
 from tcfp_jax.formats.quantization import quantize
 from tcfp_jax.formats.rounding import Modes
+from tcfp_jax.paths import serialize_with_flax
 
 Residual = Literal["linear", "nf4"]
 BlockScale = Literal["amax", "sigma"]
@@ -85,7 +88,12 @@ class PackedTCFP12:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        """Return `(value + level * residual_scale) * scale`, in float32 and then `dtype`."""
+        """Return `(value + level * residual_scale) * scale`, in float32 and then `dtype`.
+
+        Raises:
+          ValueError: an array does not fit the format, as in a damaged file.
+        """
+        _check_parts(self)
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
         levels = jnp.asarray(LEVELS[self.residual])[pairs.reshape(self.values.shape)]
         residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
@@ -93,6 +101,9 @@ class PackedTCFP12:
         total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(self.scale)[..., None]
         flat = total.reshape(*total.shape[:-2], total.shape[-2] * total.shape[-1])
         return flat[..., : self.length].astype(dtype)
+
+
+serialize_with_flax(PackedTCFP12)
 
 
 def quantize_tcfp12(
@@ -163,10 +174,17 @@ def _packed(
 def dequantize_tcfp12(packed: PackedTCFP12, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Return the unpacked tensor, in `dtype`.
 
+    Raises:
+      TypeError: `packed` is not a `PackedTCFP12`.
+      ValueError: an array does not fit the format, as in a damaged file.
+
     >>> x = jnp.array([1.0, -0.5, 0.25])
     >>> dequantize_tcfp12(quantize_tcfp12(x)).tolist()
     [1.0, -0.5, 0.25]
     """
+    if not isinstance(packed, PackedTCFP12):
+        raise TypeError(f"packed is a {type(packed).__name__}; make a PackedTCFP12 with tcfp_jax.quantize_tcfp12 first")
+    _check_parts(packed)
     leading = entries_of(packed.values)[:-2]
     return with_automatic_axes(lambda packed: packed.dequantize(dtype), lambda _: PartitionSpec(*leading), packed)
 
@@ -193,6 +211,30 @@ def fake_quantize(
     same = PartitionSpec(*entries_of(x))
     # x - stop_gradient(x) is 0 with gradient 1, so the value stays exactly the dequantized one.
     return with_automatic_axes(rounded, lambda _: same, lax.stop_gradient(x), key) + (x - lax.stop_gradient(x))
+
+
+def _check_parts(packed: PackedTCFP12) -> None:
+    """Raise a ValueError unless arrays, length and residual are those of one packed tensor."""
+    shape: tuple[int, ...] = getattr(packed.values, "shape", ())
+    if len(shape) < 2 or shape[-1] % 2:
+        raise ValueError(f"values of the packed tensor have shape {shape}, not [..., blocks, block] of an even block")
+    wanted = {
+        "values": (VALUE_DTYPE, shape), "codes": (jnp.uint8, (*shape[:-1], shape[-1] // 2)),
+        "scale": (jnp.float8_e8m0fnu, shape[:-1]), "residual_scale": (jnp.float8_e8m0fnu, shape[:-1]),
+    }  # fmt: skip
+    for name, (dtype, expected) in wanted.items():
+        part = getattr(packed, name)
+        found = (getattr(part, "dtype", None), getattr(part, "shape", None))
+        if found != (dtype, expected):
+            raise ValueError(
+                f"{name} of the packed tensor is {found[0]}{found[1]}, and with values of shape {shape} it is "
+                f"{jnp.dtype(dtype)}{expected}; restore it into what quantize_tcfp12 made"
+            )
+    (*_, blocks, block), length = shape, packed.length
+    if not isinstance(length, numbers.Integral) or -(-length // block) != blocks:
+        raise ValueError(f"length={length!r} does not end in the last of {blocks} blocks of {block} values")
+    if not isinstance(packed.residual, str) or packed.residual not in LEVELS:
+        raise ValueError(f"residual={packed.residual!r} is unknown; use one of {list(LEVELS)}")
 
 
 def _bound(blocks: jax.Array, scale: BlockScale, sigma: float) -> jax.Array:
@@ -234,18 +276,20 @@ def _check(x: jax.Array, block: int, residual: str, scale: str, sigma: float, ke
     check_real("x", x)
     if x.ndim == 0:
         raise ValueError("x is a scalar, but blocks run along the last axis; use x[None]")
-    if not 2 <= block <= LARGEST_BLOCK or block % 2:
-        raise ValueError(f"block={block} must be even (two codes share a byte) and from 2 to {LARGEST_BLOCK}; use 32")
-    if residual not in LEVELS:
+    if not isinstance(block, numbers.Integral) or not 2 <= block <= LARGEST_BLOCK or block % 2:
+        raise ValueError(f"block={block!r} must be even (two codes share a byte) and from 2 to {LARGEST_BLOCK}; use 32")
+    if not isinstance(residual, str) or residual not in LEVELS:
         raise ValueError(f"residual={residual!r} is unknown; use one of {list(LEVELS)}")
-    if scale not in ("amax", "sigma"):
+    if not isinstance(scale, str) or scale not in ("amax", "sigma"):
         raise ValueError(f'scale={scale!r} is unknown; use "amax" or "sigma"')
-    if not 0 < sigma < math.inf:
-        raise ValueError(f"sigma={sigma} must be positive and finite; use 3.0")
+    if not isinstance(sigma, numbers.Real) or not 0 < sigma < math.inf:
+        raise ValueError(f"sigma={sigma!r} must be positive and finite; use 3.0")
     if sigma != SIGMA and scale != "sigma":
         raise ValueError(
             f'sigma={sigma} with scale={scale!r}, which does not read it; use scale="sigma", or leave sigma'
         )
+    if key is not None and not is_key(key):
+        raise ValueError(f"key is a {type(key).__name__}, not one JAX random key; use jax.random.key(seed)")
     if key is not None and scale == "sigma":
         raise ValueError(
             'key= rounds without bias, but scale="sigma" clips, which is biased; use scale="amax" or no key'

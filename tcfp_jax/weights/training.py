@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import counter, numerics
 from pallas_kernels.operands import Fp4, Operand, Tensor, check_real
 from pallas_kernels.quantize.api import dual_quantize
+from tcfp_jax.paths import serialize_with_flax
 from tcfp_jax.recipes import Dual, Recipe, describe
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.sampling import SIZE, agree, is_part, sample_of_codes
@@ -128,6 +129,9 @@ class Training:
 
 # Values that any transformation of an update changes: of both signs, far apart, fractions, and rows of other means.
 _WITNESS: Any = np.array([[1e30, -1e30], [0.3, -3e-7], [17.0, 0.0]], np.float32)
+
+
+serialize_with_flax(Training)
 
 
 @jax.tree_util.register_dataclass

@@ -369,7 +369,7 @@ def test_error_feedback_packs_along_what_is_contracted(layout, k):
     _, state = quick(tx.update)({"kernel": jnp.zeros_like(kernel)}, state, {"kernel": kernel})
     stored = tcfp_jax.layer_state(state)["kernel"]
     codes = stored.backward if contraction.layout.transposed else stored.forward
-    assert codes.shape == (N, k + k % 2) and state.errors["kernel"].shape == kernel.shape
+    assert codes.shape == (N, k + k % 2) and state.scaled_errors["kernel"].shape == kernel.shape
     x = X[0, :, :k]
 
     @quick

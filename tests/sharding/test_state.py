@@ -91,7 +91,8 @@ def test_errors_and_weights_of_error_feedback():
     up, stack = "['up']['kernel']", "['stack']['kernel']"
     expected = {
         f"[0].inner[0].mu{up}": P("a", "b"), f"[0].scales['0']['nu']{stack}": P(None, "a", "b"), "[0].key": P(),
-        f"[1].weights{up}.forward.lo": P("b", "a"), f"[1].weights{stack}.sample": P(), f"[1].errors{up}": P("a", "b"),
+        f"[1].weights{up}.forward.lo": P("b", "a"), f"[1].weights{stack}.sample": P(),
+        f"[1].scaled_errors{up}": P("a", "b"),
     }  # fmt: skip
     assert {path: found[path] for path in expected} == expected
 
@@ -191,7 +192,7 @@ def test_metadata_of_nnx():
         optimizer = nnx.Optimizer(model, FEEDBACK, wrt=nnx.Param)
     shardings = nnx.get_named_sharding(nnx.state(model, nnx.Param), mesh)
     found = specs_of(state_shardings(shardings, optimizer.opt_state))
-    assert found["[0].inner[0].mu['kernel'].value"] == found["[1].errors['kernel'].value"] == P("a", "b")
+    assert found["[0].inner[0].mu['kernel'].value"] == found["[1].scaled_errors['kernel'].value"] == P("a", "b")
     assert found["[1].weights['kernel'].forward.values.value"] == P("b", "a")
     assert found["[0].scales['0']['mu']['kernel'].value"] == P("a", "b")
     with pytest.raises(ValueError, match=r"nnx.Optimizer give its opt_state"):
