@@ -184,6 +184,7 @@ class Twin(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")  # layers quantize at each use here
 def test_a_converted_llama_is_one_written_by_hand():
     learner, (exact, variables) = families.learner(MICRO, tcfp_jax.recipe("tcfp12"), "float32"), llama()
     outputs_and_gradients = lambda model: jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
@@ -206,6 +207,7 @@ def test_every_product_of_a_block_is_converted_and_the_head_is_not(config):
     assert len(learner.weights) == 7
 
 
+@pytest.mark.filterwarnings("ignore:a converted Linen model is trained without")  # layers quantize at each use here
 def test_remat_keeps_as_little_of_a_converted_model():
     sizes = []
     for remat in ("block", "none"):
