@@ -238,6 +238,11 @@ def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return _clip_finite(x.astype(jnp.float32), largest(dtype)).astype(float8_dtype(dtype))
 
 
+def scaled_cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return `flush_subnormal(x) * multiplier` as an FP8 format stores it: the rounding of every quantizer."""
+    return saturating_cast(flush_subnormal(x) * multiplier, dtype)
+
+
 def _grid(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return (`dtype`'s spacing around each value of `x`, its inverse), both powers of two."""
     info = jnp.finfo(_rounded_dtype(dtype))

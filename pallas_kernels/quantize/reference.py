@@ -23,20 +23,16 @@ def quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Qua
         wide = x.astype(jnp.float32)
         amax = numerics.amax(wide, axis=tuple(range(x.ndim - 1)))
         scale, inverse = numerics.scale_and_inverse(amax, options.dtype, options.scaling.scale)
-        values = _cast(wide, inverse, options.dtype)
+        values = numerics.scaled_cast(wide, inverse, options.dtype)
         return Quantized(rows, Operand(jnp.moveaxis(values, -1, 0), scale, scaling=options.scaling))
     turned = jnp.moveaxis(x, -1, 0)
     columns = _quantize(options, turned.reshape(x.shape[-1], -1).astype(jnp.float32), None)
     return Quantized(rows, Operand(columns.values.reshape(turned.shape), columns.scale, scaling=options.scaling))
 
 
-def _cast(x: jax.Array, multiplier: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return numerics.saturating_cast(numerics.flush_subnormal(x) * multiplier, dtype)
-
-
 def _quantize(options: Quantization, x: jax.Array, amax: jax.Array | None) -> Operand:
     scale, multiplier = options.scaling.find(x, options.dtype, amax)
-    return Operand(_cast(x, multiplier, options.dtype), scale, scaling=options.scaling)
+    return Operand(numerics.scaled_cast(x, multiplier, options.dtype), scale, scaling=options.scaling)
 
 
 # Two halves -----------------------------------------------------------------------------------------------------------
