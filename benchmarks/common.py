@@ -195,14 +195,21 @@ def chosen_of(option: str, text: str | None, allowed: Sequence[Any]) -> tuple[An
 
     >>> chosen_of("parts", "mlp, block", ["block", "mlp", "step"])
     ('mlp', 'block')
+    >>> chosen_of("recipes", "tcfp12, error bfloat16,bf16", ["bf16", "tcfp12", "tcfp12, error bfloat16"])
+    ('tcfp12, error bfloat16', 'bf16')
 
     Raises:
       ValueError: a name is not allowed.
     """
-    names = tuple(name.strip() for name in text.split(",")) if text else tuple(allowed)
+    names: list[Any] = [] if text else [*allowed]
+    for name in map(str.strip, text.split(",") if text else ()):
+        if names and f"{names[-1]}, {name}" in allowed:  # a name with a comma
+            names[-1] = f"{names[-1]}, {name}"
+        else:
+            names.append(name)
     if unknown := [name for name in names if name not in allowed]:
         raise ValueError(f"--{option} has {unknown}, which are unknown; use names of {list(allowed)}")
-    return names
+    return tuple(names)
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.specs import regrouped
+
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The value of each code: the sign is the highest of four bits.
 E2M1 = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
@@ -40,7 +42,7 @@ def unpack(packed: jax.Array) -> jax.Array:
     [1, 2, 3, 15]
     """
     both = jnp.stack([packed & 15, packed >> 4], axis=-1)
-    return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return regrouped(both, [*([size] for size in packed.shape[:-1]), [packed.shape[-1], 2]])
 
 
 def numbers(codes: jax.Array) -> jax.Array:

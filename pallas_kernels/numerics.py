@@ -161,6 +161,12 @@ def _exponent(x: jax.Array) -> jax.Array:
     return ((bits >> _MANTISSA_BITS) & 0xFF) - _BIAS
 
 
+def _nan_like(x: jax.Array) -> jax.Array:
+    # Outside jit `jax_debug_nans` would report this array, although a choice follows that may take nothing of it.
+    with jax.debug_nans(False):
+        return jnp.full_like(x, jnp.nan)
+
+
 def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     """Return the smallest power of two `s` with `amax / s <= limit`, for a positive `limit`.
 
@@ -178,7 +184,7 @@ def pow2_cover(amax: ArrayLike, limit: float) -> jax.Array:
     wanted = _exponent(values) - (int(exponent) - 1) + carry
     scale = _power_of_two(jnp.clip(wanted, _SMALLEST_EXPONENT, _LARGEST_EXPONENT))
     scale = jnp.where(values < _SMALLEST_NORMAL, jnp.ones_like(scale), scale)
-    return jnp.where(jnp.isfinite(values), scale, jnp.full_like(scale, jnp.nan))
+    return jnp.where(jnp.isfinite(values), scale, _nan_like(scale))
 
 
 def reciprocal_pow2(scale: jax.Array) -> jax.Array:
@@ -223,7 +229,7 @@ def divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
 def _clip_finite(x: jax.Array, limit: float) -> jax.Array:
     """Clip finite values to [-limit, limit]; NaN and inf become NaN, so that an overflow upstream stays visible."""
     clipped = jnp.minimum(jnp.maximum(x, -limit), limit)
-    return jnp.where(jnp.isfinite(x), clipped, jnp.full_like(x, jnp.nan))
+    return jnp.where(jnp.isfinite(x), clipped, _nan_like(x))
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:

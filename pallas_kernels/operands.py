@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.fp4 import numbers, unpack
 from pallas_kernels.scaling import BLOCK_SIZES, SCALE_DTYPE, ZERO_BLOCK, Block, Fp4, Row, Scale, Scaling, Tensor, Tile
-from pallas_kernels.specs import Sharding
+from pallas_kernels.specs import Sharding, entries_of, moved
 from pallas_kernels.wire import Wire
 
 __all__ = [
@@ -129,14 +129,17 @@ class Operand:
         if self.contracts == "first":
             return self.settled().dequantize(dtype)
         if isinstance(self.scaling, Fp4):
-            return (numbers(unpack(self.values)) * self.scale_of_values()).astype(dtype)
-        if self.lo is None:
+            total = numbers(unpack(self.values))
+        elif self.lo is None:
             # Without the barrier XLA on a GPU would cancel the cast against the one that made the values, in one jit.
             total = lax.optimization_barrier(self.values).astype(jnp.float32)
         else:
             # No barrier: both halves were rounded before they were cast, so cancelling the cast changes nothing.
             total = self.values.astype(jnp.float32) + self.lo.astype(jnp.float32)
-        return (total * self.scale_of_values()).astype(dtype)
+        scale = self.scale_of_values()
+        if scale.shape == total.shape:
+            scale = moved(scale, entries_of(total))
+        return (total * scale).astype(dtype)
 
 
 class Quantized(NamedTuple):

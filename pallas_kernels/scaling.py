@@ -18,9 +18,11 @@ from typing import Literal, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
+from pallas_kernels.specs import sharding_of
 
 Scale = Literal["pow2", "float32"]
 Tile = Literal["vector", "square"]
@@ -44,9 +46,20 @@ def _count(size: int, tile: Tile, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _repeat(of_blocks: jax.Array, size: int, tile: Tile, shape: tuple[int, ...]) -> jax.Array:
-    """Return the value of its block for every value of a tensor."""
-    wide = jnp.repeat(of_blocks, size, axis=-1)[..., : shape[-1]]
-    return wide if tile == "vector" else jnp.repeat(wide, size, axis=-2)[..., : shape[-2], :]
+    """Return one number for each value of a tensor of this shape, from one for each block."""
+    repeat = functools.partial(jnp.repeat, repeats=size, out_sharding=sharding_of(of_blocks))
+    wide = _first(repeat(of_blocks, axis=-1), shape[-1], -1)
+    return wide if tile == "vector" else _first(repeat(wide, axis=-2), shape[-2], -2)
+
+
+def _first(x: jax.Array, count: int, axis: int) -> jax.Array:
+    """Return the first values along an axis, at most all of them; `jax.export` may leave their number open."""
+    if isinstance(count, int):
+        return lax.slice_in_dim(x, 0, count, axis=axis) if count < x.shape[axis] else x
+    # A slice would have a length that JAX cannot compare with `count`; negative padding has this one.
+    less = count - x.shape[axis]
+    config = [(0, less if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
 @dataclass(frozen=True)
@@ -178,16 +191,14 @@ class Block:
 
     def amax(self, x: jax.Array) -> jax.Array:
         """Return max |x| of every block, float32; NaN or inf if the block has one."""
-        *leading, last = x.shape
-        sides = [(0, -last % self.size)]
-        if self.tile == "square":
-            sides.insert(0, (0, -leading[-1] % self.size))
-        padded = jnp.pad(x, [(0, 0)] * (x.ndim - len(sides)) + sides)
-        *leading, last = padded.shape
+        counts = self.scale_shape(x.shape)
+        # An axis of blocks as `scale_shape` counts them, so that sizes that `jax.export` leaves open agree.
+        blocked = 1 if self.tile == "vector" else 2
+        sides = [(0, counts[axis] * self.size - x.shape[axis]) for axis in range(-blocked, 0)]
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - blocked) + sides)
         if self.tile == "vector":
-            return numerics.amax(padded.reshape(*leading, last // self.size, self.size), axis=-1)
-        *leading, rows = leading
-        shape = (*leading, rows // self.size, self.size, last // self.size, self.size)
+            return numerics.amax(padded.reshape(*counts, self.size), axis=-1)
+        shape = (*counts[:-1], self.size, counts[-1], self.size)
         return numerics.amax(padded.reshape(shape), axis=(-3, -1))
 
     def find(self, x: jax.Array, dtype: DTypeLike, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

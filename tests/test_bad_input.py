@@ -194,3 +194,17 @@ def test_float64(recipe):
             np.testing.assert_allclose(result, single, rtol=1e-5, atol=1e-5)
         # Beyond float32 is beyond the arithmetic: it overflows to inf and from there to NaN.
         assert jnp.isnan(tcfp_jax.quantize(X.astype(jnp.float64) * 1e300).dequantize()).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [tcfp_jax.quantize, tcfp_jax.split, tcfp_jax.quantize_tcfp12, tcfp_jax.fake_quantize,
+     lambda w: tcfp_jax.store({"kernel": w}, "tcfp12_single", key=jax.random.key(0))],
+    ids=["quantize", "split", "quantize_tcfp12", "fake_quantize", "store"],
+)  # fmt: skip
+def test_finite_weights_are_no_nan_for_jax_debug_nans(call):
+    """Outside jit the option reads the result of every operation, also of those that a choice then drops."""
+    with jax.debug_nans(True):
+        jax.block_until_ready(call(W))
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.block_until_ready(call(W.at[1, 2].set(jnp.inf)))

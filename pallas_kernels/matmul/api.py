@@ -68,6 +68,8 @@ def matmul(
 
     Returns:
       `[..., n]` in `out_dtype`. Sizes that are not multiples of 16 work; cuBLASLt then pads a copy of the operands.
+      With one scale a tensor the product of both scales must be a normal number, 2**-126 or more, or the result is 0:
+      max |x| max |w| must be at least 2**-108. Rows and blocks are scaled one after the other and have no such limit.
 
     Raises:
       TypeError: an operand is not FP8, its halves differ in format, or scales of blocks are not E8M0.

@@ -30,9 +30,11 @@ def dot(
     [[3.0], [3.0]]
     """
     k = math.prod(a.shape[axis] for axis in a_axes)
+    # Not by division, because `jax.export` may leave sizes open.
+    m, n = (math.prod(x.shape[i] for i in range(x.ndim) if i not in axes) for x, axes in ((a, a_axes), (b, b_axes)))
     # A BF16 result comes straight from the product; a cast of a float32 one would be a pass over it.
     product_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    note(Key("dot_general", str(jnp.dtype(product_dtype)), (a.size // max(1, k), k, b.size // max(1, k))), a, b)
+    note(Key("dot_general", str(jnp.dtype(product_dtype)), (m, k, n)), a, b)
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(

@@ -73,8 +73,9 @@ def matmul(
       operands, which costs about as much as quantizing them again.
 
     Raises:
-      TypeError: x or w is integer, complex or 8-bit; or a gradient with respect to a stored weight is asked for, or a
-        second derivative where operands are rounded.
+      TypeError: x or w is integer, complex or 8-bit; or a gradient with respect to a stored weight is asked for, a
+        second derivative where operands are rounded, or a derivative in forward mode (in a jitted function the message
+        is JAX's own: "can't apply forward-mode").
       ValueError: k differs, w is not `[k, n]`, or the recipe cannot read `quantized`.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
@@ -95,7 +96,16 @@ def matmul(
     if w is None and quantized is not None and isinstance(quantized.scaling, Fp4):
         _check_odd(jnp.shape(x), quantized)
     # Equal layers share one trace; a deep model would otherwise trace and lower the same product many times.
-    return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+    try:
+        return _shared_product(Asked(recipe, out_sharding), x, w, quantized, key)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f'forward-mode differentiation (jax.jvp, jax.jacfwd) of a product with "{describe(recipe)}": '
+            "its derivative is a rule for reverse mode; use jax.grad, jax.vjp or jax.jacrev, or a product of JAX's own "
+            "(jnp.matmul) in the functions that are differentiated forward"
+        ) from error
 
 
 def _opened(stored: Stored) -> tuple[Stored, jax.Array | None]:

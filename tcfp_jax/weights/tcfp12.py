@@ -36,7 +36,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.explicit import with_automatic_axes
 from pallas_kernels.operands import check_real
-from pallas_kernels.specs import entries_of
+from pallas_kernels.specs import entries_of, moved, regrouped, sharding_of
 from tcfp_jax.formats.casting import is_key
 from tcfp_jax.formats.codebooks import codebook
 from tcfp_jax.formats.datatypes import datatype
@@ -94,13 +94,18 @@ class PackedTCFP12:
           ValueError: an array does not fit the format, as in a damaged file.
         """
         _check_parts(self)
+        *outer, block = self.values.shape
+        leading = [[size] for size in outer]
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).astype(jnp.int32)
-        levels = jnp.asarray(LEVELS[self.residual])[pairs.reshape(self.values.shape)]
+        places = regrouped(pairs, [*leading, [block // 2, 2]])
+        levels = jnp.asarray(LEVELS[self.residual]).at[places].get(out_sharding=sharding_of(places))
         residual = levels * numerics.decode_e8m0(self.residual_scale)[..., None]
         # The values were rounded before they were cast (`round_to`), so XLA changes nothing if it cancels this cast.
         total = (self.values.astype(jnp.float32) + residual) * numerics.decode_e8m0(self.scale)[..., None]
-        flat = total.reshape(*total.shape[:-2], total.shape[-2] * total.shape[-1])
-        return flat[..., : self.length].astype(dtype)
+        flat = regrouped(total, [*leading[:-1], [outer[-1], block]])
+        if flat.shape[-1] != self.length:  # a device would have more of the padding than others
+            flat = moved(flat, (*entries_of(flat)[:-1], None))[..., : self.length]
+        return flat.astype(dtype)
 
 
 serialize_with_flax(PackedTCFP12)

@@ -217,6 +217,23 @@ def test_export_leaves_the_number_of_rows_open(name, data):
     assert "stablehlo.dynamic_pad" in for_gpu.mlir_module() or "stablehlo.pad" in for_gpu.mlir_module()
 
 
+@pytest.mark.slow_except("bf16", "tcfp12_blockwise")
+@pytest.mark.parametrize("name", ["bf16", "tcfp12", "nvfp4", "blockwise", "tcfp12_blockwise", "mxfp8"])
+def test_gradients_are_exported_with_the_number_of_rows_open(name, data):
+    x, w, g = data
+    (rows,) = jax.export.symbolic_shape("rows")
+
+    @jax.jit
+    def gradients(x, g):
+        return jax.vjp(functools.partial(tcfp_jax.matmul, recipe=name), x, w)[1](g)
+
+    of = lambda array: jax.ShapeDtypeStruct((rows, array.shape[1]), array.dtype)
+    exported = jax.export.export(gradients)(of(x), of(g))
+    few = x[:3], g[:3]
+    for got, expected in zip(exported.call(*few), gradients(*few), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
 @pytest.mark.slow_except("auto-tcfp12_fast", "explicit-tcfp12_fast", "explicit-bf16")
 @every_kind
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -349,6 +366,16 @@ def test_a_second_derivative_raises_where_rounding_would_make_it_zero(recipe, ou
         jax.grad(lambda x: jnp.sum(tcfp_jax.matmul(x, jnp.ones((16, 8)), recipe="tcfp12"))), jnp.ones((4, 16))
     )
     _second("bf16", outer, inner)
+
+
+@pytest.mark.parametrize("name", ["bf16", "tcfp12"])
+def test_forward_mode_says_to_use_reverse_mode(name, data):
+    x, w, _ = data
+    product = functools.partial(tcfp_jax.matmul, w=w, recipe=name)
+    with pytest.raises(TypeError, match=r"forward-mode differentiation .* use jax\.grad, jax\.vjp or jax\.jacrev"):
+        jax.jvp(product, (x,), (x,))
+    with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
+        jax.jvp(jax.jit(product), (x,), (x,))
 
 
 def test_each_product_adds_as_its_field_of_the_recipe_says(data, monkeypatch):

@@ -21,6 +21,7 @@ from pallas_kernels.matmul.api import matmul, skip_matmul
 from pallas_kernels.operands import Block, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tcfp_jax import conversion, formats
+from tcfp_jax.weights.fp4_packing import quantize_fp4
 from tests.compile_for_h200 import compile_for, expected, h200s, missing
 from tests.helpers import mesh_of
 
@@ -143,6 +144,20 @@ OPS = {
 def test_ops(name, backend):
     function, scaling, placed, arguments = OPS[name]
     check(functools.partial(function, scaling, backend), placed, *arguments)
+
+
+MADE = {
+    "squares": lambda w: dual_quantize(w, Block(32)).rows,
+    "vectors": lambda w: quantize(w, E4M3, Block(32, "vector")).rows,
+    "fp4": quantize_fp4,
+    "packed": tcfp_jax.quantize_tcfp12,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_dequantize(name):
+    specs = [P("a", "b")] if name in ("squares", "vectors") else None
+    check(lambda w: MADE[name](w).dequantize(), [P("a", "b")], W, specs=specs)
 
 
 def test_skip_matmul():
