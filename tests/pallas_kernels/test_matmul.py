@@ -143,15 +143,18 @@ def test_every_config_of_the_kernel_with_blocks(scaling, halves):
 def test_one_scale_an_operand_needs_products_above_2_to_the_minus_108(backend):
     """Scales whose product is no normal float32 make the result 0; rows are scaled one after the other."""
     x, w, exact, magnitude = operands(Tensor(), 1)
-    small = lambda by: dataclasses.replace(x, scale=x.scale * np.float32(by) / (x.scale * w.scale))
-    multiply = functools.partial(matmul, out_dtype=jnp.float32, backend=backend)
-    by = 2.0**-126
     scale = float(x.scale * w.scale)
-    assert within(multiply(small(by), w) * np.float32(scale / by), exact, magnitude, 2.0**-16)
-    assert not np.asarray(multiply(small(by / 2), w)).any()
-    row = lambda operand, scale: Operand(operand.values, jnp.full(operand.shape[0], scale), scaling=Row())
-    got = multiply(row(x, np.float32(2.0**-100)), row(w, np.float32(2.0**-27)))
-    assert within(np.asarray(got, np.float64) * 2.0**127 * scale, exact, magnitude, 2.0**-16)
+    multiply = functools.partial(matmul, out_dtype=jnp.float32, backend=backend)
+
+    def scaled_by(exponent):
+        scaled = dataclasses.replace(x, scale=jnp.float32(2.0**exponent / float(w.scale)))
+        return np.asarray(multiply(scaled, w), np.float64) * (scale / 2.0**exponent)
+
+    assert within(scaled_by(-126), exact, magnitude, 2.0**-16)
+    assert not scaled_by(-127).any()
+    row = lambda operand, scale: Operand(operand.values, jnp.full(operand.shape[0], scale, jnp.float32), scaling=Row())
+    got = np.asarray(multiply(row(x, 2.0**-100), row(w, 2.0**-27)), np.float64)
+    assert within(got * (scale * 2.0**127), exact, magnitude, 2.0**-16)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
