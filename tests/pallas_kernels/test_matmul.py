@@ -146,15 +146,17 @@ def test_one_scale_an_operand_needs_products_above_2_to_the_minus_108(backend):
     scale = float(x.scale * w.scale)
     multiply = functools.partial(matmul, out_dtype=jnp.float32, backend=backend)
 
-    def scaled_by(exponent):
-        scaled = dataclasses.replace(x, scale=jnp.float32(2.0**exponent / float(w.scale)))
-        return np.asarray(multiply(scaled, w), np.float64) * (scale / 2.0**exponent)
+    def scaled_by(exponent, scaling):
+        by = [np.full(() if scaling == Tensor() else o.shape[0], s, np.float32)
+              for o, s in ((x, 2.0**-60), (w, 2.0 ** (exponent + 60)))]  # fmt: skip
+        small = [Operand(o.values, jnp.asarray(s), scaling=scaling) for o, s in zip((x, w), by, strict=True)]
+        return np.asarray(multiply(*small), np.float64) * (scale / 2.0**exponent)
 
-    assert within(scaled_by(-126), exact, magnitude, 2.0**-16)
-    assert not scaled_by(-127).any()
-    row = lambda operand, scale: Operand(operand.values, jnp.full(operand.shape[0], scale, jnp.float32), scaling=Row())
-    got = np.asarray(multiply(row(x, 2.0**-100), row(w, 2.0**-27)), np.float64)
-    assert within(got * (scale * 2.0**127), exact, magnitude, 2.0**-16)
+    # Results below 2**-126 are 0, sums of codes below one or two.
+    size = magnitude + 2.0**17 * scale
+    assert within(scaled_by(-126, Tensor()), exact, size, 2.0**-16)
+    assert not scaled_by(-127, Tensor()).any()
+    assert within(scaled_by(-127, Row()), exact, size, 2.0**-16)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
