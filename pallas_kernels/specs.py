@@ -81,6 +81,11 @@ def device_count() -> int:
     return jax.sharding.get_abstract_mesh().size or jax.device_count()
 
 
+def hidden_shards() -> int:
+    """Return into how many parts XLA may cut an axis that its type shows as whole: one if axes are explicit."""
+    return 1 if has_explicit_axes() else device_count()
+
+
 def moved(x: jax.Array, spec: Sequence[Entry]) -> jax.Array:
     """Return x with this spec in its type, moved only if it has another one; without explicit axes nothing moves."""
     sharding = sharding_of(x)

@@ -25,7 +25,7 @@ from jax import lax
 
 from pallas_kernels.matmul.devices import on_each_device
 from pallas_kernels.operands import Block, Operand, Product, Tensor, dimensions, sizes
-from pallas_kernels.specs import device_count, entries, has_explicit_axes, with_entries
+from pallas_kernels.specs import entries, has_explicit_axes, hidden_shards, with_entries
 from pallas_kernels.tuning import Key
 
 
@@ -90,8 +90,7 @@ def _scaled_once(options: Product, x: Operand, w: Operand) -> jax.Array:
     axes = dimensions(x, w)
     out_dtype, sharding = options.out_dtype, options.out_sharding
     scale = product_scale(x, w)
-    # So that every device has two rows: XLA may cut an axis that its type shows as whole, unless axes are explicit.
-    fewest = 2 * (1 if has_explicit_axes() else device_count())
+    fewest = 2 * hidden_shards()  # so that every device has two rows
     # `api` scales rows itself and passes the constant 1. Behind a barrier it would cost a pass over the product.
     operands = (x.values, w.values, w.lo, None if isinstance(scale, np.ndarray | np.generic) and scale == 1 else scale)
 
