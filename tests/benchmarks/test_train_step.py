@@ -93,6 +93,7 @@ def test_stored_weights_are_all_that_is_kept_of_them():
     assert not any(leaf.dtype == jnp.float32 and leaf.size >= 128 for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_process():
     (peak,) = timing.measure_alone(train_step.measure_peak, [("bf16", SHAPE, None)])
     assert (peak is not None) == timing.has_peaks()

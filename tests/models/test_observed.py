@@ -114,6 +114,7 @@ def test_a_run_starts_from_floats_and_ends_in_them(tmp_path):
             init(dataclasses.replace(STORED, start=str(tmp_path / name)))
 
 
+@pytest.mark.slow_except("end")
 @pytest.mark.parametrize("until", ["first step", "end"])
 def test_a_run_that_started_from_a_file_goes_on_without_it(tmp_path, monkeypatch, until):
     base, out = tmp_path / "base.npz", tmp_path / "run"

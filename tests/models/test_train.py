@@ -94,6 +94,7 @@ def test_it_learns(name, whole_run):
     assert result.heldout_perplexity == pytest.approx(np.exp(result.heldout_loss))
 
 
+@pytest.mark.slow  # a resumed run, which has equal bits, shows it, too
 def test_same_config_same_bits(uninterrupted):
     _, result = uninterrupted
     again = run(CONFIG)
@@ -216,6 +217,7 @@ def test_a_folder_keeps_a_recipe_that_has_no_name(tmp_path, name, change):
     assert read_config(tmp_path) == config
 
 
+@pytest.mark.slow_except("stored-block_0/qkv/kernel")
 @pytest.mark.parametrize(("name", "kernel"), [("stored", "block_0/qkv/kernel"), ("stored llama", "layers/gate/kernel")])
 def test_trained_weights_are_exported_as_floats(tmp_path, name, kernel, whole_run):
     (out, result), config = whole_run(name), CONFIGS[name]
