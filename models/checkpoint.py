@@ -128,7 +128,7 @@ class RunDirectory:
         moves newer checkpoints that are damaged out of the way; both are said on standard error.
 
         Raises:
-          ValueError: no checkpoint is whole, or one is that this run cannot read.
+          ValueError: no checkpoint is whole, or this run cannot read one that is.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):

@@ -136,7 +136,7 @@ def call(
 
 
 def _rows_of(config: Config, x: jax.Array | jax.Ref) -> int:
-    """Return the number of rows that are multiplied: those of x, and zeros that blocks add."""
+    """Return the number of rows that are multiplied: x's own rows, then zeros that blocks add."""
     m = int(x.shape[0])
     return -(-m // rows.ROWS) * rows.ROWS if config.rounds_rows else m
 

@@ -165,7 +165,7 @@ def fp4_matmul(options: Options, x: jax.Array, w: Operand, *, config: "Config | 
 
 
 def _padded(m: int, config: "Config") -> int:
-    """Return the number of rows that blocks read: those of x, and zeros after them."""
+    """Return the number of rows that blocks read: x's own rows, then zeros."""
     rows = config.rows or 8
     return -(-m // rows) * rows
 

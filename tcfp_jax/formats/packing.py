@@ -306,7 +306,8 @@ def _largest_mask(x: jax.Array, n: int, m: int, dim: int) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}; sparsity takes real floats, such as x.astype(float32)")
     check_axis(dim, x.shape)
-    if not (isinstance(n, numbers.Integral) and isinstance(m, numbers.Integral) and 1 <= m < n):
+    counts = all(isinstance(one, numbers.Integral) and not isinstance(one, bool) for one in (n, m))
+    if not (counts and 1 <= m < n):
         raise ValueError(f"m={m!r} of n={n!r}: keep at least one and fewer than all; use n=4, m=2")
     if x.shape[dim] % n:
         raise ValueError(f"n={n} does not divide axis {dim} of shape {x.shape}; pad it to a multiple")

@@ -59,12 +59,12 @@ _Best = tuple[jax.Array, jax.Array, jax.Array]  # (error, scales, scale of the s
 def search_scales(w: jax.Array, scaling: Fp4 = Fp4(), *, importance: jax.Array | None = None) -> Operand:
     """Return the FP4 operand whose scales leave the smallest squared error, without shrinking the matrix.
 
-    Use this instead of a rule when packing may take longer and there are no inputs for `gptq`.
+    Use it if packing may take longer than by a rule, and you have no inputs for `gptq`.
 
     Args:
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack is searched on its own.
-      scaling: format and tile. The rule "fold_exact" searches the scales that it allows, and "one_level" has no scale
-        of the scales; the others search all.
+      scaling: format and tile. The rule "fold_exact" limits the scales that are searched, and "one_level" leaves out
+        the outer scale; other rules search all scales.
       importance: weights of the columns, `[..., k]`, such as the diagonal of a Hessian; None weighs them alike.
 
     Returns:
@@ -99,7 +99,7 @@ def gptq(
     scales: Literal["rule", "search"] = "rule",
     damping: float = 0.01,
 ) -> Operand:
-    """Return the FP4 operand whose product with inputs like those of the Hessian is as near to w's as GPTQ brings it.
+    """Return the FP4 operand that GPTQ finds: its product with the Hessian's inputs stays near the product of `w`.
 
     Args:
       w: real floats `[..., n, k]`, contracted along k, which is even; each matrix of a stack has its own Hessian.

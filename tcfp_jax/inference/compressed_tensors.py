@@ -111,7 +111,7 @@ def save_compressed(
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", **({_RULE: min(noted) if len(noted) == 1 else json.dumps(rules)} if noted else {})}
     safetensors.write(folder / safetensors.FILE, written, metadata)
-    (folder / safetensors.INDEX).unlink(missing_ok=True)  # of a model that was here before
+    (folder / safetensors.INDEX).unlink(missing_ok=True)  # an older model's index would name other files
     (folder / safetensors.CONFIG).write_text(json.dumps(full, indent=2) + "\n")
 
 

@@ -1,7 +1,8 @@
 """Folders of other engines: `config.json`, and one safetensors file, or several and an index of their tensors.
 
-The `safetensors` package checks each header: offsets that overlap, leave holes or end outside of the file, sizes that
-are negative or overflow. Files come from others, so their index, and names that a file has twice, are checked here.
+The `safetensors` package checks each header and writes files. It refuses offsets that overlap, leave holes or end
+outside of the file, and sizes that are negative or overflow. The index, and names that a file has twice, are checked
+here.
 """
 
 import collections
@@ -25,7 +26,7 @@ _DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _LENGTH = 8  # bytes of the header's length, little endian
-# Larger texts are no model's own: an index or a header has about 100 bytes for each tensor.
+# An index or a header has about 100 bytes for each tensor, so a larger text does not describe a model.
 _LARGEST_TEXT = 32 << 20
 
 

@@ -53,8 +53,8 @@ def quantize_params(
         that they share the scale of their scales, which `save_compressed` demands.
 
     Raises:
-      ValueError: `storage` is unknown or "packed" for FP4, the recipe does not store weights, there is no weight among
-        the parameters, or no FP4 weight belongs to a group of `fused`.
+      ValueError: `storage` is unknown or "packed" for FP4, the recipe does not store weights, the parameters have no
+        weight to store, or no FP4 weight belongs to a group of `fused`.
 
     >>> import jax.numpy as jnp
     >>> variables = quantize_params({"kernel": jnp.ones((32, 4)), "bias": jnp.zeros(4)}, "tensorwise")

@@ -207,7 +207,7 @@ class Recipe(_Checked):
         """Return the recipe that the flags of the PyTorch TCFP's layers describe; the migration guide has the table.
 
         Raises:
-          ValueError: flags contradict each other or are no bools, or `scale_block_size` is none of 32, 64 and 128.
+          ValueError: flags contradict each other or are not bools, or `scale_block_size` is not 32, 64 or 128.
 
         >>> Recipe.from_flags(abd=True).weight.dgrad
         'hi'

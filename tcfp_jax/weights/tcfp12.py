@@ -219,7 +219,7 @@ def fake_quantize(
 
 
 def _check_parts(packed: PackedTCFP12) -> None:
-    """Raise a ValueError unless arrays, length and residual are those of one packed tensor."""
+    """Raise a ValueError unless arrays, length and residual fit one packed tensor."""
     shape: tuple[int, ...] = getattr(packed.values, "shape", ())
     if len(shape) < 2 or shape[-1] % 2:
         raise ValueError(f"values of the packed tensor have shape {shape}, not [..., blocks, block] of an even block")

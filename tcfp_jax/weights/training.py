@@ -39,7 +39,7 @@ Remainder = Literal["stochastic", "feedback", "dropped"]
 ERROR_DTYPE = jnp.float8_e3m4
 _ERRORS_IN_STEP = 16.0  # an error of 8, the largest that rounding leaves, is half a step
 _WORD_BITS = 24  # float32 holds integers of 24 bits exactly
-_WHOLE = 2048  # kernels of at most so many values are compared whole instead of by a sample
+_WHOLE = 2048  # smaller kernels keep no sample; their amax is compared instead
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # some backends flush smaller values to zero
 _REPAIR = (
     "codes and scales are not numbers to average, scale, clip or cast. For averages use "
@@ -60,8 +60,8 @@ class Training:
       rounding: state of stochastic rounding, float32 `[*stack, 3]`: two words of a seed and the count of roundings, as
         integers below 2**24. Integer arrays would make `jax.grad` fail before the error that names `value_and_grad`.
       amax: the largest |w| at the last rounding, float32 `[*stack]`.
-      error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step between neighbours
-        of each `W_lo`.
+      error: the last rounding error, if `remainder` is "feedback": E3M4, in sixteenths of the step from each `W_lo`
+        to its neighbour.
       slot: zeros of the kernel's shape whose gradient is the weight's; only inside `value_and_grad`.
       sample: float32 `[*stack, 16]`, values that the last rounding wrote (`sampling`); None for a kernel of at
         most 2048 values.
@@ -127,7 +127,7 @@ class Training:
         return stored
 
 
-# Values that any transformation of an update changes: of both signs, far apart, fractions, and rows of other means.
+# Any transformation of an update changes these values: both signs, large and small, with rows of different means.
 _WITNESS: Any = np.array([[1e30, -1e30], [0.3, -3e-7], [17.0, 0.0]], np.float32)
 
 
