@@ -1,22 +1,26 @@
-"""Time of a step by kind of kernel: CUPTI's milliseconds of every kernel, summed by purpose.
+"""Time of a step by kind of kernel: the milliseconds of every kernel on the profiler's timeline, summed by purpose.
 
 A library's kernel has a name that tells its purpose. A kernel of XLA has the name of its instruction. The instruction's
 metadata in the compiled program holds the `jax.named_scope`s of the operation, or of the last of several. So a maximum
-that a norm's kernel finds next to its result counts as the norm.
+that a norm's kernel finds next to its result counts as the norm. Copies and fills by the driver are a kind:
+a scan copies values that it keeps for its backward pass.
 """
 
+import glob
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 
-Kind = Literal["products", "attention", "norms and activations", "quantization", "optimizer"]
+Kind = Literal["products", "attention", "norms and activations", "quantization", "optimizer", "copies"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Operation = tuple[str, str]  # (types of its results, name with scopes)
 
 # First match wins: cuDNN's attention has "gemm" in some of its names, and AdamW's kernel rounds, too.
 _BY_NAME: tuple[tuple[str, Kind], ...] = (
+    (r"^(memcpy|memset)", "copies"),
     (r"cudnn|sdpa|fmha|flash", "attention"),
     (r"adamw", "optimizer"),
     (r"quantize", "quantization"),
@@ -25,6 +29,7 @@ _BY_NAME: tuple[tuple[str, Kind], ...] = (
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*)")
 _SCOPES = re.compile(r'op_name="([^"]*)"')
 _WIDE = re.compile(r"\b(?:bf16|f16|f32)\[([\d,]+)\]")
+_TRACED = 3  # calls on the timeline
 _SMALL = 2**16  # values: scales, amaxes and statistics of rows have fewer, tensors more
 
 
@@ -86,10 +91,18 @@ def milliseconds_by_kind(kernels: list[tuple[str, float]], program: str) -> dict
 
 
 def profile(function: Callable[..., Any], args: tuple[Any, ...], program: str) -> dict[Kind, float] | None:
-    """Return milliseconds by kind of one call, or None if this machine has no CUPTI."""
+    """Return milliseconds by kind of one call, the mean of three in sequence, or None on a CPU."""
     if jax.default_backend() != "gpu":
         return None
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, kernels = profiler.measure(function, aggregate=False)(*args)
-    return None if kernels is None else milliseconds_by_kind(kernels, program)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(_TRACED):
+                out = function(*args)
+            jax.block_until_ready(out)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        planes = list(jax.profiler.ProfileData.from_file(path).planes)
+        # Other lines of a device's plane repeat the kernels of its streams, by instruction and by scope.
+        lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+        kernels = [(event.name, event.duration_ns / 1e6 / _TRACED) for event in events]
+    return milliseconds_by_kind(kernels, program)

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import fp8_ops
 
-FLAX, QWIX = "flax Fp8DotGeneralOp", "qwix"
+FLAX, QWIX = "flax Fp8DirectDotGeneralOp", "qwix"
 PEERS = (FLAX, QWIX)
 
 
@@ -21,7 +22,7 @@ def is_installed(name: str) -> bool:
 
 def quantized(name: str, make: Callable[..., nn.Module]) -> Any:
     """Return the model of `make(dot_general_cls)` as this peer multiplies; other names leave it unchanged."""
-    model = make(nn.Fp8DotGeneralOp if name == FLAX else None)
+    model = make(fp8_ops.Fp8DirectDotGeneralOp if name == FLAX else None)
     if name != QWIX:
         return model
     import qwix

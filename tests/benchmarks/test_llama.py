@@ -35,6 +35,8 @@ KERNELS = {
     "loop_multiply_fusion": "norms and activations",
     "loop_add_fusion": "optimizer",
     "adamw": "optimizer",
+    "memcpy128": "copies",
+    "Memset 0": "copies",
 }
 
 
