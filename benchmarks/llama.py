@@ -35,7 +35,7 @@ from benchmarks.common import Result, markdown_table
 from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
-from models.families import FAMILIES, ModelConfig, family_of, learner, model_config, model_names
+from models.families import FAMILIES, TABLES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
 from models.llama import LLAMAS, Block, Llama, LlamaConfig, rotations
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
@@ -231,6 +231,8 @@ def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
         include = ("linear", "small")
     if isinstance(config.step, GPTConfig):
         return learner(config.step, recipe, "bfloat16")
+    if name == STORED:
+        include = (*include, *TABLES)
     shape = jax.ShapeDtypeStruct(config.step_tokens, jnp.int32)
     model = convert_to_tcfp(Llama(config.step, "bfloat16"), recipe, shape, include=include)
     return model, find_weights(model)

@@ -29,8 +29,11 @@ from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Weight
 
 ModelConfig = GPTConfig | LlamaConfig
+Tables = Literal["float", "stored"]
 # The caller chose a recipe, so every layer takes it at any size, as in a GPT; a head stays in BF16.
 INCLUDE: tuple[Include, ...] = ("linear", "small")
+# Where weights have no float copy, tables have none either, and the head multiplies by the stored one.
+TABLES: tuple[Include, ...] = ("head", "embed")
 # A GPT looks tokens up by a product with one-hot rows, which must stay exact.
 RULES = {"^embedding": None}
 
@@ -51,17 +54,17 @@ class Family:
       sizes: Sizes by name.
       tokens: Tokens that its models can read: "bytes" alone, or "ids" up to their vocabulary, which include bytes.
       plain: Function that makes the model in plain Flax of a size and a dtype.
-      learner: Function that makes the learner of a size, a recipe for every layer, and a dtype.
+      learner: Function that makes the learner of a size, a recipe for every layer, a dtype, and the kind of tables.
     """
 
     config: type[Any]
     sizes: Mapping[str, Any]
     tokens: Literal["bytes", "ids"]
     plain: Callable[[Any, ComputeDtype], nn.Module]
-    learner: Callable[[Any, Recipe, ComputeDtype], Learner]
+    learner: Callable[[Any, Recipe, ComputeDtype, Tables], Learner]
 
 
-def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+def _gpt(config: GPTConfig, recipe: Recipe, dtype: ComputeDtype, tables: Tables) -> Learner:
     return Learner(GPT(config, recipe=recipe, dtype=dtype), recipe)
 
 
@@ -73,9 +76,10 @@ def _plain_llama(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
     return Llama(config, dtype=dtype)
 
 
-def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype) -> Learner:
+def _llama(config: LlamaConfig, recipe: Recipe, dtype: ComputeDtype, tables: Tables) -> Learner:
     tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
-    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=INCLUDE)
+    include = (*INCLUDE, *TABLES) if tables == "stored" else INCLUDE
+    model = convert_to_tcfp(_plain_llama(config, dtype), recipe, tokens, include=include)
     return Learner(model, find_weights(model))
 
 
@@ -129,7 +133,13 @@ def model_config(model: str | ModelConfig, vocabulary: int | None = None) -> Mod
 
 
 @functools.lru_cache(maxsize=16)
-def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype, tokens: tuple[int, int] | None = None) -> Learner:
+def learner(
+    config: ModelConfig,
+    recipe: Recipe,
+    dtype: ComputeDtype,
+    tokens: tuple[int, int] | None = None,
+    tables: Tables = "float",
+) -> Learner:
     """Return the model of a size, and its weights.
 
     Args:
@@ -138,13 +148,18 @@ def learner(config: ModelConfig, recipe: Recipe, dtype: ComputeDtype, tokens: tu
       dtype: Dtype of activations.
       tokens: Batch and positions of a step, to convert only layers that gain there (`include="measured"`); None
         converts every layer except a Llama's head.
+      tables: "stored" makes a Llama's embedding and head weights like others: they are stored with the rest, and the
+        head's product takes the recipe.
 
     Raises:
       ValueError: no layer can be converted, for another reason than measured times.
     """
     family = FAMILIES[family_of(config)]
     if tokens is None:
-        return family.learner(config, recipe, dtype)
-    shape = jax.ShapeDtypeStruct(tokens, jnp.int32)
-    model = convert_to_tcfp(family.plain(config, dtype), recipe, shape, include="measured", rules=RULES)
+        return family.learner(config, recipe, dtype, tables)
+    shape, stores = jax.ShapeDtypeStruct(tokens, jnp.int32), tables == "stored" and isinstance(config, LlamaConfig)
+    include = ("measured", *TABLES) if stores else ("measured",)
+    model = convert_to_tcfp(
+        family.plain(config, dtype), recipe, shape, include=include, rules=None if stores else RULES
+    )
     return Learner(model, find_weights(model))

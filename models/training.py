@@ -210,7 +210,7 @@ def program(config: TrainConfig) -> TrainConfig:
 
 def _learner(config: TrainConfig) -> Learner:
     tokens = (config.batch, config.sequence) if config.include == "measured" else None
-    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens)
+    return learner(config.size, tcfp_jax.recipe(config.recipe), config.compute_dtype, tokens, config.weights)
 
 
 def state_shapes(config: TrainConfig, mesh: Mesh | None = None) -> TrainState:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from tcfp_jax.optim.stored import apply_updates, dequantize, store
     from tcfp_jax.products.matmul import matmul
     from tcfp_jax.recipes import Recipe, TCFPMode, recipe
+    from tcfp_jax.weights.lookup import lookup
     from tcfp_jax.weights.quantization import quantize, split
     from tcfp_jax.weights.tcfp12 import dequantize_tcfp12, fake_quantize, quantize_tcfp12
 
@@ -35,8 +36,8 @@ __version__ = "0.3.0"
 
 __all__ = [
     "Recipe", "TCFPMode", "apply_updates", "dequantize", "dequantize_tcfp12", "error_feedback", "explain",
-    "fake_quantize", "grad", "layer_state", "matmul", "quantize", "quantize_tcfp12", "recipe", "split", "store",
-    "transform", "value_and_grad",
+    "fake_quantize", "grad", "layer_state", "lookup", "matmul", "quantize", "quantize_tcfp12", "recipe", "split",
+    "store", "transform", "value_and_grad",
 ]  # fmt: skip
 
 _SUBMODULES = {
@@ -51,6 +52,7 @@ _NAMES = {  # submodule -> the names that it defines; the same as above
     "optim.stored": ("apply_updates", "dequantize", "store"),
     "products.matmul": ("matmul",),
     "recipes": ("Recipe", "TCFPMode", "recipe"),
+    "weights.lookup": ("lookup",),
     "weights.tcfp12": ("dequantize_tcfp12", "fake_quantize", "quantize_tcfp12"),
     "weights.quantization": ("quantize", "split"),
 }

@@ -55,7 +55,7 @@ LONG_SIGNATURES = {"adamw": 12, "from_flags": 10}
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
     "fake_quantize", "error_feedback", "layer_state", "explain", "transform",
-    "store", "dequantize", "value_and_grad", "grad", "apply_updates",
+    "store", "dequantize", "lookup", "value_and_grad", "grad", "apply_updates",
 }  # fmt: skip
 # Casts are the oracle of quantizers, so they share only modules that decide where a kernel runs, and the random bits,
 # which are an input of both.

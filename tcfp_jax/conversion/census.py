@@ -26,7 +26,7 @@ from tcfp_jax.conversion.evaluate import (
     opened,
     scan_counts,
 )
-from tcfp_jax.conversion.factors import Product, product_by_hand, product_of
+from tcfp_jax.conversion.factors import Product, lookup_of, product_by_hand, product_of
 from tcfp_jax.conversion.unfold import linearity
 from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Place, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
@@ -43,7 +43,7 @@ class Census:
     Attributes:
       products: the products by place, in the program's order. A loop's body is walked until its facts rest; its
         products are found again at the same places, and count once.
-      lookups: paths of tables by the place where rows are looked up.
+      lookups: gathers of rows of tables by place, as products that contract the axis that is looked up.
       reads: by parameter, the primitives that read its numbers, other than products that can be converted.
       consumed: places of products whose result another product reads.
       hidden: places of products that read the result of another product, or rows of a table.
@@ -55,7 +55,7 @@ class Census:
     """
 
     products: dict[Place, Product] = field(default_factory=dict)
-    lookups: dict[Place, str] = field(default_factory=dict)
+    lookups: dict[Place, Product] = field(default_factory=dict)
     reads: dict[str, set[str]] = field(default_factory=dict)
     consumed: set[Place] = field(default_factory=set)
     hidden: set[Place] = field(default_factory=set)
@@ -87,6 +87,7 @@ class Census:
     def forget(self, place: Place) -> None:
         """Forget the marks at a place."""
         self.marks.pop(place, None)
+        self.lookups.pop(place, None)
         self.linear.discard(place)
 
     def read(self, eqn: Equation, facts: Sequence[Fact]) -> None:
@@ -112,7 +113,7 @@ def census(
     outputs = found.walk((jaxpr.jaxpr, jaxpr.consts), facts, ())
     last = frozenset().union(*(fact.follows for fact in outputs)) - found.consumed
     contracted = {product.k for product in found.products.values() if not product.reason}
-    looked_up = set(found.lookups.values())
+    looked_up = {lookup.path for lookup in found.lookups.values()}
     tables = {fact.path: fact.view.shape[0] for fact in facts if fact.path in looked_up and fact.view is not None}
     for place, product in found.products.items():
         # A model without a head ends in its hidden width, which some other product contracts.
@@ -161,7 +162,10 @@ def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place
         view = move(source.view, eqn, number, [0] * max(1, len(eqn.invars[0].aval.shape)))
         if view is not None:
             return dataclasses.replace(source, view=view)
-    found.read(eqn, inputs)
+    if name == "gather" and inputs[0].path is not None and inputs[0].view is not None and inputs[1].input:
+        found.lookups[place] = lookup_of(eqn, inputs[0].path, inputs[0].view, found.inside)
+    else:
+        found.read(eqn, inputs)
     joined = _join(inputs)
     if _is_weight(joined):
         levels = ["scaled" if fact.view is not None else fact.linear for fact in inputs]
@@ -175,8 +179,6 @@ def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place
         return dataclasses.replace(joined, uniform=spread or ("number" if _size(eqn.outvars[number]) == 1 else ""))
     if name == "gather" and _is_weight(inputs[0]):
         joined = dataclasses.replace(joined, follows=joined.follows | {_LOOKUP})
-        if inputs[0].path is not None:
-            found.lookups[place] = inputs[0].path
     why = _mixed(eqn, number, inputs)
     if why and joined.closed:
         why = "its weight is computed from parameters and constants"

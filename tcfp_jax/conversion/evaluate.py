@@ -21,7 +21,6 @@ from tcfp_jax.conversion.shown import Shown, multiply
 from tcfp_jax.conversion.views import Equation, move, operand_number
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.tcfp12 import fake_quantize
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Calls whose body runs once, with the operands of the call as its inputs.
@@ -32,8 +31,9 @@ CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call")
 
 # A program and its constants.
 Body = tuple[core.Jaxpr, Sequence[Any]]
-# The step of each equation, by its number: the recipe of a product, "packed" for a table whose rows are rounded when
-# they are looked up, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
+# The step of each equation, by its number: the recipe of a product, `LOOKUP` for rows that come from the stored form of
+# a table, or the plan of the equation's body. Tuples, because a plan is part of a cache's key.
+LOOKUP = "lookup"
 Plan = tuple[tuple[int, Any], ...]
 # Values of variables: a `Shown`, or an array (or another value of JAX's, such as a token).
 Values = list[Any]
@@ -159,10 +159,12 @@ def _moved(eqn: Equation, inputs: Values, step: object) -> Values:
             continue
         starts = [inputs[1][..., 0]] if eqn.primitive.name == "gather" else inputs[1:]
         moved.append(move(inputs[at], eqn, number, starts))
+    if step == LOOKUP and moved == [None] and (rows := inputs[0].rows(eqn, inputs[1])) is not None:
+        return [rows]
     if any(value is None for value in moved):  # an equation of several outputs may move some of them only
         bound = bind(eqn, bare(inputs, eqn.invars))
         moved = [old if new is None else new for new, old in zip(moved, bound, strict=True)]
-    return [fake_quantize(value) for value in moved] if step == "packed" else moved
+    return moved
 
 
 # Bodies --------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,11 @@ class Product:
     recipe: Recipe | None = None
     precision: str = ""
 
+    @property
+    def is_lookup(self) -> bool:
+        """True if rows of the parameter are looked up instead of multiplied."""
+        return self.primitive == "gather"
+
     def __str__(self) -> str:
         """One line of a report."""
         return f"{self.path:40} {list(self.shape)!s:20} {self.equation or self.primitive:24}"
@@ -224,4 +229,22 @@ def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product
     return Product(
         path, view.shape, "dot_general", k=size(layout.inputs), n=size(layout.outputs), rows=mark.rows,
         scope=str(eqn.source_info.name_stack), layout=_layout_of(view, tuple(roles)), recipe=mark.recipe,
+    )  # fmt: skip
+
+
+def lookup_of(eqn: Equation, path: str, view: View, inside: str) -> Product:
+    """Return a gather from a view as a product of one-hot rows: it contracts the first axis that is looked up."""
+    fill = eqn.params["fill_value"]
+    reason = inside or ("" if view.whole else "a part of the table is looked up, which has no stored form")
+    if fill is not None and fill == fill and fill != 0:
+        reason = reason or f"rows out of range are {fill}, which is neither NaN nor zero"
+    wanted = [view.origin[atom] for axis in eqn.params["dimension_numbers"].start_index_map for atom in view.axes[axis]]
+    rest = [axis for axis in range(len(view.shape)) if axis not in view.taken]
+    first = wanted[0] if wanted else rest[0]
+    rest.remove(first)
+    k, layout = view.shape[first], Layout((first,), tuple(rest), view.taken) if rest else None
+    return Product(
+        path, view.shape, "gather", k=k, n=math.prod(view.shape[axis] for axis in rest),
+        rows=math.prod(eqn.invars[1].aval.shape[:-1]), scope=str(eqn.source_info.name_stack),
+        reason=reason or ("" if layout else "numbers are looked up, not rows"), layout=layout,
     )  # fmt: skip

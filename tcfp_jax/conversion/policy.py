@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pallas_kernels.dispatch import device_kind, surroundings
+from pallas_kernels.operands import Tensor
 from pallas_kernels.specs import has_explicit_axes
 from pallas_kernels.tuning import is_timed, load
 from tcfp_jax.conversion.factors import Product
@@ -125,7 +126,9 @@ class Policy:
             return Record(product, None, _SWITCHED_OFF)
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
-            return Record(product, recipe, f"rule {_rule_name(self.rules[number])}", number)
+            return _storable(Record(product, recipe, f"rule {_rule_name(self.rules[number])}", number))
+        if product.is_lookup:
+            return _storable(Record(product, self.recipe))
         if reason := self._left(product):
             return Record(product, None, reason)
         settled = dict(self.settled).get(product.path)
@@ -198,6 +201,14 @@ class Policy:
     def is_off(self, path: str) -> bool:
         """Return whether `to_bf16` switched off the layer."""
         return any(finds(pattern, path) for pattern in self.off)
+
+
+def _storable(record: Record) -> Record:
+    """Return the choice for rows that are looked up, which takes nothing that cannot give rows; others as they are."""
+    recipe = record.recipe
+    if not record.product.is_lookup or recipe is None or (recipe.stored and isinstance(recipe.scaling, Tensor)):
+        return record
+    return dataclasses.replace(record, recipe=None, reason=f"{describe(recipe)} stores no table with one scale")
 
 
 # The policy of a model whose author wrote low-precision layers: nothing else takes a recipe.

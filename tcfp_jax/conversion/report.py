@@ -10,7 +10,7 @@ from jax.extend import core
 
 from tcfp_jax import paths
 from tcfp_jax.conversion.census import CLOSED, Census
-from tcfp_jax.conversion.evaluate import Plan
+from tcfp_jax.conversion.evaluate import LOOKUP, Plan
 from tcfp_jax.conversion.policy import Policy, Record
 from tcfp_jax.conversion.views import Place
 from tcfp_jax.paths import PyTree
@@ -27,7 +27,7 @@ class Report:
     Attributes:
       converted, skipped: a `Record` for each product.
       unmatched_rules: rules that no product matched.
-      rounded: paths of parameters that are rounded to the packed format (`include="embed"`, `"layer_norm"`).
+      rounded: paths of parameters that are rounded to the packed format (`include="layer_norm"`).
     """
 
     converted: tuple[Record, ...]
@@ -133,7 +133,8 @@ def _by_reason(records: Sequence[Record]) -> str:
 def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefix: str = "") -> Examined:
     """Return the decisions of a policy about a program, from the census of the program."""
     # Rules know a parameter by its path in the whole model, also if a part of the model is called by itself.
-    named = found.products
+    products = found.products | (found.lookups if "embed" in chosen.include else {})
+    named = products
     if prefix:
         named = {place: dataclasses.replace(p, path=paths.join(prefix, p.path)) for place, p in named.items()}
     choices = {place: chosen.choose(product) for place, product in named.items()}
@@ -142,29 +143,40 @@ def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefi
     weights: dict[str, Weight] = {}
     # A weight is stored as its first converted product reads it. Products that stay float read the float weight, too.
     float_reads = {path for path, primitives in found.reads.items() if primitives}
-    float_reads |= {product.path for place, product in found.products.items() if recipes[place] is None}
-    for place, product in found.products.items():
+    float_reads |= {product.path for place, product in products.items() if recipes[place] is None}
+    if "embed" not in chosen.include:
+        float_reads |= {lookup.path for lookup in found.lookups.values()}
+    for place, product in products.items():
         recipe = recipes[place]
-        if recipe is not None and recipe.stored is not None and product.layout is not None:
+        table = weights.get(product.path) if product.is_lookup else None
+        if table is not None and product.layout is not None and table.layout.stack != product.layout.stack:
+            weights[product.path] = dataclasses.replace(table, float_reads="lookup")
+        elif product.is_lookup and product.path in float_reads:
+            continue  # nothing would read its stored form
+        elif recipe is not None and recipe.stored is not None and product.layout is not None:
             reads: Literal["lookup", "none"] = "lookup" if product.path in float_reads else "none"
             weights.setdefault(product.path, Weight(recipe, product.layout, reads))
 
     steps: dict[Place, Recipe | str] = {}
     converted: list[Record] = []
     skipped: list[Record] = []
-    for place, product in found.products.items():
+    for place, product in products.items():
         choice, weight = choices[place], weights.get(product.path)
+        if product.is_lookup and choice.recipe is not None:
+            if weight is None or weight.float_reads == "lookup":
+                choice = dataclasses.replace(choice, recipe=None, reason="float: other code reads the table's floats")
+            else:
+                steps[place] = LOOKUP
+                converted.append(choice)
+                continue
         stored = weight is not None and (weight.recipe, weight.layout) == (choice.recipe, product.layout)
         record = dataclasses.replace(choice, product=product, stored=stored)
         (skipped if choice.recipe is None else converted).append(record)
         if choice.recipe is not None and product.recipe is None:
             steps[place] = choice.recipe
-    lookups = found.lookups if "embed" in chosen.include else {}
-    steps |= dict.fromkeys(lookups, "packed")
     gains = _gains(found, leaves) if "layer_norm" in chosen.include else frozenset()
-    rounded = tuple(sorted({*lookups.values(), *gains}))
     unused = tuple(repr(pattern) for pattern in chosen.inline if pattern not in found.opened)
-    report = Report(tuple(converted), tuple(skipped), chosen.unmatched(choices.values()) + unused, rounded)
+    report = Report(tuple(converted), tuple(skipped), chosen.unmatched(choices.values()) + unused, tuple(sorted(gains)))
     return Examined(program, found, leaves, prefix, _plan_of(steps), report, weights, gains)
 
 

@@ -21,8 +21,9 @@ from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
 from tcfp_jax.layers import Absent
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.recipes import Recipe
-from tcfp_jax.weights.layout import Weight
-from tcfp_jax.weights.stored import Stored, quantize_weight
+from tcfp_jax.weights.layout import Layout, Weight
+from tcfp_jax.weights.lookup import gathered
+from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
 # Shapes that stand for arrays without values.
 SHAPES = (jax.ShapeDtypeStruct, Absent)
@@ -98,14 +99,38 @@ class Shown:
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
                 "that has none; pass the float parameter, or leave its layer out of quantize_params"
             )
-        layout, view = self.weight.layout, self.view
+        return self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
+
+    def _as_root(self, matrix: jax.Array, layout: Layout) -> jax.Array:
+        """Return values `[*stacked, first, second]` of the stored form with the axes of the root."""
+        view = self.view
         first, second = (layout.outputs, layout.inputs) if layout.transposed else (layout.inputs, layout.outputs)
         order = [a for a in (*self.stacked, *first, *second) if view.shape[a] > 1 and a not in view.taken]
         size = lambda axes: math.prod(view.shape[axis] for axis in axes)
         # Packed codes of an odd k have a zero at their end.
-        matrix = self.stored.dequantize(self.dtype)[..., : size(first), : size(second)]
-        whole = matrix.reshape([view.shape[axis] for axis in order])
+        whole = matrix[..., : size(first), : size(second)].reshape([view.shape[axis] for axis in order])
         return whole.transpose([order.index(axis) for axis in sorted(order)]).reshape(view.sizes)
+
+    def rows(self, eqn: Equation, indices: jax.Array) -> jax.Array | None:
+        """Return the result of a gather from the stored form; None if only the root has the numbers."""
+        if not isinstance(self.stored, Stored) or self.weight is None:
+            return None
+        shape, layout = eqn.invars[0].aval.shape, self.weight.layout
+        bare = dataclasses.replace(self.view, casts=())
+        zero = eqn.params["fill_value"] == 0
+
+        def gather(root: jax.Array, indices: jax.Array) -> jax.Array:
+            array = Shown(root, None, bare, None, (), root.dtype.name).array(shape)
+            outside = 0 if zero else 0x7F if root.dtype == jnp.uint8 else jnp.nan
+            return eqn.primitive.bind(array, indices, **eqn.params | dict(fill_value=outside))
+
+        codes = constant(self.stored).for_dgrad()
+        lo = None if codes.lo is None else self._as_root(codes.lo, layout)
+        codes = dataclasses.replace(codes, values=self._as_root(codes.values, layout), lo=lo)
+        rows = gathered(codes, gather, indices, self.dtype, self.root)
+        for dtype in self.view.casts:
+            rows = rows.astype(dtype)
+        return rows
 
     def seen_as(self, view: View | None, **changes: Any) -> Any:
         """Return the arrays, or changed ones, under another view; None without one."""

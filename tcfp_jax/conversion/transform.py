@@ -281,8 +281,10 @@ def transform(
       include: products that take `recipe` without a rule: "linear"; "head", the product that makes the model's output;
         "small", matrices with a side below 1024, which are slower than in BF16; "measured", products of "linear" (and
         of "head", if named) that measured times on this device say to be faster than BF16, at each call's own rows and
-        at any size; a shape, recipe or device that was not timed goes by size. Also parameters to round to the packed
-        format: "layer_norm", gains and their biases, and "embed", rows that are looked up.
+        at any size; a shape, recipe or device that was not timed goes by size. "embed", tables
+        whose rows are looked up: they are stored like kernels, and where a stored form exists, rows are its dequantized
+        rows; a float table without one is looked up as it is. Also "layer_norm", gains and their biases, which are
+        rounded to the packed format.
       strict: raise if a product of a parameter has no low-precision form and no rule leaves it alone, or if a rule
         matches nothing.
 

@@ -207,7 +207,8 @@ def narrow_leaves(
     """Return for each parameter whether its moments may be narrow; only its path and its global shape decide.
 
     `mask` chooses those that may: a tree of bools, or a function of `params` that returns one. `is_leaf` finds nodes
-    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter.
+    that are parameters too, such as stored weights, and `sizes` returns the shape of a parameter. A float table may
+    not, but a stored one may.
 
     >>> narrow_leaves({"embed": jnp.ones((64, 64)), "kernel": jnp.ones((64, 64)), "scale": jnp.ones(4096)})
     [False, True, False]
@@ -215,7 +216,8 @@ def narrow_leaves(
     leaves, _ = named_leaves(params, is_leaf)
     allowed = spread(mask, params, is_leaf=is_leaf) if mask is not None else [True] * len(leaves)
     large = [len(shape := sizes(leaf)) >= 2 and math.prod(shape) >= _SMALLEST for _, leaf in leaves]
-    embeds = ["embed" in "/".join(names).lower() for names, _ in leaves]
+    whole = is_leaf if is_leaf is not None else lambda leaf: False
+    embeds = ["embed" in "/".join(names).lower() and not whole(leaf) for names, leaf in leaves]
     return [bool(may) and big and not table for may, big, table in zip(allowed, large, embeds, strict=True)]
 
 

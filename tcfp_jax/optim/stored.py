@@ -49,7 +49,7 @@ def store(
 ) -> PyTree:
     """Return the tree with its kernels stored as `W_hi + W_lo`, two bytes a weight instead of float copies.
 
-    Norms, biases, embeddings and other parameters do not change. Pass a function that makes the parameters if they do
+    Norms, biases and other parameters do not change. Pass a function that makes the parameters if they do
     not fit in memory: inside `jit`, its kernels are made one after another, and at most one of them is float at a time.
 
         params = jax.jit(lambda key: store(lambda: model.init(key, x)["params"], recipe, key=key))(key)
@@ -59,8 +59,8 @@ def store(
         such a tree.
       recipe: recipe of the layers, with a residual, such as "tcfp12_single". It stores every leaf named `kernel` with
         two axes or more; axes before the last two are a stack of layers with a scale each. Or the mapping that
-        `tcfp_jax.conversion.find_weights` returns for a model: it stores those weights, except tables whose rows are
-        looked up.
+        `tcfp_jax.conversion.find_weights` returns for a model: it stores those weights; tables whose rows are looked up
+        are among them with `include="embed"`, and stay float without.
       key: JAX random key for stochastic rounding; the weights hold its seeds from then on.
       remainder: treatment of the rounding error. "stochastic" rounds to one of the two neighbours so that the mean is
         right. "feedback" keeps the error for the next step in a third FP8 tensor: three bytes a weight and no random
@@ -284,8 +284,9 @@ def _nothing_to_store(names: list[str], recipe: Recipe | str | Mapping[str, Weig
             "model that find_weights was asked about"
         )
     return (
-        f"no weight to store: {named[0]} is named, but code other than converted products reads its floats (rows that "
-        "are looked up, a norm of the weight), so it stays float; keep float parameters and error_feedback"
+        f"no weight to store: {named[0]} is named, but code other than converted products reads its floats (a norm "
+        'of the weight, or lookups of rows without include="embed"), so it stays float; keep float parameters and '
+        "error_feedback"
     )
 
 
