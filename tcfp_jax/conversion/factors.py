@@ -24,7 +24,7 @@ class Product:
     Attributes:
       path: path of the parameter; several paths are joined by " + ".
       shape: shape of the parameter, or of the operand that was computed from it.
-      primitive: the operation, such as "dot_general".
+      primitive: the operation, such as "dot_general"; "gather" if rows of the parameter are looked up.
       equation: the product as an einsum of x and the parameter, over the parameter's own axes.
       k, n: sizes of the matrix that multiplies each row of x; 0 if there is no matrix.
       rows: number of rows of x that each matrix multiplies.
@@ -50,11 +50,6 @@ class Product:
     head: bool = False
     recipe: Recipe | None = None
     precision: str = ""
-
-    @property
-    def is_lookup(self) -> bool:
-        """True if rows of the parameter are looked up instead of multiplied."""
-        return self.primitive == "gather"
 
     def __str__(self) -> str:
         """One line of a report."""

@@ -127,7 +127,7 @@ class Policy:
         if number is not None:
             recipe = None if chosen is None else named_recipe(chosen)
             return _storable(Record(product, recipe, f"rule {_rule_name(self.rules[number])}", number))
-        if product.is_lookup:
+        if product.primitive == "gather":
             return _storable(Record(product, self.recipe))
         if reason := self._left(product):
             return Record(product, None, reason)
@@ -206,7 +206,7 @@ class Policy:
 def _storable(record: Record) -> Record:
     """Return the choice for rows that are looked up, which takes nothing that cannot give rows; others as they are."""
     recipe = record.recipe
-    if not record.product.is_lookup or recipe is None or (recipe.stored and isinstance(recipe.scaling, Tensor)):
+    if record.product.primitive != "gather" or recipe is None or (recipe.stored and isinstance(recipe.scaling, Tensor)):
         return record
     return dataclasses.replace(record, recipe=None, reason=f"{describe(recipe)} stores no table with one scale")
 

@@ -148,10 +148,10 @@ def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefi
         float_reads |= {lookup.path for lookup in found.lookups.values()}
     for place, product in products.items():
         recipe = recipes[place]
-        table = weights.get(product.path) if product.is_lookup else None
+        table = weights.get(product.path) if place in found.lookups else None
         if table is not None and product.layout is not None and table.layout.stack != product.layout.stack:
             weights[product.path] = dataclasses.replace(table, float_reads="lookup")
-        elif product.is_lookup and product.path in float_reads:
+        elif place in found.lookups and product.path in float_reads:
             continue  # nothing would read its stored form
         elif recipe is not None and recipe.stored is not None and product.layout is not None:
             reads: Literal["lookup", "none"] = "lookup" if product.path in float_reads else "none"
@@ -162,7 +162,7 @@ def judge(program: Program, found: Census, leaves: Leaves, chosen: Policy, prefi
     skipped: list[Record] = []
     for place, product in products.items():
         choice, weight = choices[place], weights.get(product.path)
-        if product.is_lookup and choice.recipe is not None:
+        if place in found.lookups and choice.recipe is not None:
             if weight is None or weight.float_reads == "lookup":
                 choice = dataclasses.replace(choice, recipe=None, reason="float: other code reads the table's floats")
             else:
