@@ -10,7 +10,7 @@ longer than one is the one that is split. `regrouped` and `ungrouped` keep that 
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 Sharding: TypeAlias = NamedSharding | PartitionSpec | None
 Entry: TypeAlias = str | tuple[str, ...] | None
+_T = TypeVar("_T")
 
 
 def names(entry: Entry) -> tuple[str, ...]:
@@ -158,3 +159,17 @@ def split_entries(sharding: Sharding, spec: Sequence[Entry], groups: Sequence[Se
 def first_long(sizes: Sequence[int]) -> int:
     """Return the index of the first size above one, else 0: the axis of a merged one whose parts are contiguous."""
     return next((i for i, size in enumerate(sizes) if size > 1), 0)
+
+
+def varying_alike(operands: _T) -> _T:
+    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies."""
+    # A custom_vjp must return gradients that vary over the same axes as its operands. Outside of it JAX's own pcast
+    # sums the gradient of an operand that was the same on every device.
+    varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
+    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, operands) if axes else operands

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
         formats,
         inference,
         linen,
+        losses,
         monitor,
         nnx,
         optim,
@@ -41,8 +42,8 @@ __all__ = [
 ]  # fmt: skip
 
 _SUBMODULES = {
-    "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "sharding",
-    "weights",
+    "conversion", "formats", "inference", "linen", "losses", "monitor", "nnx", "optim", "products", "recipes",
+    "sharding", "weights",
 }  # fmt: skip
 _NAMES = {  # submodule -> the names that it defines; the same as above
     "conversion.transform": ("transform",),

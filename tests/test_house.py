@@ -25,7 +25,7 @@ DOORS = {
         "fp4_matmul",
     ],
     "tcfp_jax": [
-        "paths", "formats", "recipes", "weights", "products", "optim", "sharding", "explanation", "layers",
+        "paths", "formats", "recipes", "weights", "products", "losses", "optim", "sharding", "explanation", "layers",
         "linen", "nnx", "conversion", "monitor", "inference",
     ],
 }  # fmt: skip
@@ -51,7 +51,7 @@ CROSSED = {
     "a converted model of two layers": (24, 170),
 }
 # Signatures that users know from optax and from the original's layers.
-LONG_SIGNATURES = {"adamw": 12, "from_flags": 10}
+LONG_SIGNATURES = {"adamw": 12, "from_flags": 10, "cross_entropy": 10}
 PUBLIC = {
     "Recipe", "recipe", "TCFPMode", "matmul", "quantize", "split", "quantize_tcfp12", "dequantize_tcfp12",
     "fake_quantize", "error_feedback", "layer_state", "explain", "transform",

@@ -18,7 +18,7 @@ The gradient is the straight-through one: the gradient of the products above as 
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from pallas_kernels.matmul.api import matmul as multiply
 from pallas_kernels.matmul.api import skip_matmul
 from pallas_kernels.operands import Fp4, Operand, Orientation, Quantized, check_real
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.specs import Sharding, entries, sharding_of, with_entries
+from pallas_kernels.specs import Sharding, entries, sharding_of, varying_alike, with_entries
 from pallas_kernels.wire import Wire
 from tcfp_jax.products import bf16, fp4_training, fp4_weights
 from tcfp_jax.products.annotations import ACTIVATION_NAME, WEIGHT_NAME, differentiated_once, site
@@ -41,8 +41,6 @@ from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
 if TYPE_CHECKING:  # shapes for readers, editors and tests
     from jaxtyping import Float
-
-_T = TypeVar("_T")
 
 
 def matmul(
@@ -90,7 +88,7 @@ def matmul(
         # A stored weight is the parameter; with quantized= there would be two answers to which one is multiplied.
         if quantized is not None:
             raise ValueError("w is quantized already and quantized= is given too; pass one of them")
-        quantized, w = _opened(w)
+        quantized, w = opened(w)
     if isinstance(quantized, Operand):
         quantized = Stored.of(quantized)
     if w is None and quantized is not None and isinstance(quantized.scaling, Fp4):
@@ -108,7 +106,7 @@ def matmul(
         ) from error
 
 
-def _opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
+def opened(stored: Stored) -> tuple[Stored, jax.Array | None]:
     """Return (the weight `[k, n]` as products read it, the zeros `[k, n]` that take its gradient, or None)."""
     if stored.training is None:
         return stored, None
@@ -138,28 +136,9 @@ def product(
 ) -> jax.Array:
     """Return `matmul` for callers that share a larger part of the program, or have quantized x already."""
     recipe = asked.recipe
-    _check_input("x", x)
-    if w is not None:
-        _check_input("w", w)
-    n = _check_shapes(x.shape, None if w is None else w.shape, quantized)
-    empty = 0 in (*x.shape, n)
-    # The weight is quantized outside the custom_vjp, so a remat policy can keep the result by its name, and the
-    # gradient with respect to w does not pass through rounding.
-    if quantized is not None:
-        quantized = constant(quantized)
-    elif recipe.stored is not None and not empty:
-        assert w is not None, "one of w and quantized is there"
-        form, read = recipe.stored, recipe
-        if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
-            # Nothing reads W_lo, and outside the optimizer nothing keeps it.
-            read = dataclasses.replace(recipe, weight=Single(form.dtype))
-        with jax.named_scope("quantize_w"):
-            quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
-    if quantized is not None:
-        _check_stored(recipe, quantized)
-    quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
-    x, w, quantized = _varying_alike((x, w, quantized))
-    if empty:
+    x, w, quantized = operands_of(recipe, x, w, quantized, key)
+    n = (w if quantized is None else quantized).shape[-1]  # type: ignore[union-attr]
+    if 0 in (*x.shape, n):
         # A scale needs at least one value; without values every sum is zero, in any arithmetic.
         wide = jnp.zeros((x.shape[-1], n), jnp.bfloat16) if w is None else w.astype(jnp.bfloat16)
         return bf16.dot(x.astype(jnp.bfloat16), wide, (x.ndim - 1,), (0,), x.dtype, asked.out_sharding)
@@ -182,26 +161,38 @@ def product(
     return y[0] if is_vector else y
 
 
+def operands_of(
+    recipe: Recipe, x: jax.Array, w: jax.Array | None, quantized: Stored | None, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, Stored | None]:
+    """Return (x, w, quantized), checked and with w quantized, as the rules below take them."""
+    _check_input("x", x)
+    if w is not None:
+        _check_input("w", w)
+    n = _check_shapes(x.shape, None if w is None else w.shape, quantized)
+    # The weight is quantized outside the custom_vjp, so a remat policy can keep the result by its name, and the
+    # gradient with respect to w does not pass through rounding.
+    if quantized is not None:
+        quantized = constant(quantized)
+    elif recipe.stored is not None and 0 not in (*x.shape, n):
+        assert w is not None, "one of w and quantized is there"
+        form, read = recipe.stored, recipe
+        if isinstance(form, Dual) and "hi+lo" not in (form.forward, form.dgrad):
+            # Nothing reads W_lo, and outside the optimizer nothing keeps it.
+            read = dataclasses.replace(recipe, weight=Single(form.dtype))
+        with jax.named_scope("quantize_w"):
+            quantized, _ = quantize_weight(lax.stop_gradient(w), read, key=key)
+    if quantized is not None:
+        _check_stored(recipe, quantized)
+    quantized = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHT_NAME), quantized)
+    return varying_alike((x, w, quantized))
+
+
 _shared_product = shared(product)
-
-
-def _varying_alike(operands: _T) -> _T:
-    """Return operands that vary over the same axes of a `jax.shard_map`: all axes over which one of them varies."""
-    # A custom_vjp must return gradients that vary over the same axes as its operands. Outside of it JAX's own pcast
-    # sums the gradient of an operand that was the same on every device.
-    varying = lambda leaf: jax.typeof(leaf).manual_axis_type.varying
-    axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
-
-    def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(vary, operands) if axes else operands
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Saved:
+class Saved:
     """The residuals of the backward pass."""
 
     x: jax.Array | Operand  # BF16 [..., k], or FP8 [k, ...] if wgrad is FP8
@@ -215,12 +206,13 @@ class _Saved:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(asked: Asked, *operands: Any) -> jax.Array:
     # JAX runs this body only if nobody differentiates; otherwise it takes the rule below, without the site.
-    return site(_forward(asked, *operands)[0], asked.recipe, operands)
+    return site(forward(asked, *operands)[0], asked.recipe, operands)
 
 
-def _forward(
+def forward(
     asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_q: Quantized | None
-) -> tuple[jax.Array, _Saved]:
+) -> tuple[jax.Array, Saved]:
+    """Return (the product, the residuals of its backward pass)."""
     recipe = asked.recipe
     # One pass serves the forward product and wgrad; if neither is FP8, x is not quantized.
     is_packed = isinstance(recipe.scaling, Fp4)
@@ -248,31 +240,34 @@ def _forward(
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, ACTIVATION_NAME), kept)
     # dgrad reads the quantized weight, so its float copy need not live until the backward pass.
     w_type = None if w is None else jax.typeof(w)
-    return y, _Saved(kept, w if quantized is None else None, quantized, jax.typeof(x), w_type)
+    return y, Saved(kept, w if quantized is None else None, quantized, jax.typeof(x), w_type)
 
 
 def _forward_rule(
     asked: Asked, x: jax.Array, w: jax.Array | None, quantized: Stored | None, x_quantized: Quantized | None
-) -> tuple[jax.Array, _Saved]:
+) -> tuple[jax.Array, Saved]:
     if quantized is not None:
         # Nothing reads w then, and JAX would drop an unread operand together with this check.
         quantized, w = differentiated_once((quantized, w))
-    return _forward(asked, _rounded(asked.recipe, x), w, quantized, x_quantized)
+    return forward(asked, rounded(asked.recipe, x), w, quantized, x_quantized)
 
 
-def _rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
+def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
     """Return activations or gradients; only products of BF16 ones have true second derivatives."""
     return x if (recipe.forward, recipe.dgrad, recipe.wgrad) == ("bf16", "bf16", "bf16") else differentiated_once(x)
 
 
-def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+def backward(
+    asked: Asked, saved: Saved, g: jax.Array, g_q: Quantized | None = None
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    """Return the gradients of x and w, from the gradient g of the result, or from g as it is quantized already."""
     recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
     x_sharding = sharding_of(x_type)
-    g = _rounded(recipe, g)
-    is_packed, g_q = isinstance(recipe.scaling, Fp4), None
+    g = rounded(recipe, g)
+    is_packed = isinstance(recipe.scaling, Fp4)
     wgrad_reads_fp8 = recipe.wgrad != "bf16" and w_type is not None
     # As in the forward pass, one quantization of g serves dgrad (rows) and wgrad (columns).
-    if wgrad_reads_fp8 or (recipe.dgrad != "bf16" and not is_packed):
+    if g_q is None and (wgrad_reads_fp8 or (recipe.dgrad != "bf16" and not is_packed)):
         with jax.named_scope("quantize_g"):
             g_q = quantize_operand(g, recipe.gradient, recipe)
     with jax.named_scope("dgrad"):
@@ -306,7 +301,7 @@ def _backward(asked: Asked, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax
     return dx, dw, None, None
 
 
-_product.defvjp(_forward_rule, _backward)
+_product.defvjp(_forward_rule, backward)
 
 
 def quantize_operand(x: jax.Array, dtype: DTypeLike, recipe: Recipe) -> Quantized:

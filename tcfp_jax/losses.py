@@ -1,0 +1,310 @@
+"""`cross_entropy`: the loss of a language model's head, `x @ kernel` and softmax as one operation.
+
+    logits[t] = cap(x[t] @ kernel)                                        cap(a) = soft_cap tanh(a / soft_cap)
+    q[t]      = (1 - label_smoothing) one_hot(target[t]) + label_smoothing / vocabulary
+    loss[t]   = logsumexp(logits[t]) - q[t] . logits[t] + z_loss logsumexp(logits[t])**2
+
+With 128256 ids the logits of 16384 tokens take 4.2 GB in BF16, and their gradient as much again. Here both exist for
+some tokens at a time. A gradient needs nothing but the weight of each token in the mean, so the forward pass computes
+the gradients of a chunk as soon as it has the chunk's logits, and keeps the gradients of x and the kernel alone. The
+backward pass multiplies them by a number.
+
+A gradient of logits is at most the token's weight, so its FP8 scale is known before it is computed. No pass over it
+finds a maximum.
+
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"; Hsu et al. 2024, "Liger Kernel".
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_kernels import numerics
+from pallas_kernels.operands import Operand, Quantized, Row, Tensor
+from pallas_kernels.specs import hidden_shards, sharding_of, varying_alike
+from tcfp_jax.products.annotations import differentiated_once
+from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, rounded
+from tcfp_jax.recipes import Recipe
+from tcfp_jax.recipes import recipe as named_recipe
+from tcfp_jax.weights.stored import Stored
+
+if TYPE_CHECKING:  # shapes for readers, editors and tests
+    from jaxtyping import Bool, Float, Int
+
+# Tokens of a chunk, for each device. Every chunk reads and writes the kernel's float32 gradient once, so more tokens
+# cost less time; with 128256 ids the logits of these take 1.05 GB.
+TOKENS_AT_ONCE = 4096
+# Largest relative difference of a cotangent of losses from a multiple of the weights: float32 sums of many tokens.
+_ALIKE = 1e-4
+
+
+def cross_entropy(
+    x: "Float[jax.Array, '*tokens k']",
+    kernel: "Float[jax.Array, 'k vocabulary'] | Stored",
+    targets: "Int[jax.Array, '*tokens']",
+    *,
+    recipe: Recipe | str = "bf16",
+    weights: "Float[jax.Array, '*tokens'] | Bool[jax.Array, '*tokens'] | None" = None,
+    ignore: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk: int | None = None,
+) -> "tuple[Float[jax.Array, ''], Float[jax.Array, '*tokens']]":
+    """Return (the weighted mean of the losses, the loss of every token) of a head, without holding its logits.
+
+    Use it instead of `x @ kernel` and a softmax cross entropy, if the vocabulary is large. Logits are rounded to the
+    dtype of x, as results of `tcfp_jax.matmul` are. Sums and losses are float32.
+
+    Args:
+      x: real floats `[..., k]`.
+      kernel: real floats `[k, vocabulary]`, or a `Stored` weight. Pass a tied table `[vocabulary, k]` as `table.T`, or
+        as `table.swap()` if it is stored.
+      targets: integers `[...]`. A token whose target is not below the vocabulary makes the mean NaN.
+      recipe: a `Recipe` or the name of one; it multiplies as in `tcfp_jax.matmul`.
+      weights: weight of each token in the mean, real floats or bools `[...]`; None weighs all alike.
+      ignore: target of tokens that have no weight, such as -100. A token without a weight adds nothing to the mean or
+        to a gradient, whatever its values are, and its loss is 0.
+      label_smoothing: share of the target that all ids divide equally.
+      z_loss: factor of the squared logsumexp, which keeps logits small (1e-4 in PaLM).
+      soft_cap: largest magnitude of a logit, as in Gemma 2.
+      chunk: tokens whose logits exist at a time; None takes `TOKENS_AT_ONCE` for each device.
+
+    Returns:
+      float32 `[]`, NaN if all weights are zero, and float32 `[...]`. The forward pass computes the gradients of the
+      mean, and has to know the weight of every token for it. So differentiate the mean. The losses are for logs; a
+      function of them has the right gradient only if its derivatives are in proportion to the weights, as `losses.mean()`
+      has without `weights`. The gradients of any other function are NaN.
+
+    Raises:
+      TypeError: x or the kernel is not real floating point, targets are not integers, or a second derivative is asked
+        for where operands are rounded.
+      ValueError: shapes do not fit, or an option is out of range.
+      NotImplementedError: a mesh has explicit axes, or the recipe trains in FP4.
+
+    Over a mesh with automatic axes, tokens and the vocabulary may be split. Inside `jax.shard_map` it is the loss of
+    the device's own tokens, and the kernel must be whole.
+
+    >>> loss, losses = cross_entropy(jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, -100]), ignore=-100)
+    >>> float(loss) == float(losses[0]) == float(jnp.log(4.0)), float(losses[1])
+    (True, 0.0)
+    """
+    recipe = named_recipe(recipe)
+    quantized, w = opened(kernel) if isinstance(kernel, Stored) else (None, kernel)
+    if recipe.fp4 is not None:
+        raise NotImplementedError(f"recipe with weight={recipe.weight}: a head in emulated FP4 gains nothing; use bf16")
+    if any(sharding_of(leaf) is not None for leaf in jax.tree.leaves((x, w, quantized))):
+        raise NotImplementedError(
+            "cross_entropy under a mesh with explicit axes: its chunks of tokens are not laid out for them; make the "
+            "mesh with axis_types=jax.sharding.AxisType.Auto, or call it in jax.shard_map"
+        )
+    asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
+    targets, weights = _checked(x.shape, targets, weights)
+    shares = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    if ignore is not None:
+        shares = jnp.where(targets == ignore, 0.0, shares)
+    return loss_of(asked, x, w, quantized, targets, shares / jnp.sum(shares))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The static options of a `cross_entropy`.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+
+    recipe: Recipe
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, is_fine, range in (
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1"),
+            ("z_loss", 0 <= self.z_loss < math.inf, "0 or more"),
+            ("soft_cap", self.soft_cap is None or 0 < self.soft_cap < math.inf, "positive, or None"),
+            ("chunk", self.chunk is None or (isinstance(self.chunk, int) and self.chunk > 0), "positive, or None"),
+        ):
+            if not is_fine:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {range}")
+
+
+def _checked(x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Return int32 targets and weights, if they fit an x of this shape."""
+    targets, weights = jnp.asarray(targets), None if weights is None else jnp.asarray(weights)
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"targets have dtype {targets.dtype}, but a target is the number of an id; pass integers")
+    for name, given in (("targets", targets), ("weights", weights)):
+        if given is not None and given.shape != x[:-1]:
+            raise ValueError(f"{name}{list(given.shape)} of x{list(x)}: each token has one; pass {list(x[:-1])}")
+    if targets.dtype.itemsize > 4:  # a cast would wrap a target that is out of range
+        low, high = max(int(jnp.iinfo(targets.dtype).min), -(2**31)), 2**31 - 1
+        targets = jnp.clip(targets, jnp.asarray(low, targets.dtype), jnp.asarray(high, targets.dtype))
+    return targets.astype(jnp.int32), weights
+
+
+def loss_of(
+    asked: Loss, x: jax.Array, w: jax.Array | None, quantized: Stored | None, targets: jax.Array, shares: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return `cross_entropy` of a weight `[k, vocabulary]` as floats, quantized or both, and shares in the mean."""
+    x, w, quantized = operands_of(asked.recipe, x, w, quantized, None)
+    *tokens, k = x.shape
+    if 0 in x.shape:
+        return jnp.sum(shares) / 0, jnp.zeros(tokens, jnp.float32)
+    # Values of a token without a share, which may be NaN, must not reach the kernel's gradient or a scale.
+    x = jnp.where((shares == 0)[..., None], jnp.zeros((), x.dtype), x)
+    mean, losses = _loss(asked, *varying_alike((x.reshape(-1, k), w, quantized, targets.ravel(), shares.ravel())))
+    return mean, losses.reshape(tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(asked: Loss, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    return _by_chunks(asked, (), *operands)[:2]
+
+
+def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    is_primal = lambda leaf: hasattr(leaf, "perturbed")
+    x, w, quantized, targets, shares = jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal)
+    # A frozen head costs no wgrad, and a frozen model below it no dgrad.
+    wanted = tuple(name for name, leaf in zip("xw", primals, strict=False) if leaf is not None and leaf.perturbed)
+    if quantized is not None:
+        quantized, w = differentiated_once((quantized, w))
+    mean, losses, *gradients = _by_chunks(asked, wanted, rounded(asked.recipe, x), w, quantized, targets, shares)
+    types = tuple(None if leaf is None else jnp.zeros((), leaf.dtype) for leaf in (x, w))
+    return (mean, losses), (*gradients, types, shares, losses)
+
+
+def _backward(asked: Loss, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    dx, dw, types, shares, losses = saved
+    of_mean, of_losses = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    counted = jnp.where(shares == 0, 0.0, of_losses)
+    total = jnp.sum(counted)
+    alike = jnp.all(jnp.abs(counted - total * shares) <= _ALIKE * jnp.abs(total * shares))
+    factor = of_mean + jnp.where(alike, total, jnp.nan)
+    of = lambda g, like: None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
+    return of(dx, types[0]), of(dw, types[1]), None, None, of_mean * losses
+
+
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _by_chunks(
+    asked: Loss,
+    wanted: tuple[str, ...],
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    targets: jax.Array,
+    shares: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; gradients that are not wanted are None."""
+    tokens = x.shape[0]
+    limit = asked.chunk or TOKENS_AT_ONCE * hidden_shards()
+    count = -(-tokens // limit) if isinstance(tokens, int) else 1  # `jax.export` may leave the number open
+    size = -(-tokens // count)
+
+    def cut(array: jax.Array) -> jax.Array:
+        # A chunk has every count-th token, so that devices that split the tokens share the work of each chunk.
+        padded = jnp.pad(array, [(0, size * count - tokens)] + [(0, 0)] * (array.ndim - 1))
+        return padded.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
+
+    def of_chunk(dw: jax.Array | None, given: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        losses, dx, added = _chunk(asked, wanted, w, quantized, *given)
+        return None if dw is None or added is None else dw + added, (losses, dx)
+
+    dw = None
+    if "w" in wanted:
+        assert w is not None, "a weight without floats has no gradient"
+        dw = varying_alike((jnp.zeros(w.shape, jnp.float32), x))[0]
+    dw, (losses, dx) = lax.scan(of_chunk, dw, tuple(map(cut, (x, targets, shares))))
+    whole = lambda chunks: chunks.swapaxes(0, 1).reshape(size * count, *chunks.shape[2:])[:tokens]
+    losses = whole(losses)
+    # Half the memory until the backward pass; float16 has too little range before it is scaled.
+    kept = lambda g, like: g if like.dtype == jnp.float16 else g.astype(like.dtype)
+    return (
+        jnp.sum(jnp.where(shares == 0, 0.0, losses * shares)),
+        losses,
+        None if dx is None else kept(whole(dx), x),
+        None if dw is None else kept(dw, w),
+    )
+
+
+def _chunk(
+    asked: Loss,
+    wanted: tuple[str, ...],
+    w: jax.Array | None,
+    quantized: Stored | None,
+    x: jax.Array,
+    targets: jax.Array,
+    shares: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return (losses, gradient of x, float32 gradient of w) of tokens `[tokens, k]`."""
+    recipe, smoothing = asked.recipe, asked.label_smoothing
+    narrow, saved = forward(Asked(recipe), x, w, quantized, None)
+    vocabulary = narrow.shape[-1]
+    logits, slope = _capped(asked, narrow)
+    is_target = jnp.arange(vocabulary, dtype=jnp.int32) == targets[:, None]
+    with jax.named_scope("loss"):
+        total = jax.nn.logsumexp(logits, axis=-1)
+        # A masked sum instead of a gather: devices that split the vocabulary add it up, and XLA fuses it.
+        picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+        total = jnp.where((targets >= 0) & (targets < vocabulary), total, jnp.nan)
+        if smoothing:
+            picked = (1 - smoothing) * picked + smoothing * jnp.mean(logits, axis=-1)
+        losses = jnp.where(shares == 0, 0.0, total - picked + asked.z_loss * jnp.square(total))
+    if not wanted:
+        return losses, None, None
+    with jax.named_scope("quantize_g"):
+        slant = 1 + 2 * asked.z_loss * total
+        g = slant[:, None] * jnp.exp(logits - total[:, None]) - jnp.where(is_target, 1 - smoothing, 0.0)
+        g = g - smoothing / vocabulary if smoothing else g
+        g = jnp.where(shares[:, None] == 0, 0.0, g * slope(logits) * shares[:, None])
+        # |slant softmax - q| <= 1 + 2 z_loss |logsumexp|, and a slope is at most 1.
+        g_q = _quantized(recipe, g, jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + jnp.abs(slant - 1))))
+    # Gradients keep float32 until they are summed, and in float16 until they are scaled.
+    kept = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+    saved = replace(
+        saved,
+        x_type=jax.core.ShapedArray(x.shape, kept),
+        w_type=jax.core.ShapedArray(w.shape, jnp.float32) if "w" in wanted and w is not None else None,
+    )
+    dx, dw, *_ = backward(Asked(recipe), saved, g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32), g_q)
+    return losses, dx if "x" in wanted else None, dw
+
+
+def _capped(asked: Loss, logits: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | float]]:
+    """Return (capped float32 logits, the function of them that is the cap's derivative)."""
+    logits, cap = logits.astype(jnp.float32), asked.soft_cap
+    if cap is None:
+        return logits, lambda logits: 1.0
+    return cap * jnp.tanh(logits / cap), lambda logits: 1 - jnp.square(logits / cap)
+
+
+def _quantized(recipe: Recipe, g: jax.Array, bound: jax.Array) -> Quantized | None:
+    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings.
+
+    Only elementwise operations lie between logits and both orientations, so XLA makes one pass of them.
+    """
+    scaling = recipe.scaling
+    if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
+        return None
+
+    def scaled(bound: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale, inverse = numerics.scale_and_inverse(bound, recipe.gradient, scaling.scale)
+        return scale, numerics.scaled_cast(g, inverse[..., None], recipe.gradient)
+
+    scale, values = scaled(numerics.amax(bound))
+    columns = Operand(values.T, scale, scaling=scaling)
+    if isinstance(scaling, Row):
+        columns = replace(columns, scale=jnp.broadcast_to(scale, g.shape[1:]))
+        scale, values = scaled(bound)
+    return Quantized(Operand(values, scale, scaling=scaling), None if recipe.wgrad == "bf16" else columns)
