@@ -79,9 +79,9 @@ def cross_entropy(
 
     Returns:
       float32 `[]`, NaN if all weights are zero, and float32 `[...]`. The forward pass computes the gradients of the
-      mean, and has to know the weight of every token for it. So differentiate the mean. The losses are for logs; a
-      function of them has the right gradient only if its derivatives are in proportion to the weights, as `losses.mean()`
-      has without `weights`. The gradients of any other function are NaN.
+      mean, and has to know the weight of every token for it. So differentiate the mean. The losses are for logs. A
+      function of them has the right gradient only if its derivatives are in proportion to the weights, as those of
+      `losses.mean()` are without `weights`. Any other function has NaN gradients.
 
     Raises:
       TypeError: x or the kernel is not real floating point, targets are not integers, or a second derivative is asked
@@ -206,7 +206,7 @@ def _by_chunks(
     targets: jax.Array,
     shares: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; gradients that are not wanted are None."""
+    """Return (mean, losses, gradient of x, gradient of w) of x `[tokens, k]`; unwanted gradients are None."""
     tokens = x.shape[0]
     limit = asked.chunk or TOKENS_AT_ONCE * hidden_shards()
     count = -(-tokens // limit) if isinstance(tokens, int) else 1  # `jax.export` may leave the number open
