@@ -22,6 +22,7 @@ from flax import linen as nn
 
 from models import ComputeDtype, gpt, llama
 from models.gpt import GPT, GPTConfig
+from models.keeping import Copies
 from models.llama import Llama, LlamaConfig
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.policy import Include
@@ -36,6 +37,11 @@ INCLUDE: tuple[Include, ...] = ("linear", "small")
 TABLES: tuple[Include, ...] = ("head", "embed")
 # A GPT looks tokens up by a product with one-hot rows, which must stay exact.
 RULES = {"^embedding": None}
+
+
+def copies_of(recipe: Recipe) -> Copies:
+    """Return the form in which a Llama may keep gate and up: FP8 if the weight gradients read FP8 activations."""
+    return "exact" if recipe.wgrad == "bf16" else "fp8"
 
 
 class Learner(NamedTuple):

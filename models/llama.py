@@ -6,14 +6,14 @@
     logits = W_head RMSNorm(x)                                                  W_head = Eᵀ if the head is tied
 
 It is plain Flax, like anybody's model, without low precision: `models.families` converts it. Layers are scanned, so
-that a program has one block at any depth. `remat` chooses the values that a block keeps for its backward pass. Matrices
-have no bias. Parameters are float32 and activations `dtype`; norms, rotations and softmax compute in float32.
+that a program has one block at any depth. `remat` chooses the values that a block keeps for its backward pass, of which
+only gate and up may be kept in FP8. Matrices have no bias. Parameters are float32 and activations `dtype`; norms,
+rotations and softmax compute in float32.
 
 Sources: Touvron et al. 2023, "Llama 2"; Grattafiori et al. 2024, "The Llama 3 Herd of Models" (sizes; without the
 stretched frequencies by which Llama 3.1 and 3.2 reach a context of 131072).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -24,17 +24,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import BYTES, ComputeDtype
 from models.attention import Attention, causal_attention
+from models.keeping import check_remat, kept_names, kept_of_head, policy
 from models.losses import head_losses
 from models.meshes import looked_up, split_batch
+from tcfp_jax.remat import checkpoint_in_fp8
 
 Head = Literal["tied", "untied"]
-Remat = Literal["none", "block", "products"]
 INITIAL_DEVIATION = 0.02
-
-# Values that remat="products" keeps: inputs of the backward pass that only a product could make again.
-KEPT_NAMES = ("query", "key", "value", "attended", "attention_residual", "gate", "up")
-# Flash attention returns sums without a name that its backward pass needs, so it is known by its primitive.
-FLASH_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,9 @@ class LlamaConfig:
       attention: Argument of `models.attention.causal_attention`; "auto" is flash attention if the device has it.
       remat: Values that a block keeps for its backward pass. "none" recomputes nothing. "products" recomputes
         everything except products and attention. "block" keeps only the block's input, and of the loss only the head's
-        input.
+        input. "auto" is a request: `models.train` and the benchmarks keep as much as fits, and the model alone is
+        "block". Names joined by "+" keep these values, such as "attended+gate_fp8": those of `KEPT_NAMES`, gate_fp8 and
+        up_fp8 for copies in FP8, and "tcfp_activation" for inputs that products quantized.
 
     Raises:
       ValueError: a size is below 1, heads do not divide the width or have an odd size, kv_heads do not divide heads,
@@ -71,7 +69,7 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     attention: Attention = "auto"
-    remat: Remat = "none"
+    remat: str = "none"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context) < 1:
@@ -90,9 +88,10 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name, allowed in dict(head=Head, attention=Attention, remat=Remat).items():
+        for name, allowed in dict(head=Head, attention=Attention).items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(allowed))}")
+        check_remat(self.remat)
 
     @property
     def head_size(self) -> int:
@@ -107,11 +106,11 @@ LLAMAS = {
     ),
     "llama-1b": LlamaConfig(
         layers=16, width=2048, heads=32, kv_heads=8, hidden=8192, context=8192, vocabulary=128_256,
-        rope_theta=500_000.0, remat="products",
+        rope_theta=500_000.0, remat="auto",
     ),
     "llama-8b": LlamaConfig(
         layers=32, width=4096, heads=32, kv_heads=8, hidden=14_336, context=8192, vocabulary=128_256, head="untied",
-        rope_theta=500_000.0, remat="block",
+        rope_theta=500_000.0, remat="auto",
     ),
 }  # fmt: skip
 
@@ -136,12 +135,13 @@ class Block(nn.Module):
             for name, heads in (("query", config.heads), ("key", config.kv_heads), ("value", config.kv_heads))
         )
         query, key = checkpoint_name(rotate(query, rotation), "query"), checkpoint_name(rotate(key, rotation), "key")
-        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention)
-        attended = checkpoint_name(attended.reshape(x.shape), "attended")
+        attended = causal_attention(query, key, checkpoint_name(value, "value"), config.attention).reshape(x.shape)
         x = checkpoint_name(x + self._dense("output", config.width, scaled="residual")(attended), "attention_residual")
         normed = self._norm("mlp_norm")(x)
-        gate = checkpoint_name(self._dense("gate", config.hidden)(normed), "gate")
-        up = checkpoint_name(self._dense("up", config.hidden)(normed), "up")
+        gate, up = (
+            checkpoint_in_fp8(checkpoint_name(self._dense(name, config.hidden)(normed), name), f"{name}_fp8")
+            for name in ("gate", "up")
+        )
         return x + self._dense("down", config.width, scaled="residual")(nn.silu(gate) * up), None
 
     def _norm(self, name: str) -> nn.RMSNorm:
@@ -172,7 +172,8 @@ class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
     With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
-    positions]`. The logits of all tokens are then never float32, and with remat="block" they never exist together.
+    positions]`. The logits of all tokens are then never float32, and they exist together only with remat="none" and
+    "products".
 
     Attributes:
       config: The size, and how it runs.
@@ -210,7 +211,7 @@ class Llama(nn.Module):
         # Rounded within the product, so that the gradients of chunks of tokens are added in float32.
         head = lambda x: x @ matrix.astype(dtype)
         if targets is not None:
-            return head_losses(head, x, targets, kept="inputs" if config.remat == "block" else "logits")
+            return head_losses(head, x, targets, kept=kept_of_head(config.remat))
         return head(x).astype(jnp.float32)
 
 
@@ -244,19 +245,9 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _rematerialised(remat: Remat) -> Any:
+def _rematerialised(remat: str) -> Any:
     """Return `Block` with a backward pass that recomputes as `remat` says."""
     if remat == "none":
         return Block
     # XLA cannot merge the recomputation with the forward pass, because each is a loop of its own.
-    return nn.remat(Block, policy=_keeps_products() if remat == "products" else None, prevent_cse=False)
-
-
-def _keeps_products() -> Callable[..., bool]:
-    """Return the policy of remat="products", which keeps `KEPT_NAMES` and the result of flash attention."""
-    named = jax.checkpoint_policies.save_only_these_names(*KEPT_NAMES)
-
-    def keeps(primitive: Any, *args: Any, **params: Any) -> bool:
-        return primitive.name == FLASH_FORWARD or named(primitive, *args, **params)
-
-    return keeps
+    return nn.remat(Block, policy=policy(frozenset(kept_names(remat))), prevent_cse=False)

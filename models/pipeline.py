@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 import tcfp_jax
 from models import ComputeDtype
 from models.families import INCLUDE, learner
+from models.keeping import kept_of_head
 from models.llama import Llama, LlamaConfig, layers_of, rotations
 from models.losses import head_losses
 from tcfp_jax import optim
@@ -159,8 +160,7 @@ class Pipeline:
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
         normed: Any = norm.apply({"params": shared["final_norm"]}, y)
         matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
-        kept: Any = "inputs" if self.config.remat == "block" else "logits"
-        return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept)
+        return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept_of_head(self.config.remat))
 
     def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
         """Send `[microbatches, rows, positions, width]` through all stages; only the last one has the result."""

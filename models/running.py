@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from models.checkpoint import METRICS_FILE, Resume, RunDirectory, describe, export, flatten, holds_run, read_config
 from models.data import load_data
+from models.fitting import fitted
 from models.meshes import check_mesh, everywhere, make_mesh
 from models.monitoring import Board, check_board, make_monitored_step, written
 from models.processes import check_same, is_first, together
@@ -46,6 +47,7 @@ class RunResult:
       heldout_loss: Nats per token over the held-out windows, after the last step.
       heldout_perplexity: `exp(heldout_loss)`, per token.
       heldout_loss_bf16: Held-out loss of the same trained parameters with BF16 products.
+      remat: Values that each block kept for its backward pass, as in `LlamaConfig`; None in other models.
       tokens_per_second: Tokens that this process trained on in a second, compilation included; NaN without a step.
       reports: Reports of the steps that this process observed (`config.monitor`), by step, in the form of
         `models.monitoring.written`.
@@ -56,6 +58,7 @@ class RunResult:
     heldout_perplexity: float
     heldout_loss_bf16: float
     tokens_per_second: float
+    remat: str | None = None
     reports: dict[int, Any] = field(default_factory=dict)
 
 
@@ -69,6 +72,7 @@ def run(
     mesh: Mesh | None = None,
     tensorboard: Literal["off", "on"] = "off",
     bad_steps: int = BAD_STEPS,
+    memory: int | None = None,
 ) -> RunResult:
     """Train from the first step, or from the newest checkpoint in `out`, to the last, and evaluate.
 
@@ -82,6 +86,7 @@ def run(
         mesh is not part of the run: a run continues from the same bits on another mesh.
       bad_steps: Steps in a row without a finite loss after which the run stops. No checkpoint is written after such a
         step, so the last good one stays.
+      memory: Bytes of a device that a step may need, for remat="auto"; None is 95 % of those that JAX may allocate.
       tensorboard: "on" writes losses and reports into `out / "tensorboard"`, too, which needs tensorboardX.
 
     Raises:
@@ -116,10 +121,10 @@ def run(
             raise ValueError('tensorboard="on" without out: its files lie in the folder of the run; name one')
         check_board()
     if out is None:
-        return _train(config, corpus, None, every, bad_steps, progress, mesh)
+        return _train(config, corpus, None, every, bad_steps, progress, mesh, memory=memory)
     board = out / BOARD if tensorboard == "on" and is_first() else None
     with RunDirectory(out, config, corpus.digest, resume=resume) as directory:
-        return _train(config, corpus, directory, every, bad_steps, progress, mesh, board)
+        return _train(config, corpus, directory, every, bad_steps, progress, mesh, board, memory)
 
 
 def export_run(out: Path, path: Path, mesh: Mesh | None = None) -> None:
@@ -164,7 +169,7 @@ def _restored(directory: RunDirectory | None, config: TrainConfig, mesh: Mesh | 
 
 def _train(
     config: TrainConfig, corpus: Corpus, directory: RunDirectory | None, every: int, bad_steps: int,
-    progress: Progress, mesh: Mesh | None, board_folder: Path | None = None,
+    progress: Progress, mesh: Mesh | None, board_folder: Path | None = None, memory: int | None = None,
 ) -> RunResult:  # fmt: skip
     state, losses = _restored(directory, config, mesh)
     reports: dict[int, Any] = {}
@@ -174,6 +179,11 @@ def _train(
     board = Board(board_folder, None if directory is None else directory.path / METRICS_FILE)
     begin, started = len(losses), time.perf_counter()
     text, key = everywhere(corpus.train, mesh), batch_key(config)
+    # Lowered for the arrays of the first call, which then finds the compiled step.
+    count = min(config.steps_per_call, max(1, config.steps - begin))
+    config, line = fitted(config, lambda one: make_train_step(one, count, mesh).lower(state, text, key), memory)
+    if line is not None and progress == "bar" and is_first():
+        print(line, flush=True)
     with _bar(config, begin, progress) as bar:
 
         def record(pending: tuple[jax.Array, Any]) -> None:
@@ -212,7 +222,8 @@ def _train(
     heldout_text = everywhere(corpus.heldout, mesh)
     heldout, in_bf16 = (evaluate(config, state, heldout_text, products, mesh) for products in ("trained", "bf16"))
     rate = (config.steps - begin) * config.tokens_per_step / seconds if begin < config.steps else math.nan
-    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, reports)
+    remat = getattr(config.size, "remat", None)
+    return RunResult(np.asarray(losses), heldout, float(np.exp(np.float64(heldout))), in_bf16, rate, remat, reports)
 
 
 def _check_losses(

@@ -11,6 +11,7 @@ import tcfp_jax
 from models import ComputeDtype
 from models.data import check_names
 from models.families import ModelConfig, model_config
+from models.llama import LlamaConfig
 from tcfp_jax.recipes import Dual, Recipe, describe
 
 ErrorDtype = Literal["float32", "bfloat16", "float8_e5m2"]
@@ -28,6 +29,8 @@ class TrainConfig:
       recipe: Recipe of every dense layer except a Llama's head, or its name. "bf16" is the baseline.
       include: "every" layer takes the recipe, or only the layers that measured times say are faster than BF16 on this
         device at `batch` times `sequence` tokens (`convert_to_tcfp(include="measured")`).
+      remat: Values that each block of a Llama keeps for its backward pass, as in `LlamaConfig`; None is the model's.
+        "auto" keeps as much as fits, and is decided before the first step.
       steps: Optimizer updates. The learning rate falls as a cosine over them, so they are part of the run.
       seed: Seed of initial weights, batches and stochastic rounding, 0 to 2**32 - 1.
       batch, sequence: Windows in a step, of all devices together, and tokens predicted in each.
@@ -61,6 +64,7 @@ class TrainConfig:
     model: str | ModelConfig = "tiny"
     recipe: str | Recipe = "tcfp12"
     include: Included = "every"
+    remat: str | None = None
     steps: int = 400
     seed: int = 0
     batch: int = 16
@@ -86,6 +90,8 @@ class TrainConfig:
         check_names(self.data, self.vocabulary)
         if not isinstance(self.data, tuple):
             raise ValueError(f"data={self.data!r} is not a tuple; write data={tuple(self.data)}")
+        if self.remat is not None and not isinstance(model_config(self.model), LlamaConfig):
+            raise ValueError(f"remat={self.remat!r} with model {self.model!r}, which keeps all values; use a Llama")
         context = self.size.context
         tcfp_jax.recipe(self.recipe)
         for name in ("steps", "batch", "sequence", "steps_per_call", "heldout_windows", "corpus_bytes"):
@@ -142,7 +148,8 @@ class TrainConfig:
     @property
     def size(self) -> ModelConfig:
         """Sizes of the model, with rows for every token id of the data."""
-        return model_config(self.model, self.vocabulary)
+        size = model_config(self.model, self.vocabulary)
+        return size if self.remat is None else replace(size, remat=self.remat)
 
     @property
     def tokens_per_step(self) -> int:

@@ -143,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         help="layers with the recipe: every one (default), or those measured to be faster than BF16",
     )  # fmt: skip
     parser.add_argument(
+        "--remat", metavar="VALUES",
+        help="that a Llama's block keeps for its backward pass: none, products, block, names joined by +, or auto, as "
+        "much as fits (default: the model's)",
+    )  # fmt: skip
+    parser.add_argument(
         "--weights", choices=get_args(Weights),
         help="float32 parameters next to the quantized weights (default), or W_hi + W_lo alone",
     )  # fmt: skip
@@ -172,6 +177,10 @@ def _parser() -> argparse.ArgumentParser:
         help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
     )  # fmt: skip
     parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
+    parser.add_argument(
+        "--memory", type=float, default=None, metavar="GB",
+        help="of a device that a step may need, for --remat auto (default: 95 %% of what JAX may allocate)",
+    )  # fmt: skip
     parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
     parser.add_argument(
         "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
@@ -210,7 +219,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `TrainConfig` that the command line names, without the model."""
-    names = ("recipe", "start", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
+    names = ("recipe", "start", "include", "remat", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given
 
@@ -228,6 +237,7 @@ def _report(config: TrainConfig, options: argparse.Namespace, out: Path) -> None
     train = functools.partial(
         run, resume="allowed" if options.resume else "never", checkpoint_every=options.checkpoint_every,
         progress="bar", mesh=mesh, tensorboard=options.tensorboard, bad_steps=options.bad_steps,
+        memory=None if options.memory is None else int(options.memory * 1e9),
     )  # fmt: skip
     if is_first():
         print(_heading(config, out, mesh), flush=True)
@@ -281,13 +291,14 @@ def _summary(config: TrainConfig, result: RunResult, baseline: RunResult | None)
     return summary
 
 
-def _numbers(result: RunResult) -> dict[str, float | None]:
+def _numbers(result: RunResult) -> dict[str, float | str | None]:
     return {
         "heldout_loss": _finite(result.heldout_loss),
         "heldout_perplexity": _finite(result.heldout_perplexity),
         "heldout_loss_bf16": _finite(result.heldout_loss_bf16),
         "last_train_loss": _finite(float(result.train_loss[-1])),
         "tokens_per_second": _finite(result.tokens_per_second),
+        "remat": result.remat,
     }
 
 

@@ -205,6 +205,7 @@ def program(config: TrainConfig) -> TrainConfig:
     return replace(
         config, model=config.size, recipe=tcfp_jax.recipe(config.recipe), dtype=config.compute_dtype, seed=0,
         heldout_windows=1, corpus_bytes=1, steps_per_call=1, data=(), vocabulary=None, monitor=0, start=None,
+        remat=None,
     )  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""Choice of the values that a run keeps for its backward pass: with remat="auto", as many as fit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+
+from models.families import ModelConfig, copies_of
+from models.keeping import remat_levels
+from models.llama import LlamaConfig
+from models.processes import gather
+from models.settings import TrainConfig
+from tcfp_jax.recipes import Recipe, recipe
+from tcfp_jax.remat import Fit, device_budget, save_what_fits
+
+
+def is_open(size: ModelConfig) -> bool:
+    """Return whether a model leaves the values that it keeps to `fit`."""
+    return isinstance(size, LlamaConfig) and size.remat == "auto"
+
+
+def fit(how: Recipe, lower: Callable[[str], jax.stages.Lowered], budget: int | None) -> Fit[str]:
+    """Return the value of `LlamaConfig.remat` that keeps as much as fits, with the compiled step.
+
+    The levels of a recipe whose weight gradients read FP8 have gate and up in FP8. Otherwise all levels have the same
+    gradients.
+
+    Args:
+      how: Recipe of the layers.
+      lower: Function of the value that returns the lowered step.
+      budget: Bytes of a device that a step may need; None is `tcfp_jax.remat.device_budget()`, of all processes.
+
+    Raises:
+      ValueError: not even remat="block" fits, or a device reports no memory and there is no budget.
+    """
+    if budget is None:
+        try:
+            budget = device_budget()
+        except NotImplementedError as error:
+            raise ValueError(
+                f'remat="auto" without a budget: {error} (--memory GB), or choose the values, such as remat="block"'
+            ) from error
+        budget = min(map(int, gather(str(budget))))  # all processes must choose alike
+    return save_what_fits(lower, remat_levels(copies_of(how)), budget)
+
+
+def fitted(
+    config: TrainConfig, lower: Callable[[TrainConfig], jax.stages.Lowered], budget: int | None = None
+) -> tuple[TrainConfig, str | None]:
+    """Return the run with the values to keep in the place of "auto", and a line that describes them or None.
+
+    Args:
+      config: The run.
+      lower: Function of a run that returns its lowered train step.
+      budget: As in `fit`.
+
+    Raises:
+      ValueError: as `fit`.
+    """
+    if not is_open(config.size):
+        return config, None
+    found = fit(recipe(config.recipe), lambda remat: lower(replace(config, remat=remat)), budget)
+    kept = {"none": "all values", "block": "the input"}.get(found.level, found.level)
+    line = f"remat: keeps {kept} of every block; the step needs {found.needed / 1e9:.3g} of {found.budget / 1e9:.3g} GB"
+    return replace(config, remat=found.level), line
