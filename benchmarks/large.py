@@ -6,7 +6,8 @@
 "stored" has `W_hi + W_lo` as its only weights, and 8-bit moments; "bf16" has float32 masters and `optax.adamw`. Each
 runs in a process of its own with all of the GPU's memory, from the same initial weights on the same windows of
 installed Python sources, as bytes. The learning rate grows from zero. Losses must fall, and the first losses agree,
-before steps are timed. Speeds are per layer, because BF16 may have fewer layers.
+before steps are timed. With remat="auto" each keeps as much for its backward pass as fits. Speeds are per layer,
+because BF16 may have fewer layers.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import common, llama, timing
+from benchmarks import common, fitting, llama, timing
 from benchmarks.common import Result, markdown_table
 from benchmarks.llama import BASELINE, PEAK_TFLOPS, STORED
 from models.llama import LLAMAS, LlamaConfig
@@ -64,6 +65,7 @@ class Row(timing.Timing):
       recipe, layers, tokens: The candidate, its layers, and the tokens of a step.
       tokens_per_second, model_tflops, mfu: Rates of the median, as in `benchmarks.llama`.
       layer_speed_over_bf16: Tokens a second times layers, divided by BF16's.
+      remat: Values that a block keeps for its backward pass.
       compile_seconds: Seconds of tracing, lowering and compiling the first step.
       arena_bytes: Temporary memory of the program, besides arguments and results.
       step_bytes: Arguments, results and arena.
@@ -79,6 +81,7 @@ class Row(timing.Timing):
     model_tflops: float
     mfu: float
     layer_speed_over_bf16: float
+    remat: str
     compile_seconds: float
     arena_bytes: int
     step_bytes: int
@@ -91,6 +94,7 @@ class Run(NamedTuple):
     """Measurements of one candidate in its process."""
 
     timed: timing.Timing
+    remat: str
     compile_seconds: float
     arena_bytes: int
     step_bytes: int
@@ -114,7 +118,7 @@ def measure(config: Config) -> Iterator[Row]:
         yield Row(
             **dataclasses.asdict(run.timed), recipe=name, layers=layers, tokens=count,
             tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
-            layer_speed_over_bf16=layers / seconds / speed, compile_seconds=run.compile_seconds,
+            layer_speed_over_bf16=layers / seconds / speed, remat=run.remat, compile_seconds=run.compile_seconds,
             arena_bytes=run.arena_bytes, step_bytes=run.step_bytes, peak_bytes=run.peak_bytes, losses=run.losses,
             text=TEXT,
         )  # fmt: skip
@@ -124,6 +128,7 @@ def train(config: Config, name: str, layers: int) -> Run:
     """Train twenty steps, then time further ones."""
     size = dataclasses.replace(config.model, layers=layers)
     settings = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
+    settings = fitting.settled(settings, name, llama.make_training)
     # A first update of full size would raise the loss of a model this wide to 27.
     training = llama.make_training(settings, name, optax.linear_schedule(0.0, 4e-5, config.steps))
     (step, compile_seconds), losses = training.compile(), []
@@ -134,7 +139,7 @@ def train(config: Config, name: str, layers: int) -> Run:
     memory = step.compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Run(
-        timed, compile_seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes,
+        timed, settings.step.remat, compile_seconds, memory.temp_size_in_bytes, held + memory.temp_size_in_bytes,
         timing.peak_bytes(), tuple(map(float, losses)),
     )  # fmt: skip
 
@@ -169,12 +174,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(LLAMAS), help="(default: llama-8b on a GPU)")
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--bf16-layers", type=int, help="(default: all)")
+    parser.add_argument("--remat", help="values that blocks keep (default: the model's, auto for llama-8b)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
+    model = dataclasses.replace(model, remat=options.remat or model.remat)
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")
@@ -186,8 +193,8 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print the rows and their losses."""
-    columns = ("recipe", "layers", "median_ms", "tokens_per_second", "layer_speed_over_bf16", "mfu", "compile_seconds")
-    common.print_rows(rows, *columns, "arena_bytes", "step_bytes", "peak_bytes", "timer")
+    columns = ("recipe", "layers", "median_ms", "tokens_per_second", "layer_speed_over_bf16", "mfu", "remat")
+    common.print_rows(rows, *columns, "compile_seconds", "arena_bytes", "step_bytes", "peak_bytes", "timer")
     for row in rows:
         print(f"{row.recipe}: " + " ".join(f"{loss:.3f}" for loss in row.losses))
 

@@ -9,6 +9,8 @@
 * *step* is a whole training step: loss, gradients, clipping and AdamW, with `error_feedback` at the end. Rows named
   "stored" train without float weights. Steps are timed by the wall clock.
 
+With remat="auto", the usual value of large models, each step keeps as much as fits next to the states of the others.
+
 With `--include measured`, only layers that measured times say gain take the recipe; stored weights are those of all
 layers. Both parts run on random data, after output, loss and gradients were compared with BF16's. The model is plain
 Flax (`models.llama`), converted by `convert_to_tcfp`. `flax Fp8DirectDotGeneralOp` is Flax's own FP8 with delayed
@@ -29,9 +31,10 @@ import optax
 from flax import linen as nn
 
 import tcfp_jax
-from benchmarks import breakdown, common, peers, timing
+from benchmarks import breakdown, common, fitting, peers, timing
 from benchmarks.breakdown import KINDS
 from benchmarks.common import Result, markdown_table
+from benchmarks.fitting import BASELINE, STORED
 from benchmarks.peers import PEERS
 from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
@@ -43,7 +46,6 @@ from tcfp_jax.conversion import convert_to_tcfp, find_weights
 NAME = "llama"
 Part = Literal["block", "step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-BASELINE, STORED = "bf16", "stored"
 RECIPES = (BASELINE, "tensorwise", "tcfp12_single", "tcfp12_fast", "rowwise", "blockwise", "tcfp12")
 CANDIDATES: dict[Part, tuple[str, ...]] = {"block": (*RECIPES, *PEERS), "step": (*RECIPES, STORED, *EMULATED)}
 # Candidates of a part take turns, so all their states are in memory: 15 to 25 GB each for llama-1b.
@@ -80,6 +82,7 @@ class Row(timing.Timing):
       tokens_per_second, model_tflops, mfu: Rates of the median. Model FLOPs are three times the forward pass's products
         and causal attention; `mfu` is their rate over an H200's BF16 peak.
       speed_over_bf16: BF16's median divided by this one.
+      remat: Values that a block keeps for its backward pass.
       worst_snr_db: Lowest SNR of output (or loss) and gradients against BF16's; None for BF16.
       compile_seconds: Seconds of tracing, lowering and compiling.
       arena_bytes: Temporary memory of the program, besides arguments and results.
@@ -94,6 +97,7 @@ class Row(timing.Timing):
     model_tflops: float
     mfu: float
     speed_over_bf16: float
+    remat: str
     worst_snr_db: float | None
     compile_seconds: float
     arena_bytes: int
@@ -223,7 +227,7 @@ def make_step(config: Config, name: str, seed: int = 0) -> _Candidate:
 
 def _converted_step(config: Config, name: str) -> tuple[Any, Any]:
     """Return (the model of the whole step, its weights)."""
-    recipe = tcfp_jax.recipe("tcfp12_single" if name == STORED else name)
+    recipe = tcfp_jax.recipe(fitting.RECIPE_OF.get(name, name))
     include, everywhere = config.include, name == STORED or name in EMULATED
     if "measured" in include and not everywhere:
         return learner(config.step, recipe, "bfloat16", config.step_tokens)
@@ -259,10 +263,13 @@ def measure_part(part: Part, config: Config) -> list[Row]:
     """Check and time the candidates of one part; raise `ArithmeticError` if an output is wrong."""
     names = [name for name in config.recipes[part] if peers.is_installed(name)]
     made: dict[str, _Candidate] = {}
+    configs = (
+        fitting.next_to_each_other(config, names, make_training) if part == "step" else dict.fromkeys(names, config)
+    )
     worst: dict[str, float | None] = {}
     reference = None
     for name in names:
-        made[name] = MAKE[part](config, name)
+        made[name] = MAKE[part](configs[name], name)
         outputs = made[name].outputs()
         least = LEAST_SNR_DB.get(name, LEAST_SNR_DB[part])
         worst[name] = None if reference is None else check_outputs(name, reference, outputs, least=least)
@@ -274,7 +281,7 @@ def measure_part(part: Part, config: Config) -> list[Row]:
     timed = time(candidates, rounds=config.rounds, calls=config.calls)
     peaks: dict[str, int | None] = {}
     if config.peaks == "measured" and timing.has_peaks():
-        calls = [(part, config, name) for name in names]
+        calls = [(part, configs[name], name) for name in names]
         peaks = dict(zip(names, timing.measure_alone(measure_peak, calls), strict=True))
     size, tokens = (config.block, config.block_tokens) if part == "block" else (config.step, config.step_tokens)
     rows = []
@@ -286,6 +293,7 @@ def measure_part(part: Part, config: Config) -> list[Row]:
                 **dataclasses.asdict(timed[name]), part=part, recipe=name, tokens=count,
                 tokens_per_second=count / seconds, model_tflops=tflops, mfu=tflops / PEAK_TFLOPS,
                 speed_over_bf16=timed[BASELINE].median_ms / timed[name].median_ms, worst_snr_db=worst[name],
+                remat=getattr(configs[name].step if part == "step" else config.block, "remat", "none"),
                 compile_seconds=c.compile_seconds, arena_bytes=c.compiled.memory_analysis().temp_size_in_bytes,
                 peak_bytes=peaks.get(name), kinds=breakdown.profile(c.function, c.args, c.compiled.as_text()),
             )
@@ -310,6 +318,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: both)")
     parser.add_argument("--recipes", help=f"of {', '.join(every)}; {BASELINE} always runs")
     parser.add_argument("--model", choices=model_names(), help="of the whole step (default: llama-1b on a GPU)")
+    parser.add_argument("--remat", help="values that blocks of a Llama keep in the whole step (default: the model's)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
     parser.add_argument("--include", choices=["linear", "measured"], help="what recipes convert (default: linear)")
     parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
@@ -327,6 +336,8 @@ def configure(options: argparse.Namespace) -> Config:
     block = LLAMAS["llama-8b" if on_gpu else "llama-tiny"]
     block = dataclasses.replace(block, layers=options.layers or (2 if on_gpu else 1), remat="none")
     step: Any = model_config(model)
+    if options.remat:
+        step = dataclasses.replace(step, remat=options.remat)
     if isinstance(step, GPTConfig) and on_gpu:
         step = dataclasses.replace(step, attention="cudnn")
     tokens = (2, 4096) if on_gpu else (2, 32)
@@ -340,7 +351,7 @@ def configure(options: argparse.Namespace) -> Config:
 
 def show(rows: list[Row]) -> None:
     """Print the rows and their time by kind of kernel."""
-    columns = ("part", "recipe", "median_ms", "speed_over_bf16", "tokens_per_second", "model_tflops", "mfu")
+    columns = ("part", "recipe", "remat", "median_ms", "speed_over_bf16", "tokens_per_second", "model_tflops", "mfu")
     common.print_rows(rows, *columns, "worst_snr_db", "compile_seconds", "arena_bytes", "peak_bytes", "timer")
     for row in rows:
         if row.kinds is not None:

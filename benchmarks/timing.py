@@ -135,6 +135,10 @@ class Training(NamedTuple):
     step: Callable[..., tuple[Any, jax.Array]]
     gradients: Callable[..., tuple[jax.Array, Any]]
 
+    def lower(self, seed: int = 0) -> Any:
+        """Return the step, lowered for one device."""
+        return jax.jit(self.step, donate_argnums=0).lower(*jax.eval_shape(self.init, jax.random.key(seed)))
+
     def compile(self, seed: int = 0, place: Callable[[Any], Any] | None = None) -> tuple[Threaded, float]:
         """Return (the compiled step with its first state, seconds of compiling).
 

@@ -31,7 +31,7 @@ def fit(how: Recipe, lower: Callable[[str], jax.stages.Lowered], budget: int | N
       budget: Bytes of a device that a step may need; None is `tcfp_jax.remat.device_budget()`, of all processes.
 
     Raises:
-      ValueError: not even remat="block" fits, or a device reports no memory and there is no budget.
+      ValueError: not even remat="block" fits, or a device reports no memory and `budget` is None.
     """
     if budget is None:
         try:
@@ -47,7 +47,7 @@ def fit(how: Recipe, lower: Callable[[str], jax.stages.Lowered], budget: int | N
 def fitted(
     config: TrainConfig, lower: Callable[[TrainConfig], jax.stages.Lowered], budget: int | None = None
 ) -> tuple[TrainConfig, str | None]:
-    """Return the run with the values to keep in the place of "auto", and a line that describes them or None.
+    """Return the run with the values to keep instead of "auto", and a line that describes them or None.
 
     Args:
       config: The run.

@@ -51,7 +51,7 @@ def remat_levels(copies: Copies) -> list[str]:
     """Return values of `LlamaConfig.remat` for "auto", from the one that keeps the least to "none".
 
     Args:
-      copies: "exact" keeps values as they are, so that all levels have the same gradients. "fp8" keeps gate and up in
+      copies: "exact" keeps equal values, so that all levels have the same gradients. "fp8" keeps gate and up in
         FP8, and the inputs that products quantized.
 
     >>> remat_levels("fp8")[:3]

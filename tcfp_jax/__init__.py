@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
         optim,
         products,
         recipes,
+        remat,
         sharding,
         weights,
     )
@@ -43,7 +44,7 @@ __all__ = [
 
 _SUBMODULES = {
     "conversion", "formats", "inference", "linen", "losses", "monitor", "nnx", "optim", "products", "recipes",
-    "sharding", "weights",
+    "remat", "sharding", "weights",
 }  # fmt: skip
 _NAMES = {  # submodule -> the names that it defines; the same as above
     "conversion.transform": ("transform",),

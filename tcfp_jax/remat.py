@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from pallas_kernels.operands import Operand, Row, check_real
 from pallas_kernels.quantize.api import quantize
 
+__all__ = ["Fit", "checkpoint_in_fp8", "device_budget", "save_what_fits", "step_bytes"]
+
 T = TypeVar("T")
 MARGIN = 0.05
 
@@ -57,7 +59,7 @@ def save_what_fits(
       budget: Bytes of one device; None is `device_budget()`.
 
     Raises:
-      ValueError: there is no level, or the first level does not fit.
+      ValueError: `levels` is empty, or the first level does not fit.
       NotImplementedError: no budget is given, and the device does not report its memory, as CPUs do not.
 
     >>> x = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -103,7 +105,7 @@ def device_budget(margin: float = MARGIN) -> int:
     By default JAX takes three quarters of a GPU. Set `XLA_PYTHON_CLIENT_MEM_FRACTION=0.95` to let it take more.
 
     Args:
-      margin: Part that stays free for everything that is no argument of the step, and for gaps between arrays.
+      margin: Part that stays free for everything that is not an argument of the step, and for gaps between arrays.
 
     Raises:
       NotImplementedError: a device does not report its memory, as CPUs do not.

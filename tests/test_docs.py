@@ -25,7 +25,8 @@ REFERENCE = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
 ENTRIES = set(re.findall(r"^::: (\S+)$(?!\n    options: .*members: false)", REFERENCE, re.MULTILINE))
 # Modules whose `__all__` is the public interface.
 DOORS = (
-    "", "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "sharding",
+    "", "conversion", "formats", "inference", "linen", "monitor", "nnx", "optim", "products", "recipes", "remat",
+    "sharding",
 )  # fmt: skip
 
 

@@ -249,6 +249,7 @@ def test_sizes(name, billions):
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be positive"),
         ({"attention": "flash"}, "attention='flash' is unknown"),
         ({"remat": "all"}, "remat='all' is unknown"),
+        ({"remat": "attended+gates"}, r"'attended\+gates' is unknown; use 'none', .* 'gate_fp8', .* joined by '\+'"),
         ({"head": "shared"}, "head='shared' is unknown"),
     ],
 )
@@ -272,13 +273,14 @@ def test_a_model_names_what_is_wrong():
         families.model_config("tiny", 500)
 
 
-def test_the_module_knows_nothing_of_low_precision():
+def test_the_module_knows_nothing_of_low_precision_but_copies_for_a_remat():
     source = importlib.import_module("models.llama")
-    assert not [name for name, value in vars(source).items() if getattr(value, "__module__", "").startswith("tcfp_jax")]
+    known = [name for name, value in vars(source).items() if getattr(value, "__module__", "").startswith("tcfp_jax")]
+    assert known == ["checkpoint_in_fp8"]
     assert not hasattr(source, "tcfp_jax")
 
 
-@pytest.mark.parametrize("name", ["llama", "families", "data", "settings"])
+@pytest.mark.parametrize("name", ["llama", "keeping", "families", "data", "settings"])
 def test_examples_run(name):
     assert doctest.testmod(importlib.import_module(f"models.{name}")).failed == 0
 
