@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def measure(config: Config) -> Iterator[Row]:
 def train(config: Config, name: str, layers: int) -> Run:
     """Train twenty steps, then time further ones."""
     size = dataclasses.replace(config.model, layers=layers)
-    settings = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
+    settings: Any = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
     settings = fitting.settled(settings, name, llama.make_training)
     # A first update of full size would raise the loss of a model this wide to 27.
     training = llama.make_training(settings, name, optax.linear_schedule(0.0, 4e-5, config.steps))

@@ -181,7 +181,8 @@ def _train(
     text, key = everywhere(corpus.train, mesh), batch_key(config)
     # Lowered for the arrays of the first call, which then finds the compiled step.
     count = min(config.steps_per_call, max(1, config.steps - begin))
-    config, line = fitted(config, lambda one: make_train_step(one, count, mesh).lower(state, text, key), memory)
+    lower: Any = lambda one: make_train_step(one, count, mesh).lower(state, text, key)  # type: ignore[attr-defined]
+    config, line = fitted(config, lower, memory)
     if line is not None and progress == "bar" and is_first():
         print(line, flush=True)
     with _bar(config, begin, progress) as bar:

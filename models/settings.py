@@ -149,7 +149,7 @@ class TrainConfig:
     def size(self) -> ModelConfig:
         """Sizes of the model, with rows for every token id of the data."""
         size = model_config(self.model, self.vocabulary)
-        return size if self.remat is None else replace(size, remat=self.remat)
+        return replace(size, remat=self.remat) if self.remat is not None and isinstance(size, LlamaConfig) else size
 
     @property
     def tokens_per_step(self) -> int:

@@ -81,6 +81,11 @@ _OVERRIDES = {
     "learning_rate": (float, "peak learning rate"),
     "final_fraction": (float, "part of the peak learning rate at which its cosine ends (default: 0)"),
     "weight_decay": (float, "of AdamW"),
+    "remat": (
+        str,
+        "values that a Llama keeps for its backward pass: none, products, block, names joined by +, or auto, as "
+        "many as fit (default: the model's)",
+    ),
     "dtype": (str, "of activations: auto (default; bfloat16, on CPUs float32), float32 or bfloat16"),
     "error_dtype": (str, "of error-feedback buffers: float32 (default), bfloat16 or float8_e5m2"),
     "steps_per_call": (int, "steps in one dispatch (default: 10)"),
@@ -143,11 +148,6 @@ def _parser() -> argparse.ArgumentParser:
         help="layers with the recipe: every one (default), or those measured to be faster than BF16",
     )  # fmt: skip
     parser.add_argument(
-        "--remat", metavar="VALUES",
-        help="that a Llama's block keeps for its backward pass: none, products, block, names joined by +, or auto, as "
-        "much as fits (default: the model's)",
-    )  # fmt: skip
-    parser.add_argument(
         "--weights", choices=get_args(Weights),
         help="float32 parameters next to the quantized weights (default), or W_hi + W_lo alone",
     )  # fmt: skip
@@ -161,6 +161,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, (kind, text) in _OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
+    _add_machines(parser)
+    parser.add_argument(
+        "--tensorboard", action="store_const", const="on", default="off",
+        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
+    )  # fmt: skip
+    parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
+    parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
+    parser.add_argument(
+        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
+        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
+    parser.add_argument(
+        "--resume", action="store_true", default=False,
+        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
+    )  # fmt: skip
+    return parser
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    """Add options that belong to the machines and not to the run."""
     parser.add_argument(
         "--mesh", type=str, default=None, metavar="AXIS=SIZE,...",
         help=f"of all devices, axes {', '.join(AXES)} (default: one device; of several processes fsdp over all)",
@@ -173,25 +194,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"silence after which a process is lost, and the others end (default: {HEARTBEAT_TIMEOUT})",
     )  # fmt: skip
     parser.add_argument(
-        "--tensorboard", action="store_const", const="on", default="off",
-        help="write losses and readings of --monitor for TensorBoard, too (needs pip install -e '.[monitor]')",
-    )  # fmt: skip
-    parser.add_argument("--export", type=Path, default=None, help="write the trained weights here, float32, .npz")
-    parser.add_argument(
         "--memory", type=float, default=None, metavar="GB",
         help="of a device that a step may need, for --remat auto (default: 95 %% of what JAX may allocate)",
     )  # fmt: skip
-    parser.add_argument("--checkpoint-every", type=int, default=None, help="steps (default: about a tenth of the run)")
-    parser.add_argument(
-        "--bad-steps", type=int, default=BAD_STEPS, metavar="N",
-        help=f"steps in a row without a finite loss after which the run stops (default: {BAD_STEPS})",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=None, help="folder of the run (default: a new one under runs/)")
-    parser.add_argument(
-        "--resume", action="store_true", default=False,
-        help="continue the run in --out, or the newest under runs/; other settings are the run's own",
-    )  # fmt: skip
-    return parser
 
 
 def _choose_folder(options: argparse.Namespace) -> Path:
@@ -219,7 +224,7 @@ def _choose_config(options: argparse.Namespace, out: Path) -> TrainConfig:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `TrainConfig` that the command line names, without the model."""
-    names = ("recipe", "start", "include", "remat", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
+    names = ("recipe", "start", "include", "weights", "moments", "data", "vocabulary", *_OVERRIDES)
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return {**given, "data": tuple(given["data"])} if "data" in given else given
 

@@ -90,11 +90,16 @@ def save_what_fits(
 def step_bytes(compiled: jax.stages.Compiled) -> int:
     """Return the bytes of one device that a compiled step needs: arguments, other results and temporary memory.
 
+    Raises:
+      NotImplementedError: the device's compiler does not report them.
+
     >>> x = jax.ShapeDtypeStruct((256,), jnp.float32)
     >>> step_bytes(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
     1024
     """
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise NotImplementedError("the compiler of this device does not report the memory of a program")
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
@@ -110,8 +115,8 @@ def device_budget(margin: float = MARGIN) -> int:
     Raises:
       NotImplementedError: a device does not report its memory, as CPUs do not.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    if None in limits:
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    if 0 in limits:
         raise NotImplementedError(f"{jax.devices()[0]} does not report its memory; give a budget in bytes")
     return int((1 - margin) * min(limits))
 
@@ -158,7 +163,9 @@ ad.primitive_jvps[_in_fp8] = lambda primals, tangents, *, name: (_in_fp8.bind(*p
 batching.primitive_batchers[_in_fp8] = lambda args, axes, *, name: (_in_fp8.bind(*args, name=name), *axes)
 
 
-def _partial_eval(saveable: Callable[..., Any], unknown: list[bool], there: list[bool], eqn: Any) -> tuple[Any, ...]:
+def _partial_eval(
+    saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
     """Divide the equation between both passes: (forward, backward, unknown results, ones that are there, residuals).
 
     JAX asks this of every equation in a remat. A name would have the same value in both passes.
