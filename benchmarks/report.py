@@ -90,9 +90,12 @@ def choose(results: Path = RESULTS) -> str:
         columns.append(_speeds(found))
     for model in ("llama-8b", "llama-1b"):
         counted = read_result(f"memory-{model}", results)
-        titles.append(f"bytes of state a weight, {model.removeprefix('llama-').upper()}")
+        titles.append(f"bytes of state a weight, {model.removeprefix('llama-').upper()} (of kernels alone)")
         rows = {} if counted is None else counted.by("name")
-        sizes = {name: f"{row['state_bytes'] / row['parameters']:.1f}" for name, row in rows.items()}
+        sizes = {
+            name: f"{row['state_bytes'] / row['parameters']:.3g} ({row['bytes_per_weight']:.3g})"
+            for name, row in rows.items()
+        }
         columns.append({**sizes, STORED: sizes.get(memory.STORED, "–")})
     forked = read_result(FORKS, results)
     ratios = {} if forked is None else convergence_tables.ratios_of(forked)
@@ -107,7 +110,8 @@ def choose(results: Path = RESULTS) -> str:
     text = [
         "Speed is of whole training steps of 4 × 4096 tokens: BF16's time divided by the recipe's. Both recompute the "
         "blocks of Llama-3-8B in the backward pass.",
-        "State is everything that outlives a step, of the whole model: weights, copies, errors and Adam's moments.",
+        "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and Adam's "
+        "moments.",
         "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "
         f"have 8-bit moments and BF16 gradients; BF16 itself differs by {noise:.4f} when it runs again.",
         "[Measurements](docs/measurements.md) has every source.",
