@@ -110,8 +110,8 @@ def choose(results: Path = RESULTS) -> str:
     text = [
         "Speed is of whole training steps of 4 × 4096 tokens: BF16's time divided by the recipe's. Both recompute the "
         "blocks of Llama-3-8B in the backward pass.",
-        "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and Adam's "
-        "moments.",
+        "State is everything that outlives a step, of the whole model with its tables: weights, copies, errors and "
+        "Adam's moments.",
         "Perplexity is of forks of BF16 runs with 124 million parameters (mean ± standard error), where stored weights "
         f"have 8-bit moments and BF16 gradients; BF16 itself differs by {noise:.4f} when it runs again.",
         "[Measurements](docs/measurements.md) has every source.",

@@ -94,7 +94,7 @@ def adamw(
         w = w - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay w)
 
     The arithmetic is float32. A float parameter gets a float32 update, a stored one its new weight: apply both with
-    `tcfp_jax.apply_updates`. Embeddings and leaves with fewer than 4096 values or two axes keep float32 moments.
+    `tcfp_jax.apply_updates`. Float embeddings and leaves with fewer than 4096 values or two axes keep float32 moments.
 
     In `optax.inject_hyperparams` pass `static_args=("key", "mask")` and `hyperparam_dtype=jnp.float32`.
 

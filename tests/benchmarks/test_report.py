@@ -102,11 +102,11 @@ def test_the_digest_is_that_of_the_libraries(tmp_path):
 def test_the_table_to_choose_by_is_of_whole_models():
     lines = {line.split("|")[1].strip(): line.split("|")[2:] for line in report.choose().splitlines() if "|" in line}
     assert list(lines)[2:] == ["`bf16`", "`tcfp12_single`, stored", "`tensorwise`", "`rowwise`", "`tcfp12_fast`"]
-    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12.0", "12.0", "1"]
+    assert [cell.strip() for cell in lines["`bf16`"][:5]] == ["1", "1", "12 (12)", "12 (12)", "1"]
     stored = [cell.strip() for cell in lines["`tcfp12_single`, stored"][:5]]
     (whole,) = (row for row in common.read_result("large").rows if row["recipe"] == "stored")
-    # All of the state: a kernel's weight has 4.016 bytes, but embeddings stay float32.
-    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == ["4.7", "5.7"]
+    # All of the state, with embeddings and heads.
+    assert stored[0] == f"**{whole['layer_speed_over_bf16']:.2f}**" and stored[2:4] == ["4.02 (4.02)", "4.02 (4.02)"]
     assert all(len(cells) == 7 for cells in lines.values())
 
 

@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import tcfp_jax
 from models import processes, running, train, training
 from models.checkpoint import RunDirectory
 from models.llama import LLAMAS, LlamaConfig
@@ -35,6 +36,8 @@ from models.meshes import (
     parse_mesh,
 )  # fmt: skip
 from models.train import TrainConfig, run
+from tcfp_jax.conversion import find_weights
+from tcfp_jax.sharding import state_shardings
 from tests.collectives import collectives
 from tests.helpers import same_bits
 
@@ -383,6 +386,30 @@ def test_a_lookup_sends_what_is_looked_up_and_not_the_table():
     assert np.allclose(exact[0], got[0], rtol=1e-5) and np.allclose(exact[1], got[1], atol=1e-6)
     sent = [part for collective in collectives(compiled.as_text()) for part in collective.parts]
     assert max(part.size for part in sent) <= tokens.size * table.shape[1] < table.size // 4
+
+
+def test_a_lookup_in_a_stored_table_sends_what_is_looked_up():
+    table, tokens = (
+        jax.random.normal(jax.random.key(0), (512, 64)),
+        jax.random.randint(jax.random.key(1), (8, 4), 0, 512),
+    )
+    low = tcfp_jax.transform(
+        lambda params, tokens: looked_up(params["e"], tokens, jnp.bfloat16), "tcfp12_single", include="embed"
+    )
+    stored = tcfp_jax.store({"e": table}, find_weights(low, {"e": table}, tokens), key=jax.random.key(2))
+    weights = jax.random.normal(jax.random.key(3), (8, 4, 64))
+    step = tcfp_jax.value_and_grad(lambda params, tokens: (weights * low(params, tokens)).sum())
+    exact = jax.jit(step)(stored, tokens)
+    mesh = jax.make_mesh((1, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    split = NamedSharding(mesh, P("tensor", "fsdp"))
+    places = state_shardings({"e": jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=split)}, stored)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(stored, places), jax.device_put(tokens, NamedSharding(mesh, BATCH))
+        compiled = jax.jit(step, out_shardings=(NamedSharding(mesh, P()), {"e": split})).lower(*placed).compile()
+        got = compiled(*placed)
+    assert np.allclose(exact[0], got[0], rtol=1e-5) and same_bits(exact[1], jax.device_get(got[1]))
+    sent = [part for collective in collectives(compiled.as_text()) for part in collective.parts]
+    assert max(part.size for part in sent) <= tokens.size * table.shape[1]
 
 
 def test_a_parameter_without_a_rule_is_named():
