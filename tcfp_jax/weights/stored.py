@@ -74,10 +74,17 @@ class Stored:
 
     @property
     def _one(self) -> Operand:
-        present = self.backward if self.backward is not None else self.forward
+        present = self.backward if self._one_is_backward else self.forward
         if present is None:
             raise ValueError("Stored(None, None) holds no weight; give it the operand of one product at least")
         return present
+
+    @property
+    def _one_is_backward(self) -> bool:
+        """Whether `_one` is `backward`; it is `forward` if only that is there, or has both halves of the weight."""
+        if self.forward is None or self.backward is None:
+            return self.backward is not None
+        return self.backward.lo is not None or self.forward.lo is None
 
     @property
     def scaling(self) -> Scaling:
@@ -100,7 +107,7 @@ class Stored:
         shape = self._one.shape
         if self.padding:
             shape = (*shape[:-1], shape[-1] - self.padding)
-        return shape if self.backward is not None else (*shape[:-2], shape[-1], shape[-2])
+        return shape if self._one_is_backward else (*shape[:-2], shape[-1], shape[-2])
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -224,7 +231,7 @@ class Stored:
         """Return values of the present operand as values of the weight `[..., k, n]`."""
         if self.padding:
             values = values[..., : -self.padding]
-        return values if self.backward is not None else values.swapaxes(-1, -2)
+        return values if self._one_is_backward else values.swapaxes(-1, -2)
 
     def __getitem__(self, index: object) -> "Stored":
         """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so; a part raises."""
@@ -317,7 +324,9 @@ def _poisoned_unless(operand: Operand, sound: jax.Array) -> Operand:
 
 
 def _read(operand: Operand | None, other: Operand, halves: Halves) -> Operand:
-    """Return the halves of an operand, or of the transpose of the other one if it is absent."""
+    """Return the halves of an operand, or of the transpose of the other one if a half is absent."""
+    if operand is not None and halves == "hi+lo" and operand.lo is None and other.lo is not None:
+        operand = None
     chosen = other if operand is None else operand
     if halves == "hi" and chosen.lo is not None:
         chosen = chosen.drop_residual()

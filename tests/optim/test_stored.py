@@ -592,3 +592,21 @@ def test_a_swapped_parameter_is_the_transposed_kernel(shape):
     weight = stored_of({"kernel": kernel})["kernel"]
     assert jnp.array_equal(kernel_of(weight.swap()), kernel_of(weight).swapaxes(-1, -2))
     assert same_bits(replace(weight.swap().swap(), training=None), replace(weight, training=None))
+
+
+TURNED = {
+    "swap": lambda w: w.swap().dequantize().T,
+    "for_forward": lambda w: w.for_forward().dequantize().T,
+    "for_dgrad of a swap": lambda w: w.swap().for_dgrad().dequantize().T,
+    "matmul": lambda w: tcfp_jax.matmul(X, w, recipe="tcfp12"),
+    "matmul of a swap": lambda w: tcfp_jax.matmul(jnp.ones((4, 32)), w.swap(), recipe="tcfp12_fast"),
+    "drop_residual": lambda w: w.swap().drop_residual().dequantize().T,
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_forward_copy_of_w_hi_alone_is_never_read_for_both_halves(name):
+    both, one = (stored_of(recipe=tcfp_jax.recipe(RECIPE, copies=n))["up"]["kernel"] for n in ("both", "one"))
+    assert both.forward.lo is None and one.forward is None
+    assert both.swap().has_residual and both.swap().shape == (32, 16)
+    assert same_bits(TURNED[name](both), TURNED[name](one))
