@@ -155,7 +155,7 @@ def _find(body: programs.Body, origins: list[_Origin], axes: tuple[int, ...]) ->
 
 def _look(eqn: Equation, inputs: list[_Origin], axes: tuple[int, ...]) -> tuple[list[_Origin], _Step | None]:
     name, params = eqn.primitive.name, eqn.params
-    if name.startswith("custom_vjp_call") and (site := site_of(params["call_jaxpr"])) is not None:
+    if name in programs.CUSTOM and (site := site_of(params["call_jaxpr"])) is not None:
         found = _Found(site, _path_of(site, inputs), (*axes, *_vmapped(eqn, site)))
         return [frozenset().union(*inputs)] * len(eqn.outvars), found
     if name in programs.CALLS and not params.get("differentiated"):

@@ -1,19 +1,26 @@
 """Products of BF16 operands, whose sums are float32 on every platform."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import note
 from pallas_kernels.partition import partitioned
-from pallas_kernels.specs import Sharding, entries
+from pallas_kernels.specs import Sharding, entries, sharding_of
 from pallas_kernels.tuning import Key
 from pallas_kernels.wire import Scatter, Wire, reduced
+from tcfp_jax.products.annotations import ACTIVATION_NAME, site
+from tcfp_jax.recipes import Recipe
 
 
 def dot(
@@ -63,3 +70,84 @@ def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Shar
     wanted = None if sharding is None else entries(sharding, 2)
     call = partitioned(local, "m k, m n -> k n", scattered=True, merged={"m": x.shape[:-1]}, wanted=wanted)
     return call(x, g)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has derivatives in both modes.
+
+    JAX's own transpose of the product would multiply float32 gradients. Here those of the backward pass are BF16, too.
+    """
+    with jax.named_scope("forward"):
+        y = dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (x.ndim - 1,), (0,), x.dtype, sharding)
+    return site(y, recipe, (x, w, None, None))
+
+
+@functools.partial(product.defjvp, symbolic_zeros=True)
+def _jvp(recipe: Recipe, sharding: Sharding, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, w), (dx, dw) = primals, tangents
+    y, parts = product(recipe, sharding, x, w), []
+    linear = functools.partial(_linear.bind, dtype=y.dtype, sharding=sharding, wire=recipe.wire, mapped=())
+    if not isinstance(dw, SymbolicZero):
+        # The backward pass keeps x in two bytes per value.
+        parts.append(linear(checkpoint_name(x.astype(jnp.bfloat16), ACTIVATION_NAME), dw))
+    if not isinstance(dx, SymbolicZero):
+        parts.append(linear(dx, w))
+    return y, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(y)
+
+
+# The product as JAX differentiates it: linear in each operand. `mapped` has the in_axes of each `jax.vmap` around it,
+# the innermost first.
+_linear = Primitive("bf16_product")
+
+
+def _computed(x: jax.Array, w: jax.Array, *, dtype: DTypeLike, sharding: Sharding, wire: Any, mapped: Any) -> jax.Array:
+    def one(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+        numbers, options = (((x.ndim - 1,), (0,)), ((), ())), dict(preferred_element_type=wide, out_sharding=sharding)
+        return lax.dot_general(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), numbers, **options).astype(dtype)
+
+    for in_axes in mapped:
+        one = jax.vmap(one, in_axes)
+    return one(x, w)
+
+
+def _dgrad(g: jax.Array, x: Any, w: jax.Array, *, mapped: Any, **_: Any) -> jax.Array:
+    def one(g: jax.Array, w: jax.Array) -> jax.Array:
+        operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding_of(x.aval))
+
+    with jax.named_scope("dgrad"):
+        return _of_all(one, [(of_w, of_x) for of_x, of_w in mapped])(g, w)
+
+
+def _wgrad(g: jax.Array, x: jax.Array, w: Any, *, wire: Wire | None, mapped: Any, **_: Any) -> jax.Array:
+    def one(g: jax.Array, x: jax.Array) -> jax.Array:
+        operands, tokens = (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tuple(range(g.ndim - 1))
+        if wire is not None:
+            return weight_gradient(*operands, w.aval.dtype, sharding_of(w.aval), wire)
+        return dot(*operands, tokens, tokens, w.aval.dtype, sharding_of(w.aval))
+
+    with jax.named_scope("wgrad"):
+        return _of_all(one, mapped)(g, x)
+
+
+def _of_all(one: Callable[..., jax.Array], mapped: Any) -> Callable[..., jax.Array]:
+    """Return a gradient under each `jax.vmap`, by the axes of (the known operand, the one of the gradient)."""
+    for known, own in mapped:
+        each = jax.vmap(one, (0, known), 0 if own is None else own)
+        # Products that share an operand add their gradients.
+        one = each if own is not None else lambda *arrays, each=each: each(*arrays).sum(0)
+    return one
+
+
+def _batched(operands: Any, axes: Any, *, mapped: Any, **options: Any) -> tuple[jax.Array, int]:
+    return _linear.bind(*operands, mapped=(*mapped, tuple(axes)), **options), 0
+
+
+_linear.def_impl(jax.jit(_computed, static_argnames=("dtype", "sharding", "wire", "mapped")))
+# A traced type knows the sharding and the varying axes of the result.
+_linear.def_abstract_eval(lambda *types, **o: jax.make_jaxpr(functools.partial(_computed, **o))(*types).out_avals[0])
+ad.defbilinear(_linear, _dgrad, _wgrad)
+batching.primitive_batchers[_linear] = _batched
+mlir.register_lowering(_linear, mlir.lower_fun(_computed, multiple_results=False))

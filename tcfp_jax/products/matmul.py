@@ -72,8 +72,8 @@ def matmul(
 
     Raises:
       TypeError: x or w is integer, complex or 8-bit; or a gradient with respect to a stored weight is asked for, a
-        second derivative where operands are rounded, or a derivative in forward mode (in a jitted function the message
-        is JAX's own: "can't apply forward-mode").
+        second derivative where operands are rounded, or a derivative in forward mode with another recipe than "bf16"
+        (in a jitted function the message is JAX's own: "can't apply forward-mode").
       ValueError: k differs, w is not `[k, n]`, or the recipe cannot read `quantized`.
 
     >>> x, w = jnp.ones((2, 3)), jnp.full((3, 4), 0.5)
@@ -101,8 +101,8 @@ def matmul(
             raise
         raise TypeError(
             f'forward-mode differentiation (jax.jvp, jax.jacfwd) of a product with "{describe(recipe)}": '
-            "its derivative is a rule for reverse mode; use jax.grad, jax.vjp or jax.jacrev, or a product of JAX's own "
-            "(jnp.matmul) in the functions that are differentiated forward"
+            'its derivative is a rule for reverse mode; use jax.grad, jax.vjp or jax.jacrev, or recipe("bf16") in the '
+            "functions that are differentiated forward"
         ) from error
 
 
@@ -147,7 +147,10 @@ def product(
         # The weight gradient contracts the tokens, so there must be an axis of them.
         asked = Asked(recipe, with_entries(asked.out_sharding, (None, *entries(asked.out_sharding, 1))))
         x, x_quantized = x[None], None
-    if recipe.fp4 is None:
+    if recipe.fp4 is None and quantized is None:
+        assert w is not None, "one of w and quantized is there"
+        y = bf16.product(recipe, asked.out_sharding, x, w)
+    elif recipe.fp4 is None:
         y = _product(asked, x, w, quantized, x_quantized)
     else:
         # FP4 training has its own custom_vjp: it keeps x in BF16, and its backward pass needs random words.

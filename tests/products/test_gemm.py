@@ -368,14 +368,74 @@ def test_a_second_derivative_raises_where_rounding_would_make_it_zero(recipe, ou
     _second("bf16", outer, inner)
 
 
-@pytest.mark.parametrize("name", ["bf16", "tcfp12"])
-def test_forward_mode_says_to_use_reverse_mode(name, data):
+def test_forward_mode_says_to_use_reverse_mode(data):
     x, w, _ = data
-    product = functools.partial(tcfp_jax.matmul, w=w, recipe=name)
+    product = functools.partial(tcfp_jax.matmul, w=w, recipe="tcfp12")
     with pytest.raises(TypeError, match=r"forward-mode differentiation .* use jax\.grad, jax\.vjp or jax\.jacrev"):
         jax.jvp(product, (x,), (x,))
     with pytest.raises(TypeError, match="forward-mode"):  # JAX's own message
         jax.jvp(jax.jit(product), (x,), (x,))
+
+
+SMALL = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 4, 16), (16, 8), (3, 16, 8)])]
+STACKED = {"x": ([0, None], [0, 1]), "w": ([None, 0], [0, 2]), "both": ([0, 0], [0, 2])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap], ids=["eager", "jit", "remat", "vmap"]
+)
+def test_bf16_has_derivatives_in_forward_mode(wrap, dtype):
+    x, w = SMALL[0].astype(dtype), jnp.stack([SMALL[1], 2 * SMALL[1]]).astype(dtype)
+    w = w if wrap is jax.vmap else w[0]
+    product = wrap(functools.partial(tcfp_jax.matmul, recipe="bf16"))
+    y, tangent = jax.jvp(product, (x, w), (2 * x, -w))
+    assert tangent.dtype == y.dtype == dtype
+    # Factors that are powers of two round nothing: the tangent is 2 y - y.
+    np.testing.assert_array_equal(y, product(x, w))
+    np.testing.assert_allclose(*(v.astype(jnp.float32) for v in (tangent, y)), rtol=2e-2, atol=2e-2)
+    only_x = jax.jvp(functools.partial(product, x), (w,), (4 * w,))[1]
+    np.testing.assert_array_equal(only_x, 4 * y)
+
+
+def test_a_hessian_in_bf16_is_the_same_in_every_mode():
+    x, w = SMALL[0][0, :, :3], SMALL[1][:3, :2]
+
+    def loss(w):
+        step = lambda x, _: (jnp.tanh(tcfp_jax.matmul(tcfp_jax.matmul(x, w, recipe="bf16"), w.T, recipe="bf16")), None)
+        return jnp.sum(jax.lax.scan(step, x, length=2)[0])
+
+    wanted = jax.jit(jax.jacrev(jax.jacrev(loss)))(w)
+    for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacfwd, jax.jacfwd), (jax.jacrev, jax.jacfwd)):
+        np.testing.assert_allclose(jax.jit(outer(inner(loss)))(w), wanted, rtol=0, atol=2e-2 * float(jnp.max(jnp.abs(wanted))))
+
+
+@pytest.mark.parametrize("place", STACKED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_in_bf16_are_products_of_bf16_operands(place, dtype):
+    """Also under vmap, whose shared operand has the sum; in the dtype of the operand, from float32 sums."""
+    in_axes, chosen = STACKED[place]
+    x, w = (SMALL[i].astype(dtype) for i in chosen)
+    x = jnp.stack([x, x[::-1], -x]) if place != "w" else x
+    product = jax.vmap(functools.partial(tcfp_jax.matmul, recipe="bf16"), in_axes)
+    y, vjp = jax.vjp(product, x, w)
+    g = jnp.cos(y.astype(jnp.float32)).astype(y.dtype)
+    short = lambda a: np.asarray(a.astype(jnp.bfloat16), np.float64)
+    dx = (
+        np.einsum("sbmn,...kn->sbmk", short(g), short(w))
+        if place == "x"
+        else np.einsum("sbmn,skn->sbmk", short(g), short(w))
+    )
+    dw = (
+        np.einsum("bmk,sbmn->skn", short(x), short(g))
+        if place == "w"
+        else np.einsum("sbmk,sbmn->skn", short(x), short(g))
+    )
+    wanted = dx.sum(0) if place == "w" else dx, dw.sum(0) if place == "x" else dw
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    for got, exact, like in zip(vjp(g), wanted, (x, w), strict=True):
+        assert got.dtype == like.dtype
+        np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max())
 
 
 def test_each_product_adds_as_its_field_of_the_recipe_says(data, monkeypatch):
