@@ -2,8 +2,8 @@
 
     DIR/config.json      the whole `TrainConfig` and the digest of its text, written before the first step
     DIR/metrics.jsonl    {"step": s, "loss": nats per token}, one line per step; an observed step has a "monitor"
-    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept. Each has a
-                         digest of every file, which is compared before it is read
+    DIR/checkpoints/     orbax checkpoints, each renamed into place when complete; the newest two are kept. Each has the
+                         versions that wrote it, and a digest of every file, which is compared before it is read
     DIR/damaged/         checkpoints whose files changed after they were written; the run continued from an older one
     DIR/lock             locked while a process writes the folder; a dead process holds no lock
 
@@ -31,7 +31,7 @@ import orbax.checkpoint as ocp
 
 import tcfp_jax
 from models.families import FAMILIES, family_of
-from models.intact import DIGESTS_FILE, check_digests, lock, replace_file, write_digests, write_json
+from models.intact import DIGESTS_FILE, check_digests, lock, replace_file, versions, write_digests, write_json
 from models.processes import is_first, together, whole
 from models.settings import TrainConfig
 from models.training import TrainState, float_parameters
@@ -143,7 +143,8 @@ class RunDirectory:
                 if verified:
                     raise ValueError(
                         f"{self._checkpoint(step)} has not changed, but does not hold a state of this run "
-                        f"({damaged[step]}); resume with the versions that wrote it, or start in another folder"
+                        f"({damaged[step]}; {versions(self._checkpoint(step))}); resume with the versions that wrote "
+                        "it, or start in another folder"
                     ) from error
         else:
             if damaged:

@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 import jax
 
+import tcfp_jax
 from models.processes import gather, is_first, of_first
 
-LOCK_FILE, DIGESTS_FILE = "lock", "digests.json"
+LOCK_FILE, DIGESTS_FILE, VERSION_FILE = "lock", "digests.json", "versions.json"
 
 
 def lock(folder: Path) -> TextIO:
@@ -41,10 +42,13 @@ def lock(folder: Path) -> TextIO:
 
 
 def write_digests(folder: Path) -> None:
-    """Write the BLAKE2 digest of every file below a folder into it; all processes call this together.
+    """Write the library's version, and the BLAKE2 digest of every file below a folder, into it.
 
-    Files, not arrays: so a damaged index is seen too, and any mesh can check what another one wrote.
+    All processes call this together. Files, not arrays: so a damaged index is seen too, and any mesh can check what
+    another one wrote.
     """
+    if is_first():
+        write_json(folder / VERSION_FILE, {"tcfp_jax": tcfp_jax.__version__, "jax": jax.__version__})
     found = _digests(folder, json.loads(of_first(lambda: json.dumps(_names(folder)))))
     if is_first():
         write_json(folder / DIGESTS_FILE, found)
@@ -71,6 +75,16 @@ def check_digests(folder: Path) -> bool:
                 f"{name} is missing" if found[name] is None else f"{name} has changed since it was written"
             )
     return True
+
+
+def versions(folder: Path) -> str:
+    """Return the versions that wrote a folder, and those that read it, for messages."""
+    try:
+        written = json.loads((folder / VERSION_FILE).read_text(encoding="utf-8"))
+        found = ", ".join(f"{name} {written[name]}" for name in ("tcfp_jax", "jax"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = "unknown versions"
+    return f"{found} wrote it, tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} read it"
 
 
 def _names(folder: Path) -> list[str]:

@@ -257,7 +257,7 @@ class Fp4:
     serves_both = True  # one quantization serves all products of such weights, which are BF16 products
 
     def __post_init__(self) -> None:
-        if self.format not in _FP4:
+        if self.format not in list(_FP4):  # a list is compared, not hashed
             raise ValueError(f"format={self.format!r} is unknown; use one of {list(_FP4)}")
         _check_tile(self.tile)
         rules = _FP4[self.format][2]

@@ -29,6 +29,7 @@ from tcfp_jax.formats.quantization import QuantizedArray, assemble, quantize
 from tcfp_jax.formats.rotation import check_axis
 from tcfp_jax.formats.rounding import Modes
 from tcfp_jax.formats.scales import ScaleMode
+from tcfp_jax.paths import serialize_with_flax
 
 _FIELDS = ("values", "scales", "zeros", "offsets", "selectors", "outer")
 
@@ -66,6 +67,9 @@ class PackedArray:
     def nbytes(self) -> int:
         """The number of stored bytes."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self))
+
+
+serialize_with_flax(PackedArray)
 
 
 def pack(
@@ -222,6 +226,12 @@ def _check_parts(packed: PackedArray) -> None:
                 f"{name} of the packed array is {found}, and {packed.datatype.name} of shape {packed.shape} has "
                 f"{'none' if wanted is None else f'uint8 of shape {wanted}'}; pack the array again"
             )
+    if packed.sparsity is not None and not isinstance(packed.mask, jax.core.Tracer | jax.ShapeDtypeStruct):
+        # By NumPy, because a traced caller would stage operations of JAX.
+        bits = np.unpackbits(np.asarray(packed.mask), count=size, bitorder="little")
+        kept = np.unique(bits.reshape(-1, n).sum(-1)).tolist()
+        if kept not in ([], [m]):
+            raise ValueError(f"the mask keeps {kept} of {n} values, not {m}; the file is damaged, pack the array again")
     if not (isinstance(packed.dtype, np.dtype) and jnp.issubdtype(packed.dtype, jnp.floating)):
         raise ValueError(
             f"the packed array stands for {packed.dtype}, and casts make real floats; use np.dtype('float32')"

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,11 @@ def weight_gradient(x: jax.Array, g: jax.Array, dtype: DTypeLike, sharding: Shar
     return call(x, g)
 
 
+_Pair: TypeAlias = tuple[jax.Array, jax.Array]  # x and w; a tangent may be a symbolic zero
+_Axes: TypeAlias = tuple[int | None, int | None]
+_Mapped: TypeAlias = tuple[_Axes, ...]
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has derivatives in both modes.
@@ -84,7 +89,7 @@ def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> j
 
 
 @functools.partial(product.defjvp, symbolic_zeros=True)
-def _jvp(recipe: Recipe, sharding: Sharding, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _jvp(recipe: Recipe, sharding: Sharding, primals: _Pair, tangents: _Pair) -> _Pair:
     (x, w), (dx, dw) = primals, tangents
     y, parts = product(recipe, sharding, x, w), []
     linear = functools.partial(_linear.bind, dtype=y.dtype, sharding=sharding, wire=recipe.wire, mapped=())
@@ -101,7 +106,9 @@ def _jvp(recipe: Recipe, sharding: Sharding, primals: Any, tangents: Any) -> tup
 _linear = Primitive("bf16_product")
 
 
-def _computed(x: jax.Array, w: jax.Array, *, dtype: DTypeLike, sharding: Sharding, wire: Any, mapped: Any) -> jax.Array:
+def _computed(
+    x: jax.Array, w: jax.Array, *, dtype: DTypeLike, sharding: Sharding, wire: Wire | None, mapped: _Mapped
+) -> jax.Array:
     def one(x: jax.Array, w: jax.Array) -> jax.Array:
         wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
         numbers, options = (((x.ndim - 1,), (0,)), ((), ())), dict(preferred_element_type=wide, out_sharding=sharding)
@@ -112,16 +119,18 @@ def _computed(x: jax.Array, w: jax.Array, *, dtype: DTypeLike, sharding: Shardin
     return one(x, w)
 
 
-def _dgrad(g: jax.Array, x: Any, w: jax.Array, *, mapped: Any, **_: Any) -> jax.Array:
+def _dgrad(g: jax.Array, x: ad.UndefinedPrimal, w: jax.Array, *, mapped: _Mapped, **_: object) -> jax.Array:
     def one(g: jax.Array, w: jax.Array) -> jax.Array:
         operands = g.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
         return dot(*operands, (g.ndim - 1,), (1,), x.aval.dtype, sharding_of(x.aval))
 
     with jax.named_scope("dgrad"):
-        return _of_all(one, [(of_w, of_x) for of_x, of_w in mapped])(g, w)
+        return _of_all(one, tuple((of_w, of_x) for of_x, of_w in mapped))(g, w)
 
 
-def _wgrad(g: jax.Array, x: jax.Array, w: Any, *, wire: Wire | None, mapped: Any, **_: Any) -> jax.Array:
+def _wgrad(
+    g: jax.Array, x: jax.Array, w: ad.UndefinedPrimal, *, wire: Wire | None, mapped: _Mapped, **_: object
+) -> jax.Array:
     def one(g: jax.Array, x: jax.Array) -> jax.Array:
         operands, tokens = (x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)), tuple(range(g.ndim - 1))
         if wire is not None:
@@ -132,7 +141,7 @@ def _wgrad(g: jax.Array, x: jax.Array, w: Any, *, wire: Wire | None, mapped: Any
         return _of_all(one, mapped)(g, x)
 
 
-def _of_all(one: Callable[..., jax.Array], mapped: Any) -> Callable[..., jax.Array]:
+def _of_all(one: Callable[..., jax.Array], mapped: _Mapped) -> Callable[..., jax.Array]:
     """Return a gradient under each `jax.vmap`, by the axes of (the known operand, the one of the gradient)."""
     for known, own in mapped:
         each = jax.vmap(one, (0, known), 0 if own is None else own)
@@ -141,7 +150,7 @@ def _of_all(one: Callable[..., jax.Array], mapped: Any) -> Callable[..., jax.Arr
     return one
 
 
-def _batched(operands: Any, axes: Any, *, mapped: Any, **options: Any) -> tuple[jax.Array, int]:
+def _batched(operands: _Pair, axes: _Axes, *, mapped: _Mapped, **options: object) -> tuple[jax.Array, int]:
     return _linear.bind(*operands, mapped=(*mapped, tuple(axes)), **options), 0
 
 

@@ -54,7 +54,6 @@ class Stored:
         no parameter exists to compare with, as in inference.
       training: state of a weight that is the parameter (`training.Training`), or None.
       padding: the number of zero codes behind k in packed codes: one if k is odd, because a byte holds two.
-
       e5m2: whether the codes are E5M2. Arrays say so by their dtype; other leaves in the places of arrays, such as
         shardings, need it here. The children of such a weight are `forward_float8_e5m2` and so on: checkpoints
         know arrays by name, and Orbax would cast codes from one FP8 format to another.
@@ -74,17 +73,11 @@ class Stored:
 
     @property
     def _one(self) -> Operand:
-        present = self.backward if self._one_is_backward else self.forward
-        if present is None:
+        """The operand that has all halves of the weight; `backward` if both have."""
+        present = [operand for operand in (self.backward, self.forward) if operand is not None]
+        if not present:
             raise ValueError("Stored(None, None) holds no weight; give it the operand of one product at least")
-        return present
-
-    @property
-    def _one_is_backward(self) -> bool:
-        """Whether `_one` is `backward`; it is `forward` if only that is there, or has both halves of the weight."""
-        if self.forward is None or self.backward is None:
-            return self.backward is not None
-        return self.backward.lo is not None or self.forward.lo is None
+        return next((operand for operand in present if operand.lo is not None), present[0])
 
     @property
     def scaling(self) -> Scaling:
@@ -107,7 +100,7 @@ class Stored:
         shape = self._one.shape
         if self.padding:
             shape = (*shape[:-1], shape[-1] - self.padding)
-        return shape if self._one_is_backward else (*shape[:-2], shape[-1], shape[-2])
+        return shape if self._one is self.backward else (*shape[:-2], shape[-1], shape[-2])
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -231,7 +224,7 @@ class Stored:
         """Return values of the present operand as values of the weight `[..., k, n]`."""
         if self.padding:
             values = values[..., : -self.padding]
-        return values if self._one_is_backward else values.swapaxes(-1, -2)
+        return values if self._one is self.backward else values.swapaxes(-1, -2)
 
     def __getitem__(self, index: object) -> "Stored":
         """Return the weight itself, for `kernel[...]`, because NNX layers read parameters so; a part raises."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tcfp_jax
+from pallas_kernels.scaling import Fp4
 from tcfp_jax import formats
 from tcfp_jax.formats import __main__ as command
 from tcfp_jax.inference.serving import load_quantized, quantize_params, restored, unpack
@@ -162,3 +163,18 @@ def test_plain_dicts_of_checkpoints(recipe, data):
 def test_the_command_names_a_file_that_it_cannot_write(capsys):
     assert command.main(["--plot", "/no/such/folder/x.png"]) == 2
     assert "a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("byte", [0b0000_0111, 0b0001_0001, 0b1111_1111], ids=bin)
+def test_a_mask_that_keeps_another_count_is_refused(byte):
+    packed = PACKED["sparse"]
+    mask = packed.mask.at[3].set(byte)
+    with pytest.raises(ValueError, match=r"the mask keeps .* of 4 values, not 2; the file is damaged"):
+        formats.unpack(dataclasses.replace(packed, mask=mask))
+
+
+@pytest.mark.parametrize("field", ["format", "tile", "rule"])
+@pytest.mark.parametrize("value", [[], {}, None, 3], ids=str)
+def test_another_kind_of_field_is_no_fp4_scaling(field, value):
+    with pytest.raises(ValueError, match=f"{field}={re.escape(repr(value))} is "):
+        Fp4(**{field: value})

@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tcfp_jax
 from models import train
 from models.checkpoint import RunDirectory, describe
 from models.gpt import GPTConfig
-from models.intact import DIGESTS_FILE, LOCK_FILE, check_digests
+from models.intact import DIGESTS_FILE, LOCK_FILE, VERSION_FILE, check_digests, write_json
 from models.settings import TrainConfig
 from models.training import TrainState
 
@@ -134,8 +136,23 @@ def test_a_checkpoint_without_digests_is_read_and_its_damage_named(run, capsys):
 
 def test_a_whole_checkpoint_of_another_state_is_no_damage(run):
     other = state_of(0)._replace(params={"kernel": jnp.ones((3, 3)), "more": jnp.ones(2)})
-    with opened(run) as directory, pytest.raises(ValueError, match="has not changed, but does not hold a state"):
-        directory.restore(other)
+    wrote = rf"tcfp_jax {tcfp_jax.__version__}, jax {jax.__version__} wrote it, tcfp_jax "
+    for message in (wrote, "unknown versions wrote it"):
+        with (
+            opened(run) as directory,
+            pytest.raises(ValueError, match="has not changed, but does not hold .*" + message),
+        ):
+            directory.restore(other)
+        # A checkpoint of before has digests alone.
+        (run / "checkpoints/5" / VERSION_FILE).unlink(missing_ok=True)
+        write_json(
+            run / "checkpoints/5" / DIGESTS_FILE,
+            {
+                name: digest
+                for name, digest in json.loads((run / "checkpoints/5" / DIGESTS_FILE).read_text()).items()
+                if name != VERSION_FILE
+            },
+        )
 
 
 LINES = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 6)]

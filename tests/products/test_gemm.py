@@ -407,7 +407,9 @@ def test_a_hessian_in_bf16_is_the_same_in_every_mode():
 
     wanted = jax.jit(jax.jacrev(jax.jacrev(loss)))(w)
     for outer, inner in ((jax.jacfwd, jax.jacrev), (jax.jacfwd, jax.jacfwd), (jax.jacrev, jax.jacfwd)):
-        np.testing.assert_allclose(jax.jit(outer(inner(loss)))(w), wanted, rtol=0, atol=2e-2 * float(jnp.max(jnp.abs(wanted))))
+        np.testing.assert_allclose(
+            jax.jit(outer(inner(loss)))(w), wanted, rtol=0, atol=2e-2 * float(jnp.max(jnp.abs(wanted)))
+        )
 
 
 @pytest.mark.parametrize("place", STACKED)

@@ -12,7 +12,7 @@ import pytest
 from flax import serialization
 
 import tcfp_jax
-from tcfp_jax import optim
+from tcfp_jax import formats, optim
 from tcfp_jax.inference.serving import quantize_params
 from tests.helpers import same_bits
 
@@ -62,6 +62,7 @@ STATES = {
     "adamw": lambda: optim.adamw(1e-3, key=jax.random.key(1)).init(stored()),
     "packed": lambda: quantize_params(PARAMS, "tcfp12", storage="packed"),
     "fp4": lambda: quantize_params(PARAMS, "nvfp4"),
+    "format": lambda: {"a": formats.pack(PARAMS["up"]["kernel"], formats.nvfp4, sparsity=(4, 2))},
 }
 
 
