@@ -286,7 +286,7 @@ def test_examples_run(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("remat", ["none", "products", "block"])
+@pytest.mark.parametrize("remat", ["none", "products", "block", "attended", "attended+gate_fp8+up_fp8"])
 def test_flash_attention_and_remat_on_a_gpu(remat):
     config = LlamaConfig(layers=2, width=256, heads=4, kv_heads=2, hidden=512, context=128, attention="products")
     exact = Llama(config)
@@ -304,7 +304,7 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
     (a, ours), (b, theirs) = jax.jit(lambda: gradients(fast))(), jax.jit(lambda: gradients(exact))()
     assert float(a) == pytest.approx(float(b), rel=1e-2)
     norms = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y) / jnp.linalg.norm(y), ours, theirs)
-    assert max(map(float, jax.tree.leaves(norms))) < 0.05
+    assert max(map(float, jax.tree.leaves(norms))) < (0.08 if "fp8" in remat else 0.05)
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------

@@ -69,10 +69,10 @@ def test_levels_have_the_same_forward_pass_and_gradients_as_good_as_their_copies
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_levels_grow_by_one_name_and_have_copies_where_products_read_fp8():
+def test_levels_grow_by_names_and_have_copies_where_products_read_fp8():
     for copies in ("exact", "fp8"):
         levels = [kept_names(level) for level in remat_levels(copies)[:-1]]
-        assert [len(level) for level in levels] == list(range(len(levels)))
+        assert len(levels) == 7 and levels[0] == set()
         assert all(less < more for less, more in itertools.pairwise(levels))
     assert kept_names(remat_levels("exact")[-2]) == set(KEPT_NAMES)
     kinds = {name: families.copies_of(tcfp_jax.recipe(name)) for name in ("bf16", "tcfp12", "tcfp12_single", "rowwise")}
