@@ -67,6 +67,49 @@ def test_arithmetic_on_codes_raises_or_is_nan(name, shape):
         assert np.isnan(jax.jit(kernel)(changed)).all()
 
 
+def of_codes(change):
+    """The change of the codes alone, in their dtype."""
+    return lambda old: jax.tree.map(lambda x: change(x) if x.dtype.itemsize == 1 else x, old)
+
+
+# (change, if a kernel that is compared by its largest value shows it)
+SMALL = {
+    "half": (lambda old: jax.tree.map(lambda x: x * 0.5, old), True),
+    "signs": (lambda old: jax.tree.map(lambda x: -x, old), True),
+    "half of the codes": (of_codes(lambda x: (x.astype(jnp.float32) / 2).astype(x.dtype)), True),
+    "codes below 1": (of_codes(lambda x: jnp.clip(x, -1, 1)), True),
+    "signs of the codes": (of_codes(lambda x: -x), False),
+    "other places": (of_codes(lambda x: x[::-1]), False),
+}
+
+
+@pytest.mark.parametrize("remainder", ["stochastic", "dropped"])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_kernels_show_changes_of_their_largest_value_alone(name, remainder):
+    """The page of stored weights names the others, which a sample shows."""
+    change, shown = SMALL[name]
+    for shape, raises in ((SHAPES["small"], shown), (SHAPES["sampled"], True)):
+        changed = change(stored(shape, remainder=remainder))
+        if raises:
+            with pytest.raises(ValueError, match="other codes than its last rounding wrote"):
+                kernel(changed)
+        else:
+            assert np.isfinite(kernel(changed)).all()
+
+
+@pytest.mark.parametrize("remainder", ["stochastic", "dropped", "feedback"])
+def test_an_average_of_small_kernels_goes_few_steps_before_it_shows(remainder):
+    old, new = (stored(SHAPES["small"], seed, remainder=remainder) for seed in (0, 1))
+
+    def averaged(old):
+        for _ in range(30):
+            old = optax.incremental_update(new, old, 0.01)
+            kernel(old)
+
+    with pytest.raises(ValueError, match="other codes than its last rounding wrote"):
+        averaged(old)
+
+
 X = jnp.asarray(RNG.standard_normal((4, 64)), jnp.float32)
 SQUARE = lambda params: jnp.sum(tcfp_jax.matmul(X, params["kernel"], recipe="tcfp12_single") ** 2)
 ADAMW = optim.adamw(1e-2, key=KEY)
@@ -185,6 +228,32 @@ def test_a_transformation_after_adamw_is_never_silent(name):
             jax.jit(step)(params, tx.init(params))
     else:
         assert np.isnan(kernel(jax.jit(step)(params, tx.init(params)))).all()
+
+
+# optax itself refuses these, with its own message: their states have the structure or the dtypes of the parameters.
+REFUSED = {
+    "add_noise": optax.add_noise(0.01, 0.5, jax.random.key(0)),
+    "reduce_on_plateau": optax.contrib.reduce_on_plateau(),
+    "clip_by_global_norm": optax.clip_by_global_norm(1.0),
+    "scale_by_adam": optax.scale_by_adam(),
+    "scale_by_trust_ratio": optax.scale_by_trust_ratio(),
+    "trace": optax.trace(0.9),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_transformation_that_cannot_stand_after_adamw_is_loud_and_has_its_place_in_on_stored(name):
+    params, grads = stored((32, 128)), floats((32, 128), 3)
+
+    def step(tx):
+        more = {"value": 1.0} if name == "reduce_on_plateau" else {}
+        return tcfp_jax.apply_updates(params, tx.update(grads, tx.init(params), params, **more)[0])
+
+    for run in (step, lambda tx: jax.jit(lambda: step(tx))()):
+        with pytest.raises((ValueError, TypeError), match=r"dtype|Rewritten"):
+            run(optax.chain(ADAMW, REFUSED[name]))
+    after = kernel(step(optim.on_stored(optax.chain(optax.adamw(1e-2), REFUSED[name]))))
+    assert np.isfinite(after).all() and not same_bits(after, kernel(params))
 
 
 @pytest.mark.parametrize("size", [2.0**63, -3e38])
