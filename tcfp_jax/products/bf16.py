@@ -81,7 +81,12 @@ _Mapped: TypeAlias = tuple[_Axes, ...]
 def product(recipe: Recipe, sharding: Sharding, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return `x @ w` of floats `[..., k]` and `[k, n]` in the dtype of x; it has derivatives in both modes.
 
-    JAX's own transpose of the product would multiply float32 gradients. Here those of the backward pass are BF16, too.
+    JAX's own transpose of the product would multiply float32 gradients. Here the backward pass has BF16 operands, too.
+
+    >>> from tcfp_jax.recipes import recipe
+    >>> of_x = lambda x: product(recipe("bf16"), None, x, jnp.ones((2, 1)))
+    >>> jax.jvp(of_x, (jnp.ones((1, 2)),), (jnp.full((1, 2), 0.25),))[1].tolist()
+    [[0.5]]
     """
     with jax.named_scope("forward"):
         y = dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (x.ndim - 1,), (0,), x.dtype, sharding)
