@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Row, Tensor
 from pallas_kernels.specs import hidden_shards, sharding_of, varying_alike
-from tcfp_jax.products.annotations import differentiated_once
+from tcfp_jax.products.annotations import differentiated_once, head
 from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, rounded
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.recipes import recipe as named_recipe
@@ -98,13 +98,6 @@ def cross_entropy(
     """
     recipe = named_recipe(recipe)
     quantized, w = opened(kernel) if isinstance(kernel, Stored) else (None, kernel)
-    if recipe.fp4 is not None:
-        raise NotImplementedError(f"recipe with weight={recipe.weight}: a head in emulated FP4 gains nothing; use bf16")
-    if any(sharding_of(leaf) is not None for leaf in jax.tree.leaves((x, w, quantized))):
-        raise NotImplementedError(
-            "cross_entropy under a mesh with explicit axes: its chunks of tokens are not laid out for them; make the "
-            "mesh with axis_types=jax.sharding.AxisType.Auto, or call it in jax.shard_map"
-        )
     asked = Loss(recipe, label_smoothing, z_loss, soft_cap, chunk)
     targets, weights = _checked(x.shape, targets, weights)
     shares = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
@@ -153,10 +146,28 @@ def _checked(x: tuple[int, ...], targets: jax.Array, weights: jax.Array | None) 
 
 
 def loss_of(
-    asked: Loss, x: jax.Array, w: jax.Array | None, quantized: Stored | None, targets: jax.Array, shares: jax.Array
+    asked: Loss,
+    x: jax.Array,
+    w: jax.Array | None,
+    quantized: Stored | None,
+    targets: jax.Array,
+    shares: jax.Array,
+    key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `cross_entropy` of a weight `[k, vocabulary]` as floats, quantized or both, and shares in the mean."""
-    x, w, quantized = operands_of(asked.recipe, x, w, quantized, None)
+    """Return `cross_entropy` of a weight `[k, vocabulary]` as floats, quantized or both, and shares in the mean.
+
+    The key is for a stochastic residual if the weight is quantized here.
+    """
+    if asked.recipe.fp4 is not None:
+        raise NotImplementedError(
+            f"recipe with weight={asked.recipe.weight}: a head in emulated FP4 gains nothing; use bf16"
+        )
+    if any(sharding_of(leaf) is not None for leaf in jax.tree.leaves((x, w, quantized))):
+        raise NotImplementedError(
+            "cross_entropy under a mesh with explicit axes: its chunks of tokens are not laid out for them; make the "
+            "mesh with axis_types=jax.sharding.AxisType.Auto, or call it in jax.shard_map"
+        )
+    x, w, quantized = operands_of(asked.recipe, x, w, quantized, key)
     *tokens, k = x.shape
     if 0 in x.shape:
         return jnp.sum(shares) / 0, jnp.zeros(tokens, jnp.float32)
@@ -168,7 +179,9 @@ def loss_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(asked: Loss, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    return _by_chunks(asked, (), *operands)[:2]
+    # JAX runs this body only if nobody differentiates.
+    mean, losses, *_ = _by_chunks(asked, (), *operands)
+    return head(mean, asked), losses
 
 
 def _forward(asked: Loss, *primals: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -217,9 +230,12 @@ def _by_chunks(
         padded = jnp.pad(array, [(0, size * count - tokens)] + [(0, 0)] * (array.ndim - 1))
         return padded.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
 
+    # Outside of the loop, for products that read floats.
+    read = w if w is None or quantized is not None else w.astype(jnp.bfloat16)
+
     def of_chunk(dw: jax.Array | None, given: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        losses, dx, added = _chunk(asked, wanted, w, quantized, *given)
-        return None if dw is None or added is None else dw + added, (losses, dx)
+        losses, dx, dw = _chunk(asked, dw, "x" in wanted, read, quantized, *given)
+        return dw, (losses, dx)
 
     dw = None
     if "w" in wanted:
@@ -240,14 +256,15 @@ def _by_chunks(
 
 def _chunk(
     asked: Loss,
-    wanted: tuple[str, ...],
+    total_dw: jax.Array | None,
+    wants_dx: bool,
     w: jax.Array | None,
     quantized: Stored | None,
     x: jax.Array,
     targets: jax.Array,
     shares: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Return (losses, gradient of x, float32 gradient of w) of tokens `[tokens, k]`."""
+    """Return (losses, gradient of x or None, the float32 gradient of w so far or None) of tokens `[tokens, k]`."""
     recipe, smoothing = asked.recipe, asked.label_smoothing
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
@@ -261,7 +278,7 @@ def _chunk(
         if smoothing:
             picked = (1 - smoothing) * picked + smoothing * jnp.mean(logits, axis=-1)
         losses = jnp.where(shares == 0, 0.0, total - picked + asked.z_loss * jnp.square(total))
-    if not wanted:
+    if total_dw is None and not wants_dx:
         return losses, None, None
     with jax.named_scope("quantize_g"):
         slant = 1 + 2 * asked.z_loss * total
@@ -275,10 +292,11 @@ def _chunk(
     saved = replace(
         saved,
         x_type=jax.core.ShapedArray(x.shape, kept),
-        w_type=jax.core.ShapedArray(w.shape, jnp.float32) if "w" in wanted and w is not None else None,
+        w_type=None if total_dw is None else jax.core.ShapedArray(total_dw.shape, jnp.float32),
     )
-    dx, dw, *_ = backward(Asked(recipe), saved, g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32), g_q)
-    return losses, dx if "x" in wanted else None, dw
+    g = g.astype(jnp.bfloat16 if x.dtype.itemsize == 2 else jnp.float32)
+    dx, dw, *_ = backward(Asked(recipe), saved, g, g_q, total_dw)
+    return losses, dx if wants_dx else None, dw
 
 
 def _capped(asked: Loss, logits: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array | float]]:

@@ -22,11 +22,12 @@ from tcfp_jax.conversion.evaluate import (
     Body,
     bodies_of,
     eval_jaxpr,
+    is_head,
     is_inlined,
     opened,
     scan_counts,
 )
-from tcfp_jax.conversion.factors import Product, lookup_of, product_by_hand, product_of
+from tcfp_jax.conversion.factors import Product, head_of_loss, lookup_of, product_by_hand, product_of
 from tcfp_jax.conversion.unfold import linearity
 from tcfp_jax.conversion.views import COMPUTED, Equation, Fact, Place, move, operand_number
 from tcfp_jax.products.annotations import WEIGHT_NAME, marked
@@ -52,6 +53,7 @@ class Census:
       linear: places of products of weights that are linear in parameters: the reason to rewrite the program.
       inline: function of a weight's path and a scope to the rule that opens a custom derivative there, or None.
       opened: the rules that opened one.
+      exponents: pairs of a place and the size of an exponential of values that follow it.
     """
 
     products: dict[Place, Product] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Census:
     linear: set[Place] = field(default_factory=set)
     inline: Callable[[str, str], str | None] = lambda path, scope: None
     opened: set[str] = field(default_factory=set)
+    exponents: set[tuple[Place, int]] = field(default_factory=set)
 
     def walk(self, body: Body, facts: Sequence[Fact], place: Place, *, inline: bool = False) -> list[Fact]:
         """Walk a body, and return the facts of its outputs."""
@@ -119,7 +122,8 @@ def census(
         # A model without a head ends in its hidden width, which some other product contracts.
         as_wide = product.path in tables or product.n in tables.values() or product.n not in contracted
         if place in last and place in found.hidden and product.n > 1 and as_wide:
-            found.products[place] = dataclasses.replace(product, head=True)
+            softmax = (place, product.rows * product.n) in found.exponents
+            found.products[place] = dataclasses.replace(product, head=True, softmax=softmax)
     return found
 
 
@@ -145,6 +149,8 @@ def _ordinary(found: Census, eqn: Equation, inputs: list[Fact], place: Place) ->
     """Return the facts of an ordinary equation: views of its operand, or mixtures of all of its operands."""
     bodies = bodies_of(eqn)
     if bodies and eqn.primitive.name in CUSTOM:
+        if is_head(eqn, bodies):
+            return _head(found, eqn, inputs, place)
         scope = str(eqn.source_info.name_stack)
         rules = {found.inline(fact.source, scope) for fact in inputs if _is_weight(fact)}
         if rules - {None}:
@@ -167,6 +173,8 @@ def _output(found: Census, eqn: Equation, inputs: list[Fact], number: int, place
     else:
         found.read(eqn, inputs)
     joined = _join(inputs)
+    if name == "exp":
+        found.exponents |= {(place, _size(eqn.outvars[0])) for place in joined.follows}
     if _is_weight(joined):
         levels = ["scaled" if fact.view is not None else fact.linear for fact in inputs]
         alone = not found.inside and len(eqn.outvars) == 1 and any(levels)
@@ -264,7 +272,7 @@ def _shard_map(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -
 def _scan(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
     body, (first, count) = opened(eqn.params["jaxpr"]), scan_counts(eqn.params)
     jaxpr, second = body[0], first + count
-    fixed, carry, xs = inputs[:first], inputs[first:second], [_entry(fact) for fact in inputs[second:]]
+    fixed, carry, xs = inputs[:first], inputs[first:second], [fact.entry() for fact in inputs[second:]]
     # A value that every round hands on unchanged keeps its view.
     still = [jaxpr.outvars[i] is jaxpr.invars[first + i] for i in range(count)]
     carry = [fact if same else _carried(fact) for fact, same in zip(carry, still, strict=True)]
@@ -300,18 +308,6 @@ def _settled(
         if grown == carry:
             return carry, outputs
         carry = grown
-
-
-def _entry(fact: Fact) -> Fact:
-    """Return the fact of one entry of an array that a scan runs over."""
-    view = fact.view
-    if view is None:
-        return fact
-    if len(view.axes[0]) == 1:
-        return dataclasses.replace(fact, view=view.drop(0))
-    if view.axes[0]:  # several atoms: the layers of two stacks in one axis
-        return fact.opaque(COMPUTED)
-    return dataclasses.replace(fact, view=view.arrange(range(1, len(view.axes))))
 
 
 def _carried(fact: Fact) -> Fact:
@@ -380,6 +376,17 @@ def _product(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> 
     if found.products[place].reason:
         found.read(eqn, [weight])
     return [Fact(input=True, follows=frozenset({place}))]
+
+
+def _head(found: Census, eqn: Equation, inputs: list[Fact], place: Place) -> list[Fact]:
+    """Return the facts of a `losses.cross_entropy`, whose product is converted like others."""
+    x, w = inputs[:2]
+    merged = w.view is not None and any(len(axes) != 1 for axes in w.view.axes)
+    facts = _product(found, head_of_loss(eqn), [x, w.opaque("its table has merged axes") if merged else w], place)
+    found.forget(place)  # `unfold` rewrites products, and not this
+    if place in found.products:
+        found.products[place] = dataclasses.replace(found.products[place], primitive="cross_entropy")
+    return facts * 2
 
 
 _Rule = Callable[[Census, Equation, list[Fact], Place], list[Fact]]

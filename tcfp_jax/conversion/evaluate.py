@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, Sharding
 
 from pallas_kernels.operands import Fp4, Quantized, Row
 from pallas_kernels.specs import has_explicit_axes
-from tcfp_jax.conversion.shown import Shown, multiply
+from tcfp_jax.conversion.shown import Shown, multiply, multiply_head
 from tcfp_jax.conversion.views import Equation, move, operand_number
+from tcfp_jax.products.annotations import head_of
 from tcfp_jax.products.matmul import quantize_operand
 from tcfp_jax.recipes import Recipe
 
@@ -89,6 +90,13 @@ def bodies_of(eqn: Equation) -> list[Body]:
     return [(body, consts) for body, consts in map(opened, values) if hasattr(body, "eqns") and hasattr(body, "invars")]
 
 
+def is_head(eqn: Equation, bodies: Sequence[Body]) -> bool:
+    """Return whether an equation is a `losses.cross_entropy` with matrices whose recipe may change."""
+    options = head_of(bodies[0][0])
+    dims = [len(var.aval.shape) for var in eqn.invars]
+    return options is not None and options.recipe.stored is None and dims == [2, 2, 1, 1]
+
+
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """Return the numbers of constants and of carried values of a scan."""
     if "num_consts" in params:
@@ -124,6 +132,8 @@ class Machine:
             name, step = eqn.primitive.name, steps.get(number, ())
             # Bits depend on the place alone, so that another plan does not change the bits of a product.
             own = None if key is None or not step else jax.random.fold_in(key, number)
+            if isinstance(step, Recipe) and name in CUSTOM:  # `is_head`, by the plan
+                return multiply_head(eqn, given, step, head_of(bodies_of(eqn)[0][0]))
             if isinstance(step, Recipe):
                 options: dict[str, Any] = {} if own is None else dict(drawn=own)
                 if number in readers and not isinstance(given[0], Shown):

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tcfp_jax.conversion.views import Axes, Equation, Shape, View
 from tcfp_jax.products.annotations import Mark
@@ -14,6 +16,8 @@ from tcfp_jax.products.einsum import Contraction
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout
 
+# Dimension numbers of `x[t, k] @ w[k, n]`.
+MATRIX = (((1,), (0,)), ((), ()))
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -24,7 +28,8 @@ class Product:
     Attributes:
       path: path of the parameter; several paths are joined by " + ".
       shape: shape of the parameter, or of the operand that was computed from it.
-      primitive: the operation, such as "dot_general"; "gather" if rows of the parameter are looked up.
+      primitive: the operation, such as "dot_general"; "gather" if rows of the parameter are looked up, and
+        "cross_entropy" if the product is inside `losses.cross_entropy`.
       equation: the product as an einsum of x and the parameter, over the parameter's own axes.
       k, n: sizes of the matrix that multiplies each row of x; 0 if there is no matrix.
       rows: number of rows of x that each matrix multiplies.
@@ -35,6 +40,7 @@ class Product:
         a table that is looked up has rows (or the head multiplies that table), or as no other product contracts.
       recipe: recipe of a layer that computes the product in low precision by itself.
       precision: precision that the author asked for beyond the default.
+      softmax: whether the program takes exponentials of a head's result, all of them.
     """
 
     path: str
@@ -50,6 +56,7 @@ class Product:
     head: bool = False
     recipe: Recipe | None = None
     precision: str = ""
+    softmax: bool = False
 
     def __str__(self) -> str:
         """One line of a report."""
@@ -225,6 +232,13 @@ def product_by_hand(eqn: Equation, mark: Mark, path: str, view: View) -> Product
         path, view.shape, "dot_general", k=size(layout.inputs), n=size(layout.outputs), rows=mark.rows,
         scope=str(eqn.source_info.name_stack), layout=_layout_of(view, tuple(roles)), recipe=mark.recipe,
     )  # fmt: skip
+
+
+def head_of_loss(eqn: Equation) -> Equation:
+    """Return the product `x[t, k] @ w[k, n]` inside a `losses.cross_entropy`, as an equation of its own."""
+    x, w = (jax.ShapeDtypeStruct(var.aval.shape, jnp.float32) for var in eqn.invars[:2])
+    program = jax.make_jaxpr(lambda x, w: lax.dot_general(x, w, MATRIX))(x, w)
+    return program.eqns[0].replace(source_info=eqn.source_info)
 
 
 def lookup_of(eqn: Equation, path: str, view: View, inside: str) -> Product:

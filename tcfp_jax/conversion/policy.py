@@ -204,11 +204,15 @@ class Policy:
 
 
 def _storable(record: Record) -> Record:
-    """Return the choice for rows that are looked up, which takes nothing that cannot give rows; others as they are."""
-    recipe = record.recipe
-    if record.product.primitive != "gather" or recipe is None or (recipe.stored and isinstance(recipe.scaling, Tensor)):
+    """Return the choice for rows that are looked up or a head with its loss, if its recipe can serve it."""
+    recipe, primitive = record.recipe, record.product.primitive
+    if recipe is None or primitive not in ("gather", "cross_entropy"):
         return record
-    return dataclasses.replace(record, recipe=None, reason=f"{describe(recipe)} stores no table with one scale")
+    if primitive == "gather":
+        fits, why = recipe.stored and isinstance(recipe.scaling, Tensor), "stores no table with one scale"
+    else:
+        fits, why = recipe.fp4 is None, "has no head with its loss"
+    return record if fits else dataclasses.replace(record, recipe=None, reason=f"{describe(recipe)} {why}")
 
 
 # The policy of a model whose author wrote low-precision layers: nothing else takes a recipe.

@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
 from pallas_kernels.specs import entries, regrouped, split_entries, ungrouped, with_entries
-from tcfp_jax.conversion.factors import Factors, factors
+from tcfp_jax.conversion.factors import MATRIX, Factors, factors
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
 from tcfp_jax.layers import Absent
+from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, Weight
@@ -284,19 +285,8 @@ def multiply(
     side = 0 if isinstance(inputs[0], Shown) else 1
     weight, x, out = inputs[side], inputs[1 - side], eqn.outvars[0].aval
     view: View = weight.view
-    found = factors(eqn.params["dimension_numbers"], [var.aval.shape for var in eqn.invars], side, view)
-    assert isinstance(found, Factors), "the census plans no other product"
-    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
-    how = weight.weight
-    fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
-    stored = weight.stored if fits else None
-    kernel = weight.root if stored is not None else weight.numbers()
-    if stored is None and weight.local is not None:
-        stored = _gathered(weight, found, recipe)
-    if stored is None and recipe.stochastic:
-        key: jax.Array | None = jax.random.key(0)  # only evaluation quantizes here, and its calls repeat
-    else:
-        key = drawn if recipe.draws else None
+    found, kernel, stored = _taken(weight, eqn.params["dimension_numbers"], eqn.invars, side, recipe)
+    key = jax.random.key(0) if _rounds_here(stored, recipe) else drawn if recipe.draws else None
     if x_quantized is not None:  # x[..., k] by the kernel as a matrix, whatever the kernel's own axes are
         layout = found.contraction.layout
         return contract(
@@ -314,3 +304,38 @@ def multiply(
         found.contraction, x, kernel, recipe=recipe, quantized=stored, key=key, shape=view.sizes, out_sharding=asked,
     )  # fmt: skip
     return (regrouped(y, found.out_groups) if found.out_groups else y).astype(out.dtype)
+
+
+def multiply_head(eqn: Equation, inputs: Sequence[Any], recipe: Recipe, options: Loss) -> list[jax.Array]:
+    """Return (mean, losses) of a `losses.cross_entropy` with these options, computed as the recipe says."""
+    x, weight, targets, shares = inputs
+    found, kernel, stored = _taken(weight, MATRIX, eqn.invars[:2], 1, recipe)
+    layout = found.contraction.layout
+    matrix = None if kernel is None else layout.matrix(kernel)
+    if layout.transposed:
+        matrix = None if matrix is None else matrix.swapaxes(-1, -2)
+        stored = None if stored is None else stored.swap()
+    key = jax.random.key(0) if _rounds_here(stored, recipe) else None
+    asked = dataclasses.replace(options, recipe=recipe)
+    return list(loss_of(asked, x, matrix, stored, targets, shares, key))
+
+
+def _taken(
+    weight: Shown, numbers: Any, operands: Sequence[Any], side: int, recipe: Recipe
+) -> tuple[Factors, jax.Array | None, Stored | None]:
+    """Return (a product with a weight over the weight's own axes, its float numbers, its stored form)."""
+    found = factors(numbers, [var.aval.shape for var in operands], side, weight.view)
+    assert isinstance(found, Factors), "the census plans no other product"
+    # The stored form serves the product that it was made for; another product of the weight quantizes it here.
+    how = weight.weight
+    fits = how is not None and (how.recipe, how.layout) == (recipe, found.layout)
+    stored = weight.stored if fits else None
+    kernel = weight.root if stored is not None else weight.numbers()
+    if stored is None and weight.local is not None:
+        stored = _gathered(weight, found, recipe)
+    return found, kernel, stored
+
+
+def _rounds_here(stored: Stored | None, recipe: Recipe) -> bool:
+    """Return whether a weight is rounded stochastically at its product: only in evaluation, whose calls repeat."""
+    return stored is None and recipe.stochastic

@@ -302,3 +302,14 @@ class Fact:
     def computed(self) -> "Fact":
         """Return the fact of a value that leaves a body: a weight is not a view any more."""
         return self.opaque(COMPUTED if self.params and not self.input else "")
+
+    def entry(self) -> "Fact":
+        """Return the fact of one entry of an array that a scan runs over."""
+        view = self.view
+        if view is None:
+            return self
+        if len(view.axes[0]) == 1:
+            return dataclasses.replace(self, view=view.drop(0))
+        if view.axes[0]:  # several atoms: the layers of two stacks in one axis
+            return self.opaque(COMPUTED)
+        return dataclasses.replace(self, view=view.arrange(range(1, len(view.axes))))

@@ -1,10 +1,11 @@
 """Annotations: names in a traced program that say which low-precision product stands where.
 
-A product of ours is FP8 operands behind a custom derivative, which nobody can read in a jaxpr. So two identity
-functions, `mark` and `site`, pass an array through `checkpoint_name` with a name that stands for the product:
+A product of ours is FP8 operands behind a custom derivative, which nobody can read in a jaxpr. So three identity
+functions pass an array through `checkpoint_name` with a name that stands for the product:
 
     mark    on the kernel of a layer; the census of a model reads the kernel's layout and the recipe from it
     site    on the result inside the custom derivative; the monitor reads recipe, operands and shapes from it
+    head    on the mean of `losses.cross_entropy`, inside its custom derivative; a conversion reads its options from it
 
 A name costs nothing: it is gone when the program is lowered. A differentiated program has the derivative's rule instead
 of the body with the site.
@@ -45,12 +46,19 @@ class Site(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
+class Head(NamedTuple):
+    """A product together with its cross entropy, of these `losses.Loss`."""
+
+    options: Any
+
+
+_Annotation = Mark | Site | Head
 # Equal products share a number, so equal programs stay equal and annotations add nothing to the caches of jit.
-_ANNOTATIONS: list[Mark | Site] = []
-_NUMBERS: dict[Mark | Site, int] = {}
+_ANNOTATIONS: list[_Annotation] = []
+_NUMBERS: dict[_Annotation, int] = {}
 
 
-def _annotated(x: jax.Array, annotation: Mark | Site) -> jax.Array:
+def _annotated(x: jax.Array, annotation: _Annotation) -> jax.Array:
     number = _NUMBERS.setdefault(annotation, len(_ANNOTATIONS))
     if number == len(_ANNOTATIONS):
         _ANNOTATIONS.append(annotation)
@@ -87,13 +95,32 @@ def site(result: jax.Array, recipe: Recipe, operands: tuple[object, ...], words:
 
 def site_of(program: Any) -> Site | None:
     """Return the product that a program, a jaxpr or a closed one, computes, or None."""
+    return _last(program, Site)
+
+
+def head(mean: jax.Array, options: Any) -> jax.Array:
+    """Return the mean itself, annotated with the options of the cross entropy that made it."""
+    return _annotated(mean, Head(options))
+
+
+def head_of(program: Any) -> Any:
+    """Return the options of the cross entropy that a program computes, or None.
+
+    >>> head_of(jax.make_jaxpr(lambda mean: head(mean, "options"))(1.0)), head_of(jax.make_jaxpr(abs)(1.0))
+    ('options', None)
+    """
+    found = _last(program, Head)
+    return None if found is None else found.options
+
+
+def _last(program: Any, kind: type[_T]) -> _T | None:
     for eqn in reversed(getattr(program, "jaxpr", program).eqns):
-        if eqn.primitive.name == "name" and isinstance(found := _annotation_of(eqn.params["name"]), Site):
+        if eqn.primitive.name == "name" and isinstance(found := _annotation_of(eqn.params["name"]), kind):
             return found
     return None
 
 
-def _annotation_of(name: str) -> Mark | Site | None:
+def _annotation_of(name: str) -> _Annotation | None:
     return _ANNOTATIONS[int(name.removeprefix(_PREFIX))] if name.startswith(_PREFIX) else None
 
 
