@@ -172,7 +172,7 @@ class Llama(nn.Module):
     """Tokens `[batch, positions]` to float32 logits `[batch, positions, vocabulary]`.
 
     With `targets`, integers `[batch, positions]`, the result is the cross-entropy of each, float32 `[batch,
-    positions]`. The logits of all tokens are then never float32, and they exist together only with remat="none" and
+    positions]`, of which the mean can be differentiated. Logits in BF16 then exist together only with remat="none" and
     "products".
 
     Attributes:
@@ -208,11 +208,9 @@ class Llama(nn.Module):
             matrix = embedding.embedding.T
         else:
             matrix = Matrix((config.width, config.vocabulary), name="head")()
-        # Rounded within the product, so that the gradients of chunks of tokens are added in float32.
-        head = lambda x: x @ matrix.astype(dtype)
         if targets is not None:
-            return head_losses(head, x, targets, kept=kept_of_head(config.remat))
-        return head(x).astype(jnp.float32)
+            return head_losses(x, matrix, targets, kept=kept_of_head(config.remat))
+        return (x @ matrix.astype(dtype)).astype(jnp.float32)
 
 
 def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:

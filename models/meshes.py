@@ -124,16 +124,6 @@ def split_batch(x: jax.Array) -> jax.Array:
     return _constrained(x, P(("data", "fsdp"), *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
-def batch_parts() -> int:
-    """Return the number of parts into which the current mesh splits a batch; 1 without a mesh of `make_mesh`.
-
-    >>> batch_parts()
-    1
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape["data"] * mesh.shape["fsdp"] if mesh.axis_names == AXES else 1
-
-
 def looked_up(table: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return rows of a table `[rows, width]` as `[*tokens, width]`, with the batch split by the current mesh.
 

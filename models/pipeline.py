@@ -160,7 +160,7 @@ class Pipeline:
         norm = nn.RMSNorm(epsilon=self.config.norm_eps, dtype=dtype)
         normed: Any = norm.apply({"params": shared["final_norm"]}, y)
         matrix = table.T if self.config.head == "tied" else shared["head"]["kernel"]
-        return head_losses(lambda y: y @ matrix.astype(dtype), normed, targets, kept=kept_of_head(self.config.remat))
+        return head_losses(normed, matrix, targets, kept=kept_of_head(self.config.remat))
 
     def _rounds(self, layers: Any, x: jax.Array) -> jax.Array:
         """Send `[microbatches, rows, positions, width]` through all stages; only the last one has the result."""

@@ -135,7 +135,7 @@ class Policy:
         if settled is not None:
             return dataclasses.replace(settled, product=product)
         measured = "measured" in self.include and is_timed(device_kind())
-        return self._weighed(product) if measured else self._sized(product)
+        return _storable(self._weighed(product) if measured else self._sized(product))
 
     def _rule(self, product: Product) -> tuple[int | None, Recipe | str | None]:
         for number, rule in enumerate(self.rules):

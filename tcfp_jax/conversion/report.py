@@ -55,7 +55,7 @@ class Report:
         for product in (record.product for record in (*self.converted, *self.skipped) if record.product.softmax):
             size = 2 * product.rows * product.n / 1e6
             lines.append(
-                f"a softmax follows {product.path}: losses.cross_entropy saves its logits, {size:,.0f} MB in BF16"
+                f"a softmax follows {product.path}: losses.cross_entropy saves its logits, {size:,.3g} MB in BF16"
             )
         lines += [f"rounded to the packed format: {path}" for path in self.rounded]
         lines += [f"rule that matched nothing: {rule}" for rule in self.unmatched_rules]

@@ -263,10 +263,7 @@ def rounded(recipe: Recipe, x: jax.Array) -> jax.Array:
 def backward(
     asked: Asked, saved: Saved, g: jax.Array, g_q: Quantized | None = None, total: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
-    """Return the gradients of x and w from the gradient g of the result; `g_q` is g if it is quantized already.
-
-    The gradient of w is added to `total`, float32, if there is one.
-    """
+    """Return the gradients of x and w (added to `total`) from the result's, g, which `g_q` may hold quantized."""
     recipe, x_type, w_type = asked.recipe, saved.x_type, saved.w_type
     x_sharding = sharding_of(x_type)
     g = rounded(recipe, g)
@@ -295,7 +292,7 @@ def backward(
         if recipe.wgrad != "bf16":
             assert isinstance(saved.x, Operand) and g_q is not None and g_q.columns is not None, "quantized above"
             options: Any = dict(out_dtype=w_type.dtype, out_sharding=w_sharding, wire=recipe.wire)
-            if total is not None:
+            if total is not None and recipe.wire is None:
                 return dx, add_product(total, saved.x, g_q.columns, recipe.wgrad, recipe.backend), None, None
             dw = _multiply(saved.x, g_q.columns, recipe, recipe.wgrad, **options)
         else:

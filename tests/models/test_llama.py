@@ -32,9 +32,9 @@ def standard_promotion():
         yield
 
 
-def llama(config=MICRO, **changes):
-    """Return (the model in float32, variables of NumPy)."""
-    model = Llama(dataclasses.replace(config, **changes), dtype="float32")
+def llama(config=MICRO, dtype="float32", **changes):
+    """Return (the model, variables of NumPy)."""
+    model = Llama(dataclasses.replace(config, **changes), dtype=dtype)
     return model, variables_of(model, jnp.asarray(TOKENS))
 
 
@@ -310,18 +310,20 @@ def test_flash_attention_and_remat_on_a_gpu(remat):
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kept", ["logits", "inputs"])
-def test_losses_of_a_head_are_those_of_its_logits(kept, monkeypatch):
-    monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 8)  # 32 rows are four times as many
+def test_losses_of_a_head_are_those_of_its_logits(kept, dtype, monkeypatch):
+    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)  # 32 rows are four times the eight of eight devices
     rng = np.random.default_rng(3)
-    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 16, 8), (8, 300)))
-    for rows in (16, 13):  # 26 rows are three times as many, and two
-        head = lambda w: lambda x: x @ w
-        lean = lambda x, w, t: jnp.sum(losses.head_losses(head(w), x, t, kept=kept) ** 2)
-        plain = lambda x, w, t: jnp.sum(losses.cross_entropy(x @ w, t) ** 2)
-        args = x[:, :rows], w, jnp.asarray(TOKENS[:, :rows])
-        found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (lean, plain))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    x, w = jnp.asarray(rng.standard_normal((2, 16, 8)), dtype), jnp.asarray(rng.standard_normal((8, 300)), jnp.float32)
+    of_head = lambda x, w, t: jnp.mean(losses.head_losses(x, w, t, kept=kept))
+    plain = lambda x, w, t: jnp.mean(losses.cross_entropy(x @ w.astype(dtype), t))
+    args = x, w, jnp.asarray(TOKENS[:, :16])
+    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*args) for f in (of_head, plain))
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.abs(b).max()))
 
 
 def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
@@ -332,7 +334,7 @@ def test_cross_entropy_is_minus_the_logarithm_of_a_softmax():
 
 
 def test_a_backward_pass_of_losses_holds_no_logits():
-    model, variables = llama(UNTIED, remat="block")
+    model, variables = llama(UNTIED, "bfloat16", remat="block")
     tokens = jnp.asarray(TOKENS)
 
     def of_losses(v):
@@ -343,17 +345,18 @@ def test_a_backward_pass_of_losses_holds_no_logits():
     # Losses of the same parameters without it.
     by_logits = lambda v: losses.cross_entropy(model.apply(v, tokens[:, :-1]), tokens[:, 1:]).mean()
     found, expected = (jax.jit(jax.value_and_grad(f))(variables) for f in (of_losses, by_logits))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.05 * np.abs(b).max()), found, expected)
 
 
-@pytest.mark.slow
-def test_a_converted_head_multiplies_by_the_recipe_in_losses(monkeypatch):
-    monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 8)
-    model, variables = llama(UNTIED, remat="block")
+@pytest.mark.parametrize("config", [UNTIED, pytest.param(MICRO, marks=pytest.mark.slow)], ids=["untied", "tied"])
+def test_a_converted_head_multiplies_by_the_recipe_in_losses(config, monkeypatch):
+    monkeypatch.setattr(tcfp_jax.losses, "TOKENS_AT_ONCE", 1)
+    model, variables = llama(config, "bfloat16", remat="block")
     tokens = jnp.asarray(TOKENS)
     converted = tcfp_jax.conversion.convert_to_tcfp(model, "tcfp12_single", tokens, include=("linear", "small", "head"))
     weights = tcfp_jax.conversion.find_weights(converted)
-    assert "head/kernel" in weights
+    path = ("head", "kernel") if config is UNTIED else ("embedding", "embedding")
+    assert "/".join(path) in weights
     params = tcfp_jax.store(variables["params"], weights, key=jax.random.key(0))
 
     def of_losses(params):
@@ -364,8 +367,8 @@ def test_a_converted_head_multiplies_by_the_recipe_in_losses(monkeypatch):
 
     found, expected = (jax.jit(tcfp_jax.value_and_grad(f))(params) for f in (of_losses, by_logits))
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=2e-3)
-    for path in (("head", "kernel"), ("layers", "down", "kernel")):
+    for place in (path, ("layers", "down", "kernel")):
         a, b = found[1], expected[1]
-        for name in path:
+        for name in place:
             a, b = a[name], b[name]
-        assert float(jnp.linalg.norm(a - b)) < 0.1 * float(jnp.linalg.norm(b))
+        assert float(jnp.linalg.norm(a - b)) < 0.12 * float(jnp.linalg.norm(b))
