@@ -128,10 +128,10 @@ def train(config: Config, name: str, layers: int) -> Run:
     """Train twenty steps, then time further ones."""
     size = dataclasses.replace(config.model, layers=layers)
     settings: Any = llama.Config(size, size, config.tokens, config.tokens, {}, include=("linear", "small"))
-    settings = fitting.settled(settings, name, llama.make_training)
     # A first update of full size would raise the loss of a model this wide to 27.
-    training = llama.make_training(settings, name, optax.linear_schedule(0.0, 4e-5, config.steps))
-    (step, compile_seconds), losses = training.compile(), []
+    make = functools.partial(llama.make_training, rate=optax.linear_schedule(0.0, 4e-5, config.steps))
+    settings, done = fitting.settled(settings, name, make)
+    (step, compile_seconds), losses = make(settings, name).compile(done=done), []
     for windows in draw_windows(config):
         step.inputs = (windows,)
         losses.append(step())

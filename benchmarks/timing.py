@@ -139,7 +139,9 @@ class Training(NamedTuple):
         """Return the step, lowered for one device."""
         return jax.jit(self.step, donate_argnums=0).lower(*jax.eval_shape(self.init, jax.random.key(seed)))
 
-    def compile(self, seed: int = 0, place: Callable[[Any], Any] | None = None) -> tuple[Threaded, float]:
+    def compile(
+        self, seed: int = 0, place: Callable[[Any], Any] | None = None, done: tuple[Any, float] | None = None
+    ) -> tuple[Threaded, float]:
         """Return (the compiled step with its first state, seconds of compiling).
 
         The state is made after compiling, which needs memory of its own.
@@ -147,6 +149,7 @@ class Training(NamedTuple):
         Args:
           seed: Seed of `init`.
           place: Function of the shapes of `init` that returns their shardings; None on one device.
+          done: The compiled step and its seconds, if there is one already.
         """
         key = jax.random.key(seed)
         given = jax.eval_shape(self.init, key)
@@ -155,7 +158,7 @@ class Training(NamedTuple):
             given = jax.tree.map(lambda leaf, at: leaf.update(sharding=at), given, shardings)
         results = None if shardings is None else (shardings[0], None)
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=results)
-        compiled, seconds = compile_timed(jitted, *given)
+        compiled, seconds = done or compile_timed(jitted, *given)
         return Threaded(jitted, compiled, *jax.jit(self.init, out_shardings=shardings)(key)), seconds
 
 
