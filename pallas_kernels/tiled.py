@@ -110,8 +110,10 @@ def map_tiles(
     name: str,
     reference: Body,
     tiling: Tiling = Tiling(),
+    rows: Sequence[jax.Array] = (),
+    columns: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Run `body(*tiles, *scalars)` over every tile of matrices `[*m, k]`, whose rows may be several axes.
+    """Run `body(*tiles, *rows, *columns, *scalars)` over every tile of matrices `[*m, k]`; m may be several axes.
 
     Args:
       body: computes one tile; it returns a value for each of `outputs`, in its form.
@@ -122,16 +124,18 @@ def map_tiles(
       reference: the same computation on whole matrices, without a kernel, with results in the shapes that are written.
         It runs on devices whose part no tile divides.
       tiling: cut of the matrices.
+      rows, columns: vectors `[*m]` with a value for each row, and `[k]` for each column; `body` gets `[rows, 1]` and
+        `[1, columns]`.
 
     Returns:
       For each output its matrix `[*m, k]`, followed by its transpose `[k, *m]` if it is wanted.
     """
-    count = len(inputs)
-    call = functools.partial(_call, tuple(outputs), name, count, tiling, body)
+    count, vectors = len(inputs), (len(rows), len(columns))
+    call = functools.partial(_call, tuple(outputs), name, count, vectors, tiling, body)
 
     def local(*operands: jax.Array, summed_over: tuple[str, ...]) -> list[jax.Array]:
         if not tiling.by_kernel or tiling.fit(*operands[0].shape) is None:
-            whole = reference(*operands[:count], *(scalar[0] for scalar in operands[count:]))
+            whole = reference(*operands[:count], *_shaped(operands[count:], vectors))
             pairs = zip(outputs, whole, strict=True)
             return [
                 x for output, y in pairs
@@ -141,20 +145,29 @@ def map_tiles(
             *operands, cpu=functools.partial(call, interpret=True), cuda=functools.partial(call, interpret=False)
         )
 
-    rule = ", ".join(["i j"] * count + ["u"] * len(scalars)) + " -> " + ", ".join(output.rule for output in outputs)
-    *rows, k = inputs[0].shape
-    m = math.prod(rows)
+    letters = ["i j"] * count + ["i"] * len(rows) + ["j"] * len(columns) + ["u"] * len(scalars)
+    rule = ", ".join(letters) + " -> " + ", ".join(output.rule for output in outputs)
+    *leading, k = inputs[0].shape
+    m = math.prod(leading)
     sides = (("p", "i", m, tiling.rows), ("q", "j", k, tiling.columns))
     blocks = {count: BlocksOf(axis, fixed[0], size) for count, axis, size, fixed in sides if len(fixed) == 1}
-    return partitioned(local, rule, blocks, merged={"i": tuple(rows)})(
-        *inputs, *(scalar.reshape(1) for scalar in scalars)
+    return partitioned(local, rule, blocks, merged={"i": tuple(leading)})(
+        *inputs, *rows, *columns, *(scalar.reshape(1) for scalar in scalars)
     )
+
+
+def _shaped(operands: Sequence[jax.Array], vectors: tuple[int, int]) -> list[jax.Array]:
+    """Return vectors of rows as `[m, 1]`, of columns as `[1, k]`, and scalars."""
+    first, last = vectors[0], sum(vectors)
+    of_rows, of_columns = (x[:, None] for x in operands[:first]), (x[None, :] for x in operands[first:last])
+    return [*of_rows, *of_columns, *(x[0] for x in operands[last:])]
 
 
 def _call(
     outputs: tuple[Output, ...],
     name: str,
     count: int,
+    vectors: tuple[int, int],
     tiling: Tiling,
     body: Body,
     *operands: jax.Array,
@@ -188,20 +201,24 @@ def _call(
 
     def kernel(*refs: Any) -> None:
         tiles = [ref[...] for ref in refs[:count]]
-        scalars = [ref[0] for ref in refs[count : len(operands)]]
+        rest = _shaped([ref[...] for ref in refs[count:last]], vectors) + [ref[0] for ref in refs[last : len(operands)]]
         targets = iter(refs[len(operands) :])
-        for output, result in zip(outputs, body(*tiles, *scalars), strict=True):
+        for output, result in zip(outputs, body(*tiles, *rest), strict=True):
             target = next(targets)
             target[...] = result.T if output.form == "transposed" else result.reshape(target.shape)
             if output.transposed:
                 next(targets)[...] = result.T
 
-    scalar_spec = pl.BlockSpec((1,), lambda i, j: (0,))
+    last = count + sum(vectors)
+    of_rows, of_columns = pl.BlockSpec((rows,), lambda i, j: (i,)), pl.BlockSpec((columns,), lambda i, j: (j,))
+    specs_in = [pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count
+    specs_in += [of_rows] * vectors[0] + [of_columns] * vectors[1]
+    specs_in += [pl.BlockSpec((1,), lambda i, j: (0,))] * (len(operands) - last)
     return pl.pallas_call(
         kernel,
         out_shape=varying(shapes, *operands),
         grid=(m // rows, k // columns),
-        in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j))] * count + [scalar_spec] * (len(operands) - count),
+        in_specs=specs_in,
         out_specs=specs,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),

@@ -1,5 +1,6 @@
 """`quantize` and `dual_quantize` with every scaling: against NumPy's formulas, and kernels against the references."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ import pytest
 from pallas_kernels.operands import BLOCK_SIZES, SCALE_DTYPE, Block, Row, Tensor
 from pallas_kernels.quantize import triton_rows
 from pallas_kernels.quantize.api import dual_quantize, quantize
+from pallas_kernels.quantize.computed import quantize_computed
 from tests.helpers import decibels, float64_of, same_bits
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -388,3 +390,41 @@ class TestDualQuantize:
             dual_quantize(jnp.ones((64, 64)), Block(32, "vector"), backend="triton")
         with pytest.raises(NotImplementedError, match="has no 'mosaic' implementation"):
             dual_quantize(jnp.ones((64, 64)), backend="mosaic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Softmax less the target, as the loss of a head computes it, times powers of two."""
+
+    twice: bool
+
+    def __call__(self, x, total, targets, factors, places):
+        share = jnp.exp2(1.442695 * (x.astype(jnp.float32) - total)) - jnp.where(targets == places, 1.0, 0.0)
+        return (share * factors, share * 2.0**13) if self.twice else (share * 2.0**13,)
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["one scale", "rows"])
+@pytest.mark.parametrize("shape", [(64, 96), (48, 40)], ids=str)  # 40 columns make no tiles
+def test_computed_values_are_the_rounded_values_of_the_function_in_both_orientations(shape, twice):
+    rng, compute = np.random.default_rng(3), Shares(twice)
+    x = jnp.asarray(4 * rng.standard_normal(shape), jnp.bfloat16).at[2, 5].set(jnp.nan)
+    total, targets = jax.nn.logsumexp(x.astype(jnp.float32), axis=1), jnp.arange(shape[0]) % shape[1]
+    rows, columns = (total, targets, jnp.exp2((8 + targets % 6).astype(jnp.float32))), (jnp.arange(shape[1]),)
+    floats = compute(x, *(v[:, None] for v in rows), columns[0][None])
+    wanted = [quantized(g, E5M2, Tensor(), amax=jnp.float32(LARGEST[E5M2])).rows.values for g in floats]
+    for backend in ("xla", "triton") if shape[1] % 16 == 0 else ("xla",):
+        call = functools.partial(
+            quantize_computed, compute, dtype=E5M2, rows=rows, columns=columns, results=1 + twice, backend=backend
+        )
+        values, turned = jax.jit(call)(x)
+        assert np.isnan(np.float32(values[2])).all() and np.isnan(np.float32(turned[:, 2])).all()
+        for got, want in ((values, wanted[0]), (turned.T, wanted[-1])):
+            got, want = np.float64(got), np.float64(want)
+            # A neighbour at most, where exponentials differ in a bit.
+            near = np.abs(got - want) <= 2.0**-2 * np.abs(want) + 2.0**-16
+            assert (near | np.isnan(want)).all() and (got == want)[~np.isnan(want)].mean() > 0.99
+
+
+def test_computed_values_whose_sizes_make_no_tiles_name_the_repair():
+    with pytest.raises(NotImplementedError, match=r'x\[48, 40\].*use backend="xla" or pad'):
+        quantize_computed(lambda x: (x,), jnp.ones((48, 40)), E5M2, backend="triton")
