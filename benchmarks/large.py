@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import optax
 from benchmarks import common, fitting, llama, timing
 from benchmarks.common import Result, markdown_table
 from benchmarks.llama import BASELINE, PEAK_TFLOPS, STORED
-from models.llama import LLAMAS, LlamaConfig
+from models.llama import LLAMAS, LlamaConfig, Loop
 from models.text import load_installed
 
 NAME = "large"
@@ -175,13 +175,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of 4096 tokens on a GPU (default: 4)")
     parser.add_argument("--bf16-layers", type=int, help="(default: all)")
     parser.add_argument("--remat", help="values that blocks keep (default: the model's, auto for llama-8b)")
+    parser.add_argument("--loop", choices=get_args(Loop), default="scan", help="over the blocks (default: scan)")
 
 
 def configure(options: argparse.Namespace) -> Config:
     """Return the settings of a command line; raise `ValueError` if BF16 has more layers than the model."""
     on_gpu = jax.default_backend() == "gpu" and not options.smoke
     model = LLAMAS[options.model or ("llama-8b" if on_gpu else "llama-tiny")]
-    model = dataclasses.replace(model, remat=options.remat or model.remat)
+    model = dataclasses.replace(model, remat=options.remat or model.remat, loop=options.loop)
     baseline = model.layers if options.bf16_layers is None else options.bf16_layers
     if not 0 < baseline <= model.layers:
         raise ValueError(f"--bf16-layers {baseline} of a model with {model.layers} layers; use 1 to {model.layers}")

@@ -40,7 +40,7 @@ from benchmarks.train_step import check_outputs
 from benchmarks.variants import EMULATED
 from models.families import FAMILIES, TABLES, ModelConfig, family_of, learner, model_config, model_names
 from models.gpt import GPTConfig
-from models.llama import LLAMAS, Block, Llama, LlamaConfig, rotations
+from models.llama import LLAMAS, Block, Llama, LlamaConfig, Loop, rotations
 from tcfp_jax.conversion import convert_to_tcfp, find_weights
 
 NAME = "llama"
@@ -319,6 +319,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", help=f"of {', '.join(every)}; {BASELINE} always runs")
     parser.add_argument("--model", choices=model_names(), help="of the whole step (default: llama-1b on a GPU)")
     parser.add_argument("--remat", help="values that blocks of a Llama keep in the whole step (default: the model's)")
+    parser.add_argument("--loop", choices=get_args(Loop), help="over the blocks of the whole step (default: scan)")
     parser.add_argument("--layers", type=int, default=None, help="blocks of the part block (default: 2)")
     parser.add_argument("--include", choices=["linear", "measured"], help="what recipes convert (default: linear)")
     parser.add_argument("--no-peaks", action="store_true", help="start no processes to measure peaks")
@@ -336,8 +337,7 @@ def configure(options: argparse.Namespace) -> Config:
     block = LLAMAS["llama-8b" if on_gpu else "llama-tiny"]
     block = dataclasses.replace(block, layers=options.layers or (2 if on_gpu else 1), remat="none")
     step: Any = model_config(model)
-    if options.remat:
-        step = dataclasses.replace(step, remat=options.remat)
+    step = dataclasses.replace(step, **{n: v for n in ("remat", "loop") if (v := getattr(options, n))})
     if isinstance(step, GPTConfig) and on_gpu:
         step = dataclasses.replace(step, attention="cudnn")
     tokens = (2, 4096) if on_gpu else (2, 32)

@@ -30,6 +30,7 @@ from models.meshes import looked_up, split_batch
 from tcfp_jax.remat import checkpoint_in_fp8
 
 Head = Literal["tied", "untied"]
+Loop = Literal["scan", "unrolled"]
 INITIAL_DEVIATION = 0.02
 
 
@@ -52,6 +53,8 @@ class LlamaConfig:
         input. "auto" is a request: `models.train` and the benchmarks keep as much as fits, and the model alone is
         "block". Names joined by "+" keep these values, such as "attended+gate_fp8": those of `KEPT_NAMES`, gate_fp8 and
         up_fp8 for copies in FP8, and "tcfp_activation" for inputs that products quantized.
+      loop: "scan" compiles one block. "unrolled" compiles all, which takes two to three times as long, for steps that
+        copy no kept value into a stack and out of it. Parameters are the same.
 
     Raises:
       ValueError: a size is below 1, heads do not divide the width or have an odd size, kv_heads do not divide heads,
@@ -70,6 +73,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     attention: Attention = "auto"
     remat: str = "none"
+    loop: Loop = "scan"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.hidden, self.context) < 1:
@@ -88,7 +92,7 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name, allowed in dict(head=Head, attention=Attention).items():
+        for name, allowed in dict(head=Head, attention=Attention, loop=Loop).items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {list(get_args(allowed))}")
         check_remat(self.remat)
@@ -216,8 +220,8 @@ class Llama(nn.Module):
 def layers_of(config: LlamaConfig, dtype: ComputeDtype) -> nn.Module:
     """Return all blocks in sequence as one module whose parameters have a leading axis of layers."""
     layers = nn.scan(
-        _rematerialised(config.remat), variable_axes={"params": 0}, split_rngs={"params": True},
-        in_axes=nn.broadcast, length=config.layers,
+        _rematerialised(config), variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
+        length=config.layers, unroll=config.layers if config.loop == "unrolled" else 1,
     )  # fmt: skip
     return layers(config, dtype, name="layers")
 
@@ -243,9 +247,9 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _rematerialised(remat: str) -> Any:
-    """Return `Block` with a backward pass that recomputes as `remat` says."""
-    if remat == "none":
+def _rematerialised(config: LlamaConfig) -> Any:
+    """Return `Block` with a backward pass that recomputes as `config.remat` says."""
+    if config.remat == "none":
         return Block
-    # XLA cannot merge the recomputation with the forward pass, because each is a loop of its own.
-    return nn.remat(Block, policy=policy(frozenset(kept_names(remat))), prevent_cse=False)
+    # XLA cannot merge the recomputation with the forward pass if each is a loop of its own.
+    return nn.remat(Block, policy=policy(frozenset(kept_names(config.remat))), prevent_cse=config.loop == "unrolled")

@@ -127,7 +127,9 @@ def test_remat_keeps_less_and_computes_the_same():
     # q, attended and the residual stream between attention and MLP; k and v; gate and up.
     assert kept["products"] - kept["block"] == layer * (3 * width + 2 * keys + 2 * MICRO.hidden)
     assert kept["none"] > kept["products"]
-    for remat in ("products", "none"):
+    model, variables = llama(remat="products", loop="unrolled")
+    found["unrolled"] = jax.jit(jax.value_and_grad(lambda v: loss(model.apply, v)))(variables)
+    for remat in ("products", "none", "unrolled"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[remat], found["block"])
 
 
