@@ -28,6 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Row, Tensor
+from pallas_kernels.quantize.computed import quantize_computed
 from pallas_kernels.specs import hidden_shards, sharding_of, varying_alike
 from tcfp_jax.products.annotations import differentiated_once, head
 from tcfp_jax.products.matmul import Asked, backward, forward, opened, operands_of, rounded
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # shapes for readers, editors and tests
 # Tokens of a chunk, for each device. Every chunk reads and writes the kernel's float32 gradient once, so more tokens
 # cost less time; with 128256 ids the logits of these take 1.05 GB.
 TOKENS_AT_ONCE = 4096
+_LOG2_E = math.log2(math.e)
 # Largest relative difference of a cotangent of losses from a multiple of the weights: float32 sums of many tokens.
 _ALIKE = 1e-4
 
@@ -268,8 +270,9 @@ def _chunk(
     recipe, smoothing = asked.recipe, asked.label_smoothing
     narrow, saved = forward(Asked(recipe), x, w, quantized, None)
     vocabulary = narrow.shape[-1]
-    logits, slope = _capped(asked, narrow)
-    is_target = jnp.arange(vocabulary, dtype=jnp.int32) == targets[:, None]
+    logits, _ = _capped(asked, narrow)
+    ids = jnp.arange(vocabulary, dtype=jnp.int32)[None]
+    is_target = ids == targets[:, None]
     with jax.named_scope("loss"):
         total = jax.nn.logsumexp(logits, axis=-1)
         # A masked sum instead of a gather: devices that split the vocabulary add it up, and XLA fuses it.
@@ -281,12 +284,10 @@ def _chunk(
     if total_dw is None and not wants_dx:
         return losses, None, None
     with jax.named_scope("quantize_g"):
-        slant = 1 + 2 * asked.z_loss * total
-        g = slant[:, None] * jnp.exp(logits - total[:, None]) - jnp.where(is_target, 1 - smoothing, 0.0)
-        g = g - smoothing / vocabulary if smoothing else g
-        g = jnp.where(shares[:, None] == 0, 0.0, g * slope(logits) * shares[:, None])
-        # |slant softmax - q| <= 1 + 2 z_loss |logsumexp|, and a slope is at most 1.
-        g_q = _quantized(recipe, g, jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + jnp.abs(slant - 1))))
+        # |softmax (1 + 2 z_loss logsumexp) - q| <= 1 + 2 z_loss |logsumexp|, and a slope is at most 1.
+        bound = jnp.where(shares == 0, 0.0, jnp.abs(shares) * (1 + 2 * asked.z_loss * jnp.abs(total)))
+        g_q = _quantized(asked, narrow, targets, total, shares, bound)
+    g = _Gradient(asked, vocabulary)(narrow, targets[:, None], total[:, None], shares[:, None], ids)[0]
     # Gradients keep float32 until they are summed, and in float16 until they are scaled.
     kept = jnp.float32 if x.dtype == jnp.float16 else x.dtype
     saved = replace(
@@ -307,22 +308,48 @@ def _capped(asked: Loss, logits: jax.Array) -> tuple[jax.Array, Callable[[jax.Ar
     return cap * jnp.tanh(logits / cap), lambda logits: 1 - jnp.square(logits / cap)
 
 
-def _quantized(recipe: Recipe, g: jax.Array, bound: jax.Array) -> Quantized | None:
-    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings.
+@dataclass(frozen=True)
+class _Gradient:
+    """The gradients of logits times factors, which are weights of tokens in the mean, over scales if they have any."""
 
-    Only elementwise operations lie between logits and both orientations, so XLA makes one pass of them.
-    """
-    scaling = recipe.scaling
+    asked: Loss
+    vocabulary: int
+
+    def __call__(
+        self, narrow: jax.Array, targets: jax.Array, total: jax.Array, *rest: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Return a gradient for each of the factors, which the ids `[1, vocabulary]` follow."""
+        *factors, ids = rest
+        asked, smoothing = self.asked, self.asked.label_smoothing
+        logits, slope = _capped(asked, narrow)
+        # A power of two is one instruction of a GPU. Its exponent has an error of 2**-20 for logits below 16.
+        g = jnp.exp2(_LOG2_E * (logits - total))
+        if asked.z_loss:
+            g = (1 + 2 * asked.z_loss * total) * g
+        g = g - jnp.where(ids == targets, 1 - smoothing, 0.0)
+        if smoothing:
+            g = g - smoothing / self.vocabulary
+        if asked.soft_cap is not None:
+            g = g * slope(logits)
+        return tuple(jnp.where(factor == 0, 0.0, g * factor) for factor in factors)
+
+
+def _quantized(
+    asked: Loss, narrow: jax.Array, targets: jax.Array, total: jax.Array, shares: jax.Array, bound: jax.Array
+) -> Quantized | None:
+    """Return gradients of logits `[tokens, vocabulary]` in FP8 by bounds of their rows, or None for other scalings."""
+    recipe, vocabulary = asked.recipe, narrow.shape[-1]
+    scaling, dtype = recipe.scaling, recipe.gradient
     if recipe.dgrad == "bf16" or not isinstance(scaling, Tensor | Row):
         return None
-
-    def scaled(bound: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scale, inverse = numerics.scale_and_inverse(bound, recipe.gradient, scaling.scale)
-        return scale, numerics.scaled_cast(g, inverse[..., None], recipe.gradient)
-
-    scale, values = scaled(numerics.amax(bound))
-    columns = Operand(values.T, scale, scaling=scaling)
+    scale, inverse = numerics.scale_and_inverse(numerics.amax(bound), dtype, scaling.scale)
+    of_rows, factors, of_columns = scale, [shares * inverse], scale
     if isinstance(scaling, Row):
-        columns = replace(columns, scale=jnp.broadcast_to(scale, g.shape[1:]))
-        scale, values = scaled(bound)
-    return Quantized(Operand(values, scale, scaling=scaling), None if recipe.wgrad == "bf16" else columns)
+        of_rows, inverses = numerics.scale_and_inverse(bound, dtype, scaling.scale)
+        factors, of_columns = [shares * inverses, *factors], jnp.broadcast_to(scale, (vocabulary,))
+    values, turned = quantize_computed(
+        _Gradient(asked, vocabulary), narrow, dtype, rows=(targets, total, *factors),
+        columns=(jnp.arange(vocabulary, dtype=jnp.int32),), results=len(factors), backend=recipe.quantize_backend,
+    )  # fmt: skip
+    columns = None if recipe.wgrad == "bf16" else Operand(turned, of_columns, scaling=scaling)
+    return Quantized(Operand(values, of_rows, scaling=scaling), columns)

@@ -367,3 +367,20 @@ def test_one_chunk_of_tokens_for_each_device_is_the_default(monkeypatch):
     monkeypatch.setattr(losses, "TOKENS_AT_ONCE", 1)
     found = equations(lambda x: cross_entropy(x, W, TARGETS)[0], X)
     assert [eqn.params["length"] for eqn in found if eqn.primitive.name == "scan"] == [-(-T // jax.device_count())]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_kernel_that_computes_and_quantizes_gradients_agrees_with_the_reference(recipe):
+    keys = jax.random.split(jax.random.key(5), 3)
+    x, w = jax.random.normal(keys[0], (32, 16), jnp.bfloat16), jax.random.normal(keys[1], (16, 64))
+    targets = jax.random.randint(keys[2], (32,), 0, 64).at[3].set(-100)
+
+    def gradients(backend):
+        asked = tcfp_jax.recipe(recipe, quantize_backend=backend)
+        loss = lambda x, w: cross_entropy(x, w, targets, recipe=asked, ignore=-100, z_loss=1e-3, soft_cap=20.0)[0]
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+
+    for got, want in zip(gradients("triton"), gradients("xla"), strict=True):
+        got, want = np.float64(got), np.float64(want)
+        # A few values of FP8 may be neighbours, because exponentials differ in a bit.
+        assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
