@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tcfp_jax
+from tcfp_jax.conversion import find_weights
 from tests import compile_for_h200 as h200
 from tests.compile_for_h200 import compile_for, h200s
 
@@ -84,3 +85,39 @@ def test_a_step_holds_nothing_of_a_weights_size_but_its_gradient(copies, gradien
     assert sum('"__gpu$xla.gpu.triton"' in line or "adamw" in line for line in made) >= 2
     # In place: nothing of the state is copied.
     assert not [line for line in made if re.match(rf"(?:f8e4m3fn|u8){sizes}\S* copy\(", line)]
+
+
+def test_a_step_of_a_tied_table_holds_no_float_table_but_its_gradient():
+    mesh, rows, width = h200s(1), 8192, 512
+    tx = tcfp_jax.optim.adamw(1e-4, moments="8bit", key=jax.random.key(0))
+
+    def plain(params, ids):
+        table = params["embed"].astype(jnp.bfloat16)
+        return jnp.take(table, ids, axis=0) @ table.T
+
+    low = tcfp_jax.transform(plain, "tcfp12_single", include=("linear", "small", "head", "embed"))
+    floats, ids = {"embed": jnp.ones((rows, width))}, jnp.zeros(2048, jnp.int32)
+
+    def init():
+        params = tcfp_jax.store(
+            floats, find_weights(low, floats, ids), key=jax.random.key(0), gradient_dtype=jnp.bfloat16
+        )
+        return params, tx.init(params)
+
+    def step(params, state, ids):
+        loss = lambda params: jnp.mean(low(params, ids).astype(jnp.float32) ** 2)
+        value, gradients = tcfp_jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradients, state, params)
+        return tcfp_jax.apply_updates(params, updates), state, value
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
+    params, state = jax.tree.map(place, jax.eval_shape(init))
+    compiled = compile_for(mesh, step, params, state, place(ids), donate_argnums=(0, 1))
+    entry = compiled.text[compiled.text.index("ENTRY") :]
+    floats = rf"(f32|bf16)\[(?:{rows},{width}|{width},{rows})\]"
+    made = [match for match in re.finditer(rf"= {floats}\S* (?!parameter|bitcast).*", entry)]
+    wide = [match[0] for match in made if match[1] == "f32"]
+    assert len(wide) == 2 and "broadcast" in wide[0] and "scatter-add" in wide[1], wide  # float32 sums of rows
+    # The head's gradient, with that of the rows, and both in the table's orientation.
+    assert len(made) == 5 and all(re.search(r"transpose\(jvp|/wgrad/", match[0]) for match in made), made
