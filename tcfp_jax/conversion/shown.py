@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import numerics
 from pallas_kernels.operands import Operand, Quantized, Tensor
-from pallas_kernels.specs import entries, regrouped, split_entries, ungrouped, with_entries
+from pallas_kernels.specs import entries, regrouped, sharding_of, split_entries, ungrouped, with_entries
 from tcfp_jax.conversion.factors import MATRIX, Factors, factors
 from tcfp_jax.conversion.views import Axes, Equation, Shape, Start, View
 from tcfp_jax.layers import Absent
@@ -94,7 +94,7 @@ class Shown:
     def numbers(self) -> jax.Array:
         """Return the root; of a weight that exists in its stored form alone, the dequantized weight."""
         if self.root is not None:
-            return self.root.astype(self.dtype)
+            return _here(self.root).astype(self.dtype)
         if self.stored is None or self.weight is None:
             raise ValueError(
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
@@ -125,10 +125,10 @@ class Shown:
             outside = 0 if zero else 0x7F if root.dtype == jnp.uint8 else jnp.nan
             return eqn.primitive.bind(array, indices, **eqn.params | dict(fill_value=outside))
 
-        codes = constant(self.stored).for_dgrad()
+        codes, slot = jax.tree.map(_here, (constant(self.stored).for_dgrad(), self.root))
         lo = None if codes.lo is None else self._as_root(codes.lo, layout)
         codes = dataclasses.replace(codes, values=self._as_root(codes.values, layout), lo=lo)
-        rows = gathered(codes, gather, indices, self.dtype, self.root)
+        rows = gathered(codes, gather, indices, self.dtype, slot)
         for dtype in self.view.casts:
             rows = rows.astype(dtype)
         return rows
@@ -196,6 +196,8 @@ class Shown:
         """Place the parameter itself as the array is asked to be placed; views of merged axes stay where they are."""
         if self.root is None or any(len(axes) > 1 for axes in self.axes):
             return self
+        if sharding_of(self.root) is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+            return self  # whoever reads the numbers takes them there (`_here`)
         spec = entries(sharding, len(self.axes))
         place = {axes[0]: axis for axis, axes in enumerate(self.axes) if axes}
         own = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place[a]] for a in range(len(self.view.sizes)))))
@@ -214,6 +216,13 @@ class Shown:
         view = self.view.drop(axis)
         entry = lambda arrays: self.seen_as(view, root=arrays[0], stored=arrays[1], stacked=stacked, local=None)
         return (None if root is None else jnp.moveaxis(root, atom, 0), stored), entry
+
+
+def _here(x: jax.Array) -> jax.Array:
+    """Return an array of explicit axes with the automatic ones that a part of the program may have instead."""
+    mesh = jax.sharding.get_abstract_mesh()
+    was, now = (AxisType.Explicit in of.axis_types for of in (jax.typeof(x).sharding.mesh, mesh))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim))) if was and not now else x
 
 
 def _split(x: jax.Array, sizes: Shape) -> jax.Array:

@@ -11,13 +11,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.operands import Operand, Tensor
+from pallas_kernels.specs import Sharding
 from tcfp_jax.weights.stored import Stored, constant
 
 # `(array, indices)` to the entries of the array at the indices; linear in the array.
 Gather = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def lookup(table: Stored, ids: jax.Array) -> jax.Array:
+def lookup(table: Stored, ids: jax.Array, *, out_sharding: Sharding = None) -> jax.Array:
     """Return rows of a stored table: `jnp.take(table.dequantize(), ids, axis=0)`, without the float table.
 
     Use it for an embedding in a model that you write with stored weights; a converted model looks up by itself
@@ -29,6 +30,7 @@ def lookup(table: Stored, ids: jax.Array) -> jax.Array:
       table: a stored weight `[rows, n]` with one scale. A parameter made by `tcfp_jax.store` has a gradient under
         `tcfp_jax.value_and_grad`: float32 sums over equal ids, rounded to the gradient's dtype once.
       ids: integers `[...]`. Negative ids count from the end, and rows of ids out of range are NaN.
+      out_sharding: sharding of the rows under a mesh with explicit axes, which JAX asks for.
 
     Returns:
       `[..., n]` in the dtype of the float parameter; float32 for a table that is not a parameter.
@@ -53,7 +55,7 @@ def lookup(table: Stored, ids: jax.Array) -> jax.Array:
             "one scale; look up in one entry of a stack, or take floats with dequantize()"
         )
     dtype = jnp.float32 if table.training is None else table.training.dtype
-    take = functools.partial(jnp.take, axis=0, fill_value=0x7F)
+    take = lambda matrix, ids: matrix.at[ids].get(mode="fill", fill_value=0x7F, out_sharding=out_sharding)
     return gathered(constant(table.read()).for_dgrad(), take, ids, dtype, table._slot)
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tcfp_jax
 from models.llama import Llama, LlamaConfig
@@ -15,10 +17,11 @@ from tcfp_jax.conversion import convert_to_tcfp, find_weights
 from tcfp_jax.conversion.convert import survey
 from tcfp_jax.inference import quantize_params
 from tcfp_jax.optim import adamw
+from tcfp_jax.sharding import state_shardings
 from tcfp_jax.weights.layout import Layout, Weight
 from tcfp_jax.weights.stored import Stored
 from tcfp_jax.weights.training import is_stored
-from tests.helpers import nnx_model, same_bits, variables_of
+from tests.helpers import mesh_of, nnx_model, same_bits, variables_of
 
 RECIPE = "tcfp12_single"
 KEY = jax.random.key(7)
@@ -66,6 +69,7 @@ def looked_up(name):
     return low, stored_of({"e": table}, find_weights(low, {"e": table}, IDS)), plain
 
 
+@pytest.mark.slow_except("take", "columns", "cast first", "scan")
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_are_those_of_the_dequantized_table_and_so_is_their_gradient(name):
     low, stored, plain = looked_up(name)
@@ -97,6 +101,7 @@ def test_a_lookup_by_hand_is_that_of_the_float_table():
     same_numbers(tcfp_jax.lookup(constant, IDS), jnp.take(constant.dequantize(), IDS, axis=0))
 
 
+@pytest.mark.slow_except("by hand", "cast first")
 @pytest.mark.parametrize("name", ["take", "by hand", "cast first", "scan"])
 def test_no_float_table_exists(name):
     low, stored, _ = looked_up("take" if name == "by hand" else name)
@@ -169,6 +174,31 @@ def test_rows_come_from_the_optimizers_copy_next_to_a_float_table():
     assert same_bits(low({"e": TABLE}, INSIDE), TABLE[INSIDE])
     gradient = jax.grad(lambda table: low({"e": table}, INSIDE, stored=jax.lax.stop_gradient(state)).sum())(TABLE)
     assert same_bits(gradient, jax.grad(lambda table: table[INSIDE].sum())(TABLE))
+
+
+@pytest.mark.parametrize("spec", [P(None, "b"), P("a", None)], ids=["columns", "rows"])
+def test_a_lookup_under_explicit_axes_says_where_its_rows_lie(spec):
+    out = P("a", None, "b")
+    look = lambda params, ids: params["e"].at[ids].get(out_sharding=out)
+    low = tcfp_jax.transform(look, RECIPE, include="embed")
+    by_hand = lambda params, ids: tcfp_jax.lookup(params["e"], ids, out_sharding=out)
+    stored = stored_of({"e": TABLE}, {"e": WEIGHT})
+    mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
+    shaped = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(stored, state_shardings({"e": shaped}, stored))
+        ids = jax.device_put(INSIDE, NamedSharding(mesh, P("a")))
+        for fn in (low, by_hand):
+
+            def summed(params, ids, fn=fn):
+                rows = fn(params, ids)
+                return rows.sum(), rows
+
+            (_, rows), gradient = jax.jit(tcfp_jax.value_and_grad(summed, has_aux=True))(placed, ids)
+            assert rows.sharding.spec == out and gradient["e"].sharding.spec == spec
+            same_numbers(jax.device_get(rows), jax.device_get(jnp.take(stored["e"].dequantize(), INSIDE, axis=0)))
+            count = np.bincount(np.ravel(INSIDE) % ROWS, minlength=ROWS)
+            np.testing.assert_array_equal(gradient["e"], np.repeat(count[:, None], WIDTH, axis=1))
 
 
 # Refused ----------------------------------------------------------------------------------------------------------
