@@ -18,7 +18,7 @@ import tcfp_jax
 from tcfp_jax import losses
 from tcfp_jax.losses import cross_entropy
 from tcfp_jax.weights.stored import quantize_weight
-from tests.helpers import float64_of, mesh_of
+from tests.helpers import decibels, float64_of, mesh_of
 
 T, K, V = 21, 32, 50
 RNG = np.random.default_rng(0)
@@ -174,6 +174,14 @@ def test_a_mean_of_the_losses_has_the_gradient_of_the_mean():
 def test_another_function_of_the_losses_makes_its_gradients_nan(reduce):
     dx, dw = jax.grad(lambda x, w: reduce(cross_entropy(x, w, TARGETS)[1]), (0, 1))(X, W)
     assert jnp.isnan(dx).all() and jnp.isnan(dw).all()
+
+
+def test_a_token_of_little_weight_has_a_scale_of_its_own_in_rows():
+    weights = jnp.ones(T).at[3].set(1e-5).at[4].set(-1.0)
+    exact = run(X, W, TARGETS, recipe="bf16", weights=weights)[1][0]
+    for recipe, least in (("rowwise", 22.0), ("tensorwise", 0.0)):
+        dx = run(X, W, TARGETS, recipe=recipe, weights=weights)[1][0]
+        assert decibels(exact, dx) > 22 and decibels(exact[3], dx[3]) > least
 
 
 def test_weights_have_a_gradient():

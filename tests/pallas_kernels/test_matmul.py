@@ -12,7 +12,7 @@ import pytest
 import tcfp_jax
 from pallas_kernels.hopper import plan
 from pallas_kernels.matmul import mosaic
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import add_product, matmul
 from pallas_kernels.operands import Block, Operand, Product, Row, Tensor
 from pallas_kernels.quantize.api import dual_quantize, quantize
 from tests.helpers import float64_of
@@ -94,6 +94,21 @@ def test_bfloat16_results_and_leading_axes(scaling, backend):
     got = matmul(stack, w, bias, backend=backend)
     assert got.shape == (2, 128, 128) and got.dtype == jnp.bfloat16
     assert within(got.reshape(256, 128), exact + 1, magnitude + np.abs(exact) + 1, 2.0**-8)
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("sizes", [(32, 64, 48), (1, 16, 16), (16, 16, 1)])
+def test_a_product_without_scales_is_added(sizes, backend):
+    m, k, n = sizes
+    if backend and 1 in sizes:
+        pytest.skip("the kernel takes whole tiles")
+    draw = lambda *shape, seed=0: np.random.default_rng(seed).integers(-8, 9, shape)
+    x, w, total = (jnp.asarray(draw(*shape, seed=i)) for i, shape in enumerate(((m, k), (n, k), (m, n))))
+    w = w.astype(E4M3 if backend else E5M2)  # Triton multiplies one format
+    found = add_product(total.astype(jnp.float32), x.astype(E4M3), w, "full", backend)
+    np.testing.assert_array_equal(found, total + x @ w.astype(int).T)
+    with pytest.raises(NotImplementedError, match="float8_e5m2 x float8_e5m2"):
+        add_product(total.astype(jnp.float32), x.astype(E5M2), w.astype(jnp.float32).astype(E5M2), "full")
 
 
 def test_ragged_sizes():
