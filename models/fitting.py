@@ -60,6 +60,6 @@ def fitted(
     if not is_open(config.size):
         return config, None
     found = fit(recipe(config.recipe), lambda remat: lower(replace(config, remat=remat)), budget)
-    kept = {"none": "all values", "block": "the input"}.get(found.level, found.level)
+    kept = "the input" if found.level == "block" else found.level
     line = f"remat: keeps {kept} of every block; the step needs {found.needed / 1e9:.3g} of {found.budget / 1e9:.3g} GB"
     return replace(config, remat=found.level), line
