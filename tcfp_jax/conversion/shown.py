@@ -23,7 +23,7 @@ from tcfp_jax.losses import Loss, loss_of
 from tcfp_jax.products.einsum import contract, matrix_product
 from tcfp_jax.recipes import Recipe
 from tcfp_jax.weights.layout import Layout, Weight
-from tcfp_jax.weights.lookup import gathered
+from tcfp_jax.weights.lookup import gathered, with_gradient
 from tcfp_jax.weights.stored import Stored, constant, quantize_weight
 
 # Shapes that stand for arrays without values.
@@ -93,14 +93,16 @@ class Shown:
 
     def numbers(self) -> jax.Array:
         """Return the root; of a weight that exists in its stored form alone, the dequantized weight."""
-        if self.root is not None:
+        carries = self.root is not None and self.root.dtype.name != self.dtype  # the gradient, in another dtype
+        if self.root is not None and not (carries and isinstance(self.stored, Stored)):
             return _here(self.root).astype(self.dtype)
         if self.stored is None or self.weight is None:
             raise ValueError(
                 f"a parameter of shape {list(self.view.shape)} exists in quantized form only, but a part of it is read "
                 "that has none; pass the float parameter, or leave its layer out of quantize_params"
             )
-        return self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
+        values = self._as_root(self.stored.dequantize(self.dtype), self.weight.layout)
+        return values if self.root is None else with_gradient(values, self.root)
 
     def _as_root(self, matrix: jax.Array, layout: Layout) -> jax.Array:
         """Return values `[*stacked, first, second]` of the stored form with the axes of the root."""

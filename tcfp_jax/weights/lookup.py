@@ -73,6 +73,11 @@ def gathered(table: Operand, gather: Gather, indices: jax.Array, dtype: DTypeLik
     return rows if slot is None else _with_gradient(gather, jax.typeof(slot), rows, slot, indices)
 
 
+def with_gradient(values: jax.Array, slot: jax.Array) -> jax.Array:
+    """Return values whose gradient goes to a slot of their shape, of which nothing is read."""
+    return _with_gradient(lambda slot, indices: slot, jax.typeof(slot), values, slot, jnp.zeros((), jnp.int32))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_gradient(gather: Gather, kind: Any, rows: jax.Array, slot: jax.Array, indices: jax.Array) -> jax.Array:
     """Return rows, whose gradient goes to the slot, of type `kind`."""

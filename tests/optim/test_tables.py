@@ -149,6 +149,30 @@ def check_against_float(low, plain, stored):
         assert a.shape == b.shape and np.linalg.norm(a - b) <= 2.0**-3 * np.linalg.norm(b)
 
 
+def test_two_products_of_a_stored_table_read_the_same_numbers():
+    heads = lambda params, x: (
+        x @ params["e"].T,
+        jnp.tanh(x) @ params["e"].T,
+        jax.nn.softmax(x @ params["e"].T) @ params["e"],
+    )
+    low = tcfp_jax.transform(heads, "tcfp12", include=ALL)
+    params = {"e": TABLE}
+    report = survey(low, params, X)
+    assert [record.stored for record in report.converted] == [True, True, True, False]
+    assert "quantized at each use: the stored form of its weight is another one" in str(report)
+    # The dtype of the gradient says nothing about the numbers.
+    found = [
+        low(stored_of(params, find_weights(low, params, X), gradient_dtype=dtype), X)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    assert same_bits(*found)
+    stored = stored_of(params, find_weights(low, params, X), gradient_dtype=jnp.bfloat16)
+    (gradient,) = jax.tree.leaves(tcfp_jax.grad(lambda p: sum(y.sum() for y in low(p, X)))(stored))
+    exact = jax.grad(lambda p: sum(y.sum() for y in heads(p, X)))(tcfp_jax.dequantize(stored))["e"]
+    assert gradient.dtype == jnp.bfloat16
+    assert np.linalg.norm(gradient.astype(jnp.float32) - exact) <= 2.0**-3 * np.linalg.norm(exact)
+
+
 class Embedded(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.dense = nnx.Embed(ROWS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
